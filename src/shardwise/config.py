@@ -1,0 +1,261 @@
+"""The run file: typed, strict, and the only way to say what a run does.
+
+The sections are plain frozen dataclasses, so a Python caller needs nothing but this module; `load_config` and
+`parse_config` check data from outside (a YAML file, command-line overrides) with pydantic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
+
+import yaml
+
+DType = Literal["float32", "bfloat16"]
+
+
+class UserError(ValueError):
+    """The user's mistake: one line that says what is wrong and how to mend it (exit code 2, no traceback)."""
+
+
+class Section:
+    """Base of the sections: pydantic refuses keys that a section does not have."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass(frozen=True)
+class Model(Section):
+    path: str
+    """Local folder or hub id: `config.json`, and safetensors unless `init` is `random`."""
+    init: Literal["weights", "random"] = "weights"
+    """`random`: weights are a function of (`training.seed`, parameter name), the same under every layout."""
+    dtype: DType = "float32"
+    """What the weights are stored in; parameters that a family keeps in float32 (such as `A_log`) stay so."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer, where it does not lie in `path`."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the mixture-of-experts load-balancing loss (0: off)."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder."""
+
+
+@dataclass(frozen=True)
+class Lora(Section):
+    r: int = 8
+    """Rank of the adapters."""
+    alpha: float = 16.0
+    """Scale: the adapter's output is multiplied by alpha / r (alpha / sqrt(r) with `rslora`)."""
+    dropout: float = 0.0
+    """Dropout on the adapter's input; the masks are a function of (seed, step, slot), equal under every layout."""
+    targets: Literal["auto", "attention", "all-linear"] | list[str] = "auto"
+    """Which linears get an adapter; `auto` reaches the recurrent layers' projections too. A list names modules."""
+    rslora: bool = False
+    """Rank-stabilised scaling (arXiv 2312.03732)."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained in full and saved beside the adapters."""
+    dtype: Literal["float32", "model"] = "float32"
+    """What the adapters are stored in: float32, or the model's own dtype."""
+
+    def __post_init__(self) -> None:
+        _require(self.r >= 1, f"lora.r is {self.r}; give a rank of at least 1")
+        _require(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; give a value in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Data(Section):
+    train: str | list[str]
+    """Files, folders or glob patterns: `.jsonl` (one object a line) or plain text (one document a file)."""
+    validation: float | str | list[str] = 0.0
+    """Share of the documents held out, or files of their own."""
+    text_field: str = "text"
+    """The field of a JSONL object that holds the document."""
+    sequence_length: int = 512
+    """Tokens in a row, labels shifted already: a row reads `sequence_length` + 1 tokens."""
+    packing: Literal["none", "concat"] = "concat"
+    """`none`: a row holds one document (a long one goes on in the next row). `concat`: documents are joined by the
+    end-of-text token and cut into full rows; a row may see the end of the document before."""
+    workers: int = 0
+    """Worker processes that tokenise, per rank; the batches do not depend on it."""
+
+    def __post_init__(self) -> None:
+        _require(self.sequence_length >= 1, f"data.sequence_length is {self.sequence_length}; give at least 1")
+        _require(self.workers >= 0, f"data.workers is {self.workers}; give 0 or more")
+        if isinstance(self.validation, float):
+            _require(0.0 <= self.validation < 1.0, f"data.validation is {self.validation}; give a share in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Parallel(Section):
+    data: Literal["single", "ddp", "fsdp2"] = "single"
+    """Data-parallel strategy over the processes that the other axes leave."""
+    dp_replicate: int = 1
+    """fsdp2: number of replicas of the sharded model (HSDP); what is left of the world is `dp_shard`."""
+    reshard_after_forward: bool = True
+    """fsdp2: free a layer's gathered weights after its forward and gather them again for its backward."""
+
+    def __post_init__(self) -> None:
+        _require(self.dp_replicate >= 1, f"parallel.dp_replicate is {self.dp_replicate}; give 1 or more")
+        _require(
+            self.dp_replicate == 1 or self.data == "fsdp2",
+            f"parallel.dp_replicate is for fsdp2 (HSDP), not {self.data}; leave it at 1",
+        )
+
+
+@dataclass(frozen=True)
+class Optimizer(Section):
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 2e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How it falls to 0 after the warm-up."""
+    max_grad_norm: float | None = 1.0
+    """Clip by the global norm over all ranks' shards; null: do not clip."""
+
+    def __post_init__(self) -> None:
+        _require(self.lr >= 0, f"optimizer.lr is {self.lr}; give 0 or more")
+        _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}; give 0 or more")
+        _require(
+            self.max_grad_norm is None or self.max_grad_norm > 0,
+            f"optimizer.max_grad_norm is {self.max_grad_norm}; give a positive number, or null for no clipping",
+        )
+
+
+@dataclass(frozen=True)
+class Training(Section):
+    output_dir: str
+    steps: int = 100
+    global_batch_size: int = 8
+    """Rows in an optimizer step, over all ranks and micro-batches."""
+    micro_batch_size: int = 1
+    """Rows in one forward and backward on one rank."""
+    precision: DType = "float32"
+    """`bfloat16`: matrix products in bfloat16 (autocast); weights, reductions and optimizer keep their dtype."""
+    checkpointing: Literal["none", "full"] = "none"
+    """`full`: keep only each layer's input and compute the layer again in the backward."""
+    seed: int = 0
+    eval_every: int = 0
+    """Steps between evaluations (0: only before step 1 and at the end)."""
+    eval_batches: int = 0
+    """Global batches in an evaluation (0: the whole validation set)."""
+    sample: str | None = None
+    """A prompt to continue greedily when training ends."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    overwrite: bool = False
+    """Replace what another run left in `output_dir`."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch_size", "micro_batch_size"):
+            _require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; give at least 1")
+        for name in ("eval_every", "eval_batches"):
+            _require(getattr(self, name) >= 0, f"training.{name} is {getattr(self, name)}; give 0 or more")
+
+
+@dataclass(frozen=True)
+class Measure(Section):
+    warmup_steps: int = 3
+    """Steps left out of every time figure."""
+    memory: bool = True
+    """Measure peak memory, in one more step that is not timed and does not train."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _require(self.warmup_steps >= 0, f"measure.warmup_steps is {self.warmup_steps}; give 0 or more")
+
+
+@dataclass(frozen=True)
+class RunConfig(Section):
+    """One run: what is trained (model, lora), on what (data), how it is split (parallel), and the rest."""
+
+    model: Model
+    data: Data
+    training: Training
+    lora: Lora | None = None
+    parallel: Parallel = field(default_factory=Parallel)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    measure: Measure = field(default_factory=Measure)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved config as plain data: `parse_config(cfg.to_dict()) == cfg`."""
+        return dataclasses.asdict(self)
+
+
+def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
+    """Check plain data against the sections above; raise UserError with one line for the first thing wrong."""
+    import pydantic  # here, so that a Python caller who builds RunConfig himself does not need it
+
+    try:
+        return pydantic.TypeAdapter(RunConfig).validate_python(data)
+    except pydantic.ValidationError as error:
+        raise UserError(f"{source}: {_first_problem(error, data)}") from None
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a run file and apply `--section.key=value` overrides (values are YAML, so `null` and `[a, b]` work)."""
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the run file ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    _require(isinstance(data, dict), f"{path}: a run file is a mapping of sections; see docs/reference/config.md")
+    for override in overrides or []:
+        _apply_override(data, override)
+    return parse_config(data, source=str(path))
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.removeprefix("--").partition("=")
+    section, _, name = key.partition(".")
+    _require(bool(equals and section), f"{override}: write an override as --section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"{override}: the value is not valid YAML; quote it") from None
+    if not name:
+        data[section] = value  # a whole section, such as --lora=null
+        return
+    existing = data.get(section)
+    data[section] = {**(existing if isinstance(existing, dict) else {}), name: value}
+
+
+def _first_problem(error: Any, data: dict[str, Any]) -> str:
+    # Unknown keys first: a misspelt required key also makes a "missing" error, and the spelling is the way out.
+    problems = sorted(error.errors(), key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"))
+    problem = problems[0]
+    location = [str(part) for part in problem["loc"]]
+    key = ".".join(part for part in location[:2])
+    if problem["type"] == "unexpected_keyword_argument":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key {'.'.join(location)}; {hint}"
+    if problem["type"] in ("missing", "missing_argument"):
+        return f"{'.'.join(location)} is missing; add it"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    wanted = " or ".join(dict.fromkeys(e["msg"] for e in error.errors() if [str(p) for p in e["loc"][:2]] == location[:2]))
+    return f"{key} is {problem['input']!r}: {wanted[:1].lower()}{wanted[1:]}"
+
+
+def _known_keys(section: list[str]) -> list[str]:
+    cls: Any = RunConfig
+    for part in section:
+        hint = get_type_hints(cls)[part]
+        cls = next((arg for arg in get_args(hint) if dataclasses.is_dataclass(arg)), hint)
+    return [f.name for f in dataclasses.fields(cls)]

@@ -1,0 +1,103 @@
+"""The nouns that the packages pass to one another.
+
+Shape legend for the whole project: B batch, T tokens, D model width, N query heads, K key/value heads, H head size,
+V vocabulary, F feed-forward width, E experts, R LoRA rank. Mesh dimensions are *axes*, tensor dimensions are *dims*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+IGNORED = -100
+"""The label of a position that has no target; cross entropy skips it."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on this rank. Labels are shifted before anything is sharded, so a slice along T stays right."""
+
+    input_ids: torch.Tensor  # [B, T] int64
+    labels: torch.Tensor  # [B, T] int64: the token after input_ids[b, t], or IGNORED
+    document_ids: torch.Tensor  # [B, T] int64: equal within a document; -1 where the row is filled up
+    slots: tuple[int, ...]  # B slots of the global batch: row b is the next row of slot slots[b]'s own stream
+    step: int  # optimizer step, from 1: with the slot it seeds dropout, so masks do not depend on the layout
+
+    def num_target_tokens(self) -> int:
+        """Positions that have a target."""
+        return int((self.labels != IGNORED).sum())
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on `device`."""
+        moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("input_ids", "labels", "document_ids")}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All ranks as a grid with the axes AXES (size 1 where an axis is not used), and the device this rank computes on."""
+
+    AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+    dense: DeviceMesh
+    device: torch.device
+
+    def size(self, *axes: str) -> int:
+        """Ranks along these axes together."""
+        total = 1
+        for axis in axes:
+            total *= self.dense.size(self.AXES.index(axis))
+        return total
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that take different rows of a global batch."""
+        return self.size("dp_replicate", "dp_shard")
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among them."""
+        return self.dense.get_local_rank("dp_replicate") * self.size("dp_shard") + self.dense.get_local_rank("dp_shard")
+
+    def slots(self, global_batch_size: int) -> range:
+        """The slots of a global batch whose rows this rank reads."""
+        share = global_batch_size // self.data_size
+        return range(self.data_rank * share, (self.data_rank + 1) * share)
+
+
+class Run(Protocol):
+    """Forward, and backward if `train`, of one optimizer step's micro-batches on this rank.
+
+    Returns the local sum over target tokens of the loss, detached, float32, no reduction over ranks. In training each
+    micro-batch's loss is multiplied by `loss_scale` before its backward.
+    """
+
+    def __call__(
+        self, pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
+    ) -> torch.Tensor: ...
+
+
+def no_sync_needed(sync: bool) -> None:
+    """The `set_sync` of a model that reduces no gradients by itself."""
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model as one rank sees it. A strategy replaces or extends these fields; the loop has no branch on strategies."""
+
+    parts: tuple[nn.Module, ...]
+    """One module, or this rank's pipeline stages; called with a Batch, the last one returns the summed loss."""
+    run: Run
+    make_optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+    """From the named trainable parameters of this rank."""
+    set_sync: Callable[[bool], None] = no_sync_needed
+    """Gradient reduction on or off, called before each micro-batch: on for the last one of a step only."""
+    reduce_grads: tuple[Callable[[], None], ...] = ()
+    """Called in order after the last backward: gradients that no wrapper reduces."""
+    shard_batch: tuple[Callable[[Batch], Batch], ...] = field(default=())
+    """Applied in order to each micro-batch (context parallelism takes its share of T here)."""
