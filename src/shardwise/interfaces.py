@@ -6,7 +6,7 @@ V vocabulary, F feed-forward width, E experts, R LoRA rank. Mesh dimensions are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -91,7 +91,8 @@ class ParallelModel:
     """A model as one rank sees it. A strategy replaces or extends these fields; the loop has no branch on strategies."""
 
     parts: tuple[nn.Module, ...]
-    """One module, or this rank's pipeline stages; called with a Batch, the last one returns the summed loss."""
+    """One module, or this rank's pipeline stages; called with a Batch, the last one returns the summed loss. What wraps
+    a module stays inside `run`. Each holds (its share of) the transformers model as `hf`."""
     run: Run
     make_optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
     """From the named trainable parameters of this rank."""
@@ -101,3 +102,9 @@ class ParallelModel:
     """Called in order after the last backward: gradients that no wrapper reduces."""
     shard_batch: tuple[Callable[[Batch], Batch], ...] = field(default=())
     """Applied in order to each micro-batch (context parallelism takes its share of T here)."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under the names they have in the transformers model (with PEFT's layers in it)."""
+        for part in self.parts:
+            for name, parameter in part.named_parameters():
+                yield name.removeprefix("hf."), parameter

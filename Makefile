@@ -1,0 +1,45 @@
+# Every target sets itself up: `make demo` and `make test` work on a fresh clone (Linux, Python >= 3.11, make).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test check format parity gpu clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.ok  ## build .venv with pinned versions
+
+# torch first and by its exact version: a resolver that meets it later as "any torch" may take another build.
+$(VENV)/.ok: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup  ## train a small hybrid model, then LoRA-tune it under single, ddp and fsdp2; prints one table
+	$(BIN)/python examples/demo.py
+
+test: setup  ## the tests, in minutes on two cores
+	$(BIN)/python -m pytest
+
+check: setup  ## lint, format, types, architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/ty check src
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+format: setup  ## rewrite the code as `make check` wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+parity: setup  ## every family x layout x mode against one process; resumable; writes results/parity.json
+	$(BIN)/python -m tests.parity
+
+gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that has torch; installs nothing
+	$(PYTHON) -m tests.gpu
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) runs build .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,96 @@
+"""The module that a strategy splits: a transformers model that takes a Batch and returns its summed loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from shardwise.config import RunConfig, UserError
+from shardwise.interfaces import IGNORED, Batch
+from shardwise.models.dropout import DropoutState, replace_dropouts
+from shardwise.models.families import Family
+from shardwise.models.spec import ModelSpec
+
+
+class CausalLM(nn.Module):
+    """Batch in, loss out, so that embedding and head are never used outside this module (fsdp and pipelines need that)."""
+
+    def __init__(self, hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig) -> None:
+        super().__init__()
+        self.hf = hf
+        self.spec = spec
+        self.autocast_dtype = torch.bfloat16 if cfg.training.precision == "bfloat16" else None
+        self.dropout = DropoutState(cfg.training.seed)
+        replace_dropouts(hf, self.dropout)
+        self.router_loss = _router_loss(hf, family, cfg.model.router_aux_loss_coef)
+
+    def forward(self, batch: Batch, return_logits: bool = False) -> torch.Tensor:
+        """The loss summed over target tokens (scalar, float32), in training plus the router loss; or logits [B, T, V].
+
+        Sums, not means: what is added up over micro-batches and ranks is divided once, by the global number of targets.
+        """
+        self.dropout.batch = batch
+        device = batch.input_ids.device.type
+        with torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
+            logits = self.hf(input_ids=batch.input_ids, use_cache=False).logits  # [B, T, V]
+        if return_logits:
+            return logits
+        loss = F.cross_entropy(
+            logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        if self.training and self.router_loss is not None:
+            loss = loss + self.router_loss(batch)
+        return loss
+
+
+class RouterLoss:
+    """Load-balancing loss of mixture-of-experts layers (Fedus et al. 2021, eq. 4-6), in a form that adds up.
+
+    For layer l and row b with n_b target tokens: E * sum_e f_e P_e, where f_e is the number of the row's target tokens
+    times choices routed to expert e, over n_b, and P_e the mean router probability over those tokens. The loss is the
+    sum over rows and layers of n_b times that, times coefficient / number of layers. Divided by the global number of
+    target tokens it is the same for every split of rows over ranks and micro-batches. transformers pools all tokens of
+    a forward before it multiplies f_e by P_e, and that product depends on which rows share a forward.
+    """
+
+    def __init__(self, routers: list[nn.Module], coefficient: float) -> None:
+        self.coefficient = coefficient
+        self.num_layers = len(routers)
+        self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for router in routers:
+            router.register_forward_hook(self._record)
+
+    def _record(self, router: nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> None:
+        logits, _, chosen = output  # [B*T, E], _, [B*T, top_k]
+        self.outputs.append((logits, chosen))
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """The summed loss of the forward just done (scalar, float32)."""
+        # Taken here and cleared at once: under activation checkpointing the backward records every layer again.
+        outputs, self.outputs = self.outputs[: self.num_layers], []
+        targets = (batch.labels != IGNORED).float()  # [B, T]
+        tokens = targets.sum(dim=1, keepdim=True)  # [B, 1]
+        total = torch.zeros((), device=targets.device)
+        for logits, chosen in outputs:
+            num_experts = logits.shape[-1]
+            probabilities = F.softmax(logits.float(), dim=-1).view(*targets.shape, num_experts)
+            routed = F.one_hot(chosen, num_experts).sum(dim=1).view(*targets.shape, num_experts)
+            # Both [B, E]; rows without a target weigh nothing, the clamp only keeps 0/0 away.
+            share = torch.einsum("bte,bt->be", routed.float(), targets) / tokens.clamp(min=1)
+            mean_probability = torch.einsum("bte,bt->be", probabilities, targets) / tokens.clamp(min=1)
+            total = total + num_experts * (tokens * share * mean_probability).sum()
+        return total * self.coefficient / self.num_layers
+
+
+def _router_loss(hf: PreTrainedModel, family: Family, coefficient: float) -> RouterLoss | None:
+    if coefficient == 0.0:
+        return None
+    routers = [m for m in hf.modules() if type(m).__name__ == family.router]
+    if not routers:
+        raise UserError(
+            f"model.router_aux_loss_coef is {coefficient}, but {hf.config.model_type} has no router that takes a "
+            "load-balancing loss here; leave it at 0"
+        )
+    return RouterLoss(routers, coefficient)

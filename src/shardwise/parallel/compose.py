@@ -1,0 +1,52 @@
+"""In what order strategies are applied, and which compositions are proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.config import RunConfig, UserError
+from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.models.spec import ModelSpec
+from shardwise.parallel import activation_checkpoint, ddp, fsdp2
+
+Load = Callable[[ParallelModel], None]
+
+ORDER: tuple[tuple[str, Any], ...] = (
+    ("activation checkpointing", activation_checkpoint.apply),  # inside the wrappers, so that their hooks lie outside
+    ("fsdp2", fsdp2.apply),  # shards a model on meta: no rank ever holds it whole
+    ("load", None),  # weights go into whatever each rank holds now
+    ("ddp", ddp.apply),  # wraps real weights
+)
+
+COMPATIBLE: dict[str, frozenset[str]] = {
+    family: frozenset({"single", "ddp", "fsdp2", "hsdp"})
+    for family in ("llama", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "nemotron_h")
+}
+"""Per family, the layouts that tests/parity proves; anything else is refused before memory is taken."""
+
+
+def layout(cfg: RunConfig) -> str:
+    """The name of a run's layout, as COMPATIBLE has it."""
+    return "hsdp" if cfg.parallel.dp_replicate > 1 else cfg.parallel.data
+
+
+def check(cfg: RunConfig, family: str) -> None:
+    """Refuse a family or composition that is not proven."""
+    if family not in COMPATIBLE:
+        raise UserError(f"family {family} is not proven here; proven are {', '.join(sorted(COMPATIBLE))}")
+    if layout(cfg) not in COMPATIBLE[family]:
+        raise UserError(
+            f"{layout(cfg)} is not proven for {family}; use one of {', '.join(sorted(COMPATIBLE[family]))}"
+        )
+
+
+def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: Load) -> ParallelModel:
+    """Apply every strategy that the run asks for, in ORDER."""
+    asked = {"activation checkpointing", "load", cfg.parallel.data}
+    for name, strategy in ORDER:
+        if name == "load":
+            load(pm)
+        elif name in asked:
+            pm = strategy(pm, mesh, cfg, spec)
+    return pm

@@ -1,0 +1,49 @@
+"""Distributed data parallel: every rank holds the whole model and a share of the rows; gradients are added up.
+
+Memory per rank: all weights, gradients and optimizer states. Communication per step: one all-reduce of the trainable
+gradients, 2 (n-1)/n of their bytes leave each rank, in buckets that overlap with the backward.
+Source: Li et al., "PyTorch Distributed", arXiv 2006.15704.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.config import RunConfig
+from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.models.spec import ModelSpec
+
+
+def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
+    """Wrap the loaded model so that its backward adds gradients up over `dp_replicate`."""
+    (part,) = pm.parts
+    wrapped = DistributedDataParallel(
+        part,
+        process_group=mesh.dense.get_group("dp_replicate"),
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,  # gradients live in the communication buckets: no second copy
+        init_sync=False,  # weights are equal already: each rank has read or drawn the same ones
+    )
+    wrapped.register_comm_hook(wrapped.process_group, sum_hook)
+
+    def set_sync(sync: bool) -> None:
+        wrapped.require_backward_grad_sync = sync
+
+    def run(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
+        # The wrapper stands in the part's place for the run only: everyone else sees the bare model and its names.
+        return inner_run(replace(pm, parts=(wrapped,)), microbatches, loss_scale, train)
+
+    inner_run = pm.run
+    return replace(pm, run=run, set_sync=set_sync)
+
+
+def sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """All-reduce one bucket as a sum, in float32 (DDP's own hook would divide by the number of ranks)."""
+    buffer = bucket.buffer()
+    future = dist.all_reduce(buffer.float(), group=group, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))

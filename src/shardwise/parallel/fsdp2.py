@@ -1,0 +1,97 @@
+"""Fully sharded data parallel on DTensor: each rank holds 1/n of every weight, gradient and optimizer state.
+
+One unit per decoder layer, one for the embedding, one for the final norm and the head. A unit's weights are gathered
+before its forward and again before its backward (2 (n-1)/n of all weight bytes reach each rank), and its *trainable*
+gradients are reduce-scattered ((n-1)/n of their bytes); frozen weights have no gradient, so none is kept or sent.
+HSDP: shards along `dp_shard`, replicas along `dp_replicate`, and one all-reduce of the sharded gradients over these.
+Sources: Zhao et al., "PyTorch FSDP", arXiv 2304.11277; Rajbhandari et al., "ZeRO", arXiv 1910.02054 (stage 3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from shardwise.config import RunConfig
+from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.models.spec import ModelSpec
+from shardwise.parallel.reduce import DATA_AXES, sum_gradients
+
+
+def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
+    """Shard the model while its parameters are still on `meta`; weights go into the shards afterwards."""
+    (part,) = pm.parts
+    axes = DATA_AXES if mesh.size("dp_replicate") > 1 else ("dp_shard",)
+    replicated = odd_dtype_parameters(part)
+    options = {
+        "mesh": mesh.dense[axes],
+        # Autocast chooses the dtype of the computation, here as under every strategy; reduce in float32 always.
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "shard_placement_fn": lambda parameter: Shard(shard_dim(parameter.shape, mesh.size("dp_shard"))),
+        "ignored_params": set(replicated),
+    }
+    for unit in units(part, spec):
+        # The last unit's backward follows its forward at once: to free its weights between the two gains nothing.
+        last = not isinstance(unit, nn.Module)
+        fully_shard(unit, reshard_after_forward=cfg.parallel.reshard_after_forward and not last, **options)
+    fully_shard(part, reshard_after_forward=cfg.parallel.reshard_after_forward and not spec.tied, **options)
+    sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        # Sums, not means; gloo knows no other reduction.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+    def set_sync(sync: bool) -> None:
+        # Every micro-batch is reduce-scattered, so no rank ever keeps whole gradients; replicas are added up once.
+        part.set_requires_all_reduce(sync)
+
+    def run(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
+        loss = inner_run(pm, microbatches, loss_scale, train)
+        if not train:  # no backward has freed what `reshard_after_forward=False` kept
+            for module in sharded:
+                module.reshard()
+        return loss
+
+    inner_run = pm.run
+    reduce_grads = pm.reduce_grads
+    if trained := [p for p in replicated if p.requires_grad]:
+        reduce_grads = (*reduce_grads, lambda: sum_gradients(trained, mesh, DATA_AXES))
+    return replace(pm, run=run, set_sync=set_sync, reduce_grads=reduce_grads)
+
+
+def units(part: nn.Module, spec: ModelSpec) -> list[nn.Module | list[nn.Module]]:
+    """What is gathered and freed together, in forward order; the root takes what is left.
+
+    A tied embedding is used at both ends of the model, so it and the head stay with the root, which is gathered for the
+    whole step.
+    """
+    layers = [part.get_submodule(f"hf.{layer.name}") for layer in spec.layers]
+    if spec.tied:
+        return [*layers]
+    embed, norm, head = (part.get_submodule(f"hf.{name}") for name in (spec.embed, spec.norm, spec.head))
+    return [embed, *layers, [norm, head]]
+
+
+def shard_dim(shape: Sequence[int], num_shards: int) -> int:
+    """The dim to shard: 0 if it divides evenly, else the first that does, else 0 (the last ranks then hold less)."""
+    return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), 0)
+
+
+def odd_dtype_parameters(part: nn.Module) -> list[nn.Parameter]:
+    """Trainable parameters that are not of the dtype most trainable bytes are of, such as float32 `A_log` in bfloat16.
+
+    fully_shard reduces one dtype per unit and would cast these down. They are a few numbers per head, so they stay
+    whole on every rank and their gradients are added up by `reduce_grads`. A list: sets iterate in another order on
+    every rank, and collectives must not.
+    """
+    trainable = [p for p in part.parameters() if p.requires_grad]
+    size = Counter[torch.dtype]()
+    for parameter in trainable:
+        size[parameter.dtype] += parameter.numel()
+    return [p for p in trainable if p.dtype != size.most_common(1)[0][0]]

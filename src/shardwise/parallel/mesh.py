@@ -1,0 +1,54 @@
+"""Build the grid of ranks from a run file."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.config import RunConfig, UserError
+from shardwise.interfaces import Mesh
+
+
+def build_mesh(cfg: RunConfig, device: torch.device) -> Mesh:
+    """The mesh of this run; the process group must be up. Raises UserError where the sizes do not fit the world.
+
+    Ranks are numbered with `tp` fastest and `pp` slowest, so that the axes that talk most lie within a node.
+    """
+    sizes = mesh_sizes(cfg, dist.get_world_size())
+    return Mesh(init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), device)
+
+
+def mesh_sizes(cfg: RunConfig, world_size: int) -> dict[str, int]:
+    """Axis sizes for `world_size` ranks: what other axes leave goes to dp_shard (fsdp2) or dp_replicate (ddp)."""
+    parallel, training = cfg.parallel, cfg.training
+    sizes = dict.fromkeys(Mesh.AXES, 1)
+    if parallel.data == "single":
+        if world_size != 1:
+            raise UserError(
+                f"parallel.data is single but there are {world_size} processes; use --nproc 1, or parallel.data ddp or fsdp2"
+            )
+    elif parallel.data == "ddp":
+        sizes["dp_replicate"] = world_size
+    else:
+        if world_size % parallel.dp_replicate:
+            raise UserError(
+                f"parallel.dp_replicate is {parallel.dp_replicate}, which does not divide the {world_size} processes; "
+                f"use one of {_divisors(world_size)}"
+            )
+        sizes["dp_replicate"] = parallel.dp_replicate
+        sizes["dp_shard"] = world_size // parallel.dp_replicate
+    data_size = sizes["dp_replicate"] * sizes["dp_shard"]
+    unit = data_size * training.micro_batch_size
+    if training.global_batch_size % unit:
+        below = training.global_batch_size // unit * unit
+        ways = " or ".join(str(size) for size in (below, below + unit) if size)
+        raise UserError(
+            f"training.global_batch_size {training.global_batch_size} is not a multiple of {data_size} data-parallel "
+            f"processes x micro_batch_size {training.micro_batch_size}; use {ways}"
+        )
+    return sizes
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,33 @@
+"""Sums over mesh axes: the one place where gradients, losses and counts are added up by our own collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from shardwise.interfaces import Mesh
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""Ranks along these hold different rows of a global batch."""
+
+
+def sum_over(tensor: torch.Tensor, mesh: Mesh, axes: Iterable[str]) -> torch.Tensor:
+    """Add `tensor` up over the ranks along `axes`, in place: 2 (n-1)/n of its bytes leave each rank per axis of size n."""
+    for axis in axes:
+        if mesh.size(axis) > 1:
+            dist.all_reduce(tensor, group=mesh.dense.get_group(axis))
+    return tensor
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, axes: Iterable[str]) -> None:
+    """Add the gradients of replicated parameters up over `axes`, in float32, as one flat tensor per dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        assert parameter.grad is not None
+        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for gradients in by_dtype.values():
+        flat = sum_over(torch.cat([g.flatten().float() for g in gradients]), mesh, axes)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
+            gradient.copy_(summed.view_as(gradient))

@@ -1,0 +1,98 @@
+"""The one way to make a run: a model as its layout has it, an optimizer and a schedule, from a config and a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+
+from shardwise.config import RunConfig
+from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.models import load, lora
+from shardwise.models.causal_lm import CausalLM
+from shardwise.models.families import family_of, spec_of
+from shardwise.models.names import hf_name
+from shardwise.models.spec import ModelSpec
+from shardwise.parallel import compose
+from shardwise.parallel.place import fill_all, materialise
+from shardwise.training.optimizer import make_lr_schedule, make_optimizer
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run starts from beside its config: full tensors by parameter name, in place of the initial values."""
+
+    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that is ready to train."""
+
+    pm: ParallelModel
+    optimizer: torch.optim.Optimizer
+    lr_schedule: torch.optim.lr_scheduler.LRScheduler
+    spec: ModelSpec
+    coverage: lora.Coverage | None
+
+    def trainable(self) -> list[torch.nn.Parameter]:
+        """This rank's trainable parameters, whole or sharded."""
+        return [p for _, p in self.pm.named_parameters() if p.requires_grad]
+
+
+def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
+    """Build this rank's part of the run that `cfg` describes; memory is taken only after everything has been checked."""
+    hf_config = load.read_config(cfg.model)
+    compose.check(cfg, hf_config.model_type)
+    hf = load.build_meta(cfg.model, hf_config)
+    spec = spec_of(hf_config, hf)
+    coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
+    part = CausalLM(hf, spec, family_of(hf_config), cfg)
+
+    def load_parts(pm: ParallelModel) -> None:
+        for part in pm.parts:
+            materialise(part, mesh.device)
+            _fill_part(part, cfg, state or State())
+
+    pm = ParallelModel(
+        parts=(part,), run=run_in_turn, make_optimizer=lambda named: make_optimizer(cfg.optimizer, named)
+    )
+    pm = compose.apply(pm, mesh, cfg, spec, load_parts)
+    optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
+    return Job(pm, optimizer, make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps), spec, coverage)
+
+
+def run_in_turn(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
+    """One micro-batch after the other through the one part of a model that is not cut into stages."""
+    (part,) = pm.parts
+    part.train(train)
+    total = torch.zeros((), device=microbatches[0].input_ids.device)
+    with torch.set_grad_enabled(train):
+        for i, batch in enumerate(microbatches):
+            pm.set_sync(i == len(microbatches) - 1)
+            for shard in pm.shard_batch:
+                batch = shard(batch)
+            loss = part(batch)
+            if train:
+                (loss * loss_scale).backward()
+            total += loss.detach()
+    return total
+
+
+def _fill_part(part: CausalLM, cfg: RunConfig, state: State) -> None:
+    # Several parameters may stand for one weight: `modules_to_save` keeps the original beside the trained copy.
+    ours: dict[str, list[str]] = {}
+    targets = dict(chain(part.hf.named_parameters(remove_duplicate=False), part.hf.named_buffers()))
+    for name in targets:
+        ours.setdefault(hf_name(name), []).append(name)
+    base = load.weights(part.hf, cfg.model, cfg.training.seed)
+    adapters: Iterable[tuple[str, torch.Tensor]] = ()
+    if cfg.lora:
+        adapters = lora.adapter_weights(part.hf, cfg.training.seed)
+    named = ((name, full) for disk_name, full in base for name in ours[disk_name])
+    filled = fill_all(targets, chain(named, adapters, state.parameters.items()))
+    tied = {id(targets[name]) for name in filled}
+    missed = [name for name, p in part.hf.named_parameters() if id(p) not in tied]
+    assert not missed, f"never filled: {missed}"

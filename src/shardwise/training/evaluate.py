@@ -1,0 +1,54 @@
+"""Validation loss, equal under every layout, and a greedy sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.interfaces import IGNORED, Batch, Mesh, ParallelModel
+from shardwise.parallel.reduce import sum_over
+from shardwise.training.step import LOSS_AXES, count_targets
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss over a whole validation set: the mean over its target tokens, whatever batch they came in."""
+
+    step: int  # optimizer steps done before it
+    loss: float
+    perplexity: float  # exp(loss); infinite where that overflows
+    tokens: int
+
+
+def evaluate(pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, step: int) -> Evaluation:
+    """Evaluate without gradients or dropout, and without the router loss."""
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    tokens = 0
+    for microbatches in batches:
+        microbatches = [batch.to(mesh.device) for batch in microbatches]
+        total += pm.run(pm, microbatches, 1.0, False)
+        tokens += count_targets(microbatches, mesh)
+    loss = (sum_over(total, mesh, LOSS_AXES) / tokens).item()
+    return Evaluation(step, loss, math.exp(loss) if loss < 700 else math.inf, tokens)
+
+
+@torch.no_grad()
+def greedy_sample(pm: ParallelModel, prompt: Sequence[int], num_tokens: int, end: int | None, mesh: Mesh) -> list[int]:
+    """`prompt` continued by the most likely token, up to `num_tokens` times or to the token `end`.
+
+    Every rank computes the same sample, since a sharded model's forward is a collective. Each token costs a whole
+    forward: there is no cache, so that the path is the trained one.
+    """
+    (part,) = pm.parts
+    part.eval()
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        row = torch.tensor([ids], device=mesh.device)
+        batch = Batch(row, torch.full_like(row, IGNORED), torch.zeros_like(row), slots=(0,), step=0)
+        ids.append(int(part(batch, return_logits=True)[0, -1].argmax()))
+        if ids[-1] == end:
+            break
+    return ids

@@ -1,0 +1,56 @@
+"""The global gradient norm, and clipping by it, when each parameter may be sharded over other mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise.interfaces import Mesh
+from shardwise.parallel.reduce import sum_over
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The mesh axes over which a tensor is cut into disjoint parts (along the others it is replicated)."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None
+    return tuple(name for name, placement in zip(names, tensor.placements) if isinstance(placement, Shard))
+
+
+def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
+    """The 2-norm of all gradients together (scalar, float32), equal on every rank.
+
+    Squares are added up on each rank per set of sharded axes and summed over just these axes, so that a shard counts
+    once and a replica is not counted again; stages of a pipeline hold disjoint parameters.
+    """
+    gradients: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradients.setdefault(sharded_axes(parameter), []).append(local(parameter.grad))
+    total = torch.zeros((), device=mesh.device)
+    for axes in sorted(gradients):
+        norms = torch.stack(torch._foreach_norm(gradients[axes], 2, torch.float32))
+        total += sum_over(norms.square().sum(), mesh, axes)
+    return sum_over(total, mesh, ("pp",)).sqrt()
+
+
+@torch.no_grad()
+def clip_by_global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, max_norm: float | None) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before."""
+    parameters = list(parameters)
+    norm = global_norm(parameters, mesh)
+    if max_norm is not None:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(scale)
+    return norm

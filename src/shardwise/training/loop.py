@@ -1,0 +1,53 @@
+"""The training loop: one screen, the same lines for every strategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.config import RunConfig
+from shardwise.data.loader import build_loaders
+from shardwise.data.text import load_tokenizer
+from shardwise.interfaces import Mesh
+from shardwise.metrics.meter import Meter
+from shardwise.metrics.record import RunRecord
+from shardwise.models import load
+from shardwise.training.build import build
+from shardwise.training.evaluate import evaluate, greedy_sample
+from shardwise.training.export import save_result
+from shardwise.training.measure import measure_memory, write_record
+from shardwise.training.reporter import Reporter
+from shardwise.training.step import NonFiniteLossError, training_step
+
+
+def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
+    """Run the whole of `cfg` on this rank, with the process group up; rank 0 gets the record, which is on disk too."""
+    tokenizer = load_tokenizer(cfg.model)
+    load.check_vocabulary(load.read_config(cfg.model), len(tokenizer))
+    loaders = build_loaders(cfg, tokenizer, mesh.slots(cfg.training.global_batch_size))
+    job = build(cfg, mesh)
+    meter = Meter(cfg.measure.warmup_steps)
+    steps, eval_every = cfg.training.steps, cfg.training.eval_every
+    with Reporter(cfg, mesh, job) as reporter:
+
+        def run_evaluation(step: int) -> None:
+            if loaders.validation is not None:
+                reporter.evaluation(evaluate(job.pm, loaders.validation, mesh, step))
+
+        run_evaluation(0)
+        for step in range(1, steps + 1):
+            microbatches = [batch.to(mesh.device) for batch in next(loaders.train)]
+            meter.start()
+            try:
+                result = training_step(job, microbatches, mesh, cfg.optimizer.max_grad_norm)
+            except NonFiniteLossError as error:
+                raise reporter.non_finite(step, microbatches, error) from None
+            meter.stop(result.tokens)
+            reporter.step(step, result, meter)
+            if step == steps or (eval_every and step % eval_every == 0):
+                run_evaluation(step)
+        if cfg.training.sample is not None:
+            prompt = tokenizer(cfg.training.sample)["input_ids"]
+            reporter.sample(tokenizer.decode(greedy_sample(job.pm, prompt, 48, tokenizer.eos_token_id, mesh)))
+        save_result(job, cfg, mesh, Path(cfg.training.output_dir))
+        memory = measure_memory(job, next(loaders.train), mesh, cfg) if cfg.measure.memory else None
+        return write_record(cfg, mesh, job, reporter, meter, memory)

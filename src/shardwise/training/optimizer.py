@@ -1,0 +1,42 @@
+"""The optimizer, and the learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.config import Optimizer
+
+
+def make_optimizer(cfg: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """AdamW (arXiv 1711.05101) or plain SGD over this rank's trainable parameters, whole or sharded."""
+    # One group per kind of tensor: an optimizer's multi-tensor path refuses plain tensors beside DTensors.
+    kinds: dict[bool, list[nn.Parameter]] = {}
+    for _, parameter in named:
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    groups = [{"params": parameters} for parameters in kinds.values()]
+    if cfg.name == "sgd":
+        return torch.optim.SGD(groups, lr=cfg.lr, weight_decay=cfg.weight_decay)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
+
+
+def lr_factor(cfg: Optimizer, step: int, steps: int) -> float:
+    """The share of the peak learning rate in step 1 <= `step` <= `steps`.
+
+    It rises linearly to 1 in step `warmup_steps`, then falls towards 0, which it would reach in step `steps` + 1.
+    """
+    if step <= cfg.warmup_steps:
+        return step / cfg.warmup_steps
+    if cfg.lr_schedule == "constant":
+        return 1.0
+    progress = (step - cfg.warmup_steps - 1) / max(1, steps - cfg.warmup_steps)
+    return (1 + math.cos(math.pi * progress)) / 2 if cfg.lr_schedule == "cosine" else 1 - progress
+
+
+def make_lr_schedule(cfg: Optimizer, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """A scheduler whose `step()` follows each optimizer step."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: lr_factor(cfg, min(done + 1, steps), steps))

@@ -1,0 +1,69 @@
+"""One optimizer step: the same lines for every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.parallel.reduce import DATA_AXES, sum_over
+from shardwise.training.build import Job
+from shardwise.training.gradients import clip_by_global_norm
+
+LOSS_AXES = ("pp", *DATA_AXES, "cp")
+"""Ranks along these hold disjoint parts of the summed loss (pipeline stages before the last one hold 0)."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, equal on every rank."""
+
+    loss: float  # mean over the global batch's target tokens, before the update
+    grad_norm: float  # global, before clipping
+    tokens: int  # target tokens of the global batch
+
+
+def count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> int:
+    """Target tokens of the global batch, from this rank's share of it."""
+    count = torch.tensor(sum(batch.num_target_tokens() for batch in microbatches), device=mesh.device)
+    return int(sum_over(count, mesh, DATA_AXES))
+
+
+def forward_backward(pm: ParallelModel, microbatches: Sequence[Batch], mesh: Mesh) -> tuple[torch.Tensor, int]:
+    """Leave in every `.grad` the gradient of the global batch's mean loss; return that loss and the target tokens."""
+    tokens = count_targets(microbatches, mesh)
+    assert tokens > 0, "a global batch without a single target token"
+    loss = pm.run(pm, microbatches, 1 / tokens, True)
+    for reduce in pm.reduce_grads:
+        reduce()
+    return sum_over(loss, mesh, LOSS_AXES) / tokens, tokens
+
+
+def training_step(job: Job, microbatches: Sequence[Batch], mesh: Mesh, max_grad_norm: float | None) -> StepResult:
+    """Forward, backward, clip, update. Raises NonFiniteLossError, before the update, where loss or norm is not finite."""
+    loss, tokens = forward_backward(job.pm, microbatches, mesh)
+    norm = clip_by_global_norm(job.trainable(), mesh, max_grad_norm)
+    result = StepResult(loss.item(), norm.item(), tokens)
+    if not (torch.isfinite(loss) and torch.isfinite(norm)):
+        raise NonFiniteLossError(result)
+    job.optimizer.step()
+    job.lr_schedule.step()
+    job.optimizer.zero_grad(set_to_none=True)
+    return result
+
+
+class NonFiniteLossError(ArithmeticError):
+    """The loss or the gradient norm of a step is NaN or infinite; equal on every rank, so all stop together."""
+
+    def __init__(self, result: StepResult) -> None:
+        super().__init__(f"loss {result.loss}, gradient norm {result.grad_norm}")
+
+
+def gather(value: object) -> list:
+    """`value` of every rank, in rank order, on every rank."""
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

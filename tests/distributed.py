@@ -1,0 +1,77 @@
+"""Run a function on several gloo ranks: forked, so that they share what the parent has imported."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 240) -> list[Any]:
+    """`function(*args)` on each of `world_size` ranks with a gloo group up; the results in rank order.
+
+    The first rank that fails ends the others, and its traceback is raised here.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(rank, world_size, Path(folder) / "store", sender, function, args), daemon=True
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return _collect(pipes, timeout_seconds)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = [pipe for i, pipe in enumerate(pipes) if i not in results]
+        ready = wait(waiting, timeout_seconds)
+        if not ready:
+            raise TimeoutError(f"ranks {[i for i in range(len(pipes)) if i not in results]} did not end")
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a word") from None
+            if not ok:
+                raise RuntimeError(f"rank {rank} of {len(pipes)}:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _rank_main(
+    rank: int, world_size: int, store: Path, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
+        value = function(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        sender.send((True, value))
+    except BaseException:  # whatever it was, the parent raises it
+        sender.send((False, traceback.format_exc()))
+    finally:
+        sender.close()

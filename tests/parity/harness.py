@@ -1,0 +1,196 @@
+"""One run of a few steps under any layout, and what must be equal to one process: the harness that every layout extends.
+
+The rules are those of docs/concepts/parity.md: float32, SGD, LoRA's B drawn at random, every compared gradient non-zero,
+row lengths that give each rank another number of target tokens, two micro-batches per step, and clipping that acts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
+from shardwise.interfaces import IGNORED, Batch, Mesh
+from shardwise.models import load, lora
+from shardwise.models.families import spec_of
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import full_tensor
+from shardwise.training.build import State, build
+from shardwise.training.evaluate import evaluate
+from shardwise.training.export import save_result
+from shardwise.training.gradients import clip_by_global_norm
+from shardwise.training.step import forward_backward, training_step
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+FAMILIES = {
+    "llama": "tiny-llama",
+    "qwen3_5_text": "tiny-qwen3_5",
+    "qwen3_next": "tiny-qwen3_next",
+    "olmo_hybrid": "tiny-olmo_hybrid",
+    "nemotron_h": "tiny-nemotron_h",
+}
+GLOBAL_BATCH, SEQUENCE = 8, 24
+TOLERANCE = {"loss": 1e-6, "grad": 1e-5, "norm": 1e-5, "param": 1e-5, "saved": 1e-5}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the parity matrix."""
+
+    family: str
+    layout: str  # single | ddp | fsdp2 | hsdp
+    mode: str  # lora | full
+    nproc: int = 1
+    variant: str = ""  # "", or one more thing that differs: checkpointing, dropout, tied, keep-gathered
+
+    @property
+    def id(self) -> str:
+        """Unique in the matrix."""
+        return "-".join(filter(None, (self.family, self.layout, self.mode, f"{self.nproc}p", self.variant)))
+
+    def reference(self) -> Cell:
+        """The same work on one process."""
+        return replace(self, layout="single", nproc=1)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a cell computed; tensors are whole, whatever the layout."""
+
+    losses: list[float]
+    norms: list[float]
+    eval_loss: float
+    grads: dict[str, torch.Tensor]  # of the first step, before clipping
+    params: dict[str, torch.Tensor]  # trainable, after the last step
+    saved: dict[str, torch.Tensor]  # what the run leaves on disk
+
+
+def run_config(cell: Cell) -> RunConfig:
+    """The run file of a cell."""
+    name = FAMILIES[cell.family] + ("-tied" if cell.variant == "tied" else "")
+    hsdp = cell.layout == "hsdp"
+    return RunConfig(
+        model=Model(str(CONFIGS / name), init="random", router_aux_loss_coef=0.01 * (cell.family == "qwen3_next")),
+        lora=None if cell.mode == "full" else Lora(r=4, alpha=8, dropout=0.2 * (cell.variant == "dropout")),
+        data=Data(train="unused", sequence_length=SEQUENCE),
+        parallel=Parallel(
+            data="fsdp2" if hsdp else cell.layout,
+            dp_replicate=2 if hsdp else 1,
+            reshard_after_forward=cell.variant != "keep-gathered",
+        ),
+        # Half of what the gradients of these models come to, so that clipping always acts.
+        optimizer=Optimizer(name="sgd", lr=0.5, lr_schedule="constant", max_grad_norm=0.01),
+        training=Training(
+            output_dir="unused",
+            global_batch_size=GLOBAL_BATCH,
+            micro_batch_size=1 if cell.nproc > 2 else 2,
+            checkpointing="full" if cell.variant == "checkpointing" else "none",
+            device="cpu",
+        ),
+    )
+
+
+def microbatches(cfg: RunConfig, mesh: Mesh, step: int) -> list[Batch]:
+    """This rank's rows of step `step`: row j is a function of (j, step), and has 24, 5, 14, 23, ... tokens."""
+    size = cfg.training.micro_batch_size
+    slots = list(mesh.slots(cfg.training.global_batch_size))
+    batches = []
+    for start in range(0, len(slots), size):
+        rows = [_row(slot, step) for slot in slots[start : start + size]]
+        ids, labels = (torch.stack(part) for part in zip(*rows))
+        batches.append(Batch(ids, labels, torch.zeros_like(ids), tuple(slots[start : start + size]), step))
+    return batches
+
+
+def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + slot)
+    tokens = torch.randint(0, 256, (SEQUENCE + 1,), generator=generator)
+    labels = tokens[1:].clone()
+    labels[SEQUENCE - (slot * 7 + step * 3) % 20 :] = IGNORED
+    return tokens[:-1], labels
+
+
+def random_b(cfg: RunConfig) -> State:
+    """LoRA's B drawn at random: at its usual zero every gradient of A is zero and proves nothing."""
+    if cfg.lora is None:
+        return State()
+    hf_config = load.read_config(cfg.model)
+    hf = load.build_meta(cfg.model, hf_config)
+    lora.inject(hf, cfg.lora, spec_of(hf_config, hf))
+    return State(dict(_random_bs(hf)))
+
+
+def _random_bs(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in hf.named_parameters():
+        if ".lora_B." in name:
+            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+            yield name, torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def run_cell(cell: Cell, steps: int = 2) -> Outcome:
+    """What this rank sees of a cell (equal on every rank); the process group must be up."""
+    cfg = run_config(cell)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh, random_b(cfg))
+    trained = [(name, p) for name, p in job.pm.named_parameters() if p.requires_grad]
+    losses, norms, grads = [], [], {}
+    # The first step in its two halves, to look at the gradients between; it must come out as training_step would.
+    loss, _ = forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
+    for name, parameter in job.pm.named_parameters():
+        if parameter.grad is not None:
+            grads[name] = full_tensor(parameter.grad).clone()
+    norms.append(clip_by_global_norm(job.trainable(), mesh, cfg.optimizer.max_grad_norm).item())
+    losses.append(loss.item())
+    job.optimizer.step()
+    job.optimizer.zero_grad(set_to_none=True)
+    for step in range(2, steps + 1):
+        result = training_step(job, microbatches(cfg, mesh, step), mesh, cfg.optimizer.max_grad_norm)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    eval_loss = evaluate(job.pm, [microbatches(cfg, mesh, step) for step in (7, 8)], mesh, steps).loss
+    with tempfile.TemporaryDirectory() as folder:
+        written = save_result(job, cfg, mesh, Path(folder))
+        saved = {} if written is None else _read_safetensors(written)
+    params = {name: full_tensor(p.detach()).clone() for name, p in trained}
+    return Outcome(losses, norms, eval_loss, grads, params, saved)
+
+
+def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def compare(outcome: Outcome, reference: Outcome) -> dict[str, float]:
+    """Largest relative errors: of a tensor, the largest absolute difference over the largest absolute value."""
+    for name, grad in reference.grads.items():
+        assert grad.abs().max() > 0, f"the gradient of {name} is zero and proves nothing"
+    assert min(reference.norms) > 0.01, "clipping did not act"
+    return {
+        "loss": max(map(_relative, [*outcome.losses, outcome.eval_loss], [*reference.losses, reference.eval_loss])),
+        "norm": max(map(_relative, outcome.norms, reference.norms)),
+        "grad": _worst(outcome.grads, reference.grads),
+        "param": _worst(outcome.params, reference.params),
+        "saved": _worst(outcome.saved, reference.saved),
+    }
+
+
+def verdict(errors: dict[str, float]) -> list[str]:
+    """What is out of tolerance; empty where the cell is right (NaN is not)."""
+    return [f"{key} {errors[key]:.1e} > {TOLERANCE[key]:.0e}" for key in TOLERANCE if not errors[key] <= TOLERANCE[key]]
+
+
+def _relative(value: float, reference: float) -> float:
+    return abs(value - reference) / abs(reference)
+
+
+def _worst(tensors: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    if tensors.keys() != reference.keys():
+        return float("inf")
+    errors = [((tensors[n] - r).abs().max() / r.abs().max().clamp(min=1e-30)).item() for n, r in reference.items()]
+    return max(errors)
