@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import tempfile
 import traceback
@@ -55,7 +56,7 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
                 raise RuntimeError(f"rank {rank} died without a word") from None
             if not ok:
                 raise RuntimeError(f"rank {rank} of {len(pipes)}:\n{value}")
-            results[rank] = value
+            results[rank] = torch.load(io.BytesIO(value), weights_only=False)
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -70,7 +71,10 @@ def _rank_main(
         value = function(*args)
         dist.barrier()
         dist.destroy_process_group()
-        sender.send((True, value))
+        # Pickled here, as bytes: a tensor sent as it is would be shared memory that ends with this process.
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        sender.send((True, buffer.getvalue()))
     except BaseException:  # whatever it was, the parent raises it
         sender.send((False, traceback.format_exc()))
     finally:

@@ -32,6 +32,8 @@ class CausalLM(nn.Module):
         Sums, not means: what is added up over micro-batches and ranks is divided once, by the global number of targets.
         """
         self.dropout.batch = batch
+        if self.router_loss is not None:
+            self.router_loss.start()
         device = batch.input_ids.device.type
         with torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
             logits = self.hf(input_ids=batch.input_ids, use_cache=False).logits  # [B, T, V]
@@ -66,10 +68,14 @@ class RouterLoss:
         logits, _, chosen = output  # [B*T, E], _, [B*T, top_k]
         self.outputs.append((logits, chosen))
 
+    def start(self) -> None:
+        """Forget what was recorded: under activation checkpointing the backward before has run every layer again."""
+        self.outputs = []
+
     def __call__(self, batch: Batch) -> torch.Tensor:
         """The summed loss of the forward just done (scalar, float32)."""
-        # Taken here and cleared at once: under activation checkpointing the backward records every layer again.
-        outputs, self.outputs = self.outputs[: self.num_layers], []
+        outputs, self.outputs = self.outputs, []
+        assert len(outputs) == self.num_layers
         targets = (batch.labels != IGNORED).float()  # [B, T]
         tokens = targets.sum(dim=1, keepdim=True)  # [B, 1]
         total = torch.zeros((), device=targets.device)

@@ -5,8 +5,8 @@ gradients, 2 (n-1)/n of their bytes leave each rank, in buckets that overlap wit
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: DDP checks a hook's annotations as objects.
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,13 +19,18 @@ from shardwise.interfaces import Batch, Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
 
 
+# torch 2.13 renames it and warns at the old name.
+_PARAMETERS = inspect.signature(DistributedDataParallel).parameters
+_FORWARD_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+
+
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Wrap the loaded model so that its backward adds gradients up over `dp_replicate`."""
     (part,) = pm.parts
     wrapped = DistributedDataParallel(
         part,
         process_group=mesh.dense.get_group("dp_replicate"),
-        broadcast_buffers=False,
+        **{_FORWARD_SYNC: False},  # buffers are functions of the config
         gradient_as_bucket_view=True,  # gradients live in the communication buckets: no second copy
         init_sync=False,  # weights are equal already: each rank has read or drawn the same ones
     )

@@ -1,0 +1,69 @@
+"""What a person sees of a run while it goes on: a live bar in a terminal, a few plain lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TextIO
+
+from rich import progress as bars
+from rich.console import Console
+
+GIB = 2**30
+
+
+class Progress:
+    """Reports on a run of `total_steps` steps; with `show` False (every rank but 0) it is silent.
+
+    In a terminal one line at the bottom follows the steps and stays when the run ends. Elsewhere `update` prints
+    nothing, and the last state is printed once, at the end.
+    """
+
+    def __init__(self, total_steps: int, show: bool = True, stream: TextIO | None = None) -> None:
+        stream = stream or sys.stdout
+        self._console = Console(file=stream, quiet=not show)
+        self._total_steps = total_steps
+        self._last = ""
+        # The stream is asked, not rich: rich takes FORCE_COLOR, which many CI systems set, for a terminal.
+        self._live = show and stream.isatty() and not self._console.is_dumb_terminal
+        self._bar = bars.Progress(
+            bars.TextColumn("step {task.completed}/{task.total}"),
+            bars.BarColumn(bar_width=20),
+            bars.TextColumn("{task.description}"),
+            bars.TextColumn("left"),
+            bars.TimeRemainingColumn(),
+            console=self._console,
+            speed_estimate_period=3600,  # seconds: the default of 30 forgets steps that take minutes
+        )
+        self._task = self._bar.add_task("", total=total_steps)
+
+    def update(
+        self, step: int, loss: float, tokens_per_second: float | None = None, memory_bytes: int | None = None
+    ) -> None:
+        """Show that `step` (from 1) is done: mean loss, tokens per second over all ranks, memory of this rank."""
+        parts = [f"loss {loss:.4f}"]
+        if tokens_per_second is not None:
+            parts.append(f"{tokens_per_second:,.0f} tokens/s")
+        if memory_bytes is not None:
+            parts.append(f"{memory_bytes / GIB:.2f} GiB")
+        state = "  ".join(parts)
+        self._last = f"step {step}/{self._total_steps}  {state}"
+        if self._live:
+            self._bar.update(self._task, completed=step, description=state)
+
+    def message(self, text: str) -> None:
+        """Print a line, above the bar where there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._bar.stop()
+        elif self._last:
+            self.message(self._last)
