@@ -171,6 +171,8 @@ class Measure(Section):
     """Steps left out of every time figure."""
     memory: bool = True
     """Measure peak memory, in one more step that is not timed and does not train."""
+    reverse_microbatches: bool = False
+    """Take a step's micro-batches in reverse order: a noise control, what rounding alone does to a loss curve."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -17,9 +17,12 @@ from shardwise.config import Model, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SUFFIXES = frozenset(
-    ".jsonl .txt .text .md .rst .tex .py .c .h .cc .cpp .hpp .cu .go .java .js .ts .rs .sh".split()
-)  # fmt: skip
+# fmt: off
+SUFFIXES = frozenset({
+    ".jsonl", ".txt", ".md", ".rst", ".tex",
+    ".py", ".c", ".h", ".cpp", ".cu", ".go", ".java", ".js", ".rs", ".sh", ".ts",
+})
+# fmt: on
 """What is taken from a folder; a file that is named, or that a glob pattern matches, may have any suffix."""
 
 
@@ -55,7 +58,7 @@ def _files_below(folder: Path) -> list[Path]:
     ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """Documents by number: `corpus[i]` reads document i from its file; only places are kept (12 bytes a document)."""
 
@@ -69,40 +72,37 @@ class Corpus:
 
     def __getitem__(self, document: int) -> str:
         path, offset = self.files[self.file_of[document]], int(self.offsets[document])
+        jsonl = _is_jsonl(path)
         try:
             with path.open("rb") as file:
-                if not _is_jsonl(path):
-                    return _decode(file.read(), str(path))
                 file.seek(offset)
-                line = file.readline()
+                raw = file.readline() if jsonl else file.read()
         except OSError as error:
             _unreadable(path, error)
-        return self._text_of(line, path, offset)
-
-    def _text_of(self, line: bytes, path: Path, offset: int) -> str:
         try:
-            record = json.loads(_decode(line, ""))
-            text = record[self.text_field]
-            text.encode()  # JSON can escape half a surrogate pair, which is no text
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            where = f"{path}:{_line_number(path, offset)}"
-            raise UserError(f"{where}: {self._what_is_wrong(line, error)}") from None
-        return text
+            return _field(_decode(raw), self.text_field) if jsonl else _decode(raw)
+        except UserError as error:
+            place = f"{path}:{_line_number(path, offset)}" if jsonl else path
+            raise UserError(f"{place}: {error}") from None
 
-    def _what_is_wrong(self, line: bytes, error: Exception) -> str:
-        field = self.text_field
-        if isinstance(error, UserError):
-            return str(error).removeprefix(": ")
-        if isinstance(error, UnicodeEncodeError):
-            return f"field {field!r} escapes half a surrogate pair (\\ud800 to \\udfff); mend or remove the line"
-        if isinstance(error, ValueError):
-            return f"not a JSON object on one line ({error}); mend or remove the line"
-        record = json.loads(_decode(line, ""))
-        if not isinstance(record, dict):
-            return f"a {type(record).__name__}, not a JSON object; mend or remove the line"
-        if field not in record:
-            return f"no field {field!r}; set data.text_field to one of: {', '.join(record) or '(the object is empty)'}"
-        return f"field {field!r} holds a {type(record[field]).__name__}, not a string; mend or remove the line"
+
+def _field(line: str, name: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"not JSON ({error}); mend or remove the line") from None
+    if not isinstance(record, dict):
+        raise UserError(f"a JSON {type(record).__name__}, not an object; mend or remove the line")
+    if name not in record:
+        raise UserError(f"no field {name!r}; set data.text_field to one of the line's fields: {', '.join(record)}")
+    text = record[name]
+    if not isinstance(text, str):
+        raise UserError(f"field {name!r} holds a {type(text).__name__}, not a string; mend or remove the line")
+    try:
+        text.encode()  # JSON can escape half a surrogate pair, which no tokenizer takes
+    except UnicodeEncodeError:
+        raise UserError(f"field {name!r} escapes half a surrogate pair; mend or remove the line") from None
+    return text
 
 
 def index_corpus(files: Iterable[Path], text_field: str = "text", key: str = "data.train") -> Corpus:
@@ -151,11 +151,11 @@ def _is_jsonl(path: Path) -> bool:
     return path.suffix == ".jsonl"
 
 
-def _decode(raw: bytes, where: str) -> str:
+def _decode(raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig")  # some editors begin a file with a byte order mark, which is no text
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 at byte {error.start}; convert the file, for example with iconv") from None
+        raise UserError(f"not UTF-8 (byte {error.start + 1}); convert the file, for example with iconv") from None
 
 
 def _unreadable(path: Path, error: OSError) -> NoReturn:
@@ -198,7 +198,7 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": Path(source).is_dir()}
     way_out = "set model.tokenizer to a folder or hub id that has one"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{source}: no tokenizer could be loaded ({reason}); {way_out}") from None

@@ -49,6 +49,11 @@ class World:
     local_rank: int  # index of its GPU among those that it sees
     init_method: str | None  # where the processes meet; None: there is only this one
 
+    @property
+    def where(self) -> str:
+        """For messages: nothing where there is only one process."""
+        return f" on rank {self.rank} of {self.size}" if self.size > 1 else ""
+
 
 ALONE = World(rank=0, size=1, local_rank=0, init_method=None)
 
@@ -66,16 +71,19 @@ class Ending:
 # ---------------------------------------------------------------------------------------------------- how a run ends
 
 
-def explain(error: BaseException) -> Ending:
+def explain(error: BaseException, where: str = "") -> Ending:
     """What an exception means: 2 the user's mistake and 3 out of memory in one line, 1 anything else in full."""
     message = " ".join(str(error).split())
     if isinstance(error, UserError):
         return Ending(2, "unsupported", message, f"error: {message}")
     if is_out_of_memory(error):
+        wanted = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
+        reason = f"out of memory{where}" + (f": {wanted[0].lower()}" if wanted else "")
         way_out = "lower training.micro_batch_size or data.sequence_length, or set training.checkpointing=full"
-        return Ending(3, "oom", message, f"out of memory: {message.split('. ')[0]}; {way_out}")
-    text = "".join(traceback.format_exception(error)).rstrip()
-    return Ending(1, "failed", f"{type(error).__name__}: {message}", text)
+        return Ending(3, "oom", reason, f"{reason}; {way_out}")
+    reason = f"{type(error).__name__}{where}: {message}"
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return Ending(1, "failed", reason, f"error{where}:\n{trace}" if where else trace)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -98,8 +106,14 @@ def guarded(call: Callable[[], int]) -> int:
         raise
     except BaseException as error:  # some of torch's errors are no Exception
         ending = explain(error)
+        if ending.exit_code != 1 and _rank_from(os.environ) > 0:
+            time.sleep(PATIENCE_SECONDS / 4)  # rank 0 has most likely found the same and tells it; then this one is ended
         print(ending.text, file=sys.stderr, flush=True)
         return ending.exit_code
+
+
+def _rank_from(env: Mapping[str, str]) -> int:
+    return int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
 
 
 # ------------------------------------------------------------------------------------------------------- the processes
@@ -210,9 +224,8 @@ def _process_main(cfg: RunConfig, train: Train | None, folder: str) -> None:
     try:
         run_rank(cfg, world, train)
     except Exception as error:
-        ending = explain(error)
-        head = f"rank {world.rank} of {world.size} failed:\n" if ending.exit_code == 1 else ""
-        _report_path(folder, world.rank).write_text(head + ending.text, encoding="utf-8")
+        ending = explain(error, world.where)
+        _report_path(folder, world.rank).write_text(ending.text, encoding="utf-8")
         sys.exit(ending.exit_code)
 
 
@@ -265,8 +278,11 @@ def run_rank(cfg: RunConfig, world: World, train: Train | None = None) -> None:
             from shardwise.training.loop import train
         train(cfg, build_mesh(cfg, device))
     except Exception as error:
-        _wait_for_the_cause(error, world)
-        ending = explain(error)
+        ending = explain(error, world.where)
+        if ending.exit_code == 1 and world.size > 1:
+            # A rank that loses a peer raises what is no different from an error of its own. So each waits before it ends
+            # (its connections stay open, nobody fails of it): the launcher sees the cause first and ends the others.
+            time.sleep(PATIENCE_SECONDS)
         write_ending(cfg, ending.status, ending.reason)
         if world.size == 1 and dist.is_initialized():  # with peers it could wait for them
             dist.destroy_process_group()
@@ -309,17 +325,6 @@ def _init_process_group(device: torch.device, world: World) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT, **place)
     dist.barrier()  # nobody writes into the output folder before everybody has looked at it
-
-
-def _wait_for_the_cause(error: BaseException, world: World) -> None:
-    """Let the launcher see first the rank whose failure made the others fail; it ends them while they wait here.
-
-    A rank that loses a peer raises what is no different from an error of its own, so every unexpected error waits; its
-    connections stay open meanwhile, and nobody else fails of it. Where all ranks find the same mistake rank 0 tells it.
-    """
-    if world.size > 1:
-        exit_code = explain(error).exit_code
-        time.sleep(PATIENCE_SECONDS if exit_code == 1 else 0.0 if world.rank == 0 else PATIENCE_SECONDS / 4)
 
 
 # --------------------------------------------------------------------------------------------------- the output folder

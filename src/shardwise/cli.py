@@ -1,0 +1,80 @@
+"""The command: parse, call, print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from shardwise import __version__
+from shardwise.config import Model, UserError, load_config
+from shardwise.training.launch import guarded, launch
+
+OVERRIDE = "--section.key=value"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one line, told where every other mistake is."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError with what argparse found."""
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (default: this process's) and return its exit code.
+
+    0 ok; 2 the user's mistake, one line on stderr; 3 out of memory; 130 Ctrl-C; 1 anything else, with its traceback.
+    """
+    return guarded(lambda: run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """As `main`, but what goes wrong is raised."""
+    # Overrides are taken out first: argparse takes one whose value has a space in it for a positional argument.
+    overrides = [a for a in arguments if a.startswith("--") and "=" in a and a.partition("=")[0] != "--nproc"]
+    args, unknown = build_parser().parse_known_args([a for a in arguments if a not in overrides])
+    if args.command != "train":
+        unknown += overrides
+    if unknown:
+        raise UserError(f"unknown argument {unknown[0]}; see shardwise --help (an override is written {OVERRIDE})")
+    if args.command == "train":
+        return launch(load_config(args.run, overrides), args.nproc)
+    return merge(*args.merge)
+
+
+def merge(model: str, adapter: str, out: str) -> int:
+    """Merge an adapter into its model; write a folder that transformers loads."""
+    from shardwise.models.lora import merge_adapter
+
+    merge_adapter(Model(path=model), adapter, out)
+    print(f"merged {adapter} into {model}: {out}")
+    return 0
+
+
+def build_parser() -> Parser:
+    """The subcommands and their options."""
+    parser = Parser(prog="shardwise", description="Fine-tune hybrid-attention language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train as a run file says",
+        usage=f"shardwise train RUN.yaml [--nproc N] [{OVERRIDE} ...]",
+        description="Train as RUN.yaml says. Under torchrun or srun, join the processes that it started.",
+        allow_abbrev=False,
+    )
+    train.add_argument("run", metavar="RUN.yaml", help=f"the run file; {OVERRIDE} replaces a value of it")
+    train.add_argument("--nproc", type=int, metavar="N", help="processes to start on this machine (default 1)")
+
+    export = commands.add_parser("export", help="write a trained model in another form", allow_abbrev=False)
+    export.add_argument(
+        "--merge",
+        nargs=3,
+        required=True,
+        metavar=("MODEL", "ADAPTER", "OUT"),
+        help="add a LoRA adapter's weights to its model's and write a model folder",
+    )
+    return parser

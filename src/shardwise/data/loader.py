@@ -1,0 +1,205 @@
+"""Batches of a run: a function of (corpus, seed, step) alone, whatever the ranks, micro-batches and workers.
+
+Slot j of every global batch reads its own stream of documents, and a rank reads the streams of its slots. In each
+epoch all documents are put into an order drawn by (seed, epoch), and slot j takes those at places j, j + G, j + 2G, ...
+(G: the global batch size), so that an epoch holds each document once. When a slot has read its share it goes on with
+its share of the next epoch, without waiting for the other slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from shardwise.config import RunConfig, UserError
+from shardwise.data.packing import Encoder, empty_row, to_batch
+from shardwise.data.text import Corpus, find_files, index_corpus, permutation, split
+from shardwise.interfaces import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SlotRows = tuple[range, np.ndarray]
+"""Some slots, and the next row of each: [slots, 2, T+1]."""
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """What a rank reads: for training without end, and for evaluation."""
+
+    train: Iterator[list[Batch]]
+    """For each optimizer step, from 1, this rank's micro-batches."""
+    validation: list[list[Batch]] | None
+    """For each global batch this rank's micro-batches (`step` is 0); as many on every rank. None: nothing held out."""
+
+
+def build_loaders(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, slots: range) -> Loaders:
+    """The batches of the rank that reads these slots of each global batch.
+
+    Worker processes start here, and validation text is tokenised here; training text is tokenised as it is read.
+    UserError for files, documents or a tokenizer that do not serve, here or from `next(loaders.train)`.
+    """
+    batch_size, micro_batch_size = cfg.training.global_batch_size, cfg.training.micro_batch_size
+    if len(slots) % micro_batch_size:
+        raise UserError(
+            f"training.micro_batch_size {micro_batch_size} does not divide the {len(slots)} rows that a rank takes of "
+            f"training.global_batch_size {batch_size}; change one of them"
+        )
+    encoder = Encoder.of(tokenizer, cfg.data)
+    corpus, train, held_out = _documents(cfg)
+    stream = TrainStream(corpus, train, encoder, batch_size, cfg.training.seed, slots)
+    # First the workers, so that they fill their queues while this process tokenises the validation text.
+    parts = _start(stream, min(cfg.data.workers, len(slots)))
+    validation = None
+    if held_out is not None:
+        rows = _validation_rows(*held_out, encoder, batch_size, slots, cfg.training.eval_batches)
+        steps = range(0, len(rows), len(slots))
+        validation = [_microbatches(rows[i : i + len(slots)], slots, micro_batch_size, step=0) for i in steps]
+    return Loaders(_train_batches(parts, slots, micro_batch_size), validation)
+
+
+def _documents(cfg: RunConfig) -> tuple[Corpus, np.ndarray, tuple[Corpus, np.ndarray] | None]:
+    """The corpus and the documents to train on, and the same for validation."""
+    data = cfg.data
+    files = find_files(data.train)
+    corpus = index_corpus(files, data.text_field)
+    if isinstance(data.validation, (int, float)):
+        if data.validation == 0:
+            return corpus, np.arange(len(corpus)), None
+        train, held_out = split(corpus, data.validation, cfg.training.seed)
+        return corpus, train, (corpus, held_out)
+    validation_files = find_files(data.validation, "data.validation")
+    if shared := {file.resolve() for file in files} & {file.resolve() for file in validation_files}:
+        raise UserError(f"data.validation: {min(shared)} is in data.train too; take it out of one of them")
+    validation = index_corpus(validation_files, data.text_field, "data.validation")
+    return corpus, np.arange(len(corpus)), (validation, np.arange(len(validation)))
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStream(IterableDataset):
+    """The rows of `slots`, step after step without end; in a worker process those of the worker's own slots.
+
+    Worker w of W reads each W-th slot from w on, so a document is tokenised by one worker only, and what a slot gives
+    does not depend on W. A UserError is handed on as an item: raised in a worker, torch would wrap it in a traceback.
+    """
+
+    corpus: Corpus
+    documents: np.ndarray  # the corpus's documents that are trained on
+    encoder: Encoder
+    global_batch_size: int
+    seed: int
+    slots: range
+
+    def __iter__(self) -> Iterator[SlotRows | UserError]:
+        worker = get_worker_info()
+        slots = self.slots if worker is None else self.slots[worker.id :: worker.num_workers]
+        streams = [self.encoder.rows(self._tokens(slot)) for slot in slots]
+        try:
+            while True:
+                yield slots, np.stack([next(stream) for stream in streams])
+        except UserError as error:
+            yield error
+
+    def _tokens(self, slot: int) -> Iterator[list[int]]:
+        """The tokens of the slot's documents that have something to predict."""
+        barren = 0  # documents in a row without; a slot can meet a few, but must not look for ever
+        for text in self._texts(slot):
+            tokens = self.encoder.tokens(text)
+            if len(tokens) > 1:
+                barren = 0
+                yield tokens
+                continue
+            barren += 1
+            if barren > len(self.documents) + 100:
+                raise UserError(
+                    f"data.train: {len(self.documents)} documents are too few or too short for slot {slot} of "
+                    f"training.global_batch_size {self.global_batch_size} to read any text; give more, or a smaller one"
+                )
+
+    def _texts(self, slot: int) -> Iterator[str]:
+        """The slot's documents, epoch after epoch.
+
+        With fewer documents than slots, the slots at places p, p + n, p + 2n, ... (n documents) share the document at
+        place p: each reads one of as many equal pieces of its characters, so an epoch still holds each document once.
+        """
+        n = len(self.documents)
+        num_places = max(n, self.global_batch_size)
+        for epoch in itertools.count(1):
+            order = permutation(n, self.seed, epoch)
+            places = [(place, order[place % n]) for place in range(slot, num_places, self.global_batch_size)]
+            del order  # a worker holds many of these streams: keep its own share only
+            for place, document in places:
+                text = self.corpus[self.documents[document]]
+                piece, num_pieces = place // n, len(range(place % n, num_places, n))
+                yield text[len(text) * piece // num_pieces : len(text) * (piece + 1) // num_pieces]
+
+
+def _start(stream: TrainStream, num_workers: int) -> Iterator[SlotRows | UserError]:
+    """Iterate over the stream here, or over its parts in worker processes that start now, in the order of workers.
+
+    Workers come from a fork server, a clean process with one thread: forking this one is unsafe under NCCL and gloo
+    (threads that hold locks), and spawning would import torch in each. The server imports once what workers need.
+    """
+    if num_workers == 0:
+        return iter(stream)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, type(stream.encoder.tokenizer).__module__])
+    loader = DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=num_workers,
+        collate_fn=_unchanged,  # the default one moves arrays into shared memory, which is scarce in containers
+        multiprocessing_context=context,
+        generator=torch.Generator(),  # its seeds are not used here; without this they come from the run's generator
+    )
+    return iter(loader)
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def _train_batches(parts: Iterator[SlotRows | UserError], slots: range, micro_batch_size: int) -> Iterator[list[Batch]]:
+    for step in itertools.count(1):
+        rows: dict[int, np.ndarray] = {}
+        while len(rows) < len(slots):  # workers take turns, so a step's parts come before the next step's
+            part = next(parts)
+            if isinstance(part, UserError):
+                raise part
+            assert rows.keys().isdisjoint(part[0])
+            rows.update(zip(*part))
+        yield _microbatches([rows[slot] for slot in slots], slots, micro_batch_size, step)
+
+
+def _microbatches(rows: list[np.ndarray], slots: range, micro_batch_size: int, step: int) -> list[Batch]:
+    starts = range(0, len(slots), micro_batch_size)
+    pieces = [slice(start, start + micro_batch_size) for start in starts]
+    return [to_batch(np.stack(rows[piece]), slots[piece], step) for piece in pieces]
+
+
+def _validation_rows(
+    corpus: Corpus, documents: np.ndarray, encoder: Encoder, batch_size: int, slots: range, eval_batches: int
+) -> list[np.ndarray]:
+    """The rank's rows [2, T+1] of the validation set: row r of all goes to slot r mod G of global batch r // G.
+
+    The number of rows, equal on every rank, is known only after tokenising: every rank tokenises all the documents
+    (or `eval_batches` global batches of them), once, and keeps its own rows. Missing ones at the end are empty.
+    """
+    rows = encoder.rows(encoder.tokens(corpus[document]) for document in documents)
+    mine, num_rows = [], 0
+    for row in itertools.islice(rows, eval_batches * batch_size or None):
+        if num_rows % batch_size in slots:
+            mine.append(row)
+        num_rows += 1
+    if num_rows == 0:
+        raise UserError("data.validation: no document holds two tokens, there is nothing to predict; give more text")
+    num_batches = -(-num_rows // batch_size)
+    missing = num_batches * len(slots) - len(mine)
+    return mine + [empty_row(encoder.data.sequence_length, encoder.fill)] * missing

@@ -1,0 +1,41 @@
+"""What may differ from one model family to the next, with the common shape as defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transformers import PretrainedConfig
+
+HYBRID = {"full_attention": "full_attention", "linear_attention": "gated_delta_net"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The facts about a family of models (one `model_type`) that the rest of the project goes by."""
+
+    model_type: str
+    embed: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    mixers: Mapping[str, str] = field(default_factory=lambda: HYBRID)
+    """From the entries of `config.layer_types` to layer kinds."""
+    router: str | None = None
+    """Class of the routers that are trained with a load-balancing loss, called with hidden states."""
+
+    attention: str = "self_attn"
+    """The module of a full-attention layer that holds its projections."""
+    experts: tuple[str, ...] = ()
+    """Parameters of a layer that stack the weights of all routed experts, [E, out, in]."""
+    gates: tuple[str, ...] = ()
+    """Linears of a layer that give a score rather than a projection; `lora.targets: auto` leaves them frozen."""
+    bypassed: tuple[str, ...] = ()
+    """Linears of a layer whose weight a fused GPU kernel reads past the module, so that an adapter would do nothing."""
+    renamed_by_peft: tuple[str, ...] = ()
+    """Last parts of linears' names that PEFT takes for the names of routed experts (see `lora.save_adapter`)."""
+
+    def kinds(self, config: PretrainedConfig) -> list[str]:
+        """The kind of every layer, in order (see LayerSpec); full attention where the config lists no types."""
+        types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        return [self.mixers[layer_type] for layer_type in types]

@@ -1,0 +1,11 @@
+"""Qwen3-Next: Gated DeltaNet and full attention, a mixture of experts with a shared one after each mixer."""
+
+from shardwise.models.families.base import Family
+
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    router="Qwen3NextTopKRouter",
+    experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    gates=("mlp.shared_expert_gate",),
+    renamed_by_peft=("gate_proj", "up_proj", "down_proj"),
+)

@@ -1,0 +1,300 @@
+"""From a model folder or hub id to a transformers model: its config, its modules on meta, its weights one by one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.initialization import no_init_weights
+
+from shardwise.config import Model, UserError
+from shardwise.models.initialise import initialise_buffers, random_weights
+from shardwise.models.names import hf_name, is_adapter
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_config(model: Model) -> PretrainedConfig:
+    """Read `config.json` of a local folder or hub id; UserError if there is none or transformers cannot use it.
+
+    Of a multimodal config the language model's part is returned.
+    """
+    folder = Path(model.path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: no config.json here; model.path is a folder with one, or a hub id")
+    if not folder.is_dir() and (folder.is_absolute() or model.path.startswith(".") or model.path.count("/") > 1):
+        raise UserError(f"{folder}: no such folder; model.path is a folder with a config.json, or a hub id")
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"{model.path}: cannot read config.json ({_one_line(error)})") from None
+    if getattr(config, "quantization_config", None):
+        raise UserError(f"{model.path}: the weights are quantised; give a model folder with plain weights")
+    return config.get_text_config()
+
+
+def check_vocabulary(config: PretrainedConfig, tokenizer_size: int) -> None:
+    """UserError if the tokenizer has ids that the model has no embedding for."""
+    if config.vocab_size < tokenizer_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer_size} tokens but the model only {config.vocab_size} (config.vocab_size); "
+            "give the tokenizer that belongs to the model (model.tokenizer)"
+        )
+
+
+def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
+    """The transformers model with its parameters on meta and its buffers on the CPU with their true values.
+
+    Parameters have `model.dtype`, but for those that the family keeps in float32. Tied parameters are one object; after
+    something has replaced parameters module by module (`to_empty`), `tie_weights()` ties them again. Attention is
+    torch's scaled dot product; `use_cache` is off. `hf_config` is not changed.
+    """
+    _quiet_fallback_notice()
+    config = copy.deepcopy(hf_config)
+    config.use_cache = False
+    dtype = getattr(torch, model.dtype)
+    with torch.device("meta"), no_init_weights():
+        built = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
+        )
+    for pattern, kept_dtype in built._get_dtype_plan(dtype).items():
+        _cast(built, re.compile(pattern.replace("*", ".*")), kept_dtype)
+    initialise_buffers(built)
+    built.tie_weights()
+    return built
+
+
+def weights(hf_model: PreTrainedModel, model: Model, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (transformers name, full CPU tensor) of every parameter, tied ones once, and every persistent buffer.
+
+    From safetensors, or a function of (seed, name) where `model.init` is `random`; in the parameter's dtype. One
+    parameter at a time is in memory. Of `hf_model` only the config is used, so it may be sharded or have adapters.
+    UserError, on the first call of `next` or at the parameter in question, if the files do not fit the model.
+    """
+    skeleton = build_meta(model, hf_model.config)
+    if model.init == "weights":
+        yield from _weights_from_files(skeleton, model.path)
+        return
+    yield from random_weights(skeleton, seed)
+    for name, tensor in skeleton.state_dict().items():
+        if not tensor.is_meta:  # a persistent buffer
+            yield name, tensor
+
+
+def fill(hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace parameters and persistent buffers of an unsharded model by `values`, and tie what is tied.
+
+    Names are transformers names (both copies of a module in `modules_to_save` take the same value, each its own) or,
+    for LoRA factors, the model's. An assert fails if a name is unknown or a parameter is left on meta.
+    """
+    places: dict[str, list[tuple[nn.Module, str]]] = {}
+    for path, module in hf_model.named_modules(remove_duplicate=False):
+        for leaf in (*module._parameters, *module._buffers):
+            name = f"{path}.{leaf}" if path else leaf
+            places.setdefault(name if is_adapter(name) else hf_name(name), []).append((module, leaf))
+    for name, value in values:
+        for module, leaf in places[name]:
+            if leaf in module._parameters:
+                grad = module.get_parameter(leaf).requires_grad
+                module._parameters[leaf] = nn.Parameter(value.clone(), requires_grad=grad)
+            else:
+                module._buffers[leaf] = value.clone()
+    hf_model.tie_weights()
+    left = [name for name, parameter in hf_model.named_parameters() if parameter.is_meta]
+    assert not left, f"no value for {left[:5]}"
+
+
+def load_whole(model: Model, hf_config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """The whole model with its weights on the CPU, in eval mode: for export and tests, not for training at scale."""
+    built = build_meta(model, hf_config)
+    fill(built, weights(built, model, seed))
+    return built.eval()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What one entry of the model is made of: keys of the files with the converter's patterns they match."""
+
+    keys: tuple[tuple[str, str], ...]
+    converter: WeightConverter | None  # None: the one key's tensor as it is
+
+
+def _weights_from_files(skeleton: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    files = _files_by_key(_weight_folder(path))
+    state = skeleton.state_dict()
+    tied = skeleton.all_tied_weights_keys
+    sources = _plan(skeleton, state, files, path)
+    with ExitStack() as stack:
+        read = _Reader(stack, files)
+        for first, source in sources.items():
+            if first in tied and tied[first] in sources:
+                _check_equal(read, sources[first], sources[tied[first]], first, tied[first], path)
+                continue
+            for name, tensor in _convert(skeleton, state, first, source, read, path).items():
+                if tensor.shape != state[name].shape:
+                    raise UserError(
+                        f"{path}: {name} has the shape {list(tensor.shape)} (from {source.keys[0][0]}), but by "
+                        f"config.json it is {list(state[name].shape)}; the config does not belong to these weights"
+                    )
+                yield tied.get(name, name), tensor.contiguous()
+
+
+def _plan(
+    skeleton: PreTrainedModel, state: dict[str, torch.Tensor], files: dict[str, Path], path: str
+) -> dict[str, _Source]:
+    # transformers' own rules for names and layouts that differ between a checkpoint and the module: a key is renamed,
+    # then at most one converter collects it, with others, under the name of the converter's first target.
+    transforms = get_model_conversion_mapping(skeleton)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    ignored = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    sources: dict[str, _Source] = {}
+    unexpected: list[str] = []
+    for key in sorted(files, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, skeleton.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if name not in state:
+            unexpected += [] if any(re.search(rule, name) for rule in ignored) else [key]
+            continue
+        converter = None if pattern is None else by_pattern[pattern]
+        keys = sources[name].keys if name in sources else ()
+        sources[name] = _Source((*keys, (key, pattern or key)), converter)
+    found = {target for name, source in sources.items() for target in _targets(name, source)}
+    found |= {other for one, other in skeleton.all_tied_weights_keys.items() if one in found}
+    missing = [name for name in state if name not in found and name not in skeleton.all_tied_weights_keys]
+    for names, what in ((missing, "without weights in the files"), (unexpected, "that the model has no place for")):
+        if names:
+            raise UserError(
+                f"{path}: {len(names)} entries {what}, such as {', '.join(names[:3])}; "
+                "config.json does not belong to these weights"
+            )
+    return sources
+
+
+def _targets(name: str, source: _Source) -> list[str]:
+    if source.converter is None:
+        return [name]
+    first, *others = source.converter.target_patterns
+    return [name, *(name.replace(first, other) for other in others)]
+
+
+class _Reader:
+    """Reads tensors by key; a file is opened when its first key is asked for and stays so until the stack closes."""
+
+    def __init__(self, stack: ExitStack, files: dict[str, Path]) -> None:
+        self.stack, self.files = stack, files
+        self.opened: dict[Path, Any] = {}
+
+    def __call__(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        file = self.files[key]
+        try:
+            if file not in self.opened:
+                self.opened[file] = self.stack.enter_context(safe_open(file, framework="pt"))
+            return self.opened[file].get_tensor(key).to(dtype=dtype)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file}: cannot read {key} ({_one_line(error)}); fetch the file again") from None
+
+
+def _convert(
+    skeleton: PreTrainedModel, state: dict[str, torch.Tensor], name: str, source: _Source, read: _Reader, path: str
+) -> dict[str, torch.Tensor]:
+    dtype = state[name].dtype
+    if source.converter is None:
+        (key, _), *more = source.keys
+        if more:
+            raise UserError(f"{path}: {key} and {more[0][0]} are both {name}; remove one of them")
+        return {name: read(key, dtype)}
+    converter: Any = copy.deepcopy(source.converter)  # it collects what reads its tensors, so each name has its own
+    for key, pattern in source.keys:
+        converter.add_tensor(name, key, pattern, functools.partial(read, key, dtype))
+    try:
+        converted = converter.convert(name, model=skeleton, config=skeleton.config)
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, KeyError) as error:
+        keys = ", ".join(key for key, _ in source.keys[:3])
+        raise UserError(f"{path}: cannot make {name} from {keys}, ... ({_one_line(error)})") from None
+    return {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
+
+
+def _check_equal(read: _Reader, one: _Source, other: _Source, name: str, tied_to: str, path: str) -> None:
+    if not torch.equal(read(one.keys[0][0]), read(other.keys[0][0])):
+        raise UserError(
+            f"{path}: {name} and {tied_to} differ in the files, but config.json ties them; "
+            "set tie_word_embeddings to false there"
+        )
+
+
+def _weight_folder(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot fetch the weights from the hub ({_one_line(error)})") from None
+
+
+def _files_by_key(folder: Path) -> dict[str, Path]:
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if index.is_file():
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {key: folder / name for key, name in names.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{index}: not a safetensors index; fetch the file again") from None
+        for file in sorted(set(files.values())):
+            if not file.is_file():
+                raise UserError(f"{file}: named in {INDEX} but not there; fetch the file")
+        return files
+    if not single.is_file():
+        raise UserError(
+            f"{folder}: no model.safetensors and no {INDEX} here; give a folder with safetensors weights, "
+            "or start from random ones (model.init: random)"
+        )
+    try:
+        with safe_open(single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), single)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{single}: not a whole safetensors file ({_one_line(error)}); fetch it again") from None
+
+
+def _cast(built: PreTrainedModel, pattern: re.Pattern[str], dtype: torch.dtype) -> None:
+    for path, module in built.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for leaf, tensor in tensors.items():
+                if tensor is not None and tensor.is_floating_point() and pattern.search(f"{path}.{leaf}"):
+                    cast = tensor.to(dtype)
+                    tensors[leaf] = nn.Parameter(cast) if isinstance(tensor, nn.Parameter) else cast
+
+
+def _quiet_fallback_notice() -> None:
+    """Drop transformers' notice that a recurrent layer runs on plain torch, where there is no GPU to do otherwise."""
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    if not torch.cuda.is_available() and _drop_fallback_notice not in logger.filters:
+        logger.addFilter(_drop_fallback_notice)
+
+
+def _drop_fallback_notice(record: logging.LogRecord) -> bool:
+    return "falling back to its reference" not in record.getMessage()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,25 @@
+"""Parameter names: from a model with adapters to the transformers model underneath."""
+
+from __future__ import annotations
+
+
+def hf_name(name: str) -> str:
+    """The transformers name of a base parameter or buffer that PEFT's wrappers have renamed.
+
+    `a.q_proj.base_layer.weight` -> `a.q_proj.weight`; both copies that `modules_to_save` makes of a module have the
+    name of the module they stand for. Wrappers of other libraries must be stripped before.
+    """
+    assert not is_adapter(name), f"{name} has no counterpart in the transformers model"
+    for part in (".base_layer", ".original_module", ".modules_to_save.default"):
+        name = name.replace(part, "")
+    return name
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is a LoRA factor, A or B."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def is_saved_copy(name: str) -> bool:
+    """Whether a parameter is the trained copy of one that `modules_to_save` names."""
+    return ".modules_to_save.default." in name

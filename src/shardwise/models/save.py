@@ -1,0 +1,91 @@
+"""Write a model in Hugging Face format: safetensors under the checkpoint's names, config and generation config."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+
+from shardwise.models.load import INDEX
+from shardwise.models.names import hf_name, is_adapter
+
+SHARD_BYTES = 5 * 2**30
+
+
+def save_model(
+    hf_model: PreTrainedModel,
+    state: Iterable[tuple[str, torch.Tensor]],
+    folder: str | Path,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write `state` so that `transformers` alone loads it from `folder`.
+
+    `state` yields (transformers name, full CPU tensor) of every parameter, tied ones once, and every persistent buffer,
+    as `load.weights` does. At most `shard_bytes` and one parameter are held at a time. Of `hf_model` the names and the
+    config are used, so it may be on meta or sharded or have adapters. Weights that were in `folder` are replaced.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("model*.safetensors"), folder / INDEX]:
+        old.unlink(missing_ok=True)
+    _write_shards(_checkpoint_entries(hf_model, state), folder, shard_bytes)
+    config = copy.deepcopy(hf_model.config)
+    config.architectures = [type(hf_model).__name__]
+    config.use_cache = True  # build_meta turns it off for training; whoever loads the folder wants to generate
+    config.save_pretrained(folder)
+    if hf_model.can_generate():
+        hf_model.generation_config.save_pretrained(folder)
+
+
+def _checkpoint_entries(
+    hf_model: PreTrainedModel, state: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    # One parameter at a time goes back to the checkpoint's names and layout. That is right as long as no entry of a
+    # checkpoint is made of several parameters; a family where one is would have to hand over all of them together.
+    for transform in get_model_conversion_mapping(hf_model, add_legacy=False):
+        assert not isinstance(transform, WeightConverter) or len(transform.target_patterns) == 1
+    names = [name for name in hf_model.state_dict() if not is_adapter(name)]
+    expected = {hf_name(name) for name in names} - hf_model.all_tied_weights_keys.keys()
+    for name, tensor in state:
+        assert name in expected, f"{name} is given twice, tied to another or not of this model"
+        expected.remove(name)
+        yield from revert_weight_conversion(hf_model, {name: tensor}).items()
+    assert not expected, f"no value for {sorted(expected)[:5]}"
+
+
+def _write_shards(entries: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> None:
+    shards: list[Path] = []
+    weight_map: dict[str, int] = {}
+    total_bytes, held_bytes = 0, 0
+    held: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        shards.append(folder / f"model-part-{len(shards) + 1:05d}.safetensors")
+        save_file(held, shards[-1], metadata={"format": "pt"})
+        held.clear()
+
+    for key, tensor in entries:
+        if held and held_bytes + tensor.nbytes > shard_bytes:
+            flush()
+            held_bytes = 0
+        held[key] = tensor.contiguous()
+        weight_map[key] = len(shards)
+        held_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    flush()
+    # How many shards there are is known only now, and transformers wants it in the names.
+    if len(shards) == 1:
+        shards[0].rename(folder / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for shard, name in zip(shards, names):
+        shard.rename(folder / name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": {k: names[i] for k, i in weight_map.items()}}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,57 @@
+import json
+import multiprocessing.forkserver
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from shardwise.config import Data, Model, RunConfig, Training
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with two merges, made without training: `the` is one token, any other byte is one token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(["<pad>", "<eos>", *alphabet, "th", "the"])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h"), ("th", "e")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_fork_server_left() -> Iterator[None]:
+    # A process forked from this one later would take the server for its own child, and fail to start workers.
+    yield
+    multiprocessing.forkserver._forkserver._stop()
+
+
+@pytest.fixture(scope="session")
+def write_corpus(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], str]:
+    """A function that writes texts to a new JSONL file and returns its path."""
+
+    def write(texts: Sequence[str]) -> str:
+        path: Path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def run_config() -> Callable[..., RunConfig]:
+    """A function that makes a RunConfig from keys of the sections data and training."""
+
+    def make(train: str | list[str], **keys: Any) -> RunConfig:
+        training = {"global_batch_size", "micro_batch_size", "seed", "eval_batches"} & keys.keys()
+        data = {key: value for key, value in keys.items() if key not in training}
+        return RunConfig(
+            model=Model(path="unused"),
+            data=Data(train=train, **data),
+            training=Training(output_dir="unused", **{key: keys[key] for key in training}),
+        )
+
+    return make

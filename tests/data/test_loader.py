@@ -1,0 +1,386 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from shardwise.config import RunConfig, UserError
+from shardwise.data.loader import build_loaders
+from shardwise.data.text import permutation
+from shardwise.interfaces import IGNORED, Batch
+
+Row = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+EOS = 1
+
+WriteCorpus = Callable[[Sequence[str]], str]
+MakeConfig = Callable[..., RunConfig]
+
+
+def rows_of(batches: list[Batch]) -> list[Row]:
+    """(step, slot, input_ids, labels, document_ids) of each row."""
+    return [
+        (batch.step, slot, *(tuple(t[row].tolist()) for t in (batch.input_ids, batch.labels, batch.document_ids)))
+        for batch in batches
+        for row, slot in enumerate(batch.slots)
+    ]
+
+
+def train_rows(cfg: RunConfig, tokenizer: PreTrainedTokenizerFast, slots: range, num_steps: int) -> list[list[Row]]:
+    return [rows_of(batches) for batches in islice(build_loaders(cfg, tokenizer, slots).train, num_steps)]
+
+
+def over_ranks(batch_size: int, num_ranks: int) -> list[range]:
+    share = batch_size // num_ranks
+    return [range(rank * share, (rank + 1) * share) for rank in range(num_ranks)]
+
+
+def predicted(rows: list[Row]) -> list[int]:
+    return [label for row in rows for label in row[3] if label != IGNORED]
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> tuple[list[str], int]:
+    """Texts, empty ones among them, and a global batch size; one text is long enough to be cut for all slots."""
+    batch_size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    text = st.text("the cä\n", max_size=40)
+    long_text = st.text("the cä\n", min_size=4 * batch_size, max_size=4 * batch_size + 40)
+    return draw(st.permutations([draw(long_text), *draw(st.lists(text, max_size=12))])), batch_size
+
+
+def divisors(number: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([d for d in range(1, number + 1) if number % d == 0])
+
+
+packings = st.sampled_from(["none", "concat"])
+lengths = st.integers(1, 12)
+
+
+@given(data=st.data(), case=corpora(), packing=packings, sequence_length=lengths, seed=st.integers(-3, 3))
+@settings(deadline=None, max_examples=60)
+def test_ranks_and_micro_batches_share_one_global_batch(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    data: st.DataObject,
+    case: tuple[list[str], int],
+    packing: str,
+    sequence_length: int,
+    seed: int,
+) -> None:
+    texts, batch_size = case
+    keys = {"packing": packing, "sequence_length": sequence_length, "seed": seed, "global_batch_size": batch_size}
+    train = write_corpus(texts)
+    whole = train_rows(run_config(train, **keys), tokenizer, range(batch_size), 4)
+    assert [[(row[0], row[1]) for row in rows] for rows in whole] == [
+        [(step, slot) for slot in range(batch_size)] for step in (1, 2, 3, 4)
+    ]
+    ranks = over_ranks(batch_size, data.draw(divisors(batch_size)))
+    cfg = run_config(train, micro_batch_size=data.draw(divisors(len(ranks[0]))), **keys)
+    parts = [train_rows(cfg, tokenizer, slots, 4) for slots in ranks]
+    assert [[row for part in parts for row in part[step]] for step in range(4)] == whole
+
+
+@given(case=corpora(), packing=packings, sequence_length=lengths, num_ranks=st.sampled_from([1, 2]))
+@settings(deadline=None, max_examples=6)
+def test_workers_do_not_change_the_batches(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    case: tuple[list[str], int],
+    packing: str,
+    sequence_length: int,
+    num_ranks: int,
+) -> None:
+    texts, half = case
+    keys = {"packing": packing, "sequence_length": sequence_length, "global_batch_size": 2 * half}
+    train = write_corpus([text * 2 for text in texts])
+    for slots in over_ranks(2 * half, num_ranks):
+        without, again, with_workers = (
+            train_rows(run_config(train, workers=workers, **keys), tokenizer, slots, 3) for workers in (0, 0, 2)
+        )
+        assert without == again == with_workers
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # on a machine of two cores
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_any_number_of_workers_gives_the_same_batches(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig, workers: int
+) -> None:
+    train = write_corpus([f"the text number {i} " * (i % 7) for i in range(40)])
+    keys = {"sequence_length": 16, "global_batch_size": 6}
+    slots = range(3, 6)  # three slots: two workers share them unequally, of seven workers only three start
+    expected = train_rows(run_config(train, **keys), tokenizer, slots, 10)
+    assert train_rows(run_config(train, workers=workers, **keys), tokenizer, slots, 10) == expected
+
+
+@given(case=corpora(), sequence_length=lengths, seed=st.integers(0, 3))
+@settings(deadline=None, max_examples=60)
+def test_packing_none_predicts_each_token_once_an_epoch(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    case: tuple[list[str], int],
+    sequence_length: int,
+    seed: int,
+) -> None:
+    texts, batch_size = case
+    texts = [texts[i % len(texts)] + str(i) for i in range(max(len(texts), batch_size))]  # a document for each slot
+    cfg = run_config(
+        write_corpus(texts), packing="none", sequence_length=sequence_length, seed=seed, global_batch_size=batch_size
+    )
+    documents = [tokenizer(text)["input_ids"] for text in texts]
+    # Two epochs of each slot's share, by the rule that the module states: places slot, slot + G, ... of the order.
+    shares = [
+        [documents[i] for epoch in (1, 2) for i in permutation(len(texts), seed, epoch)[slot::batch_size]]
+        for slot in range(batch_size)
+    ]
+    num_rows = [sum(-(-(len(tokens) - 1) // sequence_length) for tokens in share) for share in shares]
+    steps = train_rows(cfg, tokenizer, range(batch_size), max(num_rows))
+    for slot, share in enumerate(shares):
+        stream = [rows[slot] for rows in steps][: num_rows[slot]]
+        assert predicted(stream) == [token for tokens in share for token in tokens[1:]]
+    assert Counter(map(tuple, (d for share in shares for d in share))) == Counter(map(tuple, documents * 2))
+
+
+@given(case=corpora(), sequence_length=lengths, seed=st.integers(0, 3))
+@settings(deadline=None, max_examples=60)
+def test_packing_concat_reproduces_the_joined_stream(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    case: tuple[list[str], int],
+    sequence_length: int,
+    seed: int,
+) -> None:
+    texts, batch_size = case
+    texts = [texts[i % len(texts)] for i in range(max(len(texts), batch_size))]
+    cfg = run_config(write_corpus(texts), sequence_length=sequence_length, seed=seed, global_batch_size=batch_size)
+    steps = train_rows(cfg, tokenizer, range(batch_size), 6)
+    for slot in range(batch_size):
+        joined: list[int] = []
+        epoch = 0
+        while len(joined) <= 6 * sequence_length:
+            epoch += 1
+            for i in permutation(len(texts), seed, epoch)[slot::batch_size]:
+                joined += [*tokenizer(texts[i])["input_ids"], EOS] if texts[i] else []
+        stream = [rows[slot] for rows in steps]
+        assert [stream[0][2][0], *predicted(stream)] == joined[: 6 * sequence_length + 1]
+        for row in stream:
+            # A document begins after each end-of-text token, and at the row's first position.
+            ends = [token == EOS for token in row[2]]
+            assert list(row[4]) == [sum(ends[:position]) for position in range(sequence_length)]
+
+
+def test_slots_that_share_a_document_read_different_pieces(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    # Two documents of 12 characters for five slots: slots 0, 2, 4 share one (4 characters each), 1 and 3 the other (6).
+    texts = ["abcdefghijkl", "ABCDEFGHIJKL"]
+    cfg = run_config(write_corpus(texts), packing="none", sequence_length=8, global_batch_size=5)
+    (rows,) = train_rows(cfg, tokenizer, range(5), 1)
+    read = [tokenizer.decode([row[2][0], *predicted([row])]) for row in rows]
+    first, second = (texts[i] for i in permutation(2, 0, epoch=1))
+    assert read == [first[:4], second[:6], first[4:8], second[6:], first[8:]]
+
+
+def test_each_epoch_has_its_own_order(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    texts = [f"{letter}{letter}" for letter in "abcdefghij"]
+    cfg = run_config(write_corpus(texts), packing="none", sequence_length=1, global_batch_size=1)
+    labels = [predicted(rows)[0] for rows in train_rows(cfg, tokenizer, range(1), 30)]
+    epochs = [labels[:10], labels[10:20], labels[20:]]
+    assert all(len(set(epoch)) == 10 for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+@given(data=st.data(), case=corpora(), packing=packings, sequence_length=lengths)
+@settings(deadline=None, max_examples=60)
+def test_validation_reads_each_document_once_on_any_number_of_ranks(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    data: st.DataObject,
+    case: tuple[list[str], int],
+    packing: str,
+    sequence_length: int,
+) -> None:
+    texts, batch_size = case
+    keys = {"packing": packing, "sequence_length": sequence_length, "global_batch_size": batch_size}
+    cfg = run_config(write_corpus(["some text to train on" * 9]), validation=write_corpus(texts), **keys)
+    documents = [[*tokenizer(text)["input_ids"], *([EOS] if packing == "concat" else [])] for text in texts if text]
+    wanted = (
+        [token for tokens in documents for token in tokens][1:]
+        if packing == "concat"
+        else [token for tokens in documents for token in tokens[1:]]
+    )
+    ranks = over_ranks(batch_size, data.draw(divisors(batch_size)))
+    loaders = [build_loaders(cfg, tokenizer, slots).validation for slots in ranks]
+    assert len({len(batches) for batches in loaders if batches is not None}) == 1
+    assert [rows_of(batches) for batches in loaders[0]] == [rows_of(batches) for batches in loaders[0]]
+    rows = [row for parts in zip(*loaders) for part in parts for row in rows_of(part)]
+    assert predicted(rows) == wanted  # in order: rank after rank within a global batch
+    filled_up = [set(row[4]) == {-1} for row in rows]
+    assert filled_up == sorted(filled_up)  # ignored rows come last, and are fewer than a global batch
+    assert sum(filled_up) < batch_size
+    assert {row[0] for row in rows} == {0}
+
+
+def test_validation_is_cut_to_eval_batches(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    train, validation = write_corpus(["abc" * 20]), write_corpus(["x" * 101])
+    keys = {"validation": validation, "packing": "none", "sequence_length": 10, "global_batch_size": 4}
+    # 100 targets in rows of 10 are 10 rows: three global batches of 4, two rows of the last one ignored.
+    for eval_batches, num_batches in ((0, 3), (2, 2), (3, 3), (9, 3)):
+        loaders = build_loaders(run_config(train, eval_batches=eval_batches, **keys), tokenizer, range(2, 4))
+        assert loaders.validation is not None
+        assert len(loaders.validation) == num_batches
+    last = loaders.validation[-1]
+    assert [batch.num_target_tokens() for batch in last] == [0, 0]  # global rows 8 and 9 are slots 0 and 1
+
+
+def test_validation_share_is_not_trained_on(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    texts = [f"{letter}{letter}" for letter in "abcdefghij"]
+    cfg = run_config(write_corpus(texts), validation=0.3, packing="none", sequence_length=1, global_batch_size=1)
+    loaders = build_loaders(cfg, tokenizer, range(1))
+    assert loaders.validation is not None
+    held_out = {label for batches in loaders.validation for label in predicted(rows_of(batches))}
+    trained = {label for batches in islice(loaders.train, 14) for label in predicted(rows_of(batches))}
+    assert (len(held_out), len(trained)) == (3, 7)
+    assert not held_out & trained
+
+
+def test_no_validation(tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig) -> None:
+    assert build_loaders(run_config(write_corpus(["abc"])), tokenizer, range(1)).validation is None
+
+
+def test_run_generator_is_left_alone(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    # DataLoader draws a seed from the global generator unless it is given one.
+    before = torch.get_rng_state()
+    train_rows(run_config(write_corpus(["abc" * 300]), workers=1), tokenizer, range(1), 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_document_is_the_same_one_line_from_workers(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, run_config: MakeConfig, workers: int
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' * 20 + '{"content": "not fine"}\n' + '{"text": "fine"}\n' * 20)
+    cfg = run_config(str(path), workers=workers, sequence_length=4, global_batch_size=4)
+    batches = build_loaders(cfg, tokenizer, range(4)).train
+    message = rf"^{path}:21: no field 'text'; set data.text_field to one of the line's fields: content$"
+    with pytest.raises(UserError, match=message):  # noqa: PT012
+        for _ in range(100):  # 41 documents of 5 tokens are 13 steps of 4 x 4 targets
+            next(batches)
+
+
+@pytest.mark.parametrize(("texts", "batch_size"), [(["ab"], 4), ([""], 1), (["", "", "x"], 3)])
+def test_corpus_too_small_for_the_slots(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    texts: list[str],
+    batch_size: int,
+) -> None:
+    cfg = run_config(write_corpus(texts), packing="none", global_batch_size=batch_size)
+    message = (
+        rf"^data\.train: {len(texts)} documents are too few or too short for slot 0 of training\.global_batch_size"
+    )
+    with pytest.raises(UserError, match=message):
+        next(build_loaders(cfg, tokenizer, range(batch_size)).train)
+
+
+def test_slot_passes_over_empty_documents(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    cfg = run_config(write_corpus(["", "ab", "", ""]), packing="none", sequence_length=1, global_batch_size=4)
+    ab = tokenizer("b")["input_ids"]
+    assert [predicted(rows) for rows in train_rows(cfg, tokenizer, range(4), 2)] == [ab * 4, ab * 4]
+
+
+def test_validation_files_that_are_trained_on(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    path = write_corpus(["abc"])
+    with pytest.raises(
+        UserError, match=rf"^data\.validation: {path} is in data\.train too; take it out of one of them$"
+    ):
+        build_loaders(run_config(path, validation=[path]), tokenizer, range(1))
+
+
+def test_validation_without_a_target(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    cfg = run_config(write_corpus(["abc"]), validation=write_corpus(["", "x"]), packing="none")
+    with pytest.raises(UserError, match=r"^data\.validation: no document holds two tokens"):
+        build_loaders(cfg, tokenizer, range(1))
+
+
+def test_validation_pattern_without_files(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    with pytest.raises(UserError, match=r"^data\.validation: gone\.jsonl matches no file"):
+        build_loaders(run_config(write_corpus(["abc"]), validation="gone.jsonl"), tokenizer, range(1))
+
+
+def test_micro_batches_that_do_not_divide(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    cfg = run_config(write_corpus(["abc"]), global_batch_size=8, micro_batch_size=3)
+    message = (
+        r"^training\.micro_batch_size 3 does not divide the 4 rows that a rank takes of training\.global_batch_size"
+    )
+    with pytest.raises(UserError, match=message):
+        build_loaders(cfg, tokenizer, range(4, 8))
+
+
+SCRIPT = """
+import os, sys
+from transformers import PreTrainedTokenizerFast
+from shardwise.config import Data, Model, RunConfig, Training
+from shardwise.data.loader import build_loaders
+
+if __name__ == "__main__":
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
+    tokenizer(["the text"] * 100)  # a batch: uses threads, about which tokenizers would warn in forked processes
+    cfg = RunConfig(Model("unused"), Data(train=sys.argv[2], sequence_length=8, workers=2), Training("unused"))
+    loaders = build_loaders(cfg, tokenizer, range(8))
+    next(loaders.train)
+    print(os.getpid(), flush=True)
+    if sys.argv[3] == "wait":
+        sys.stdin.read()
+"""
+
+
+def start_script(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, train: str, mode: str) -> subprocess.Popen[str]:
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-W", "error", str(tmp_path / "script.py"), str(tmp_path), train, mode]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_process_with_workers_ends_quietly(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus
+) -> None:
+    process = start_script(tmp_path, tokenizer, write_corpus(["the text " * 100]), "end")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.strip() == str(process.pid)

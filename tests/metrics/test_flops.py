@@ -1,0 +1,164 @@
+"""FLOPs against torch's counter on real forwards and backwards, and against figures derived by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import PreTrainedModel
+
+from shardwise.metrics.flops import hardware_flops_per_token, model_flops_per_token, utilization
+from shardwise.models.counts import Attention, GatedDeltaNet, ModelCounts, Unit, count_model
+from shardwise.models.spec import ModelSpec
+from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
+
+ROWS, LENGTH = 2, 80  # 80 tokens: two chunks of 64 or three of 32, the last one padded
+
+
+def _conv(x: list[int], w: list[int], *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * w[0] * w[2] * x[0] * LENGTH  # depthwise, without the padding that is cut off
+
+
+def _conv_backward(
+    grad: list[int], x: list[int], w: list[int], *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
+    # torch's own formula ignores groups and gives a weight gradient that is too high by the number of channels.
+    input_gradient, weight_gradient, _ = args[-1]
+    return (input_gradient + weight_gradient) * 2 * w[0] * w[2] * x[0] * LENGTH
+
+
+def counted(model: PreTrainedModel, spec: ModelSpec, checkpointing: str) -> float:
+    """FLOPs per token that torch's counter sees in one forward and backward."""
+    if checkpointing == "full":
+        for layer in spec.layers:
+            module = model.get_submodule(layer.name)
+            forward = module.forward
+            module.forward = lambda *a, _f=forward, **k: checkpoint(_f, *a, use_reentrant=False, **k)
+    mapping = {torch.ops.aten.convolution: _conv, torch.ops.aten.convolution_backward: _conv_backward}
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    ids = torch.randint(0, 64, (ROWS, LENGTH))
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return counter.get_total_flops() / (ROWS * LENGTH)
+
+
+def hidden_from_counter(unit: Unit, again: bool) -> float:
+    """What `hardware_flops_per_token` has and the counter, on the math attention kernel, has not. FLOPs per token."""
+    core, forwards = unit.core, 1 + again
+    if isinstance(core, Attention):
+        # All T keys instead of (T + 1) / 2, and four backward products: ours 3.5 or 4.5 times 2NH(T+1), the counter's
+        # 3 or 4 times 4NHT.
+        nh = core.num_heads * core.head_dim
+        ours = (forwards + 2.5 * unit.core_gradient) * 2 * nh * (LENGTH + 1)
+        return ours - (forwards + 2 * unit.core_gradient) * 4 * nh * LENGTH
+    if isinstance(core, GatedDeltaNet):
+        # Triangular solves: 64 x 64, unit diagonal, 8 + 16 columns, in each of 2 chunks and 4 heads.
+        return (forwards + unit.core_gradient) * 4 * 2 * 64 * 63 * (8 + 16) / LENGTH
+    return 0.0
+
+
+def check(model: PreTrainedModel, spec: ModelSpec, checkpointing: str) -> ModelCounts:
+    counts = count_model(model, spec)
+    ours = hardware_flops_per_token(counts, LENGTH, ROWS, checkpointing)
+    layers = [(u, checkpointing == "full" and u.backward) for u in counts.units if u.core is not None]
+    hidden = sum(hidden_from_counter(unit, again) for unit, again in layers)
+    assert ours - hidden == pytest.approx(counted(model, spec, checkpointing), rel=1e-12)
+    return counts
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_training_in_full_matches_the_counter(family, checkpointing):
+    model, spec = build(family)
+    check(model, spec, checkpointing)
+
+
+EXPERTS = {"qwen3_next": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "nemotron_h": ["experts.down_proj"]}
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_lora_everywhere_matches_the_counter(family, checkpointing):
+    model, spec = build(family)
+    # Where PEFT renames targets (qwen3_next) it adapts fewer linears than asked for; the count goes by what is there.
+    add_lora(model, linears(model), EXPERTS.get(family, []))
+    counts = check(model, spec, checkpointing)
+    # With its B at zero an adapter's A has a gradient of zero, but the products are run all the same.
+    assert {w.folded for u in counts.units for w in u.weights} == ({False, True} if family in EXPERTS else {False})
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(
+    ("family", "within"),
+    [
+        ("llama", ["layers.1.mlp"]),  # nothing in layer 0, only the MLP of layer 1
+        ("llama", ["layers.0.self_attn.o_proj"]),
+        ("olmo_hybrid", ["layers.0.mlp", "layers.1"]),
+        ("qwen3_5_text", ["layers.1.self_attn"]),
+        ("nemotron_h", ["layers.2", "layers.3"]),
+    ],
+)
+def test_nothing_flows_below_the_lowest_adapter(family, within, checkpointing):
+    model, spec = build(family)
+    add_lora(model, linears(model, *within))
+    check(model, spec, checkpointing)
+
+
+def test_saved_copies_and_a_head_that_is_trained_alone():
+    model, spec = build("llama")
+    add_lora(model, linears(model, "layers.1.mlp.down_proj"), modules_to_save=["lm_head"])
+    counts = check(model, spec, "none")
+    assert [w.name for w in counts.units[-1].weights] == ["lm_head.modules_to_save.default.weight"]
+
+
+def test_model_flops_of_llama_by_hand():
+    model, spec = build("llama")
+    # Per layer: q 32*32, k and v 16*32 each, o 32*32, gate, up, down 3*32*48 = 7680; head 64*32 = 2048.
+    # Causal core, forward: 2 * 4 heads * 8 * (T + 1).
+    layers, head, core = 2 * 7680, 2048, 2 * 2 * 4 * 8 * (LENGTH + 1)
+    counts = count_model(model, spec)
+    assert model_flops_per_token(counts, LENGTH) == 6 * (layers + head) + 3 * core
+
+    add_lora(model, linears(model))
+    # Factors: rank 4 times the sum of both widths, q 64, k and v 48, o 64, gate, up and down 80: 464 per layer.
+    # Not flowing: the gradients of layer 0's input by q, k and v (2048 elements) and by their A (3 * 4 * 32).
+    counts = count_model(model, spec)
+    lora = 2 * 4 * 464
+    assert model_flops_per_token(counts, LENGTH) == 4 * (layers + head) + 6 * lora + 3 * core - 2 * (2048 + 384)
+
+
+def test_model_flops_of_a_hybrid_core_do_not_depend_on_chunks():
+    model, spec = build("qwen3_5_text")
+    counts = count_model(model, spec)
+    # 7 N K V = 7 * 4 * 8 * 16 against a chunked count that is padded to 128 tokens of 80.
+    core = counts.units[1].core
+    assert core.model_forward(LENGTH) == core.model_forward(64) == 7 * 4 * 8 * 16
+    # Per head: chunks * (2 C^2 (2K + V) + 6 C K V + C (C - 1)(K + V)) with C = 64, K = 8, V = 16, over 80 tokens.
+    assert core.executed_forward(LENGTH) == 4 * 2 * (2 * 64**2 * 32 + 6 * 64 * 128 + 64 * 63 * 24) / LENGTH
+
+
+def test_a_fused_attention_backward_is_five_products():
+    shape = (1, 4, LENGTH, 8)
+    forward = sdpa_flop_count(shape, shape, shape)
+    backward = sdpa_backward_flop_count(shape, shape, shape, shape)
+    core = Attention(4, 8)
+    assert core.executed_backward(LENGTH) / core.executed_forward(LENGTH) == backward / forward
+    # The counter's forward takes every key for every query: T instead of (T + 1) / 2.
+    assert core.executed_forward(LENGTH) * LENGTH * 2 * LENGTH == forward * (LENGTH + 1)
+
+
+def test_experts_count_by_the_share_a_token_meets():
+    model, spec = build("qwen3_next")
+    weights = {w.name: w for u in count_model(model, spec).units for w in u.weights}
+    assert weights["model.layers.0.mlp.experts.gate_up_proj"].active == 2 / 4
+    assert weights["model.layers.0.mlp.shared_expert.up_proj.weight"].active == 1.0
+    assert weights["model.layers.0.mlp.gate.weight"].active == 1.0
+
+
+def test_utilization_is_over_all_devices():
+    # 2e9 FLOPs per token, 1000 tokens per second, on 4 devices of 1e12: 2e12 of 4e12.
+    assert utilization(2e9, 1000.0, 1e12, 4) == 0.5

@@ -1,0 +1,84 @@
+"""One tiny random model of each proven family, with every layer kind of the family."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from shardwise.models.families import spec_of
+from shardwise.models.spec import ModelSpec
+
+_COMMON = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_HYBRID = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+CONFIGS = {
+    "llama": {"num_hidden_layers": 2},
+    "qwen3_5_text": {**_HYBRID, "head_dim": 8},
+    "qwen3_next": {
+        **_HYBRID,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+    },
+    "olmo_hybrid": {**_HYBRID, "linear_num_key_heads": 4},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 32,
+    },
+}
+
+
+def build(family: str, device: str = "cpu", **changes: object) -> tuple[PreTrainedModel, ModelSpec]:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**_COMMON, **CONFIGS[family], **changes})
+    config._experts_implementation = "eager"  # torch's FLOP counter counts a grouped product as 0
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config)
+    return model.train(), spec_of(config, model)
+
+
+def add_lora(model: PreTrainedModel, targets: Iterable[str], parameters: Iterable[str] = (), **options: object) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    config = LoraConfig(r=4, target_modules=list(targets), target_parameters=list(parameters) or None, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # qwen3_next: PEFT takes dense linears for experts, and says so
+        inject_adapter_in_model(config, model)
+
+
+def linears(model: nn.Module, *within: str) -> list[str]:
+    """Linears whose name holds one of `within`; all but the head without. PEFT refuses Nemotron's `out_proj`."""
+    refused = ("lm_head", "mixer.out_proj")
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [n for n in names if not any(r in n for r in refused) and (not within or any(w in n for w in within))]

@@ -1,0 +1,55 @@
+"""Axis sizes, slots, and sizes that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.config import Data, Model, Parallel, RunConfig, Training, UserError
+from shardwise.parallel.mesh import build_mesh, mesh_sizes
+from tests.distributed import run_ranks
+
+
+def config(data: str = "single", dp_replicate: int = 1, global_batch: int = 8, micro_batch: int = 1) -> RunConfig:
+    return RunConfig(
+        Model("m"),
+        Data("d"),
+        Training("o", global_batch_size=global_batch, micro_batch_size=micro_batch, device="cpu"),
+        parallel=Parallel(data, dp_replicate),
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "dp_replicate", "world", "expected"),
+    [("single", 1, 1, (1, 1)), ("ddp", 1, 4, (4, 1)), ("fsdp2", 1, 4, (1, 4)), ("fsdp2", 2, 4, (2, 2))],
+)
+def test_what_is_left_of_the_world(data, dp_replicate, world, expected):
+    sizes = mesh_sizes(config(data, dp_replicate), world)
+    assert (sizes["dp_replicate"], sizes["dp_shard"]) == expected
+    assert sizes["pp"] == sizes["cp"] == sizes["tp"] == 1
+
+
+@pytest.mark.parametrize(
+    ("cfg", "world", "message"),
+    [
+        (config("single"), 2, "parallel.data is single but there are 2 processes; use --nproc 1"),
+        (config("fsdp2", 3), 4, r"parallel.dp_replicate is 3, which does not divide the 4 processes; use one of \[1, 2, 4\]"),
+        (config("ddp", global_batch=6), 4, "global_batch_size 6 is not a multiple of 4 .* use 4 or 8"),
+        (config("ddp", global_batch=2, micro_batch=2), 2, "global_batch_size 2 .* use 4"),
+    ],
+)
+def test_sizes_that_do_not_fit_say_what_would(cfg, world, message):
+    with pytest.raises(UserError, match=message):
+        mesh_sizes(cfg, world)
+
+
+def _slots() -> tuple[list[int], int, int]:
+    mesh = build_mesh(config("fsdp2", dp_replicate=2), torch.device("cpu"))
+    return list(mesh.slots(8)), mesh.data_rank, dist.get_rank()
+
+
+def test_slots_are_shared_out_once():
+    results = run_ranks(4, _slots)
+    assert [slots for slots, _, _ in results] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert all(data_rank == rank for _, data_rank, rank in results)

@@ -1,0 +1,49 @@
+"""Memory for parameters, and their values, on whatever a rank holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from shardwise.parallel.place import fill, fill_all, full_tensor, materialise
+from tests.distributed import run_ranks
+
+
+def _fill_sharded(rows: int) -> bool:
+    mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp_replicate", "dp_shard"))
+    full = torch.arange(rows * 6, dtype=torch.float32).view(rows, 6)
+    right = True
+    for dim in (0, 1):
+        target = distribute_tensor(torch.zeros(rows, 6), mesh, [Replicate(), Shard(dim)])
+        fill(target, full)
+        right &= bool((full_tensor(target) == full).all())
+    return right
+
+
+@pytest.mark.parametrize("rows", [7, 6, 2])  # uneven, even, fewer rows than ranks
+def test_each_rank_takes_its_own_share(rows):
+    assert all(run_ranks(6, _fill_sharded, rows))
+
+
+def test_materialise_keeps_ties_flags_and_buffers():
+    with torch.device("meta"):
+        module = nn.ModuleDict({"a": nn.Linear(3, 2, bias=False), "b": nn.Linear(3, 2, bias=False)})
+    module["b"].weight = module["a"].weight
+    module["a"].weight.requires_grad_(False)
+    module["a"].register_buffer("scale", torch.tensor([2.0]))
+    materialise(module, torch.device("cpu"))
+    assert module["a"].weight is module["b"].weight
+    assert module["a"].weight.device.type == "cpu"
+    assert not module["a"].weight.requires_grad
+    assert module["a"].scale.item() == 2.0
+
+
+def test_fill_all_names_what_it_filled_and_refuses_another_shape():
+    targets = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    assert fill_all(targets, [("a", torch.ones(2))]) == {"a"}
+    assert targets["a"].tolist() == [1.0, 1.0]
+    with pytest.raises(AssertionError):
+        fill(targets["b"], torch.ones(1))

@@ -1,0 +1,103 @@
+"""`make parity`: the whole matrix, resumable; writes results/parity.json.
+
+A cell that was run on the same code (a hash of src/ and of this folder) is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from shardwise.metrics.hardware import environment
+from tests.distributed import run_ranks
+from tests.parity.cells import ALL
+from tests.parity.harness import TOLERANCE, Cell, Outcome, compare, run_cell, verdict
+
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "parity.json")
+    parser.add_argument("--only", default="", help="run the cells whose id contains this text")
+    options = parser.parse_args()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    code = fingerprint()
+    done = previous(options.out, code)
+    references: dict[Cell, Outcome] = {}
+    wanted = [cell for cell in ALL if options.only in cell.id]
+    for number, cell in enumerate(wanted, 1):
+        if cell.id in done:
+            continue
+        start = time.monotonic()
+        done[cell.id] = run(cell, references)
+        seconds = time.monotonic() - start
+        print(f"{number}/{len(wanted)} {done[cell.id]['status']:6} {cell.id} {seconds:.1f} s", flush=True)
+        write(options.out, code, done)
+    counts: dict[str, int] = {}
+    for row in done.values():
+        counts[row["status"]] = counts.get(row["status"], 0) + 1
+    print(f"{options.out}: {counts}")
+    return 0 if set(counts) == {"ok"} else 1
+
+
+def run(cell: Cell, references: dict[Cell, Outcome]) -> dict[str, Any]:
+    """One row of the results file."""
+    row = {
+        "id": cell.id,
+        "family": cell.family,
+        "layout": cell.layout,
+        "adapter": cell.mode,
+        "processes": cell.nproc,
+        "variant": cell.variant,
+    }
+    try:
+        reference = cell.reference()
+        if reference not in references:
+            (references[reference],) = run_ranks(1, run_cell, reference)
+        outcome = run_ranks(cell.nproc, run_cell, cell)[0]
+        errors = compare(outcome, references[reference])
+    except Exception as error:  # a cell that fails is a row with its reason, never a gap
+        return {**row, "status": "failed", "reason": str(error).strip().splitlines()[-1], "errors": {}}
+    wrong = verdict(errors)
+    return {**row, "status": "wrong" if wrong else "ok", "reason": "; ".join(wrong), "errors": errors}
+
+
+def fingerprint() -> str:
+    """A hash of everything that a cell's outcome depends on but the library versions."""
+    digest = hashlib.sha256()
+    for folder in ("src", "tests/parity", "configs/models"):
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.suffix in (".py", ".json"):
+                digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def previous(path: Path, code: str) -> dict[str, dict[str, Any]]:
+    """The cells that `path` already holds for this code."""
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text())
+    return {row["id"]: row for row in content["cells"]} if content["code"] == code else {}
+
+
+def write(path: Path, code: str, done: dict[str, dict[str, Any]]) -> None:
+    """Write atomically: an interrupted run goes on where it stopped."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"code": code, "environment": environment(), "tolerance": TOLERANCE, "cells": list(done.values())}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

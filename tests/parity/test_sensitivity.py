@@ -1,0 +1,151 @@
+"""Known bugs, planted into the project's own code one at a time: each must turn an unmodified parity cell red.
+
+A bug is planted inside the forked ranks only, so that the reference and every other test run the code as it is.
+"""
+
+# No `from __future__ import annotations`: DDP checks a hook's annotations as objects.
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardwise.interfaces import Mesh
+from shardwise.models import causal_lm, dropout, lora
+from shardwise.parallel import ddp, place
+from shardwise.training import build, gradients, step
+from tests.distributed import run_ranks
+from tests.parity.cells import FAST
+from tests.parity.harness import Cell, Outcome, compare, run_cell, verdict
+from tests.parity.test_parity import reference
+
+
+def missing_world_size_factor():
+    def mean_hook(
+        group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        future = dist.all_reduce(bucket.buffer() / group.size(), group=group, async_op=True).get_future()
+        return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+    ddp.sum_hook = mean_hook
+
+
+def fsdp_mean_instead_of_sum():
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+
+
+def adapters_not_reduced():
+    def local_hook(
+        group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp.sum_hook = local_hook
+
+
+def replicas_not_reduced():
+    set_requires_all_reduce = FSDPModule.set_requires_all_reduce
+    FSDPModule.set_requires_all_reduce = lambda self, sync: set_requires_all_reduce(self, False)
+
+
+def frozen_parameter_given_a_gradient():
+    inject = lora.inject
+
+    def leaky(hf, *args):
+        coverage = inject(hf, *args)
+        next(p for n, p in hf.named_parameters() if "layers.1" in n and not p.requires_grad).requires_grad_(True)
+        return coverage
+
+    lora.inject = leaky
+
+
+def same_rows_on_every_rank():
+    Mesh.slots = lambda self, size: range(size // self.data_size)
+
+
+def local_token_count():
+    step.count_targets = lambda microbatches, mesh: sum(batch.num_target_tokens() for batch in microbatches)
+
+
+def clip_by_the_local_norm():
+    gradients.sharded_axes = lambda tensor: ()
+
+
+def replicas_counted_again_in_the_norm():
+    sharded = gradients.sharded_axes
+    gradients.sharded_axes = lambda tensor: ("dp_replicate", *sharded(tensor))
+
+
+def stale_gradient_kept():
+    torch.optim.Optimizer.zero_grad = lambda self, set_to_none=True: None
+
+
+def adapter_dropped_from_the_save():
+    save = lora.save_adapter
+
+    def lossy(hf, cfg, state, *args):
+        save(hf, cfg, {n: torch.zeros_like(t) if "layers.2" in n else t for n, t in state.items()}, *args)
+
+    lora.save_adapter = lossy
+
+
+def weights_one_row_off_in_the_shards():
+    fill = place.fill
+    place.fill = lambda target, full: fill(target, full.roll(1, 0) if isinstance(target, DTensor) else full)
+
+
+def mask_by_place_instead_of_slot():
+    seed = dropout.stable_seed
+    dropout.stable_seed = lambda run_seed, step, slot, name: seed(run_seed, step, slot % 2, name)
+
+
+def router_loss_pooled_over_the_forward():
+    call = causal_lm.RouterLoss.__call__
+
+    def pooled(self, batch):
+        flat = {name: getattr(batch, name).reshape(1, -1) for name in ("input_ids", "labels", "document_ids")}
+        return call(self, replace(batch, **flat))
+
+    causal_lm.RouterLoss.__call__ = pooled
+
+
+def last_microbatch_only():
+    run = build.run_in_turn
+    build.run_in_turn = lambda pm, microbatches, scale, train: run(pm, microbatches[-1:], scale, train)
+
+
+BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
+    (missing_world_size_factor, Cell("llama", "ddp", "lora", 2)),
+    (fsdp_mean_instead_of_sum, Cell("llama", "fsdp2", "full", 2)),
+    (adapters_not_reduced, Cell("llama", "ddp", "lora", 2)),
+    (replicas_not_reduced, Cell("llama", "hsdp", "lora", 4)),
+    (frozen_parameter_given_a_gradient, Cell("qwen3_next", "ddp", "lora", 2)),
+    (same_rows_on_every_rank, Cell("llama", "ddp", "lora", 2)),
+    (local_token_count, Cell("llama", "ddp", "lora", 2)),
+    (clip_by_the_local_norm, Cell("llama", "fsdp2", "full", 2)),
+    (replicas_counted_again_in_the_norm, Cell("llama", "hsdp", "lora", 4)),
+    (stale_gradient_kept, Cell("llama", "ddp", "lora", 2)),
+    (adapter_dropped_from_the_save, Cell("olmo_hybrid", "fsdp2", "lora", 2)),
+    (weights_one_row_off_in_the_shards, Cell("llama", "fsdp2", "full", 2)),
+    (mask_by_place_instead_of_slot, Cell("qwen3_5_text", "ddp", "lora", 4, "dropout")),
+    (router_loss_pooled_over_the_forward, Cell("qwen3_next", "ddp", "lora", 2)),
+    (last_microbatch_only, Cell("llama", "ddp", "lora", 2)),
+)
+
+
+@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=[bug.__name__ for bug, _ in BUGS])
+def test_planted_bug_is_caught(bug: Callable[[], None], cell: Cell):
+    assert cell in FAST, "a bug must be caught by what `make test` runs"
+    expected = reference(cell.reference())  # before the bug exists anywhere
+    outcomes = run_ranks(cell.nproc, _run_with, bug, cell)
+    assert verdict(compare(outcomes[0], expected)), f"{bug.__name__} went unnoticed in {cell.id}"
+
+
+def _run_with(bug: Callable[[], None], cell: Cell) -> Outcome:
+    bug()
+    return run_cell(cell)

@@ -1,0 +1,122 @@
+"""The repository's own rules: which package may import which, budgets, and that nothing is half there."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from shardwise.config import Parallel, RunConfig
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "shardwise"
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+ARROWS = {
+    "models": {"kernels"},
+    "parallel": {"models", "kernels", "schedule"},
+    "training": {"models", "data", "parallel", "metrics", "kernels", "schedule"},
+    "metrics": {"models"},
+    "data": set(),
+    "kernels": set(),
+    "schedule": set(),
+    "planner": {"models", "metrics", "schedule"},
+    "benchmark": {"planner", "metrics"},
+    "report": {"metrics", "schedule"},
+}
+EVERYONE = {"config", "interfaces"}
+FREE = {"cli", "__main__", "__init__"}
+FORBIDDEN = {
+    "models": ("torch.distributed",),
+    "metrics/record.py": ("torch", "transformers", "shardwise.models"),
+    "config.py": ("torch", "transformers"),
+}
+
+
+def imports(path: Path) -> list[str]:
+    """Every absolute module name a file imports, inside functions too; a relative import is an error here."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import in line {node.lineno}"
+            assert node.module is not None
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def package(path: Path) -> str:
+    """The first part of a file's place in the library: a package, or a module at the top."""
+    first = path.relative_to(SOURCE).parts[0]
+    return first.removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_arrows_go_one_way(path):
+    here = package(path)
+    for name in imports(path):
+        if name.startswith("shardwise.") and here not in FREE:
+            there = name.split(".")[1]
+            assert there in EVERYONE | {here, "__version__"} | ARROWS.get(here, set()), f"{path}: imports {name}"
+        for where, forbidden in FORBIDDEN.items():
+            if str(path.relative_to(SOURCE)).startswith(where):
+                assert not any(name == f or name.startswith(f + ".") for f in forbidden), f"{path}: imports {name}"
+
+
+def test_every_package_has_its_arrows():
+    packages = {package(path) for path in MODULES}
+    assert packages <= ARROWS.keys() | EVERYONE | FREE
+
+
+def test_budgets():
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    assert {str(path): n for path, n in lengths.items() if n > 400} == {}
+    assert sum(lengths.values()) <= 15_000
+    for path in (SOURCE / "parallel").glob("*.py"):
+        assert lengths[path] <= 200, path
+    loop = ast.parse((SOURCE / "training" / "loop.py").read_text(encoding="utf-8"))
+    (train,) = (node for node in loop.body if isinstance(node, ast.FunctionDef) and node.name == "train")
+    assert train.end_lineno is not None
+    assert train.end_lineno - train.lineno + 1 <= 60
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 90
+
+
+def sections() -> list[type]:
+    found = []
+    for hint in get_type_hints(RunConfig).values():
+        found += [cls for cls in (hint, *get_args(hint)) if dataclasses.is_dataclass(cls)]
+    return found
+
+
+def test_every_config_key_is_documented_on_the_reference_page():
+    page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z]+\.[a-z_0-9]+)`", page))
+    keys = {f"{cls.__name__.lower()}.{f.name}" for cls in sections() for f in dataclasses.fields(cls)}
+    assert keys - named == set(), "keys without a line"
+    assert {name for name in named if name.split(".")[0] in {c.__name__.lower() for c in sections()}} <= keys
+
+
+def test_every_strategy_has_code_a_test_and_a_page():
+    strategies = [name for name in get_args(get_type_hints(Parallel)["data"]) if name != "single"]
+    assert strategies
+    cells = (ROOT / "tests" / "parity" / "cells.py").read_text(encoding="utf-8")
+    for name in strategies:
+        assert (SOURCE / "parallel" / f"{name}.py").exists(), name
+        assert f'"{name}"' in cells, f"no parity cell for {name}"
+        assert (ROOT / "docs" / "concepts" / f"{name}.md").exists(), name
+
+
+def test_every_test_file_mirrors_a_module():
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders <= {package(path) for path in MODULES} | {"parity", "integration", "gpu"}
+
+
+def test_links_and_paths_in_the_docs_exist():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page}: {target}"

@@ -1,0 +1,32 @@
+"""What is public has a docstring that says what it does, and importing the library is cheap."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
+MODULES = [path for path in sorted(SOURCE.rglob("*.py")) if path.stat().st_size and path.name != "__main__.py"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_public_names_have_docstrings_and_types(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree), f"{path} has no docstring"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{path}: {node.name} has no docstring"
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            assert node.returns is not None, f"{path}: {node.name} does not say what it returns"
+            assert all(a.annotation for a in arguments), f"{path}: {node.name} has an argument without a type"
+
+
+def test_import_is_light():
+    code = "import sys, shardwise, shardwise.config; print({'torch', 'transformers', 'pydantic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
