@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import load_file
@@ -71,7 +72,7 @@ class Outcome:
     saved: dict[str, torch.Tensor]  # what the run leaves on disk
 
 
-def run_config(cell: Cell) -> RunConfig:
+def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunConfig:
     """The run file of a cell."""
     name = FAMILIES[cell.family] + ("-tied" if cell.variant == "tied" else "")
     hsdp = cell.layout == "hsdp"
@@ -85,7 +86,7 @@ def run_config(cell: Cell) -> RunConfig:
             reshard_after_forward=cell.variant != "keep-gathered",
         ),
         # Half of what the gradients of these models come to, so that clipping always acts.
-        optimizer=Optimizer(name="sgd", lr=1.0, lr_schedule="constant", max_grad_norm=MAX_NORM),
+        optimizer=Optimizer(name=optimizer, lr=1.0, lr_schedule="constant", max_grad_norm=MAX_NORM),
         training=Training(
             output_dir="unused",
             global_batch_size=GLOBAL_BATCH,
@@ -155,7 +156,7 @@ def run_cell(cell: Cell, steps: int = 2) -> Outcome:
         norms.append(result.grad_norm)
     eval_loss = evaluate(job.pm, [microbatches(cfg, mesh, step) for step in (7, 8)], mesh, steps).loss
     with tempfile.TemporaryDirectory() as folder:
-        written = save_result(job, cfg, mesh, Path(folder))
+        written = save_result(job, cfg, Path(folder))
         saved = {} if written is None else _read_safetensors(written)
     params = {name: full_tensor(p.detach()).clone() for name, p in trained}
     return Outcome(losses, norms, eval_loss, grads, params, saved)

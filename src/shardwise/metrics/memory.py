@@ -5,17 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 from unittest import mock
 
 import torch
+from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
-from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_LEAVES = "shardwise.leaves:"  # name of the marker: these bytes, which the profiler does not know, are given back
+_LEFT = "shardwise.left:"  # name of a marker in the profiler's timeline: the block at this address has been freed
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -41,109 +41,146 @@ def state_bytes(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optim
 
 
 class PeakMemory:
-    """The most bytes of tensors alive at once on `device` inside a `with` block: `peak_bytes`, set when it ends.
+    """Bytes of tensors alive on `device` around a `with` block: `entry_bytes`, `exit_bytes` and the most, `peak_bytes`.
 
-    On CUDA it is the caching allocator's own maximum, what was alive at entry included.
+    On CUDA these are the caching allocator's own figures.
 
-    On a CPU it is exact too: the bytes alive at entry plus the greatest running sum of what torch's allocator reports
-    to the profiler, which sees each allocation and free, temporaries inside an operator and `storage.resize_` (by
-    which fsdp2 drops and regains gathered weights) included. A dispatch mode that watches storages sees neither of
-    these two. The profiler does not know what was allocated before it started, hence:
+    On a CPU they are exact too. To the bytes alive at entry is added what torch's allocator reports to the profiler:
+    each allocation and free, temporaries inside an operator and `storage.resize_` included (by the latter fsdp2 drops
+    and regains gathered weights). A dispatch mode that watches storages sees neither. The profiler knows nothing of
+    what was allocated before it started, hence:
 
-    - alive at entry are the storages of all tensors that Python can reach, and their gradients. What only C++ holds is
-      missed: the buckets of DistributedDataParallel, unless `gradient_as_bucket_view=True` makes gradients of them.
-    - such a storage that dies or is resized inside leaves at that moment by a marker in the profiler's timeline (and
-      torch writes one line to stderr, that it does not know the block).
+    - alive at entry are the storages of all tensors that Python can reach, and of their gradients. What only C++
+      holds is missed: the buckets of DistributedDataParallel, unless `gradient_as_bucket_view=True` makes gradients
+      of them.
+    - such a storage that dies or is resized inside is taken off at that moment, by a marker in the profiler's
+      timeline. (torch writes a line to stderr that it does not know the block; that is what the marker is for.)
     - threads count if torch hands them its thread-local state, as it does to autograd's and gloo's; others do not.
 
-    It slows the block: 1.5 times and then 15 microseconds per allocator event at exit, 1.5 s for 10^5. So it belongs in
-    a step that is not timed. It cannot be nested, nor used inside a profiler.
+    It costs about 15 microseconds per allocation or free, 1.5 s for 10^5, most of it at exit: use it in a step that is
+    not timed. It cannot be nested, nor used inside a profiler. All three figures stay None until the block ends.
     """
 
     def __init__(self, device: torch.device) -> None:
+        assert device.type in ("cpu", "cuda"), f"PeakMemory knows cpu and cuda, not {device}"
         self.device = device
+        self.entry_bytes: int | None = None
+        self.exit_bytes: int | None = None
         self.peak_bytes: int | None = None
-        self._entry_bytes = 0
-        self._profile: profile | None = None
-        self._watched: dict[int, weakref.finalize] = {}
-        self._patches = ExitStack()
+        self._recorder = _CudaRecorder(device) if device.type == "cuda" else _CpuRecorder()
 
     def __enter__(self) -> PeakMemory:
         """Start to measure."""
-        self.peak_bytes = None
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return self
-        assert self.device.type == "cpu", f"PeakMemory knows cuda and cpu, not {self.device}"
-        # The profiler's library logs each start and stop to stderr below this level, which it reads at its first use.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self._profile = profile(profile_memory=True)
-        storages = _storages(_reachable_tensors())
-        self._entry_bytes = sum(storage.nbytes() for storage in storages.values())
-        self._watched = {
-            key: weakref.finalize(storage, _mark_leaving, storage.nbytes()) for key, storage in storages.items()
-        }
-        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._watching_resize()))
-        self._profile.__enter__()
+        self._recorder.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop, and set `peak_bytes`, also where the block ends in an exception."""
-        if self._profile is None:
-            torch.cuda.synchronize(self.device)
-            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-            return
-        self._profile.__exit__(kind, error, traceback)
-        self._patches.close()
-        for finalizer in self._watched.values():
-            finalizer.detach()
-        self._watched = {}
-        assert self._profile.kineto_results is not None
-        alive = self.peak_bytes = self._entry_bytes
-        for event in sorted(self._profile.kineto_results.events(), key=lambda e: e.start_ns()):
-            name = event.name()
-            if name == "[memory]" and event.device_type() == torch.profiler.DeviceType.CPU:
-                alive += event.nbytes()
-            elif name.startswith(_LEAVES):
-                alive -= int(name.removeprefix(_LEAVES))
-            self.peak_bytes = max(self.peak_bytes, alive)
-        self._profile = None
+        """Stop, and set the figures, also where the block ends in an exception."""
+        self.entry_bytes, self.exit_bytes, self.peak_bytes = self._recorder.stop()
 
-    def _watching_resize(self) -> Any:
+
+class _CudaRecorder:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.entry_bytes = 0
+
+    def start(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.entry_bytes = torch.cuda.memory_allocated(self.device)
+
+    def stop(self) -> tuple[int, int, int]:
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        return self.entry_bytes, torch.cuda.memory_allocated(self.device), peak
+
+
+class _CpuRecorder:
+    def start(self) -> None:
+        # Else the profiler's library logs each start and stop to stderr. It reads this when it is first used.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        gc.collect()
+        storages = _storages(_reachable_tensors())
+        self.at_entry = {storage.data_ptr(): storage.nbytes() for storage in storages.values()}
+        self.watched = {key: weakref.finalize(s, _mark_left, s.data_ptr()) for key, s in storages.items()}
+        self.patch = mock.patch.object(torch.UntypedStorage, "resize_", self._watched_resize())
+        self.patch.start()
+        self.profile = profile(profile_memory=True)
+        self.profile.__enter__()
+
+    def stop(self) -> tuple[int, int, int]:
+        self.profile.__exit__(None, None, None)
+        self.patch.stop()
+        for finalizer in self.watched.values():
+            finalizer.detach()
+        sizes = dict(self.at_entry)
+        entry = alive = peak = sum(sizes.values())
+        results: Any = self.profile.kineto_results
+        for event in sorted(_events(results.experimental_event_tree()), key=lambda e: e.start_time_ns):
+            # By address, not by the size a free reports: the profiler remembers blocks of an earlier use that were freed
+            # while it was off, and gives their size to the next block at the same address.
+            if event.name.startswith(_LEFT):
+                alive -= sizes.pop(int(event.name.removeprefix(_LEFT)), 0)
+            elif event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+                address, num_bytes = event.extra_fields.ptr, event.extra_fields.alloc_size
+                alive -= sizes.pop(address, 0)
+                if num_bytes > 0:
+                    sizes[address] = num_bytes
+                    alive += num_bytes
+                    peak = max(peak, alive)
+        return entry, alive, peak
+
+    def _watched_resize(self) -> Any:
         resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            finalizer = self._watched.pop(storage._cdata, None)
-            # Asked for its own size, a storage stays where it is.
-            if finalizer is not None and size != storage.nbytes():
-                finalizer.detach()
-                _mark_leaving(storage.nbytes())
-            return resize(storage, size)
+            address = storage.data_ptr()
+            result = resize(storage, size)  # allocates, copies, and only then frees, even if the size stays the same
+            finalizer = self.watched.pop(storage._cdata, None)
+            if finalizer is not None and finalizer.detach():  # else it is a new storage at a dead one's place
+                _mark_left(address)
+            return result
 
         return resize_
 
 
-def _mark_leaving(num_bytes: int) -> None:
-    with record_function(f"{_LEAVES}{num_bytes}"):
+def _events(nodes: Iterable[Any]) -> Iterator[Any]:
+    """All events of the profiler's tree, of all threads."""
+    for node in nodes:
+        yield node
+        yield from _events(node.children)
+
+
+def _mark_left(address: int) -> None:
+    with record_function(f"{_LEFT}{address}"):
         pass
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The local storages behind tensors, by their address in C++."""
-    storages = {}
-    for tensor in tensors:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
-        storages[storage._cdata] = storage
-    return storages
+    """The storages behind tensors, by their address in C++."""
+    storages = (plain.untyped_storage() for tensor in tensors for plain in _plain_tensors(tensor))
+    return {storage._cdata: storage for storage in storages}
 
 
-def _reachable_tensors() -> list[torch.Tensor]:
-    """All CPU tensors with memory of their own that Python's garbage collector knows, and their gradients."""
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors with memory that a tensor is made of: itself, or what a subclass (DTensor: its shard) wraps."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):
+            yield from _plain_tensors(part)
+
+
+def _reachable_tensors() -> Iterator[torch.Tensor]:
+    """The tensors in CPU memory that Python's garbage collector knows, and their gradients."""
     # By type: isinstance asks an object for its class, and some modules answer with a deprecation warning.
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    return [t for t in tensors if t.device.type == "cpu" and t.layout == torch.strided]
+    found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    found += [t.grad for t in found if t.is_leaf and t.grad is not None]
+    for tensor in found:
+        for plain in _plain_tensors(tensor):
+            if plain.layout == torch.strided and plain.untyped_storage().device.type == "cpu":
+                yield plain

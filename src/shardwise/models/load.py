@@ -43,6 +43,9 @@ def read_config(model: Model) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        if "trust_remote_code" in str(error):
+            hint = "it comes with Python code of its own; set model.trust_remote_code to true if you trust that"
+            raise UserError(f"{model.path}: {hint}") from None
         raise UserError(f"{model.path}: cannot read config.json ({_one_line(error)})") from None
     if getattr(config, "quantization_config", None):
         raise UserError(f"{model.path}: the weights are quantised; give a model folder with plain weights")
@@ -98,7 +101,7 @@ def weights(hf_model: PreTrainedModel, model: Model, seed: int) -> Iterator[tupl
 
 
 def fill(hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Replace parameters and persistent buffers of an unsharded model by `values`, and tie what is tied.
+    """Replace every parameter and persistent buffer of an unsharded model by `values`, and tie what is tied.
 
     Names are transformers names (both copies of a module in `modules_to_save` take the same value, each its own) or,
     for LoRA factors, the model's. An assert fails if a name is unknown or a parameter is left on meta.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -13,7 +13,7 @@ from shardwise.interfaces import Batch, Mesh, ParallelModel
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import family_of, spec_of
-from shardwise.models.names import hf_name
+from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel import compose
 from shardwise.parallel.place import fill_all, materialise
@@ -82,17 +82,18 @@ def run_in_turn(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: fl
 
 
 def _fill_part(part: CausalLM, cfg: RunConfig, state: State) -> None:
-    # Several parameters may stand for one weight: `modules_to_save` keeps the original beside the trained copy.
-    ours: dict[str, list[str]] = {}
-    targets = dict(chain(part.hf.named_parameters(remove_duplicate=False), part.hf.named_buffers()))
+    targets = dict(chain(part.hf.named_parameters(), part.hf.named_buffers()))
+    # Two parameters may stand for one weight: `modules_to_save` keeps the original beside the copy that is trained.
+    by_hf_name: dict[str, list[str]] = {}
     for name in targets:
-        ours.setdefault(hf_name(name), []).append(name)
+        if not is_adapter(name):
+            by_hf_name.setdefault(hf_name(name), []).append(name)
     base = load.weights(part.hf, cfg.model, cfg.training.seed)
-    adapters: Iterable[tuple[str, torch.Tensor]] = ()
-    if cfg.lora:
-        adapters = lora.adapter_weights(part.hf, cfg.training.seed)
-    named = ((name, full) for disk_name, full in base for name in ours[disk_name])
-    filled = fill_all(targets, chain(named, adapters, state.parameters.items()))
-    tied = {id(targets[name]) for name in filled}
-    missed = [name for name, p in part.hf.named_parameters() if id(p) not in tied]
+    initial = chain(
+        ((name, full) for disk_name, full in base for name in by_hf_name[disk_name]),
+        lora.adapter_weights(part.hf, cfg.training.seed),
+        state.parameters.items(),
+    )
+    filled = fill_all(targets, initial)
+    missed = [name for name, _ in part.hf.named_parameters() if name not in filled]
     assert not missed, f"never filled: {missed}"

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh
-from shardwise.models import load, lora
+from shardwise.models.adapter import save_adapter
+from shardwise.models.save import save_model
 from shardwise.parallel.place import full_tensor
 from shardwise.training.build import Job
 
 
-def save_result(job: Job, cfg: RunConfig, mesh: Mesh, output_dir: Path) -> Path | None:
+def save_result(job: Job, cfg: RunConfig, output_dir: Path) -> Path | None:
     """Write the adapter (LoRA) or the model (full) from any layout; the folder on rank 0, None elsewhere.
 
-    Tensors are gathered one by one and only rank 0 keeps them, in host memory.
+    Tensors are gathered one by one, and only rank 0 keeps them: adapters together, a model's up to one file's worth.
     """
-    main = dist.get_rank() == 0
-    state: dict[str, torch.Tensor] = {}
-    for name, parameter in job.pm.named_parameters():
-        if cfg.lora is None or parameter.requires_grad:
-            full = full_tensor(parameter.detach())
-            if main:
-                state[name] = full.to("cpu", copy=True)
-    if not main:
-        return None
     (part,) = job.pm.parts
+    whole = _whole_tensors(part.hf, trainable_only=cfg.lora is not None)
+    if dist.get_rank() != 0:
+        deque(whole, maxlen=0)  # takes part in the gathering
+        return None
     if cfg.lora is not None:
-        folder = output_dir / "adapter"
-        lora.save_adapter(part.hf, cfg.lora, state, folder, cfg.model.path)
-    else:
-        folder = output_dir / "model"
-        load.save_model(part.hf, state, folder)
-    return folder
+        save_adapter(part.hf, cfg.lora, dict(whole), output_dir / "adapter", cfg.model.path)
+        return output_dir / "adapter"
+    save_model(part.hf, whole, output_dir / "model")
+    return output_dir / "model"
+
+
+def _whole_tensors(hf: torch.nn.Module, trainable_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in hf.named_parameters():
+        if parameter.requires_grad or not trainable_only:
+            # An all-gather of one parameter's shards, if it is sharded; every rank must come by here.
+            yield name, full_tensor(parameter.detach()).to("cpu", copy=True)
+    if not trainable_only:
+        persistent = hf.state_dict(keep_vars=True)
+        yield from ((name, buffer.cpu()) for name, buffer in hf.named_buffers() if name in persistent)

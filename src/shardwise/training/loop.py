@@ -48,6 +48,6 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         if cfg.training.sample is not None:
             prompt = tokenizer(cfg.training.sample)["input_ids"]
             reporter.sample(tokenizer.decode(greedy_sample(job.pm, prompt, 48, tokenizer.eos_token_id, mesh)))
-        save_result(job, cfg, mesh, Path(cfg.training.output_dir))
+        save_result(job, cfg, Path(cfg.training.output_dir))
         memory = measure_memory(job, next(loaders.train), mesh, cfg) if cfg.measure.memory else None
         return write_record(cfg, mesh, job, reporter, meter, memory)

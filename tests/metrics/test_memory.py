@@ -1,0 +1,201 @@
+"""Peak memory against sums done by hand, in bytes; KIB is a tensor of 256 float32."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from shardwise.metrics.memory import PeakMemory, _reachable_tensors, state_bytes, tensor_bytes
+from tests.distributed import run_ranks
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def kib(count: int = 1) -> torch.Tensor:
+    return torch.ones(count * 256)
+
+
+def rise(peak: PeakMemory) -> int:
+    return peak.peak_bytes - peak.entry_bytes
+
+
+def growth(peak: PeakMemory) -> int:
+    return peak.exit_bytes - peak.entry_bytes
+
+
+def test_tensor_bytes_counts_storages_once():
+    base = kib(4)
+    tied = nn.Parameter(kib(2))
+    assert tensor_bytes([base, base[:10], base.view(2, -1)]) == 4 * KIB
+    assert tensor_bytes([tied, tied]) == 2 * KIB
+    assert tensor_bytes([base[:10]]) == 4 * KIB  # a view keeps all of its storage alive
+    assert tensor_bytes([torch.ones(100, dtype=torch.bfloat16), torch.ones(3, dtype=torch.int64)]) == 200 + 24
+    assert tensor_bytes([]) == 0
+
+
+def test_state_bytes_of_adamw():
+    frozen, trained = nn.Parameter(kib(4), requires_grad=False), nn.Parameter(kib(2))
+    optimizer = torch.optim.AdamW([trained])
+    assert state_bytes([frozen, trained], optimizer) == {"weights": 6 * KIB, "gradients": 0, "optimizer": 0}
+    trained.sum().backward()
+    optimizer.step()
+    # Two moments of 2 KiB each and a step counter of one float32.
+    expected = {"weights": 6 * KIB, "gradients": 2 * KIB, "optimizer": 4 * KIB + 4}
+    assert state_bytes([frozen, trained], optimizer) == expected
+
+
+def test_what_was_alive_before_counts_at_entry():
+    keep = kib(8)
+    keep.grad = kib(8)  # found through the tensor, though no Python variable holds it
+    with PeakMemory(CPU) as before:
+        pass
+    del keep
+    with PeakMemory(CPU) as after:
+        pass
+    assert before.entry_bytes - after.entry_bytes == 16 * KIB
+    assert rise(before) == growth(before) == 0
+
+
+def test_a_tensor_freed_inside_makes_room():
+    with PeakMemory(CPU) as peak:
+        a = kib(3)
+        del a
+        b = kib(2)
+        c = b.clone()
+        del b, c
+    assert rise(peak) == 4 * KIB  # 3, then 2 + 2
+    assert growth(peak) == 0
+
+
+def test_tensors_from_before_that_are_freed_inside_make_room():
+    a, b = kib(4), nn.Parameter(kib(2))
+    view = a[:8]
+    b.grad = kib(2)
+    with PeakMemory(CPU) as peak:
+        del a
+        c = kib(1)  # +1: the view still holds a's 4
+        del view
+        b.grad = None  # -4 and -2
+        d = kib(6)  # +6: 1 - 6 + 6
+    assert rise(peak) == KIB
+    assert growth(peak) == KIB
+    del c, d
+
+
+def test_the_peak_itself_counts_what_has_been_freed():
+    a = kib(4)
+    with PeakMemory(CPU) as peak:
+        del a
+        b = kib(6)
+    assert rise(peak) == growth(peak) == 2 * KIB
+    del b
+
+
+def test_resized_storages():
+    a, b = kib(4), kib(1)
+    with PeakMemory(CPU) as peak:
+        inside = kib(3)
+        inside.untyped_storage().resize_(0)  # 3, 0
+        a.untyped_storage().resize_(0)  # -4
+        b.untyped_storage().resize_(0)  # -5
+        inside.untyped_storage().resize_(2 * KIB)  # -3
+        a.untyped_storage().resize_(8 * KIB)  # 5
+        a.untyped_storage().resize_(0)  # -3
+        a.untyped_storage().resize_(4 * KIB)  # 1
+    assert rise(peak) == 5 * KIB
+    assert growth(peak) == KIB
+    assert "resize_" not in vars(torch.UntypedStorage)  # the watch is gone
+    del inside
+
+
+def test_a_storage_from_before_that_grows_is_held_twice_while_it_is_copied():
+    a = kib(4)
+    with PeakMemory(CPU) as peak:
+        a.untyped_storage().resize_(6 * KIB)
+    assert rise(peak) == 6 * KIB  # 4 + 6 while copying
+    assert growth(peak) == 2 * KIB
+
+
+def test_a_product_and_its_temporary():
+    a = torch.ones(64, 32)  # 8 KiB
+    b = torch.ones(32, 16)
+    with PeakMemory(CPU) as peak:
+        c = (a @ b).relu()  # a @ b and relu's result together: 4 KiB each
+    assert rise(peak) == 8 * KIB
+    assert growth(peak) == 4 * KIB
+    del c
+
+
+def test_what_an_operator_allocates_inside_itself():
+    x = torch.ones(256, dtype=torch.float64)  # 2 KiB
+    seen: list[int] = []
+    with PeakMemory(CPU) as peak:
+        torch.ops.aten.logsumexp(x, [0])
+        seen.append(1)
+    # A scalar result and, never seen outside of the operator, the differences x - max and their exponentials.
+    assert rise(peak) >= 2 * KIB
+    assert growth(peak) == 0
+
+
+def test_backward():
+    x = nn.Parameter(kib(4))
+    with PeakMemory(CPU) as peak:
+        x.exp().sum().backward()
+    # exp is saved, 4 KiB; its sum and the gradient of one, 4 bytes each; the sum's gradient is expanded, not copied; the
+    # gradient of x, 4 KiB, made of exp times that, while exp is alive. It stays.
+    assert 8 * KIB <= rise(peak) <= 8 * KIB + 8
+    assert growth(peak) == 4 * KIB
+
+
+def test_an_error_in_the_block_leaves_the_figures():
+    def grow_and_fail() -> None:
+        a = kib(2)
+        raise ValueError(a.shape)
+
+    peak = PeakMemory(CPU)
+    with pytest.raises(ValueError, match="512"), peak:
+        grow_and_fail()
+    assert rise(peak) == 2 * KIB
+
+
+def test_threads_of_ones_own_are_not_seen():
+    kept: list[torch.Tensor] = []
+    with PeakMemory(CPU) as peak:
+        thread = threading.Thread(target=lambda: kept.append(kib(4)))
+        thread.start()
+        thread.join()
+    assert rise(peak) == 0  # a limit, written down: measure work of this thread, autograd's and gloo's
+
+
+def _fsdp2_steps() -> tuple[list[int], int, int]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))  # 16 KiB each
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    x = torch.ones(4, 64)
+    model(x).sum().backward()
+    model.zero_grad()
+    with torch.no_grad():
+        model(x)  # the last layer's weights stay gathered: the next block begins with memory that it frees
+    mistakes, weights = [], tensor_bytes(model.parameters())
+    for _ in range(2):
+        with PeakMemory(CPU) as peak:
+            model(x).sum().backward()
+            model.zero_grad()
+        mistakes.append(peak.exit_bytes - tensor_bytes(_reachable_tensors()))
+    return mistakes, weights, rise(peak)
+
+
+def test_fsdp2_in_two_processes():
+    for mistakes, weights, peak in run_ranks(2, _fsdp2_steps):
+        assert mistakes == [0, 0]  # entry plus all allocations and frees is what is found at exit
+        assert weights == 16 * KIB  # half of 32
+        assert peak >= 16 * KIB  # one layer gathered

@@ -1,0 +1,135 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from shardwise.config import Lora, Model, UserError
+from shardwise.models.adapter import merge_adapter, save_adapter
+from shardwise.models.load import weights
+from shardwise.models.save import save_model
+from tests.models.tiny import TINY, logits, relative_error, tiny, tokens, trained, with_adapters
+
+TOLERANCE = 1e-5  # float32, relative to the largest logit
+
+# Plain transformers and peft, in a process of their own: every warning but transformers' deprecations is an error, so
+# that adapter keys which PEFT does not find a place for cannot pass unseen.
+SCRIPT = """
+import json, sys, warnings
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+warnings.simplefilter("error")
+warnings.simplefilter("ignore", FutureWarning)
+torch.set_num_threads(1)
+ids = torch.tensor(json.loads(sys.argv[1]))
+out = {}
+for folder in sys.argv[3:]:
+    base = AutoModelForCausalLM.from_pretrained(folder + "/base")
+    model = PeftModel.from_pretrained(base, folder + "/adapter").eval()
+    with torch.no_grad():
+        out[folder] = model(input_ids=ids).logits
+assert "shardwise" not in sys.modules
+save_file(out, sys.argv[2])
+"""
+
+CASES = ("auto", "all", "list")
+
+
+def lora_for(name: str, case: str) -> Lora | None:
+    if case == "auto":
+        return Lora(r=3, alpha=7.0, dropout=0.1)
+    if case == "all":
+        saved = {"tiny-qwen3_5-tied": ["model.norm"], "tiny-nemotron_h": ["lm_head", "norm_f"]}
+        names = saved.get(name, ["lm_head", "model.norm"])
+        return Lora(r=4, alpha=4.0, targets="all-linear", rslora=True, modules_to_save=names)
+    # No linear that PEFT can be told of as a module, and names that not all layers have.
+    targets = ["layers.1.mlp.down_proj", "layers.2.mlp.shared_expert.up_proj"]
+    return Lora(r=2, targets=targets) if name == "tiny-qwen3_next" else None
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, torch.Tensor]:
+    """Folders with `base` and `adapter`, and the logits of the model that they were written from."""
+    expected = {}
+    for name in TINY:
+        for case in CASES:
+            lora = lora_for(name, case)
+            if lora is None:
+                continue
+            model, _ = with_adapters(tiny(name), lora)
+            for parameter_name, parameter in model.named_parameters():
+                if ".modules_to_save." in parameter_name:
+                    parameter.data.mul_(1.5)
+            folder = tmp_path_factory.mktemp(f"{name}-{case}")
+            save_model(model, weights(model, tiny(name), seed=0), folder / "base")
+            save_adapter(model, lora, trained(model), folder / "adapter", base_name="base")
+            expected[folder] = logits(model)
+    return expected
+
+
+def test_peft_and_transformers_alone_load_what_is_saved(written: dict[Path, torch.Tensor], tmp_path: Path) -> None:
+    ids = json.dumps(tokens().tolist())
+    command = [sys.executable, "-c", SCRIPT, ids, str(tmp_path / "out"), *map(str, written)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = load_file(tmp_path / "out")
+    for folder, expected in written.items():
+        assert relative_error(theirs[str(folder)], expected) < TOLERANCE, folder.name
+
+
+def test_a_merged_model_is_loaded_by_transformers_alone(written: dict[Path, torch.Tensor], tmp_path: Path) -> None:
+    for folder, expected in written.items():
+        out = tmp_path / folder.name
+        merge_adapter(Model(str(folder / "base")), folder / "adapter", out)
+        merged, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+        assert not any(info.values()), info
+        assert relative_error(logits(merged), expected) < TOLERANCE, folder.name
+        plain = AutoModelForCausalLM.from_pretrained(folder / "base")
+        assert relative_error(logits(plain), expected) > 0.01, folder.name  # the adapters do something
+
+
+def test_the_saved_config_names_places_in_a_layer(written: dict[Path, torch.Tensor]) -> None:
+    folder = next(folder for folder in written if folder.name.startswith("tiny-qwen3_next-auto"))
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert sorted(config["target_modules"]) == [
+        *("linear_attn.in_proj_ba", "linear_attn.in_proj_qkvz", "linear_attn.out_proj"),
+        *(f"self_attn.{p}_proj" for p in "koqv"),
+    ]
+    assert sorted(config["target_parameters"]) == sorted(
+        f"{mlp}.{p}_proj.weight" for mlp in ("mlp", "mlp.shared_expert") for p in ("gate", "up", "down")
+    )
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 7.0, "base")
+
+
+def test_merging_needs_an_adapter_that_fits(written: dict[Path, torch.Tensor], tmp_path: Path) -> None:
+    llama, olmo = (
+        next(folder for folder in written if folder.name.startswith(f"{name}-auto"))
+        for name in ("tiny-llama", "tiny-olmo_hybrid")
+    )
+    with pytest.raises(UserError, match=r"no adapter_config\.json here"):
+        merge_adapter(Model(str(llama / "base")), tmp_path, tmp_path / "out")
+    with pytest.raises(UserError, match="do not fit"):
+        merge_adapter(Model(str(llama / "base")), olmo / "adapter", tmp_path / "out")
+
+
+def test_merging_into_random_weights_takes_the_seed(tmp_path: Path) -> None:
+    model, _ = with_adapters(tiny("tiny-llama"), Lora(r=3))
+    save_adapter(model, Lora(r=3), trained(model), tmp_path / "adapter", "base")
+    merge_adapter(tiny("tiny-llama"), tmp_path / "adapter", tmp_path / "out", seed=0)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert relative_error(logits(merged), logits(model)) < TOLERANCE
+
+
+def test_saving_wants_every_trainable_parameter(tmp_path: Path) -> None:
+    model, _ = with_adapters(tiny("tiny-llama"), Lora(r=3))
+    state = trained(model)
+    state.popitem()
+    with pytest.raises(AssertionError, match="not the adapters of this model"):
+        save_adapter(model, Lora(r=3), state, tmp_path, "base")

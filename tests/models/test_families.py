@@ -1,0 +1,86 @@
+import inspect
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config
+
+from shardwise.config import UserError
+from shardwise.models.families import FAMILIES, family_of, spec_of
+from shardwise.models.load import load_whole, read_config
+from tests.models.tiny import PLAIN, TINY, on_meta, tiny, tokens
+
+KINDS = {
+    "tiny-llama": ["full_attention"] * 4,
+    "tiny-qwen3_5": ["gated_delta_net"] * 3 + ["full_attention"],
+    "tiny-qwen3_next": ["gated_delta_net"] * 3 + ["full_attention"],
+    "tiny-olmo_hybrid": ["gated_delta_net"] * 3 + ["full_attention"],
+    "tiny-nemotron_h": ["mamba2", "moe", "full_attention", "mlp"],
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_spec_names_every_layer_and_its_kind(name: str) -> None:
+    model = on_meta(tiny(name))
+    spec = spec_of(model.config, model)
+    assert [layer.kind for layer in spec.layers] == KINDS[name]
+    assert [layer.name for layer in spec.layers] == [f"model.layers.{i}" for i in range(4)]
+    assert model.get_submodule(spec.embed) is model.get_input_embeddings()
+    assert model.get_submodule(spec.head) is model.get_output_embeddings()
+    assert (spec.hidden_size, spec.vocab_size, spec.tied) == (64, 256, False)
+
+
+def test_spec_sees_tied_embeddings() -> None:
+    model = on_meta(tiny("tiny-qwen3_5-tied"))
+    assert spec_of(model.config, model).tied
+
+
+def test_the_tiny_configs_are_of_all_families() -> None:
+    assert {read_config(tiny(name)).model_type for name in PLAIN} == set(FAMILIES)
+
+
+def test_an_unproven_family_is_refused_with_the_proven_ones() -> None:
+    with pytest.raises(
+        UserError, match=r"gpt2 is not proven.*llama, nemotron_h, olmo_hybrid, qwen3_5_text, qwen3_next"
+    ):
+        family_of(GPT2Config())
+
+
+def test_every_facts_name_is_there() -> None:
+    for name in PLAIN:
+        model = on_meta(tiny(name))
+        family = family_of(model.config)
+        spec = spec_of(model.config, model)
+        names = {n.removeprefix(f"{layer.name}.") for layer in spec.layers for n, _ in model.named_parameters()}
+        for linear in (*family.gates, *family.bypassed):
+            assert f"{linear}.weight" in names, (name, linear)
+        assert set(family.experts) <= names
+        stacks = {n for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n}
+        assert {n.partition(".layers.")[2].partition(".")[2] for n in stacks} == set(family.experts)
+        assert family.router is None or family.router in {type(module).__name__ for module in model.modules()}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_linears_whose_weight_is_read_past_the_module_are_known(name: str) -> None:
+    # A mixer that hands `self.some_linear.weight` to a kernel makes an adapter on that linear do nothing, on the path
+    # that calls the kernel, which no CPU takes: so the source is searched.
+    model = on_meta(tiny(name))
+    read = set()
+    for path, module in model.named_modules():
+        linears = {n for n, child in module.named_children() if isinstance(child, nn.Linear)}
+        if linears:
+            used = set(re.findall(r"self\.(\w+)\.(?:weight|bias)\b", inspect.getsource(type(module))))
+            read |= {f"{path.partition('.layers.')[2].partition('.')[2]}.{linear}" for linear in linears & used}
+    assert read == set(family_of(model.config).bypassed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TINY)
+def test_forward_and_backward_reach_every_parameter(name: str, dtype: str) -> None:
+    model = tiny(name, dtype)
+    whole = load_whole(model, read_config(model)).train()
+    whole(input_ids=tokens(), labels=tokens(), use_cache=False).loss.backward()
+    for parameter_name, parameter in whole.named_parameters():
+        assert parameter.grad is not None, parameter_name
+        assert torch.isfinite(parameter.grad).all(), parameter_name

@@ -1,0 +1,412 @@
+import dataclasses
+import json
+import logging
+import math
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5Config
+
+from shardwise.config import Model, UserError
+from shardwise.models import load
+from shardwise.models.load import build_meta, check_vocabulary, load_whole, read_config, weights
+from shardwise.models.save import save_model
+from tests.models.tiny import PLAIN, TINY, logits, on_meta, same, tiny
+
+
+def entries(model: Model, seed: int = 0) -> dict[str, torch.Tensor]:
+    return dict(weights(on_meta(model), model, seed))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder as transformers writes it, of the family whose checkpoints differ most from the modules."""
+    load_whole(tiny("tiny-olmo_hybrid"), read_config(tiny("tiny-olmo_hybrid"))).save_pretrained(tmp_path)
+    return tmp_path
+
+
+# --- the config
+
+
+def test_a_missing_folder_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        read_config(Model(str(tmp_path / "nowhere")))
+
+
+def test_a_folder_without_a_config_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no config\.json here"):
+        read_config(Model(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"hidden_size": 64}', '{"model_type": "nonesuch"}', '{"model_type": "llama", "hidden_size": "wide"}']
+)
+def test_a_broken_config_is_the_users_mistake(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"cannot read config\.json"):
+        read_config(Model(str(tmp_path)))
+
+
+def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}')
+    with pytest.raises(UserError, match="quantised"):
+        read_config(Model(str(tmp_path)))
+
+
+def test_remote_code_runs_only_when_asked_for(tmp_path: Path) -> None:
+    config = {"model_type": "odd", "auto_map": {"AutoConfig": "code.OddConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(
+        "from transformers import PretrainedConfig\nclass OddConfig(PretrainedConfig):\n    model_type = 'odd'\n"
+    )
+    with pytest.raises(UserError, match="trust_remote_code"):
+        read_config(Model(str(tmp_path)))
+    assert read_config(Model(str(tmp_path), trust_remote_code=True)).model_type == "odd"
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
+    config = read_config(tiny("tiny-llama"))
+    check_vocabulary(config, 256)
+    with pytest.raises(UserError, match="257 tokens but the model only 256"):
+        check_vocabulary(config, 257)
+
+
+# --- the model on meta
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TINY)
+def test_meta_model_is_what_transformers_loads(name: str, dtype: str, tmp_path: Path) -> None:
+    model = tiny(name, dtype)
+    load_whole(model, read_config(model)).save_pretrained(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    built = on_meta(model)
+    assert all(parameter.is_meta for parameter in built.parameters())
+    assert {n: (p.shape, p.dtype) for n, p in built.named_parameters()} == {
+        n: (p.shape, p.dtype) for n, p in reference.named_parameters()
+    }
+    assert same(dict(built.named_buffers()), dict(reference.named_buffers()))
+    assert built.config._attn_implementation == "sdpa"
+    assert built.config.use_cache is False
+
+
+def test_parameters_that_a_family_keeps_in_float32_stay_so() -> None:
+    olmo = on_meta(tiny("tiny-olmo_hybrid", "bfloat16"))
+    assert olmo.get_parameter("model.layers.0.linear_attn.A_log").dtype == torch.float32
+    assert olmo.get_parameter("model.layers.0.linear_attn.q_proj.weight").dtype == torch.bfloat16
+    nemotron = on_meta(tiny("tiny-nemotron_h", "bfloat16"))
+    assert nemotron.get_buffer("model.layers.1.mixer.gate.e_score_correction_bias").dtype == torch.float32
+
+
+def test_tied_parameters_are_one_object_on_meta_and_when_filled() -> None:
+    model = tiny("tiny-qwen3_5-tied")
+    built = on_meta(model)
+    assert built.lm_head.weight is built.model.embed_tokens.weight
+    whole = load_whole(model, read_config(model))
+    assert whole.lm_head.weight is whole.model.embed_tokens.weight
+
+
+class LargestAllocation(TorchDispatchMode):
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self.nbytes = max(self.nbytes, tensor.nbytes)
+        return out
+
+
+def test_building_on_meta_allocates_nothing_large() -> None:
+    config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, vocab_size=128_000)
+    state = torch.get_rng_state()
+    with LargestAllocation() as largest:
+        built = build_meta(Model("none", dtype="bfloat16"), config)
+    # 2 * 128,000 * 8192 in the embeddings and about 1.7e9 in two layers, 2 bytes each: more than 7 GB
+    assert sum(p.nbytes for p in built.parameters()) > 7e9
+    assert 0 < largest.nbytes < 10_000  # rope tables: 8192 / 32 heads / 2 = 128 angles of 4 bytes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert config.use_cache is True
+
+
+def test_the_notice_of_a_missing_kernel_is_quiet_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    monkeypatch.setattr(logger, "filters", [])
+    monkeypatch.setattr(logger, "handlers", [handler])
+    notice = "`f` is falling back to its reference PyTorch implementation"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_meta(tiny("tiny-llama"))
+    logger.warning(notice)
+    assert seen == [notice]  # on a GPU it says why training is slow
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    on_meta(tiny("tiny-llama"))
+    logger.warning(notice)
+    logger.warning("something else")
+    assert seen == [notice, "something else"]
+
+
+# --- random weights
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_random_weights_are_a_function_of_the_seed(name: str) -> None:
+    model = tiny(name)
+    state = torch.get_rng_state()
+    first = entries(model, seed=3)
+    torch.rand(1)  # moves the global state, which must not matter
+    assert same(first, entries(model, seed=3))
+    torch.set_rng_state(state)
+    entries(model, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    other = entries(model, seed=4)
+    drawn = [n for n in first if not torch.equal(first[n], other[n])]
+    assert {n for n in first if n.endswith("proj.weight")} <= set(drawn)
+    tied = {"lm_head.weight"} if name.endswith("tied") else set()
+    assert first.keys() == on_meta(model).state_dict().keys() - tied
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_random_weights_follow_the_familys_rules(name: str) -> None:
+    # transformers' own initialisation from its own random state: the same means and deviations, and the same constants.
+    ours = entries(tiny(name))
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(read_config(tiny(name)), dtype=torch.float32).state_dict()
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        if value.std() == 0 or value.numel() < 2:
+            assert torch.equal(ours[key], value), key
+        elif value.numel() >= 500 and "A_log" not in key:
+            # The deviation of n draws has itself a deviation of about sigma / sqrt(2 n), here 3 % at most; 5 of those.
+            assert math.isclose(ours[key].std(), value.std(), rel_tol=0.22), key
+            assert abs(ours[key].mean()) < 5 * value.std() / math.sqrt(value.numel()), key
+
+
+def test_random_weights_do_not_depend_on_the_dtype_but_for_rounding() -> None:
+    exact, rounded = entries(tiny("tiny-olmo_hybrid")), entries(tiny("tiny-olmo_hybrid", "bfloat16"))
+    assert same({n: v.to(rounded[n].dtype) for n, v in exact.items()}, rounded)
+    assert rounded["model.layers.0.linear_attn.A_log"].dtype == torch.float32
+
+
+def test_random_weights_of_a_layer_do_not_depend_on_the_layers_before() -> None:
+    config = read_config(tiny("tiny-llama"))
+    model = tiny("tiny-llama")
+    longer = dataclasses.replace(config, num_hidden_layers=6)
+    four, six = dict(weights(on_meta(model), model, 0)), dict(weights(build_meta(model, longer), model, 0))
+    assert same(four, {n: six[n] for n in four})
+
+
+def test_a_parameter_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = on_meta(tiny("tiny-qwen3_next"))
+    monkeypatch.setattr(type(built), "_init_weights", PreTrainedModel._init_weights)  # knows no stacks of experts
+    with pytest.raises(UserError, match=r"no rule for the initial values of model\.layers\.0\.linear_attn\.dt_bias"):
+        entries(tiny("tiny-qwen3_next"))
+
+
+@pytest.mark.parametrize("init", ["random", "weights"])
+def test_weights_are_handed_over_one_at_a_time(init: str, folder: Path) -> None:
+    model = tiny("tiny-olmo_hybrid") if init == "random" else Model(str(folder))
+    before: weakref.ref[torch.Tensor] | None = None
+    owner = ""
+    count = 0
+    for name, tensor in weights(on_meta(model), model, 0):
+        # Random values of one module's own parameters are made together.
+        assert before is None or before() is None or owner == name.rpartition(".")[0], name
+        before, owner = weakref.ref(tensor), name.rpartition(".")[0]
+        count += 1
+        del tensor
+    assert count == len(on_meta(model).state_dict())
+
+
+def test_files_are_read_as_the_weights_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = load._Reader.__call__
+
+    def call(self: load._Reader, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        read.append(key)
+        return original(self, key, dtype)
+
+    monkeypatch.setattr(load._Reader, "__call__", call)
+    for name, _ in weights(on_meta(Model(str(folder))), Model(str(folder)), 0):
+        expected = 3 if name.endswith("conv1d.weight") else 1  # q, k and v lie apart in the file
+        assert len(read) == expected, (name, read)
+        read.clear()
+
+
+# --- weights from files
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 200_000])
+@pytest.mark.parametrize("name", TINY)
+def test_what_is_saved_is_what_transformers_and_we_load(name: str, shard_bytes: int, tmp_path: Path) -> None:
+    model = tiny(name)
+    whole = load_whole(model, read_config(model), seed=1)
+    saved = entries(model, seed=1)
+    save_model(on_meta(model), saved.items(), tmp_path, shard_bytes)
+    assert (tmp_path / "model.safetensors").exists() == (shard_bytes == 10**9)
+    for file in tmp_path.glob("*.safetensors"):
+        # one matrix may be larger than the limit, and then has a file of its own
+        tensors = load_file(file)
+        assert sum(t.nbytes for t in tensors.values()) <= shard_bytes or len(tensors) == 1
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values()), info
+    assert torch.equal(logits(theirs), logits(whole))
+    assert theirs.config.use_cache is True
+    assert same(entries(Model(str(tmp_path))), saved)
+
+
+def test_our_files_are_byte_by_byte_what_transformers_writes(tmp_path: Path) -> None:
+    for name in PLAIN:
+        model = tiny(name)
+        save_model(on_meta(model), entries(model).items(), tmp_path / "ours")
+        load_whole(model, read_config(model)).save_pretrained(tmp_path / "theirs")
+        assert same(
+            load_file(tmp_path / "ours" / "model.safetensors"), load_file(tmp_path / "theirs" / "model.safetensors")
+        )
+
+
+def test_checkpoints_differ_from_modules_in_names_and_layout(tmp_path: Path) -> None:
+    # Guards the two tests above: without these differences they would prove nothing about conversion.
+    expected = {
+        "tiny-olmo_hybrid": "model.layers.0.linear_attn.q_conv1d.weight",
+        "tiny-qwen3_next": "model.layers.0.mlp.experts.7.gate_proj.weight",
+        "tiny-nemotron_h": "backbone.layers.1.mixer.experts.7.up_proj.weight",
+    }
+    for name, key in expected.items():
+        save_model(on_meta(tiny(name)), entries(tiny(name)).items(), tmp_path)
+        assert key in load_file(tmp_path / "model.safetensors")
+
+
+def test_saving_again_leaves_no_shards_of_before(tmp_path: Path) -> None:
+    model = tiny("tiny-llama")
+    save_model(on_meta(model), entries(model).items(), tmp_path, shard_bytes=100_000)
+    save_model(on_meta(model), entries(model, seed=1).items(), tmp_path)
+    assert sorted(file.name for file in tmp_path.glob("*")) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    assert same(entries(Model(str(tmp_path))), entries(model, seed=1))
+
+
+def test_saving_wants_every_parameter_once(tmp_path: Path) -> None:
+    state = entries(tiny("tiny-llama"))
+    built = on_meta(tiny("tiny-llama"))
+    with pytest.raises(AssertionError, match="no value for"):
+        save_model(built, list(state.items())[1:], tmp_path)
+    with pytest.raises(AssertionError, match="given twice"):
+        save_model(built, [*state.items(), *state.items()], tmp_path)
+
+
+def test_weights_take_the_dtype_that_is_asked_for(folder: Path) -> None:
+    rounded = entries(Model(str(folder), dtype="bfloat16"))
+    exact = load_file(folder / "model.safetensors")
+    key = "model.layers.0.mlp.gate_proj.weight"
+    assert torch.equal(rounded[key], exact[key].bfloat16())
+    key = "model.layers.0.linear_attn.A_log"
+    assert torch.equal(rounded[key], exact[key])
+
+
+def test_a_convolution_stored_as_queries_keys_and_values(folder: Path) -> None:
+    # As the published checkpoints have it. transformers 5.23 writes thirds instead, which load the same way.
+    layer = "model.layers.0.linear_attn."
+    whole = entries(Model(str(folder)))[layer + "conv1d.weight"]
+    parts = {f"{layer}{part}_conv1d.weight": v for part, v in zip("qkv", whole.split([48, 48, 96]))}
+    rewrite(folder, **{name.replace(".", "__"): value.clone() for name, value in parts.items()})
+    assert torch.equal(entries(Model(str(folder)))[layer + "conv1d.weight"], whole)
+
+
+def test_the_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    text = read_config(tiny("tiny-qwen3_5"))
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 64}
+    Qwen3_5Config(text_config=text.to_dict(), vision_config=vision).save_pretrained(tmp_path)
+    state = entries(tiny("tiny-qwen3_5"))
+    stored = {n.replace("model.", "model.language_model.", 1): v for n, v in state.items()}
+    extra = {"model.visual.merger.norm.weight": torch.ones(4), "mtp.fc.weight": torch.ones(4)}
+    save_file({**stored, **extra}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert read_config(Model(str(tmp_path))).model_type == "qwen3_5_text"
+    assert same(entries(Model(str(tmp_path))), state)
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    file = folder / "model.safetensors"
+    tensors = {**load_file(file), **{key.replace("__", "."): value for key, value in changes.items()}}
+    save_file({key: value for key, value in tensors.items() if value is not None}, file, metadata={"format": "pt"})
+
+
+def test_a_missing_entry_is_named(folder: Path) -> None:
+    rewrite(folder, model__norm__weight=None)
+    with pytest.raises(UserError, match=r"1 entries without weights in the files, such as model\.norm\.weight"):
+        entries(Model(str(folder)))
+
+
+def test_an_unexpected_entry_is_named(folder: Path) -> None:
+    rewrite(folder, model__layers__9__mlp__up_proj__weight=torch.ones(2))
+    with pytest.raises(UserError, match=r"no place for, such as model\.layers\.9\.mlp\.up_proj\.weight"):
+        entries(Model(str(folder)))
+
+
+def test_a_wrong_shape_is_named(folder: Path) -> None:
+    rewrite(folder, model__norm__weight=torch.ones(65))
+    with pytest.raises(UserError, match=r"model\.norm\.weight has the shape \[65\].*it is \[64\]"):
+        entries(Model(str(folder)))
+
+
+def test_a_missing_part_of_an_entry_is_named(folder: Path) -> None:
+    rewrite(folder, model__layers__0__linear_attn__k_conv1d__weight=None)
+    # 4 heads with queries and keys of 12 and values of 24 channels: 192 together, which transformers writes as thirds
+    with pytest.raises(UserError, match=r"layers\.0\.linear_attn\.conv1d\.weight has the shape \[128, 1, 4\]"):
+        entries(Model(str(folder)))
+
+
+def test_parts_that_do_not_fit_together_are_named(folder: Path) -> None:
+    rewrite(folder, model__layers__0__linear_attn__k_conv1d__weight=torch.ones(48, 1, 5))
+    with pytest.raises(UserError, match=r"cannot make model\.layers\.0\.linear_attn\.conv1d\.weight from"):
+        entries(Model(str(folder)))
+
+
+def test_no_safetensors_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match=r"no model\.safetensors.*model\.init: random"):
+        entries(Model(tiny("tiny-llama").path))
+
+
+def test_a_cut_off_file_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match=r"model\.safetensors: not a whole safetensors file"):
+        entries(Model(str(folder)))
+
+
+def test_damage_to_a_sharded_checkpoint_is_named(tmp_path: Path) -> None:
+    model = tiny("tiny-llama")
+    save_model(on_meta(model), entries(model).items(), tmp_path, shard_bytes=200_000)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    shards[1].write_bytes(b"not a header")
+    with pytest.raises(UserError, match=shards[1].name):
+        entries(Model(str(tmp_path)))
+    shards[1].unlink()
+    with pytest.raises(UserError, match=f"{shards[1].name}: named in"):
+        entries(Model(str(tmp_path)))
+    (tmp_path / load.INDEX).write_text("{}")
+    with pytest.raises(UserError, match="not a safetensors index"):
+        entries(Model(str(tmp_path)))
+
+
+def test_tied_weights_in_the_file_must_be_equal(tmp_path: Path) -> None:
+    model = tiny("tiny-qwen3_5-tied")
+    state = entries(model)
+    save_model(on_meta(model), state.items(), tmp_path)
+    embedding = state["model.embed_tokens.weight"]
+    rewrite(tmp_path, lm_head__weight=embedding.clone())
+    assert same(entries(Model(str(tmp_path))), state)
+    rewrite(tmp_path, lm_head__weight=embedding + 1)
+    with pytest.raises(UserError, match="tie_word_embeddings to false"):
+        entries(Model(str(tmp_path)))
+    rewrite(tmp_path, lm_head__weight=embedding.clone(), model__embed_tokens__weight=None)
+    assert same(entries(Model(str(tmp_path))), state)

@@ -1,0 +1,73 @@
+"""The tiny models of every family, on one CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from shardwise.config import Lora, Model
+from shardwise.models.families import spec_of
+from shardwise.models.load import build_meta, fill, read_config, weights
+from shardwise.models.lora import Coverage, adapter_weights, inject
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+PLAIN = ("tiny-llama", "tiny-qwen3_5", "tiny-qwen3_next", "tiny-olmo_hybrid", "tiny-nemotron_h")  # one of each family
+TINY = (*PLAIN, "tiny-qwen3_5-tied")
+
+
+def tiny(name: str, dtype: str = "float32") -> Model:
+    """A tiny model with random weights."""
+    return Model(str(CONFIGS / name), init="random", dtype=dtype)  # ty: ignore[invalid-argument-type]
+
+
+def on_meta(model: Model) -> PreTrainedModel:
+    """The model on meta."""
+    return build_meta(model, read_config(model))
+
+
+def with_adapters(model: Model, lora: Lora, factor_std: float = 0.05) -> tuple[PreTrainedModel, Coverage]:
+    """The model with its weights and with adapters, whose factors are all drawn at random.
+
+    With B = 0, its usual start, an adapter does nothing and A has no gradient.
+    """
+    built = on_meta(model)
+    coverage = inject(built, lora, spec_of(built.config, built))
+    generator = torch.Generator().manual_seed(1)
+    factors = (
+        (name, (torch.randn(value.shape, generator=generator) * factor_std).to(value.dtype))
+        for name, value in adapter_weights(built, seed=0)
+    )
+    fill(built, chain(weights(built, model, seed=0), factors))
+    return built, coverage
+
+
+def trained(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The trainable parameters, by name."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def tokens(rows: int = 2, length: int = 70, seed: int = 0) -> torch.Tensor:
+    """Token ids [rows, length]; 70 is no multiple of the recurrent layers' chunks of 64 and 32."""
+    return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    """What the model says of `tokens()` in eval mode, [2, 70, 256]."""
+    with torch.no_grad():
+        return model.eval()(input_ids=tokens(), use_cache=False).logits
+
+
+def relative_error(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest absolute difference over the largest absolute value."""
+    return ((tensor - reference).abs().max() / reference.abs().max()).item()
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Equal names, dtypes and values, bit by bit."""
+    return one.keys() == other.keys() and all(
+        one[n].dtype == other[n].dtype and torch.equal(one[n], other[n]) for n in one
+    )
