@@ -22,7 +22,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_fork_server_left() -> Iterator[None]:
     # A process forked from this one later would take the server for its own child, and fail to start workers.
     yield

@@ -1,9 +1,8 @@
-import json
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -352,35 +351,41 @@ def test_micro_batches_that_do_not_divide(
 
 
 SCRIPT = """
-import os, sys
+import sys
 from transformers import PreTrainedTokenizerFast
 from shardwise.config import Data, Model, RunConfig, Training
 from shardwise.data.loader import build_loaders
 
 if __name__ == "__main__":
     tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
-    tokenizer(["the text"] * 100)  # a batch: uses threads, about which tokenizers would warn in forked processes
+    tokenizer(["the text"] * 100)  # a batch takes threads; in a process forked from here tokenizers would warn of them
     cfg = RunConfig(Model("unused"), Data(train=sys.argv[2], sequence_length=8, workers=2), Training("unused"))
     loaders = build_loaders(cfg, tokenizer, range(8))
     next(loaders.train)
-    print(os.getpid(), flush=True)
-    if sys.argv[3] == "wait":
-        sys.stdin.read()
+    print("running", flush=True)
+    sys.stdin.read()
 """
 
 
-def start_script(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, train: str, mode: str) -> subprocess.Popen[str]:
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-W", "error", str(tmp_path / "script.py"), str(tmp_path), train, mode]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-
-
-def test_process_with_workers_ends_quietly(
+def test_workers_end_with_the_process_that_reads_them(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus
 ) -> None:
-    process = start_script(tmp_path, tokenizer, write_corpus(["the text " * 100]), "end")
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
-    assert out.strip() == str(process.pid)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path), write_corpus(["the text " * 100])]
+    pipe = subprocess.PIPE
+    returning, killed = processes = [
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        for _ in range(2)
+    ]
+    try:
+        assert [process.stdout.readline() for process in processes if process.stdout] == ["running\n"] * 2
+        killed.kill()
+        # communicate returns when no process holds the pipes any more: neither a worker nor the fork server.
+        assert returning.communicate(timeout=30) == ("", "")
+        killed.communicate(timeout=30)
+        assert (returning.returncode, killed.returncode) == (0, -signal.SIGKILL)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

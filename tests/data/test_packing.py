@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -61,7 +63,7 @@ def test_none_predicts_each_token_but_a_documents_first_once(documents: list[lis
     predicted = targets(batch_of(rows)) if rows else []
     assert predicted == [token for tokens in documents for token in tokens[1:]]
     # Each target is predicted from the token before it in the same document.
-    pairs = {pair for tokens in documents for pair in zip(tokens, tokens[1:])}
+    pairs = {pair for tokens in documents for pair in itertools.pairwise(tokens)}
     for batch in (batch_of([row]) for row in rows):
         seen = zip(batch.input_ids[0].tolist(), batch.labels[0].tolist())
         assert {(token, label) for token, label in seen if label != IGNORED} <= pairs
@@ -114,5 +116,5 @@ def test_special_tokens_that_packing_needs(tokenizer: PreTrainedTokenizerFast) -
     assert Encoder.of(only_pad, none).fill == 0
     with pytest.raises(UserError, match=r"^data\.packing concat joins documents by eos_token, which the tokenizer lac"):
         Encoder.of(only_pad, concat)
-    with pytest.raises(UserError, match="^the tokenizer has neither pad_token nor eos_token to fill up rows with; "):
+    with pytest.raises(UserError, match=r"^the tokenizer has neither pad_token nor eos_token to fill up rows with; "):
         Encoder.of(bare, none)

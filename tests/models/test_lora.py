@@ -96,7 +96,7 @@ def test_an_adapter_adds_scale_times_b_a(name: str, rslora: bool) -> None:
     whole = load_whole(tiny(name), read_config(tiny(name)))
     scale = alpha / math.sqrt(r) if rslora else alpha / r
     for path, layer in adapter_layers(model).items():
-        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        a, b = (factor["default"].get_parameter("weight") for factor in (layer.lora_A, layer.lora_B))
         if "experts." in path and "shared" not in path:
             weight = whole.get_parameter(path)
             experts = weight.shape[0]

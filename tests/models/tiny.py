@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.config import Lora, Model
 from shardwise.models.families import spec_of
@@ -43,6 +44,14 @@ def with_adapters(model: Model, lora: Lora, factor_std: float = 0.05) -> tuple[P
     )
     fill(built, chain(weights(built, model, seed=0), factors))
     return built, coverage
+
+
+def loaded_by_transformers(folder: Path) -> PreTrainedModel:
+    """What plain transformers makes of a folder, with nothing missing, left over or of another shape."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, info = loaded
+    assert not any(info.values()), info
+    return model
 
 
 def trained(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -157,9 +159,23 @@ def _start(stream: TrainStream, num_workers: int) -> Iterator[SlotRows | UserErr
         num_workers=num_workers,
         collate_fn=_unchanged,  # the default one moves arrays into shared memory, which is scarce in containers
         multiprocessing_context=context,
+        worker_init_fn=_end_with_parent,
         generator=torch.Generator(),  # its seeds are not used here; without this they come from the run's generator
     )
     return iter(loader)
+
+
+def _end_with_parent(_worker: int) -> None:
+    # A killed rank cannot stop its workers; torch has them watch their parent process, but that is the fork server,
+    # which in turn lives as long as they do. The rank itself is seen through a pipe that closes when it ends.
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+
+    def wait() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _unchanged(item: Any) -> Any:

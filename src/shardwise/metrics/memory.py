@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import weakref
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -109,28 +111,39 @@ class _CpuRecorder:
         self.patch.start()
         self.profile = profile(profile_memory=True)
         self.profile.__enter__()
+        _count_all_threads(True)
+        self.probe = torch.empty(1)  # makes the first event and, when it is freed, the last one
 
     def stop(self) -> tuple[int, int, int]:
+        probe_bytes = self.probe.nbytes
+        del self.probe
+        _count_all_threads(False)
         self.profile.__exit__(None, None, None)
         self.patch.stop()
         for finalizer in self.watched.values():
             finalizer.detach()
-        sizes = dict(self.at_entry)
-        entry = alive = peak = sum(sizes.values())
         results: Any = self.profile.kineto_results
-        for event in sorted(_events(results.experimental_event_tree()), key=lambda e: e.start_time_ns):
-            # By address, not by the size a free reports: the profiler remembers blocks of an earlier use that were freed
-            # while it was off, and gives their size to the next block at the same address.
+        events = sorted(_events(results.experimental_event_tree()), key=lambda e: e.start_time_ns)
+        from_before = set(self.at_entry)
+        entry = alive = peak = sum(self.at_entry.values())
+        count_at_start, left, mistaken = None, 0, 0
+        for event in events:
             if event.name.startswith(_LEFT):
-                alive -= sizes.pop(int(event.name.removeprefix(_LEFT)), 0)
-            elif event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-                address, num_bytes = event.extra_fields.ptr, event.extra_fields.alloc_size
-                alive -= sizes.pop(address, 0)
-                if num_bytes > 0:
-                    sizes[address] = num_bytes
-                    alive += num_bytes
-                    peak = max(peak, alive)
-        return entry, alive, peak
+                left += self.at_entry[int(event.name.removeprefix(_LEFT))]
+                continue
+            if event.tag != _EventType.Allocation or event.extra_fields.device.type != "cpu":
+                continue
+            block = event.extra_fields
+            if count_at_start is None:
+                count_at_start = block.total_allocated
+            if block.ptr in from_before:
+                from_before.discard(block.ptr)
+                # The marker has its size. torch counts its end only if it remembers some block there from an earlier
+                # measurement, and then with that one's size.
+                mistaken += max(0, -block.alloc_size)
+            alive = entry + block.total_allocated - count_at_start - left + mistaken
+            peak = max(peak, alive)
+        return entry, alive + probe_bytes, peak
 
     def _watched_resize(self) -> Any:
         resize = torch.UntypedStorage.resize_
@@ -144,6 +157,17 @@ class _CpuRecorder:
             return result
 
         return resize_
+
+
+def _count_all_threads(on: bool) -> None:
+    """Let torch's CPU allocator count in every thread, not only in those that the profiler has reached.
+
+    gloo's threads allocate and free as ours does, but the last reference to a finished operation, and with it to
+    buffers, is dropped outside the part that runs with our thread-local state. Python has no way to this switch, a
+    global variable in C++ for diagnosis, but the symbol.
+    """
+    library = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libc10.*"))))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = on
 
 
 def _events(nodes: Iterable[Any]) -> Iterator[Any]:

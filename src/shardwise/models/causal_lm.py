@@ -53,8 +53,8 @@ class RouterLoss:
     For layer l and row b with n_b target tokens: E * sum_e f_e P_e, where f_e is the number of the row's target tokens
     times choices routed to expert e, over n_b, and P_e the mean router probability over those tokens. The loss is the
     sum over rows and layers of n_b times that, times coefficient / number of layers. Divided by the global number of
-    target tokens it is the same for every split of rows over ranks and micro-batches. transformers pools all tokens of
-    a forward before it multiplies f_e by P_e, and that product depends on which rows share a forward.
+    target tokens it is the same for every split of rows over ranks and micro-batches. transformers pools the tokens of
+    all rows and layers before it multiplies f_e by P_e, and that product depends on which rows share a forward.
     """
 
     def __init__(self, routers: list[nn.Module], coefficient: float) -> None:

@@ -46,7 +46,8 @@ def read_config(model: Model) -> PretrainedConfig:
         if "trust_remote_code" in str(error):
             hint = "it comes with Python code of its own; set model.trust_remote_code to true if you trust that"
             raise UserError(f"{model.path}: {hint}") from None
-        raise UserError(f"{model.path}: cannot read config.json ({_one_line(error)})") from None
+        what = "cannot read config.json" if folder.is_dir() else "no such folder, nor a model that the hub hands out"
+        raise UserError(f"{model.path}: {what} ({_one_line(error)})") from None
     if getattr(config, "quantization_config", None):
         raise UserError(f"{model.path}: the weights are quantised; give a model folder with plain weights")
     return config.get_text_config()

@@ -1,0 +1,81 @@
+"""Under fsdp2 no rank ever holds the whole model: weights go from safetensors straight into the shards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
+from shardwise.metrics.memory import PeakMemory, tensor_bytes
+from shardwise.models import load
+from shardwise.models.save import save_model
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import full_tensor
+from shardwise.training.build import build
+from tests.distributed import run_ranks
+from tests.parity.harness import CONFIGS
+
+NPROC = 4
+
+
+def _config(path: Path, lora: bool) -> RunConfig:
+    return RunConfig(
+        Model(str(path)),
+        Data("unused"),
+        Training("unused", global_batch_size=NPROC, device="cpu"),
+        lora=Lora() if lora else None,
+        parallel=Parallel("fsdp2"),
+    )
+
+
+def _load(cfg: RunConfig) -> tuple[int, int, int, dict[str, torch.Tensor]]:
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    with PeakMemory(mesh.device) as memory:
+        job = build(cfg, mesh)
+    assert memory.peak_bytes is not None
+    assert memory.entry_bytes is not None
+    named = dict(job.pm.named_parameters())
+    held = tensor_bytes(named.values())
+    whole = {name: full_tensor(p.detach()) for name, p in named.items() if not p.requires_grad or cfg.lora is None}
+    return memory.peak_bytes - memory.entry_bytes, held, memory.entry_bytes, whole
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model = Model(str(CONFIGS / "demo-hybrid"), init="random")
+    hf = load.build_meta(model, load.read_config(model))
+    save_model(hf, load.weights(hf, model, seed=3), path)
+    return path
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, capsys):
+    model = Model(str(folder))
+    saved = dict(load.weights(load.build_meta(model, load.read_config(model)), model, seed=0))
+    total = tensor_bytes(saved.values())
+    layers = [n.split(".")[2] for n in saved if ".layers." in n]
+    units = [[t for n, t in saved.items() if f".layers.{i}." in n] for i in set(layers)]
+    units += [[saved["model.embed_tokens.weight"]], [saved["model.norm.weight"], saved["lm_head.weight"]]]
+    largest = max(tensor_bytes(unit) for unit in units)
+    for peak, held, _, whole in run_ranks(NPROC, _load, _config(folder, lora)):
+        with capsys.disabled():
+            print(
+                f"\n  {'lora' if lora else 'full'}: peak while loading {peak:,} B of a model of {total:,} B on {NPROC} "
+                f"ranks; share + largest unit {total // NPROC + largest:,} B; held after {held:,} B",
+                end="",
+            )
+        assert peak <= total / NPROC + largest + (held - total / NPROC if lora else 0)
+        for name, tensor in whole.items():
+            assert torch.equal(tensor, saved[name.replace(".base_layer", "")]), name
+
+
+def test_another_number_of_ranks_loads_the_same(folder):
+    cfg = _config(folder, lora=False)
+    (_, _, _, alone), *_ = run_ranks(1, _load, replace(cfg, parallel=Parallel("single")))
+    (_, _, _, sharded), *_ = run_ranks(NPROC, _load, cfg)
+    assert alone.keys() == sharded.keys()
+    assert all(torch.equal(alone[name], sharded[name]) for name in alone)
