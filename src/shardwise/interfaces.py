@@ -47,6 +47,10 @@ class Mesh:
     dense: DeviceMesh
     device: torch.device
 
+    def __str__(self) -> str:
+        used = [f"{axis}={self.size(axis)}" for axis in self.AXES if self.size(axis) > 1]
+        return f"{self.device.type}, {' x '.join(used) or 'one process'}"
+
     def size(self, *axes: str) -> int:
         """Ranks along these axes together."""
         total = 1

@@ -242,6 +242,11 @@ def test_a_module_to_save_takes_no_adapter_as_well() -> None:
     assert len(adapted) == 28 - 3
 
 
+def test_targets_that_all_lie_in_modules_to_save_are_refused() -> None:
+    with pytest.raises(UserError, match="all of them lie in"):
+        injected("tiny-llama", Lora(targets=["q_proj"], modules_to_save=["self_attn"]))
+
+
 def test_an_unknown_module_to_save_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match=r"no module lm_haed in this llama; did you mean lm_head"):
         injected("tiny-llama", Lora(modules_to_save=["lm_haed"]))

@@ -47,17 +47,20 @@ class PeakMemory:
 
     On CUDA these are the caching allocator's own figures.
 
-    On a CPU they are exact too. To the bytes alive at entry is added what torch's allocator reports to the profiler:
-    each allocation and free, temporaries inside an operator and `storage.resize_` included (by the latter fsdp2 drops
-    and regains gathered weights). A dispatch mode that watches storages sees neither. The profiler knows nothing of
-    what was allocated before it started, hence:
+    On a CPU they are exact too. To the bytes alive at entry is added what torch's allocator counts and reports to the
+    profiler: each allocation and free, temporaries inside an operator and `storage.resize_` included (by the latter
+    fsdp2 drops and regains gathered weights). A dispatch mode that watches storages sees neither. But the profiler
+    knows nothing of what was allocated before it started, hence:
 
     - alive at entry are the storages of all tensors that Python can reach, and of their gradients. What only C++
       holds is missed: the buckets of DistributedDataParallel, unless `gradient_as_bucket_view=True` makes gradients
       of them.
     - such a storage that dies or is resized inside is taken off at that moment, by a marker in the profiler's
-      timeline. (torch writes a line to stderr that it does not know the block; that is what the marker is for.)
-    - threads count if torch hands them its thread-local state, as it does to autograd's and gloo's; others do not.
+      timeline. (torch may write a line to stderr that it does not know the block; the marker is for that.)
+    - what a thread of the user's own allocates and frees again between two allocations of this one is not seen.
+
+    gloo lets go of its buffers in a thread of its own, at times a little after the operation has ended; so figures of
+    distributed runs may differ by a buffer from one time to the next, as the memory does.
 
     It costs about 15 microseconds per allocation or free, 1.5 s for 10^5, most of it at exit: use it in a step that is
     not timed. It cannot be nested, nor used inside a profiler. All three figures stay None until the block ends.

@@ -36,13 +36,16 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         run_evaluation(0)
         for step in range(1, steps + 1):
             microbatches = [batch.to(mesh.device) for batch in next(loaders.train)]
+            if cfg.measure.reverse_microbatches:
+                microbatches.reverse()
+            lr = job.lr_schedule.get_last_lr()[0]
             meter.start()
             try:
                 result = training_step(job, microbatches, mesh, cfg.optimizer.max_grad_norm)
             except NonFiniteLossError as error:
                 raise reporter.non_finite(step, microbatches, error) from None
             meter.stop(result.tokens)
-            reporter.step(step, result, meter)
+            reporter.step(step, result, lr, meter)
             if step == steps or (eval_every and step % eval_every == 0):
                 run_evaluation(step)
         if cfg.training.sample is not None:

@@ -1,0 +1,101 @@
+"""What a run leaves for other programs: `record.json` at its end and `metrics.jsonl` line by line. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+SCHEMA_VERSION = 1
+
+Status = Literal["ok", "oom", "failed", "timeout", "unsupported"]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run: what was asked, where it ran, what was measured. Lists over ranks are in rank order.
+
+    Figures that were not measured are None, never 0. Times and rates leave `measure.warmup_steps` steps out.
+    """
+
+    status: Status
+    config: dict[str, Any]
+    reason: str = ""  # why the status is not ok
+    environment: dict[str, Any] = field(default_factory=dict)  # device, versions, commit
+    mesh: dict[str, int] = field(default_factory=dict)  # axis -> size
+    parameters: dict[str, int] = field(default_factory=dict)  # trainable, frozen, total
+    lora: dict[str, Any] | None = None  # what was adapted, by layer kind
+    losses: list[float] = field(default_factory=list)  # of each step, mean over the global batch's target tokens
+    grad_norms: list[float] = field(default_factory=list)  # of each step, global, before clipping
+    eval: list[dict[str, float]] = field(default_factory=list)  # step, loss, perplexity, tokens
+    tokens_per_second: float | None = None  # global
+    step_seconds: dict[str, float] | None = None  # mean, p10, p50, p90, max; and steps, how many were timed
+    peak_memory_bytes: list[int] | None = None
+    state_bytes: list[dict[str, int]] | None = None  # weights, gradients, optimizer
+    mfu: float | None = None
+    hfu: float | None = None
+    flops: dict[str, Any] | None = None  # per token (model, hardware), convention, peak and where it comes from
+    sample: str | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    def write(self, path: str | Path) -> None:
+        """Write strict JSON, all or nothing; NaN and infinities become the strings "nan", "inf" and "-inf"."""
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> RunRecord:
+        """Read what `write` wrote; ValueError where it is not a record of this schema."""
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        version = content.get("schema_version") if isinstance(content, dict) else None
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"{path}: schema version {version}, but this program reads {SCHEMA_VERSION}")
+        return cls(**{key: _floats(value) if key in ("losses", "grad_norms") else value for key, value in content.items()})
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line, on disk as soon as it is written."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
+
+    def write(self, **values: Any) -> None:
+        """Append one line."""
+        self._file.write(dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """JSON that every parser reads: NaN and infinities, which JSON has no numbers for, become strings."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _floats(values: list[float | str]) -> list[float]:
+    return [float(value) for value in values]

@@ -1,0 +1,102 @@
+"""What a finished run is measured by: memory in a step of its own, FLOPs, and the record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwise.config import RunConfig
+from shardwise.interfaces import Batch, Mesh
+from shardwise.metrics.flops import CONVENTION, hardware_flops_per_token, model_flops_per_token, utilization
+from shardwise.metrics.hardware import environment, peak_flops
+from shardwise.metrics.memory import PeakMemory, state_bytes
+from shardwise.metrics.meter import Meter
+from shardwise.metrics.record import RunRecord
+from shardwise.models.counts import count_model
+from shardwise.training.build import Job
+from shardwise.training.gradients import clip_by_global_norm
+from shardwise.training.reporter import Reporter
+from shardwise.training.step import forward_backward, gather
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of every rank, in rank order."""
+
+    peak_bytes: list[int]
+    state_bytes: list[dict[str, int]]
+
+
+def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: RunConfig) -> Memory:
+    """Peak and state bytes of a whole step, which changes the model: call it when everything is saved and timed."""
+    microbatches = [batch.to(mesh.device) for batch in microbatches]
+    with PeakMemory(mesh.device) as peak:
+        forward_backward(job.pm, microbatches, mesh)
+        clip_by_global_norm(job.trainable(), mesh, cfg.optimizer.max_grad_norm)
+        job.optimizer.step()
+    state = state_bytes([p for _, p in job.pm.named_parameters()], job.optimizer)
+    return Memory(gather(peak.peak_bytes), gather(state))
+
+
+def write_record(
+    cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, memory: Memory | None
+) -> RunRecord | None:
+    """Put together what was measured and write `record.json`; on rank 0, which gets it, while the others wait."""
+    record = _record(cfg, mesh, job, reporter, meter, memory) if dist.get_rank() == 0 else None
+    if record is not None:
+        record.write(Path(cfg.training.output_dir) / "record.json")
+    dist.barrier()
+    return record
+
+
+def _record(
+    cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, memory: Memory | None
+) -> RunRecord:
+    (part,) = job.pm.parts
+    counts = count_model(part.hf, job.spec)
+    length, micro_batch = cfg.data.sequence_length, cfg.training.micro_batch_size
+    model = model_flops_per_token(counts, length)
+    hardware = hardware_flops_per_token(counts, length, micro_batch, cfg.training.checkpointing)
+    peak = peak_flops(mesh.device, torch.bfloat16 if cfg.training.precision == "bfloat16" else torch.float32)
+    seconds = meter.step_seconds()
+    # Positions, not targets: the device computes the filled ones too.
+    positions = cfg.training.global_batch_size * length / seconds["mean"] if seconds else None
+    devices = dist.get_world_size()
+
+    def share(flops_per_token: float) -> float | None:
+        return utilization(flops_per_token, positions, peak.flops_per_second, devices) if positions else None
+
+    return RunRecord(
+        status="ok",
+        config=cfg.to_dict(),
+        environment=environment(),
+        mesh={axis: mesh.size(axis) for axis in mesh.AXES},
+        parameters={
+            "trainable": counts.trainable_parameters,
+            "frozen": counts.parameters - counts.trainable_parameters,
+            "total": counts.parameters,
+        },
+        lora=job.coverage.to_dict() if job.coverage else None,
+        losses=reporter.losses,
+        grad_norms=reporter.grad_norms,
+        eval=[dataclasses.asdict(evaluation) for evaluation in reporter.evaluations],
+        tokens_per_second=meter.tokens_per_second(),
+        step_seconds=seconds,
+        peak_memory_bytes=memory.peak_bytes if memory else None,
+        state_bytes=memory.state_bytes if memory else None,
+        mfu=share(model),
+        hfu=share(hardware),
+        flops={
+            "model_per_token": model,
+            "hardware_per_token": hardware,
+            "convention": CONVENTION,
+            "peak_per_second": peak.flops_per_second,
+            "peak_source": peak.source,
+        },
+        sample=reporter.sample_text,
+    )

@@ -1,0 +1,103 @@
+"""What a run tells while it goes on: the screen, `metrics.jsonl` and the trackers, all on rank 0; and its history."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from shardwise.config import RunConfig, UserError
+from shardwise.interfaces import Batch, Mesh
+from shardwise.metrics.meter import Meter
+from shardwise.metrics.record import MetricsFile, dumps
+from shardwise.training.build import Job
+from shardwise.training.evaluate import Evaluation
+from shardwise.training.loggers import Logger, open_loggers
+from shardwise.training.progress import Progress
+from shardwise.training.step import NonFiniteLossError, StepResult
+
+
+class Reporter:
+    """Collects what happens on every rank; shows and writes it on rank 0."""
+
+    def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job) -> None:
+        self.cfg = cfg
+        self.mesh = mesh
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+        self.evaluations: list[Evaluation] = []
+        self.sample_text: str | None = None
+        self._main = dist.get_rank() == 0
+        self._output_dir = Path(cfg.training.output_dir)
+        self._progress = Progress(cfg.training.steps, show=self._main)
+        self._metrics: MetricsFile | None = None
+        self._loggers: list[Logger] = []
+        self._stack = contextlib.ExitStack()
+        trainable, total = (sum(p.numel() for p in ps) for ps in (job.trainable(), dict(job.pm.named_parameters()).values()))
+        self._progress.message(
+            f"{job.spec.family} on {mesh}: {trainable:,} of {total:,} parameters are trained"
+            + (f"\n{job.coverage}" if job.coverage else "")
+        )
+
+    def __enter__(self) -> Reporter:
+        if self._main:
+            self._metrics = self._stack.enter_context(MetricsFile(self._output_dir / "metrics.jsonl"))
+            self._loggers = open_loggers(self.cfg.measure.trackers, self._output_dir, self.cfg.to_dict())
+            for logger in self._loggers:
+                self._stack.callback(logger.close)
+        self._stack.enter_context(self._progress)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def step(self, step: int, result: StepResult, lr: float, meter: Meter) -> None:
+        """A step is done: its loss and norm, at this learning rate, in the meter's last seconds."""
+        self.losses.append(result.loss)
+        self.grad_norms.append(result.grad_norm)
+        rate = meter.tokens_per_second()
+        memory = torch.cuda.memory_allocated() if self.mesh.device.type == "cuda" else None
+        self._progress.update(step, result.loss, rate, memory)
+        values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "seconds": meter.seconds[-1]}
+        self._write(step, {**values, "tokens_per_second": result.tokens / meter.seconds[-1]}, tokens=result.tokens)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """The validation set was evaluated."""
+        self.evaluations.append(evaluation)
+        self._progress.message(
+            f"validation after step {evaluation.step}: loss {evaluation.loss:.4f}, "
+            f"perplexity {evaluation.perplexity:.2f} over {evaluation.tokens:,} tokens"
+        )
+        values = {"eval_loss": evaluation.loss, "eval_perplexity": evaluation.perplexity}
+        self._write(evaluation.step, values, eval_tokens=evaluation.tokens)
+
+    def sample(self, text: str) -> None:
+        """The model has continued `training.sample`."""
+        self.sample_text = text
+        self._progress.message(f"sample: {text}")
+
+    def non_finite(self, step: int, microbatches: Sequence[Batch], error: NonFiniteLossError) -> UserError:
+        """Leave the rows of the step in a file per rank, and say where; to be raised."""
+        path = self._output_dir / f"non-finite-step-{step}-rank-{dist.get_rank()}.json"
+        rows = [
+            {"slot": slot, "input_ids": batch.input_ids[i].tolist(), "labels": batch.labels[i].tolist()}
+            for batch in microbatches
+            for i, slot in enumerate(batch.slots)
+        ]
+        path.write_text(dumps({"step": step, "error": str(error), "rows": rows}) + "\n", encoding="utf-8")
+        return UserError(
+            f"step {step}: {error}; this rank's rows are in {path}: lower optimizer.lr, lengthen "
+            "optimizer.warmup_steps or set training.precision=float32"
+        )
+
+    def _write(self, step: int, values: dict[str, float], **counts: int) -> None:
+        if self._metrics is not None:
+            self._metrics.write(step=step, **values, **counts)
+        for logger in self._loggers:
+            logger.log(step, values)
