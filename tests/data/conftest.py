@@ -1,6 +1,8 @@
 import json
+import multiprocessing
 import multiprocessing.forkserver
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_fork_server_left() -> Iterator[None]:
-    # A process forked from this one later would take the server for its own child, and fail to start workers.
+    # A process forked from this one later would take the fork server for its own child, and fail to start workers.
+    # The server ends when its workers have ended; the traceback of a failed test can keep some alive.
     yield
+    for process in multiprocessing.active_children():
+        if isinstance(process, ForkServerProcess):
+            process.terminate()
+            process.join()
     multiprocessing.forkserver._forkserver._stop()
 
 

@@ -389,3 +389,4 @@ def test_workers_end_with_the_process_that_reads_them(
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.metrics.memory import PeakMemory, _reachable_tensors, state_bytes, tensor_bytes
 from tests.distributed import run_ranks
@@ -146,8 +147,8 @@ def test_backward():
     x = nn.Parameter(kib(4))
     with PeakMemory(CPU) as peak:
         x.exp().sum().backward()
-    # exp is saved, 4 KiB; its sum and the gradient of one, 4 bytes each; the sum's gradient is expanded, not copied; the
-    # gradient of x, 4 KiB, made of exp times that, while exp is alive. It stays.
+    # exp is saved, 4 KiB; its sum and the gradient of one, 4 bytes each; the sum's gradient is expanded, not copied;
+    # the gradient of x, 4 KiB, made of exp times that, while exp is alive. It stays.
     assert 8 * KIB <= rise(peak) <= 8 * KIB + 8
     assert growth(peak) == 4 * KIB
 
@@ -210,3 +211,23 @@ def test_fsdp2_in_two_processes():
         assert mistakes == [0, 0]  # entry plus all allocations and frees is what is found at exit
         assert weights == 16 * KIB  # half of 32
         assert peak >= 16 * KIB  # one layer gathered
+
+
+def _ddp_step() -> list[tuple[int, int]]:
+    model = nn.Linear(64, 64, bias=False)  # 16 KiB
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    x = torch.ones(4, 64)
+    figures = []
+    for set_to_none in (False, True):
+        for _ in range(2):  # the buckets are made anew after the first step
+            wrapped(x).sum().backward()
+            model.zero_grad(set_to_none=set_to_none)
+        with PeakMemory(CPU) as peak:
+            wrapped(x).sum().backward()
+        figures.append((peak.entry_bytes, peak.exit_bytes))
+    return figures
+
+
+def test_buckets_of_ddp_count_although_only_their_gradients_show_them():
+    for zeroed, unset in run_ranks(2, _ddp_step):
+        assert unset == zeroed

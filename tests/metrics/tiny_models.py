@@ -74,7 +74,7 @@ def add_lora(model: PreTrainedModel, targets: Iterable[str], parameters: Iterabl
     config = LoraConfig(r=4, target_modules=list(targets), target_parameters=list(parameters) or None, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # qwen3_next: PEFT takes dense linears for experts, and says so
-        inject_adapter_in_model(config, model)
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=model.device.type == "meta")
 
 
 def linears(model: nn.Module, *within: str) -> list[str]:

@@ -30,6 +30,11 @@ def on_meta(model: Model) -> PreTrainedModel:
     return build_meta(model, read_config(model))
 
 
+def entries(model: Model, seed: int = 0) -> dict[str, torch.Tensor]:
+    """All of the model's weights by transformers name."""
+    return dict(weights(on_meta(model), model, seed))
+
+
 def with_adapters(model: Model, lora: Lora, factor_std: float = 0.05) -> tuple[PreTrainedModel, Coverage]:
     """The model with its weights and with adapters, whose factors are all drawn at random.
 

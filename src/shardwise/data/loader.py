@@ -12,7 +12,7 @@ import itertools
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +36,8 @@ SlotRows = tuple[range, np.ndarray]
 class Loaders:
     """What a rank reads: for training without end, and for evaluation."""
 
-    train: Iterator[list[Batch]]
-    """For each optimizer step, from 1, this rank's micro-batches."""
+    train: Generator[list[Batch], None, None]
+    """For each optimizer step, from 1, this rank's micro-batches; `close()` ends the worker processes."""
     validation: list[list[Batch]] | None
     """For each global batch this rank's micro-batches (`step` is 0); as many on every rank. None: nothing held out."""
 
@@ -182,7 +182,9 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-def _train_batches(parts: Iterator[SlotRows | UserError], slots: range, micro_batch_size: int) -> Iterator[list[Batch]]:
+def _train_batches(
+    parts: Iterator[SlotRows | UserError], slots: range, micro_batch_size: int
+) -> Generator[list[Batch], None, None]:
     for step in itertools.count(1):
         rows: dict[int, np.ndarray] = {}
         while len(rows) < len(slots):  # workers take turns, so a step's parts come before the next step's

@@ -15,18 +15,22 @@ import torch
 
 from shardwise import __version__
 
-# Dense peaks in TFLOP/s, without sparsity, from NVIDIA's datasheets: (bfloat16, float32 on CUDA cores).
-# The part's name as torch gives it must contain the key; the first match counts, so the longer names come first.
+# Dense peaks in TFLOP/s, without sparsity, from NVIDIA's datasheets: (bfloat16 = float16 with float32 accumulation,
+# float32 on CUDA cores). Keys are whole names as torch gives them: part of a name would also match slices of a GPU
+# (MIG), other boards of the same chip (NVL, D, laptop) and other chips (L40 for L4, GB200 for B200), which differ.
 _PUBLISHED = {
-    "H200": (989.4, 66.9),
-    "H100 PCIe": (756.0, 51.2),
-    "H100 NVL": (835.5, 60.0),
-    "H100": (989.4, 66.9),
-    "B200": (2250.0, 80.0),
-    "A100": (312.0, 19.5),
-    "L40S": (362.05, 91.6),
-    "L4": (121.0, 30.3),
-    "RTX 4090": (165.2, 82.6),
+    "NVIDIA A100-SXM4-40GB": (312.0, 19.5),
+    "NVIDIA A100-SXM4-80GB": (312.0, 19.5),
+    "NVIDIA A100-PCIE-40GB": (312.0, 19.5),
+    "NVIDIA A100 80GB PCIe": (312.0, 19.5),
+    "NVIDIA H100 80GB HBM3": (989.4, 66.9),
+    "NVIDIA H100 PCIe": (756.0, 51.2),
+    "NVIDIA H100 NVL": (835.5, 60.0),
+    "NVIDIA H200": (989.4, 66.9),
+    "NVIDIA B200": (2250.0, 75.0),
+    "NVIDIA L40S": (362.05, 91.6),
+    "NVIDIA L4": (121.0, 30.3),
+    "NVIDIA GeForce RTX 4090": (165.2, 82.6),
 }
 
 
@@ -39,31 +43,40 @@ class PeakFlops:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
-    """The published dense peak of a known GPU; for a CPU or an unknown GPU the best matrix product measured here."""
+    """The published dense peak of a known GPU; for a CPU or an unknown GPU the best matrix product measured here.
+
+    float32 has a published peak as long as TF32 is off; with TF32 on, products run faster than it, so it is measured.
+    """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        for key, (bfloat16, float32) in _PUBLISHED.items():
-            if key in name:
-                teraflops = bfloat16 if dtype == torch.bfloat16 else float32
-                return PeakFlops(teraflops * 1e12, f"published dense {dtype} peak of {name}".replace("torch.", ""))
+        half = dtype in (torch.bfloat16, torch.float16)
+        plain_float32 = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+        if name in _PUBLISHED and (half or plain_float32):
+            teraflops = _PUBLISHED[name][0 if half else 1]
+            return PeakFlops(teraflops * 1e12, f"published dense {dtype} peak of {name}".replace("torch.", ""))
     return measured_flops(device, dtype)
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.4) -> PeakFlops:
-    """The fastest of the square matrix products that fit in about `seconds`, random data, at this process's threads."""
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best, end = float("inf"), time.perf_counter() + seconds
-    a @ b
+    """The fastest of the square matrix products that fit in about `seconds`, random data, at this process's threads.
+
+    Sizes double from 256 to at most 8192 as long as a few products of the next size fit: where a dtype has no fast
+    path, one product of a fixed size could take longer than the whole measurement.
+    """
+    size, best, best_size = 256, 0.0, 0
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        _synchronize(device)
-        start = time.perf_counter()
+        # Random, since a GPU multiplies zeros faster than data.
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         a @ b
-        _synchronize(device)
-        best = min(best, time.perf_counter() - start)
+        fastest = min(_seconds_of_product(a, b) for _ in range(3))
+        if 2 * size**3 / fastest > best:
+            best, best_size = 2 * size**3 / fastest, size
+        if size < 8192 and time.perf_counter() + 4 * 8 * fastest < end:
+            size *= 2
     where = f"{torch.get_num_threads()} CPU threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    source = f"measured here: {size} x {size} matrix product in {dtype} on {where}".replace("torch.", "")
-    return PeakFlops(2 * size**3 / best, source)
+    source = f"measured here: {best_size} x {best_size} matrix product in {dtype} on {where}".replace("torch.", "")
+    return PeakFlops(best, source)
 
 
 def environment() -> dict[str, Any]:
@@ -84,12 +97,17 @@ def environment() -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit of the source tree this runs from, with `+changes` where it has any; None outside a checkout."""
-    folder = Path(__file__).parent
+    here = Path(__file__)
     try:
-        # `-- .` asks for changes to the library only: a run's own output must not mark its code as changed.
-        head, changes = (
-            subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-            for command in (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--", ".."])
+        # The first fails where this file is not tracked: a virtual environment may lie in another project's checkout.
+        # `-- ..` asks for changes to the library only: a run's own output must not mark its code as changed.
+        _, head, changes = (
+            subprocess.run(command, cwd=here.parent, capture_output=True, text=True, check=True).stdout.strip()
+            for command in (
+                ["git", "ls-files", "--error-unmatch", here.name],
+                ["git", "rev-parse", "HEAD"],
+                ["git", "status", "--porcelain", "--", ".."],
+            )
         )
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -109,6 +127,14 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _seconds_of_product(a: torch.Tensor, b: torch.Tensor) -> float:
+    _synchronize(a.device)
+    start = time.perf_counter()
+    a @ b
+    _synchronize(a.device)
+    return time.perf_counter() - start
 
 
 def _synchronize(device: torch.device) -> None:

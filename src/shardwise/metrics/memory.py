@@ -52,9 +52,10 @@ class PeakMemory:
     fsdp2 drops and regains gathered weights). A dispatch mode that watches storages sees neither. But the profiler
     knows nothing of what was allocated before it started, hence:
 
-    - alive at entry are the storages of all tensors that Python can reach, and of their gradients. What only C++
-      holds is missed: the buckets of DistributedDataParallel, unless `gradient_as_bucket_view=True` makes gradients
-      of them.
+    - alive at entry are the storages of all tensors that Python can reach, and of their gradients. What only C++ holds
+      is missed, with one exception: a gradient that is set at exit, but whose memory was neither found at entry nor
+      allocated inside, lies in memory that was there before. So the buckets of DistributedDataParallel count if
+      `gradient_as_bucket_view=True` makes gradients of them and the block does not end by setting those to None.
     - such a storage that dies or is resized inside is taken off at that moment, by a marker in the profiler's
       timeline. (torch may write a line to stderr that it does not know the block; the marker is for that.)
     - what a thread of the user's own allocates and frees again between two allocations of this one is not seen.
@@ -107,7 +108,7 @@ class _CpuRecorder:
         # Else the profiler's library logs each start and stop to stderr. It reads this when it is first used.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         gc.collect()
-        storages = _storages(_reachable_tensors())
+        storages = {key: s for key, s in _storages(_reachable_tensors()).items() if s.data_ptr()}
         self.at_entry = {storage.data_ptr(): storage.nbytes() for storage in storages.values()}
         self.watched = {key: weakref.finalize(s, _mark_left, s.data_ptr()) for key, s in storages.items()}
         self.patch = mock.patch.object(torch.UntypedStorage, "resize_", self._watched_resize())
@@ -128,7 +129,11 @@ class _CpuRecorder:
         results: Any = self.profile.kineto_results
         events = sorted(_events(results.experimental_event_tree()), key=lambda e: e.start_time_ns)
         from_before = set(self.at_entry)
-        entry = alive = peak = sum(self.at_entry.values())
+        # DistributedDataParallel's buckets, see PeakMemory.
+        allocated = {e.extra_fields.ptr for e in events if e.tag == _EventType.Allocation}
+        gradients = {s.data_ptr(): s.nbytes() for s in _storages(_gradients(_reachable_tensors())).values()}
+        buckets = sum(gradients[ptr] for ptr in gradients.keys() - self.at_entry.keys() - allocated)
+        entry = alive = peak = sum(self.at_entry.values()) + buckets
         count_at_start, left, mistaken = None, 0, 0
         for event in events:
             if event.name.startswith(_LEFT):
@@ -206,8 +211,11 @@ def _reachable_tensors() -> Iterator[torch.Tensor]:
     """The tensors in CPU memory that Python's garbage collector knows, and their gradients."""
     # By type: isinstance asks an object for its class, and some modules answer with a deprecation warning.
     found = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-    found += [t.grad for t in found if t.is_leaf and t.grad is not None]
-    for tensor in found:
+    for tensor in [*found, *_gradients(found)]:
         for plain in _plain_tensors(tensor):
             if plain.layout == torch.strided and plain.untyped_storage().device.type == "cpu":
                 yield plain
+
+
+def _gradients(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (t.grad for t in tensors if t.is_leaf and t.grad is not None)

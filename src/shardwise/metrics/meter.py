@@ -15,6 +15,7 @@ class Meter:
         self.warmup_steps = warmup_steps
         self.seconds: list[float] = []  # of every step, warm-up included
         self.tokens: list[int] = []
+        self._start: float | None = None
 
     def start(self) -> None:
         """A step begins."""
@@ -23,8 +24,10 @@ class Meter:
 
     def stop(self, tokens: int) -> None:
         """A step of `tokens` positions over all ranks has ended."""
+        assert self._start is not None, "stop() without start()"
         _wait_for_device()
         self.seconds.append(time.perf_counter() - self._start)
+        self._start = None
         self.tokens.append(tokens)
 
     def tokens_per_second(self) -> float | None:

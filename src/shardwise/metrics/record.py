@@ -11,7 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from shardwise.config import UserError
+
 SCHEMA_VERSION = 1
+
+_FIGURES = ("losses", "grad_norms", "eval")  # what may hold NaN or an infinity, written as a string
 
 Status = Literal["ok", "oom", "failed", "timeout", "unsupported"]
 
@@ -52,12 +56,24 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: str | Path) -> RunRecord:
-        """Read what `write` wrote; ValueError where it is not a record of this schema."""
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        """Read what `write` wrote; UserError where it is not a record of this schema."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{path}: cannot read the record ({error.strerror}); give a run's record.json") from None
+        except ValueError as error:
+            raise UserError(f"{path}: not a record, since not JSON ({error}); give a run's record.json") from None
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version != SCHEMA_VERSION:
-            raise ValueError(f"{path}: schema version {version}, but this program reads {SCHEMA_VERSION}")
-        return cls(**{key: _floats(value) if key in ("losses", "grad_norms") else value for key, value in content.items()})
+            raise UserError(
+                f"{path}: schema version {version}, but this program reads {SCHEMA_VERSION}; "
+                "run again, or read it with the version of shardwise that wrote it"
+            )
+        unknown = content.keys() - {f.name for f in dataclasses.fields(cls)}
+        missing = {"status", "config"} - content.keys()
+        if unknown or missing:
+            raise UserError(f"{path}: not a record ({min(unknown | missing)} is unknown or missing); run again")
+        return cls(**{key: _floats(value) if key in _FIGURES else value for key, value in content.items()})
 
 
 class MetricsFile:
@@ -97,5 +113,10 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _floats(values: list[float | str]) -> list[float]:
-    return [float(value) for value in values]
+def _floats(value: Any) -> Any:
+    """Undo `_finite` in fields that hold no other strings."""
+    if isinstance(value, dict):
+        return {key: _floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_floats(item) for item in value]
+    return float(value) if isinstance(value, str) else value

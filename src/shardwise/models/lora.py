@@ -83,9 +83,7 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
         if not any(f"{path}.".startswith(f"{module}.") for module in saved)
     ]
     if not chosen:
-        raise UserError(
-            "lora.targets: all of them lie in lora.modules_to_save; leave the section lora out to train in full"
-        )
+        raise UserError("lora.targets: all of them lie in lora.modules_to_save; leave the section out to train in full")
     stacks = [path for path in chosen if _in_layer(path, candidates[path]) in family.experts]
     if stacks and lora.dropout > 0.0:
         raise UserError(

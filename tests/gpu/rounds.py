@@ -1,0 +1,103 @@
+"""A training loop that runs in rounds another process asks for, so that two programs can be timed in turns.
+
+Requests and replies are JSON objects, one a line, on stdin and on what was stdout when the process started:
+`{"do": "build", "checkpointing": "none"}`, `{"do": "steps", "steps": 5, ...}` (see `Rounds.more`) and `{"do": "stop"}`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+
+from shardwise.metrics.memory import PeakMemory
+
+
+class Channel:
+    """The line to the process that asks."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what libraries print goes to stderr
+
+    def read(self) -> dict[str, Any]:
+        """The next request; `stop` where the asking process has gone."""
+        line = sys.stdin.readline()
+        return json.loads(line) if line else {"do": "stop"}
+
+    def write(self, reply: dict[str, Any]) -> None:
+        """Answer it."""
+        self._out.write(json.dumps(reply) + "\n")
+        self._out.flush()
+
+
+class Rounds:
+    """Counts steps, holds the clock, and waits between rounds."""
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self.channel, self.device = channel, device
+        self.request: dict[str, Any] = {"do": ""}
+        self.left = 0
+        self.figures: dict[str, list[float]] = {}
+        self.memory: PeakMemory | None = None
+        self.start = 0.0
+
+    def wait(self) -> dict[str, Any]:
+        """The next request."""
+        self.request = self.channel.read()
+        return self.request
+
+    def more(self) -> bool:
+        """Called before every step: whether to take it. False means that this loop is to end.
+
+        A round is `lead_in` steps and then `steps` timed ones, from before the first of these to before the step that
+        would follow; the device is waited for at both ends only. With `memory`, peak memory is measured instead. After
+        a round the allocator's cache is given back, so that the two programs never need the device's memory at once; the
+        lead-in step fills it again.
+        """
+        if self.left == 0:
+            if self.request["do"] == "steps":
+                self._report()
+            if self.wait()["do"] != "steps":
+                return False
+            self.left = self.request["lead_in"] + self.request["steps"]
+            self.figures = {"losses": [], "grad_norms": []}
+        if self.left == self.request["steps"]:
+            if self.request["memory"]:
+                self.memory = PeakMemory(self.device)
+                self.memory.__enter__()
+            self._synchronize()
+            self.start = time.perf_counter()
+        self.left -= 1
+        return True
+
+    @property
+    def wants_figures(self) -> bool:
+        """Whether the loss and the gradient norm of the steps are asked for."""
+        return bool(self.request.get("figures"))
+
+    def note(self, loss: float, grad_norm: float) -> None:
+        """Loss and gradient norm of the step just taken."""
+        self.figures["losses"].append(loss)
+        self.figures["grad_norms"].append(grad_norm)
+
+    def _report(self) -> None:
+        self._synchronize()
+        reply: dict[str, Any] = {"seconds": time.perf_counter() - self.start, **self.figures}
+        if self.memory is not None:
+            self.memory.__exit__(None, None, None)
+            reply = {f"{key}_bytes": getattr(self.memory, f"{key}_bytes") for key in ("entry", "peak", "exit")}
+            self.memory = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.channel.write(reply)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,185 @@
+"""The two programs that are timed: shardwise's own step, and Hugging Face's Trainer with PEFT, on the same work."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
+from shardwise.interfaces import IGNORED, Batch
+from shardwise.models import load, lora
+from shardwise.models.families import spec_of
+from shardwise.parallel.mesh import build_mesh
+from shardwise.training.build import build
+from shardwise.training.step import training_step
+from tests.gpu import kernels
+from tests.gpu.rounds import Rounds
+from tests.gpu.workload import Workload
+
+Checkpointing = Literal["none", "full"]
+
+DIFFERENCES = (
+    "Trainer (accelerate) runs the forward and the loss under autocast and turns the logits to float32 when the model "
+    "returns; shardwise runs the forward under autocast and turns them to float32 for the loss.",
+    "Trainer fetches, collates and pins the rows for every step (no worker processes); shardwise moves one ready batch.",
+    "Each step both wait for the device: Trainer to look for a loss that is not finite, shardwise to read loss and norm.",
+    "With checkpointing, Trainer keeps and restores the random state around each layer; shardwise has no need to.",
+)
+"""What is not equal between the two sides."""
+
+
+def run_config(workload: Workload, folder: str, checkpointing: Checkpointing, device: torch.device) -> RunConfig:
+    """The work as a run file says it."""
+    return RunConfig(
+        model=Model(folder, dtype="bfloat16"),
+        lora=Lora(r=workload.r, alpha=workload.alpha),
+        data=Data(train="unused", sequence_length=workload.sequence_length),
+        optimizer=Optimizer(lr=workload.lr, lr_schedule="constant", max_grad_norm=workload.max_grad_norm),
+        training=Training(
+            output_dir="unused",
+            steps=10**6,
+            global_batch_size=workload.batch,
+            micro_batch_size=workload.batch,
+            precision="bfloat16",
+            checkpointing=checkpointing,
+            seed=workload.seed,
+            device="cuda" if device.type == "cuda" else "cpu",
+        ),
+    )
+
+
+def tokens(workload: Workload) -> torch.Tensor:
+    """The rows of every step, [B, T] int64."""
+    generator = torch.Generator().manual_seed(workload.seed)
+    return torch.randint(workload.model["vocab_size"], (workload.batch, workload.sequence_length), generator=generator)
+
+
+def targets(cfg: RunConfig) -> list[str]:
+    """The linears that get an adapter, by name: shardwise's choice, handed to PEFT as a list."""
+    hf = load.build_meta(cfg.model, load.read_config(cfg.model))
+    assert cfg.lora is not None
+    lora.inject(hf, cfg.lora, spec_of(hf.config, hf))
+    return list(lora.adapter_layers(hf))
+
+
+def facts(hf: nn.Module, optimizer: str) -> dict[str, Any]:
+    """What must be equal on both sides."""
+    sizes: dict[str, int] = {}
+    for parameter in hf.parameters():
+        key = f"{'trained' if parameter.requires_grad else 'frozen'} {parameter.dtype}".replace("torch.", "")
+        sizes[key] = sizes.get(key, 0) + parameter.numel()
+    return {
+        "parameters": dict(sorted(sizes.items())),
+        "adapters": len(lora.adapter_layers(hf)),
+        "optimizer": optimizer,
+        "kernels": kernels.taken(hf),
+    }
+
+
+def shardwise(cfg: RunConfig, workload: Workload, device: torch.device, rounds: Rounds) -> dict[str, Any]:
+    """Our step; the process group must be up. Runs until `rounds` ends it."""
+    mesh = build_mesh(cfg, device)
+    job = build(cfg, mesh)
+    ids = tokens(workload)
+    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], dim=1)
+    batch = Batch(ids, labels, torch.zeros_like(ids), tuple(range(workload.batch)), step=1)
+    (part,) = job.pm.parts
+    rounds.channel.write(facts(part.hf, _describe(job.optimizer)))
+    while rounds.more():
+        result = training_step(job, [batch.to(device)], mesh, cfg.optimizer.max_grad_norm)
+        rounds.note(result.loss, result.grad_norm)
+
+
+class _InRounds(TrainerCallback):
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds = rounds
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self.rounds.more():
+            control.should_training_stop = True  # after one more step, which nobody times
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        control.should_log = self.rounds.wants_figures
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **kwargs: Any
+    ) -> None:
+        if "loss" in logs:
+            self.rounds.note(logs["loss"], logs["grad_norm"])
+
+
+class _Rows(torch.utils.data.Dataset):
+    def __init__(self, rows: torch.Tensor, steps: int) -> None:
+        self.rows, self.steps = rows, steps
+
+    def __len__(self) -> int:
+        return len(self.rows) * self.steps
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.rows[index % len(self.rows)]
+        return {"input_ids": row, "labels": row}  # transformers shifts
+
+
+def transformers(cfg: RunConfig, workload: Workload, device: torch.device, rounds: Rounds) -> None:
+    """Trainer and PEFT with the same weights, first factors, rows and settings. Runs until `rounds` ends it."""
+    assert cfg.lora is not None
+    hf = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.bfloat16, attn_implementation="sdpa")
+    hf.config.use_cache = False
+    adapted = get_peft_model(hf, LoraConfig(r=cfg.lora.r, lora_alpha=cfg.lora.alpha, target_modules=targets(cfg)))
+    with torch.no_grad():
+        for name, value in lora.adapter_weights(hf, cfg.training.seed):
+            hf.get_parameter(name).copy_(value)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=cfg.training.steps,
+            per_device_train_batch_size=workload.batch,
+            train_sampling_strategy="sequential",
+            bf16=True,
+            optim="adamw_torch",
+            learning_rate=cfg.optimizer.lr,
+            lr_scheduler_type="constant",
+            adam_beta1=cfg.optimizer.betas[0],
+            adam_beta2=cfg.optimizer.betas[1],
+            adam_epsilon=cfg.optimizer.eps,
+            weight_decay=cfg.optimizer.weight_decay,
+            max_grad_norm=workload.max_grad_norm,
+            gradient_checkpointing=cfg.training.checkpointing == "full",
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            seed=cfg.training.seed,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=device.type == "cpu",
+        )
+        trainer = Trainer(
+            model=adapted,
+            args=arguments,
+            train_dataset=_Rows(tokens(workload), cfg.training.steps),
+            data_collator=default_data_collator,
+            callbacks=[_InRounds(rounds)],
+        )
+        rounds.channel.write(facts(hf, _describe(trainer.create_optimizer())))
+        trainer.train()
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> str:
+    keys = ("lr", "betas", "eps", "weight_decay", "foreach", "fused", "maximize", "amsgrad", "capturable")
+    settings = {key: optimizer.defaults[key] for key in keys}
+    return f"{type(optimizer).__name__} {settings}"

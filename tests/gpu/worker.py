@@ -1,0 +1,40 @@
+"""One side of the timing, as a process of its own: `python -m tests.gpu.worker SIDE GDN FOLDER DEVICE`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from tests.gpu import kernels
+
+
+def main(side: str, gdn: str, folder: str, device_type: str) -> None:
+    """Answer requests (see rounds.py) until told to stop; the model's weights lie in `folder`."""
+    kernels.choose(gdn)  # before transformers is imported
+    import torch
+    import torch.distributed as dist
+
+    from tests.gpu import sides
+    from tests.gpu.rounds import Channel, Rounds
+    from tests.gpu.workload import LORA_STEP, REHEARSAL
+
+    device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
+    workload = LORA_STEP if device_type == "cuda" else REHEARSAL
+    rounds = Rounds(Channel(), device)
+    if side == "shardwise":  # Trainer brings up what it needs
+        place = {"device_id": device} if device_type == "cuda" else {}
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **place)
+    rounds.wait()
+    while rounds.request["do"] == "build":
+        cfg = sides.run_config(workload, folder, rounds.request["checkpointing"], device)
+        getattr(sides, side)(cfg, workload, device, rounds)
+        gc.collect()
+        if device_type == "cuda":
+            torch.cuda.empty_cache()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

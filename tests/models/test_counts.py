@@ -1,0 +1,171 @@
+"""Counts read off tiny models, against sums done by hand; FLOPs against torch's counter are in tests/metrics."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from shardwise.models import counts
+from shardwise.models.counts import Attention, GatedDeltaNet, Mamba2, Unit, Weight, count_model
+from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
+
+
+def weights_of(unit: Unit) -> dict[str, Weight]:
+    return {weight.name.removeprefix(unit.name + "."): weight for weight in unit.weights}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_parameter_is_counted_once(family, lora):
+    model, spec = build(family, device="meta")
+    if lora:
+        add_lora(model, linears(model), modules_to_save=["lm_head"])
+    found = count_model(model, spec)
+    parameters = list(model.parameters())
+    assert found.parameters == sum(p.numel() for p in parameters)
+    assert found.trainable_parameters == sum(p.numel() for p in parameters if p.requires_grad)
+    assert [unit.kind for unit in found.units] == ["embed", *(layer.kind for layer in spec.layers), "head"]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_meta_counts_equal_those_of_real_weights(family):
+    assert count_model(*build(family, device="meta")) == count_model(*build(family))
+
+
+def test_cores_of_each_kind():
+    kinds = {}
+    for family in CONFIGS:
+        for unit in count_model(*build(family, device="meta")).units:
+            kinds.setdefault(unit.kind, unit.core)
+    assert kinds == {
+        "embed": None,
+        "full_attention": Attention(num_heads=4, head_dim=8),
+        "gated_delta_net": GatedDeltaNet(num_heads=4, key_dim=8, value_dim=16),
+        "mamba2": Mamba2(num_heads=4, head_dim=16, state_size=8, chunk_size=32),
+        "mlp": None,
+        "moe": None,
+        "head": None,
+    }
+
+
+def test_a_tied_head_multiplies_but_owns_nothing():
+    model, spec = build("llama", device="meta", tie_word_embeddings=True)
+    embed, *_, head = count_model(model, spec).units
+    assert embed.parameters == 64 * 32
+    assert embed.weights == ()  # a lookup
+    assert head.parameters == 32  # the norm
+    assert [weight.numel for weight in head.weights] == [64 * 32]
+
+
+def test_what_is_a_product_in_a_gated_delta_net_layer():
+    model, spec = build("qwen3_5_text", device="meta")
+    # 32 wide; q and k 2 heads of 8, v and z 4 heads of 16; no norm, bias, A_log or dt_bias.
+    assert {name: w.numel for name, w in weights_of(count_model(model, spec).units[1]).items()} == {
+        "linear_attn.conv1d.weight": 96 * 4,
+        "linear_attn.in_proj_qkv.weight": 96 * 32,
+        "linear_attn.in_proj_z.weight": 64 * 32,
+        "linear_attn.in_proj_b.weight": 4 * 32,
+        "linear_attn.in_proj_a.weight": 4 * 32,
+        "linear_attn.out_proj.weight": 32 * 64,
+        "mlp.gate_proj.weight": 48 * 32,
+        "mlp.up_proj.weight": 48 * 32,
+        "mlp.down_proj.weight": 48 * 32,
+    }
+
+
+def test_lora_factors_on_experts_are_found_and_marked_as_folded():
+    model, spec = build("nemotron_h", device="meta")
+    add_lora(model, ["q_proj"], ["experts.up_proj", "experts.down_proj"])
+    weights = weights_of(count_model(model, spec).units[2])
+    stack = "mixer.experts.base_layer.base_layer"
+    up, down = weights[f"{stack}.up_proj"], weights[f"{stack}.down_proj"]
+    assert (up.fold_rank, down.fold_rank) == (4, 4)
+    assert not up.trainable
+    # A for up: rank 4 for each of 4 experts, 32 wide; a token meets 2 of 4.
+    factor = weights["mixer.experts.base_layer.lora_A.default.weight"]
+    assert (factor.numel, factor.active, factor.trainable, factor.folded) == (4 * 4 * 32, 0.5, True, True)
+    # Both experts' products lie in the lowest layer with adapters: only down's input depends on one, on up's.
+    assert (up.input_gradient, down.input_gradient) == (False, True)
+
+
+def test_gradients_flow_from_the_lowest_adapter_upwards():
+    model, spec = build("olmo_hybrid", device="meta")
+    add_lora(model, linears(model, "layers.0.linear_attn.q_proj"))
+    embed, first, second, head = count_model(model, spec).units
+    weights = weights_of(first)
+    needed = {name for name, weight in weights.items() if weight.input_gradient}
+    frozen_input = {f"linear_attn.{x}_proj.weight" for x in "kvabg"}
+    assert needed == weights.keys() - frozen_input - {
+        "linear_attn.q_proj.base_layer.weight",
+        "linear_attn.q_proj.lora_A.default.weight",
+    }
+    assert first.core_gradient
+    assert not embed.backward
+    assert all(weight.input_gradient for unit in (second, head) for weight in unit.weights)
+
+
+def test_below_and_beside_the_lowest_adapter_nothing_flows():
+    model, spec = build("llama", device="meta")
+    add_lora(model, linears(model, "layers.1.mlp.down_proj"))
+    _, first, second, head = count_model(model, spec).units
+    assert (first.backward, second.backward) == (False, True)
+    assert not second.core_gradient  # the attention lies below its layer's MLP
+    flowing = {name for name, weight in weights_of(second).items() if weight.input_gradient}
+    assert flowing == {"mlp.down_proj.lora_B.default.weight"}
+    assert all(weight.input_gradient for weight in head.weights)
+
+
+def test_a_trained_embedding_sends_a_gradient_through_everything():
+    model, spec = build("llama", device="meta")
+    found = count_model(model, spec)
+    assert all(w.input_gradient and w.trainable for unit in found.units for w in unit.weights)
+
+
+def test_lora_on_an_embedding_multiplies_its_second_factor_only():
+    model, spec = build("llama", device="meta")
+    add_lora(model, ["embed_tokens"])
+    embed = count_model(model, spec).units[0]
+    # A is looked up, B is 32 x 4.
+    assert [(w.numel, w.trainable, w.input_gradient) for w in embed.weights] == [(32 * 4, True, True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "expected"),
+    [
+        ("llama", 0, {"mlp.down_proj.weight"}),
+        ("olmo_hybrid", 0, {"mlp.down_proj.weight"}),
+        ("olmo_hybrid", 1, set()),  # a norm follows
+        ("qwen3_next", 0, set()),  # the experts' weighted sum follows
+        ("nemotron_h", 0, {"mixer.out_proj.weight"}),
+        ("nemotron_h", 1, {"mixer.shared_experts.down_proj.weight"}),
+        ("nemotron_h", 2, {"mixer.o_proj.weight"}),
+        ("nemotron_h", 3, {"mixer.down_proj.weight"}),
+    ],
+)
+def test_the_product_that_a_checkpoint_does_not_run_again(family, layer, expected):
+    unit = count_model(*build(family, device="meta")).units[1 + layer]
+    assert {name for name, weight in weights_of(unit).items() if not weight.rerun} == expected
+
+
+def test_an_unknown_module_is_named_rather_than_guessed():
+    model, spec = build("llama", device="meta")
+    model.model.layers[0].novel = nn.Linear(4, 4, device="meta")
+    with pytest.raises(AssertionError, match=r"layers\.0\.novel"):
+        count_model(model, spec)
+
+
+def test_sums_that_the_cores_are_made_of():
+    # One token attends to itself: 2 heads of 8, a score (2 * 8) and a value (2 * 8) each.
+    assert Attention(2, 8).model_forward(1) == 64
+    # Three tokens have 1 + 2 + 3 pairs.
+    assert Attention(2, 8).model_forward(3) * 3 == 6 * 64
+    # Padding: 65 tokens cost as much as 128.
+    core = GatedDeltaNet(2, 8, 16)
+    assert core.executed_forward(65) * 65 == core.executed_forward(128) * 128
+    # Two chunks of four: 2 * (2 * 16 * (8 + 4) + 4 * 4 * 8 * 4) per head, and 3 x 3 chunk states, 2 * 9 * 8 * 4.
+    assert Mamba2(1, 8, 4, chunk_size=4).executed_forward(8) * 8 == 2 * (384 + 512) + 576
+
+
+def test_stages_name_each_module_once():
+    names = [name for text in counts._STAGES.values() for name in text.split()]
+    assert len(names) == len(set(names))
