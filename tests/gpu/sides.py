@@ -89,7 +89,7 @@ def facts(hf: nn.Module, optimizer: str) -> dict[str, Any]:
     }
 
 
-def shardwise(cfg: RunConfig, workload: Workload, device: torch.device, rounds: Rounds) -> dict[str, Any]:
+def shardwise(cfg: RunConfig, workload: Workload, device: torch.device, rounds: Rounds) -> None:
     """Our step; the process group must be up. Runs until `rounds` ends it."""
     mesh = build_mesh(cfg, device)
     job = build(cfg, mesh)

@@ -1,0 +1,165 @@
+"""Whole runs through the loop: what a user gets under each layout, and what he is told when something is off."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training, UserError
+from shardwise.metrics.record import RunRecord
+from shardwise.parallel.mesh import build_mesh
+from shardwise.training.loop import train
+from tests.distributed import run_ranks
+from tests.parity.harness import CONFIGS
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A corpus and a byte-level tokenizer of 256 tokens."""
+    path = tmp_path_factory.mktemp("run")
+    words = "the state of a gated delta rule decays and is corrected by each key and value it meets".split()
+    lines = [json.dumps({"text": " ".join(words[(i * k) % len(words)] for k in range(40))}) for i in range(1, 60)]
+    (path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<|end|>": 0} | {symbol: i for i, symbol in enumerate(alphabet[:255], 1)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<|end|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(path / "tokenizer")
+    return path
+
+
+def config(folder: Path, name: str, layout: str = "single", *, lora: bool = True, **training: Any) -> RunConfig:
+    return RunConfig(
+        model=Model(str(CONFIGS / "tiny-qwen3_5"), init="random", tokenizer=str(folder / "tokenizer")),
+        lora=Lora(r=4, dropout=0.1) if lora else None,
+        data=Data(str(folder / "corpus.jsonl"), validation=0.2, sequence_length=32),
+        parallel=Parallel("fsdp2" if layout == "hsdp" else layout, dp_replicate=2 if layout == "hsdp" else 1),
+        optimizer=Optimizer(lr=1e-2),
+        training=Training(
+            **{
+                "output_dir": str(folder / name),
+                "steps": STEPS,
+                "global_batch_size": 8,
+                "micro_batch_size": 2,
+                "device": "cpu",
+                "eval_every": 3,
+                **training,
+            }
+        ),
+        measure=Measure(warmup_steps=2, memory=False),
+    )
+
+
+def run(cfg: RunConfig) -> RunRecord | None:
+    Path(cfg.training.output_dir).mkdir(parents=True, exist_ok=True)
+    return train(cfg, build_mesh(cfg, torch.device("cpu")))
+
+
+def run_on(nproc: int, cfg: RunConfig) -> RunRecord:
+    first, *others = run_ranks(nproc, run, cfg)
+    assert all(other is None for other in others)
+    assert first is not None
+    assert RunRecord.read(Path(cfg.training.output_dir) / "record.json") == first
+    return first
+
+
+@pytest.fixture(scope="module")
+def single(folder) -> RunRecord:
+    return run_on(1, config(folder, "single"))
+
+
+def test_record_of_a_run(folder, single):
+    assert single.status == "ok"
+    assert len(single.losses) == len(single.grad_norms) == STEPS
+    assert [e["step"] for e in single.eval] == [0, 3, 6]
+    assert single.eval[-1]["loss"] < single.eval[0]["loss"] - 0.1
+    assert all(math.isclose(e["perplexity"], math.exp(e["loss"])) for e in single.eval)
+    assert single.parameters["trainable"] + single.parameters["frozen"] == single.parameters["total"]
+    assert single.step_seconds is not None
+    assert single.step_seconds["steps"] == STEPS - 2
+    assert single.tokens_per_second is not None
+    assert 0 < single.mfu < single.hfu < 1
+    assert "measured here" in single.flops["peak_source"]
+    rows = [json.loads(line) for line in (folder / "single" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows if "loss" in row] == single.losses
+    assert [row["eval_loss"] for row in rows if "eval_loss" in row] == [e["loss"] for e in single.eval]
+
+
+@pytest.mark.parametrize(("layout", "nproc"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+def test_every_layout_follows_the_same_curve(folder, single, layout, nproc):
+    noise = run_on(1, replace_measure(config(folder, f"noise-{layout}"), reverse_microbatches=True))
+    record = run_on(nproc, config(folder, layout, layout, micro_batch_size=1))
+    # Under AdamW rounding grows from step to step: as much as the noise control shows, ten times over, is allowed,
+    # and in the first step, before any update, plain float32 rounding.
+    bound = max(1e-6, *(10 * abs(a - b) for a, b in zip(noise.losses, single.losses)))
+    assert max(abs(a - b) for a, b in zip(record.losses, single.losses)) <= bound
+    assert math.isclose(record.losses[0], single.losses[0], rel_tol=1e-6)
+    assert math.isclose(record.eval[0]["loss"], single.eval[0]["loss"], rel_tol=1e-6)
+    assert [e["tokens"] for e in record.eval] == [e["tokens"] for e in single.eval]
+
+
+def replace_measure(cfg: RunConfig, **changes: Any) -> RunConfig:
+    return replace(cfg, measure=replace(cfg.measure, **changes))
+
+
+def test_two_runs_are_bit_identical(folder, single):
+    again = run_on(1, config(folder, "again"))
+    assert (again.losses, again.grad_norms, again.eval) == (single.losses, single.grad_norms, single.eval)
+    name = "adapter/adapter_model.safetensors"
+    assert (folder / "again" / name).read_bytes() == (folder / "single" / name).read_bytes()
+
+
+def test_full_training_in_bfloat16_with_checkpointing_memory_and_a_sample(folder):
+    cfg = config(folder, "full", "fsdp2", lora=False, precision="bfloat16", checkpointing="full", sample="the state")
+    record = run_on(2, replace_measure(cfg, memory=True, trackers=["tensorboard"]))
+    assert record.losses[-1] < record.losses[0]
+    assert record.sample is not None
+    assert record.sample.startswith("the state")
+    assert record.peak_memory_bytes is not None
+    assert record.state_bytes is not None
+    assert [s["gradients"] for s in record.state_bytes] == [s["weights"] for s in record.state_bytes]
+    assert all(peak > sum(s.values()) for peak, s in zip(record.peak_memory_bytes, record.state_bytes))
+    assert record.hfu > record.mfu
+    assert list((folder / "full" / "tensorboard").glob("events*"))
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM as M\n"
+        "_, info = M.from_pretrained(sys.argv[1], output_loading_info=True)\n"
+        "print({k: len(v) for k, v in info.items() if k.endswith('_keys')})"
+    )
+    done = subprocess.run([sys.executable, "-c", code, folder / "full" / "model"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "'missing_keys': 0" in done.stdout
+    assert "'unexpected_keys': 0" in done.stdout
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank_with_step_and_file(folder):
+    cfg = config(folder, "diverges", "ddp")
+    with pytest.raises(RuntimeError, match=r"UserError: step \d: loss .*; this rank's rows are in .*rank-0.json"):
+        run_on(2, replace(cfg, optimizer=replace(cfg.optimizer, name="sgd", lr=1e30, max_grad_norm=None)))
+    files = sorted((folder / "diverges").glob("non-finite-step-*.json"))
+    assert [file.stem[-6:] for file in files] == ["rank-0", "rank-1"]
+    assert len(json.loads(files[0].read_text())["rows"]) == 4
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer(folder):
+    small = folder / "small-model"
+    small.mkdir()
+    content = json.loads((CONFIGS / "tiny-qwen3_5" / "config.json").read_text()) | {"vocab_size": 100}
+    (small / "config.json").write_text(json.dumps(content))
+    cfg = config(folder, "small")
+    cfg = replace(cfg, model=replace(cfg.model, path=str(small)))
+    with pytest.raises(RuntimeError, match=f"{UserError.__name__}: the tokenizer has 256 tokens but the model only 100"):
+        run_on(1, cfg)
