@@ -34,6 +34,8 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Model(Section):
+    """What is trained."""
+
     path: str
     """Local folder or hub id: `config.json`, and safetensors unless `init` is `random`."""
     init: Literal["weights", "random"] = "weights"
@@ -50,6 +52,8 @@ class Model(Section):
 
 @dataclass(frozen=True)
 class Lora(Section):
+    """Low-rank adapters (arXiv 2106.09685) on a frozen model, through PEFT."""
+
     r: int = 8
     """Rank of the adapters."""
     alpha: float = 16.0
@@ -72,6 +76,8 @@ class Lora(Section):
 
 @dataclass(frozen=True)
 class Data(Section):
+    """What it is trained on."""
+
     train: str | list[str]
     """Files, folders or glob patterns: `.jsonl` (one object a line) or plain text (one document a file)."""
     validation: float | str | list[str] = 0.0
@@ -95,6 +101,8 @@ class Data(Section):
 
 @dataclass(frozen=True)
 class Parallel(Section):
+    """How it is split over processes."""
+
     data: Literal["single", "ddp", "fsdp2"] = "single"
     """Data-parallel strategy over the processes that the other axes leave."""
     dp_replicate: int = 1
@@ -112,13 +120,18 @@ class Parallel(Section):
 
 @dataclass(frozen=True)
 class Optimizer(Section):
+    """How the weights are updated."""
+
     name: Literal["adamw", "sgd"] = "adamw"
+    """AdamW (arXiv 1711.05101), or SGD without momentum."""
     lr: float = 2e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay rates of the first and second moment."""
     eps: float = 1e-8
+    """AdamW's epsilon."""
     weight_decay: float = 0.0
+    """On every trainable parameter."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -137,8 +150,12 @@ class Optimizer(Section):
 
 @dataclass(frozen=True)
 class Training(Section):
+    """How much, with what, and where the results go."""
+
     output_dir: str
+    """Folder for everything a run leaves; one that holds another run is refused."""
     steps: int = 100
+    """Optimizer steps."""
     global_batch_size: int = 8
     """Rows in an optimizer step, over all ranks and micro-batches."""
     micro_batch_size: int = 1
@@ -148,6 +165,7 @@ class Training(Section):
     checkpointing: Literal["none", "full"] = "none"
     """`full`: keep only each layer's input and compute the layer again in the backward."""
     seed: int = 0
+    """Of random weights, document order and dropout."""
     eval_every: int = 0
     """Steps between evaluations (0: only before step 1 and at the end)."""
     eval_batches: int = 0
@@ -155,6 +173,7 @@ class Training(Section):
     sample: str | None = None
     """A prompt to continue greedily when training ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: a GPU where there is one."""
     overwrite: bool = False
     """Replace what another run left in `output_dir`."""
 
@@ -167,6 +186,8 @@ class Training(Section):
 
 @dataclass(frozen=True)
 class Measure(Section):
+    """What is measured and where it is told."""
+
     warmup_steps: int = 3
     """Steps left out of every time figure."""
     memory: bool = True
@@ -174,6 +195,7 @@ class Measure(Section):
     reverse_microbatches: bool = False
     """Take a step's micro-batches in reverse order: a noise control, what rounding alone does to a loss curve."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = field(default_factory=list)
+    """Experiment trackers; all but TensorBoard must be installed by you."""
 
     def __post_init__(self) -> None:
         _require(self.warmup_steps >= 0, f"measure.warmup_steps is {self.warmup_steps}; give 0 or more")

@@ -181,5 +181,5 @@ def transformers(cfg: RunConfig, workload: Workload, device: torch.device, round
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:
     keys = ("lr", "betas", "eps", "weight_decay", "foreach", "fused", "maximize", "amsgrad", "capturable")
-    settings = {key: optimizer.defaults[key] for key in keys}
-    return f"{type(optimizer).__name__} {settings}"
+    settings = {str({key: group[key] for key in keys}) for group in optimizer.param_groups if group["params"]}
+    return f"{type(optimizer).__name__} {' and '.join(sorted(settings))}"

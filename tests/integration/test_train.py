@@ -72,8 +72,9 @@ def run_on(nproc: int, cfg: RunConfig) -> RunRecord:
     first, *others = run_ranks(nproc, run, cfg)
     assert all(other is None for other in others)
     assert first is not None
-    assert RunRecord.read(Path(cfg.training.output_dir) / "record.json") == first
-    return first
+    on_disk = RunRecord.read(Path(cfg.training.output_dir) / "record.json")
+    assert (on_disk.losses, on_disk.eval, on_disk.step_seconds) == (first.losses, first.eval, first.step_seconds)
+    return on_disk
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +148,7 @@ def test_full_training_in_bfloat16_with_checkpointing_memory_and_a_sample(folder
 
 def test_a_loss_that_is_not_finite_stops_every_rank_with_step_and_file(folder):
     cfg = config(folder, "diverges", "ddp")
-    with pytest.raises(RuntimeError, match=r"UserError: step \d: loss .*; this rank's rows are in .*rank-0.json"):
+    with pytest.raises(RuntimeError, match=r"UserError: step \d: loss .*; this rank's rows are in .*rank-\d.json"):
         run_on(2, replace(cfg, optimizer=replace(cfg.optimizer, name="sgd", lr=1e30, max_grad_norm=None)))
     files = sorted((folder / "diverges").glob("non-finite-step-*.json"))
     assert [file.stem[-6:] for file in files] == ["rank-0", "rank-1"]

@@ -122,7 +122,7 @@ class TrainStream(IterableDataset):
             if barren > len(self.documents) + 100:
                 raise UserError(
                     f"data.train: {len(self.documents)} documents are too few or too short for slot {slot} of "
-                    f"training.global_batch_size {self.global_batch_size} to read any text; give more, or a smaller one"
+                    f"training.global_batch_size {self.global_batch_size} to read; give more text or a smaller batch"
                 )
 
     def _texts(self, slot: int) -> Iterator[str]:
@@ -133,12 +133,12 @@ class TrainStream(IterableDataset):
         """
         n = len(self.documents)
         num_places = max(n, self.global_batch_size)
+        places = range(slot, num_places, self.global_batch_size)
         for epoch in itertools.count(1):
-            order = permutation(n, self.seed, epoch)
-            places = [(place, order[place % n]) for place in range(slot, num_places, self.global_batch_size)]
-            del order  # a worker holds many of these streams: keep its own share only
-            for place, document in places:
-                text = self.corpus[self.documents[document]]
+            # Indexing copies: many of these streams run side by side, and each keeps its own share of the order only.
+            share = permutation(n, self.seed, epoch)[np.array(places) % n]
+            for place, document in zip(places, self.documents[share]):
+                text = self.corpus[document]
                 piece, num_pieces = place // n, len(range(place % n, num_places, n))
                 yield text[len(text) * piece // num_pieces : len(text) * (piece + 1) // num_pieces]
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import DATA_AXES, sum_gradients
 
@@ -51,18 +51,16 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         # Every micro-batch is reduce-scattered, so no rank ever keeps whole gradients; replicas are added up once.
         part.set_requires_all_reduce(sync)
 
-    def run(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
-        loss = inner_run(pm, microbatches, loss_scale, train)
-        if not train:  # no backward has freed what `reshard_after_forward=False` kept
+    def free_after_evaluation(*_: object) -> None:
+        if not torch.is_grad_enabled():  # no backward comes to free what `reshard_after_forward=False` has kept
             for module in sharded:
                 module.reshard()
-        return loss
 
-    inner_run = pm.run
+    part.register_forward_hook(free_after_evaluation)
     reduce_grads = pm.reduce_grads
     if trained := [p for p in replicated if p.requires_grad]:
         reduce_grads = (*reduce_grads, lambda: sum_gradients(trained, mesh, DATA_AXES))
-    return replace(pm, run=run, set_sync=set_sync, reduce_grads=reduce_grads)
+    return replace(pm, set_sync=set_sync, reduce_grads=reduce_grads)
 
 
 def units(part: nn.Module, spec: ModelSpec) -> list[nn.Module | list[nn.Module]]:

@@ -1,0 +1,140 @@
+"""A few steps of one strategy on one device, and what they are held against: the same work in float32 on the CPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
+from shardwise.interfaces import IGNORED, Batch
+from shardwise.metrics.memory import PeakMemory, state_bytes
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import full_tensor
+from shardwise.training.build import State, build
+from shardwise.training.step import forward_backward, training_step
+from tests.gpu import kernels
+from tests.parity.harness import random_b
+
+ROWS, SEQUENCE = 4, 70  # 70 is no multiple of the recurrent layers' chunks of 64 and 32
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One strategy on one model at world size 1."""
+
+    model: str  # a folder
+    strategy: Literal["single", "ddp", "fsdp2"]  # hsdp needs two replicas
+    mode: Literal["lora", "full"]
+    dtype: Literal["bfloat16", "float32"]
+    device: Literal["cuda", "cpu"]
+
+    def reference(self) -> Cell:
+        """The same work in one process on the CPU in float32."""
+        return replace(self, strategy="single", dtype="float32", device="cpu")
+
+    def control(self) -> Cell:
+        """The same work in one process on the CPU in this cell's dtype: what rounding alone does."""
+        return replace(self, strategy="single", device="cpu")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a cell did; tensors are whole, float32 and on the CPU."""
+
+    losses: list[float]  # on a repeated batch, before each update
+    logits: torch.Tensor  # [B, T, V], before the first update
+    grads: dict[str, torch.Tensor]  # of the first step, before clipping
+    frozen_with_gradient: list[str]
+    state: dict[str, int]  # bytes after the first backward and update, gradients still there
+    expected_state: dict[str, int]
+    memory: dict[str, int]  # bytes around the last step
+
+
+def run_config(cell: Cell) -> RunConfig:
+    """The run file of a cell. Weights are stored in the cell's dtype and products computed in it."""
+    return RunConfig(
+        model=Model(cell.model, init="random", dtype=cell.dtype),
+        lora=Lora(r=4, alpha=8) if cell.mode == "lora" else None,
+        data=Data(train="unused", sequence_length=SEQUENCE),
+        parallel=Parallel(data=cell.strategy),
+        optimizer=Optimizer(lr=1e-2 if cell.mode == "lora" else 1e-3, lr_schedule="constant"),
+        training=Training(
+            output_dir="unused",
+            steps=STEPS,
+            global_batch_size=ROWS,
+            micro_batch_size=ROWS // 2,
+            precision=cell.dtype,
+            device=cell.device,
+        ),
+    )
+
+
+def microbatches(device: torch.device) -> list[Batch]:
+    """Two micro-batches of two rows, the second with fewer target tokens."""
+    ids = torch.randint(256, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
+    labels = ids[:, 1:].clone()
+    labels[ROWS // 2 :, 40:] = IGNORED
+    halves = (slice(0, ROWS // 2), slice(ROWS // 2, ROWS))
+    return [
+        Batch(ids[h, :-1], labels[h], torch.zeros_like(labels[h]), tuple(range(ROWS))[h], step=1).to(device) for h in halves
+    ]
+
+
+def start_values(cell: Cell) -> State:
+    """Every parameter as the cell's own dtype has it, LoRA's B at random; filled into float32 it loses nothing."""
+    cfg = run_config(cell.control())
+    job = build(cfg, build_mesh(cfg, torch.device("cpu")), random_b(cfg))
+    return State({name: p.detach() for name, p in job.pm.named_parameters()})
+
+
+def run_cell(cell: Cell, start: State, gdn: str = "torch") -> Outcome:
+    """Run a cell from these values; a process group must be up. `gdn` says which kernels it must have on a GPU."""
+    cfg = run_config(cell)
+    device = torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
+    mesh = build_mesh(cfg, device)
+    job = build(cfg, mesh, start)
+    (part,) = job.pm.parts
+    if cell.device == "cuda" and hasattr(part.hf.config, "linear_key_head_dim"):
+        kernels.check(part.hf, gdn)
+    code: AbstractContextManager[Any] = nullcontext()
+    if cell.device == "cpu":
+        code = kernels.reference_code(type(part.hf).__module__)
+    batches = microbatches(device)
+    with code:
+        with torch.no_grad():
+            part.eval()
+            logits = torch.cat([part(batch, return_logits=True) for batch in batches]).float().cpu()
+            # An evaluation leaves fsdp2's root gathered, as in a run.
+            job.pm.run(job.pm, batches, 1.0, False)
+        loss, _ = forward_backward(job.pm, batches, mesh)
+        named = list(job.pm.named_parameters())
+        grads = {n: full_tensor(p.grad).float().cpu() for n, p in named if p.requires_grad and p.grad is not None}
+        frozen = [n for n, p in named if not p.requires_grad and p.grad is not None]
+        job.optimizer.step()
+        state = state_bytes([p for _, p in named], job.optimizer)
+        job.optimizer.zero_grad(set_to_none=True)
+        losses = [loss.item()]
+        for _ in range(STEPS - 2):
+            losses.append(training_step(job, batches, mesh, cfg.optimizer.max_grad_norm).loss)
+        with PeakMemory(device) as memory:
+            losses.append(training_step(job, batches, mesh, cfg.optimizer.max_grad_norm).loss)
+    figures = {key: getattr(memory, f"{key}_bytes") for key in ("entry", "peak", "exit")}
+    return Outcome(losses, logits, grads, frozen, state, _expected_state(named), figures)
+
+
+def _expected_state(named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, int]:
+    """At world size 1: what is trained has a gradient, two moments like itself and a 4-byte step counter."""
+    every = sum(p.numel() * p.element_size() for _, p in named)
+    trained = [(p.numel(), p.element_size()) for _, p in named if p.requires_grad]
+    size = sum(numel * element for numel, element in trained)
+    return {"weights": every, "gradients": size, "optimizer": 2 * size + 4 * len(trained)}
+
+
+def distance(tensors: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Of each tensor the 2-norm of its difference to the reference over that of the reference."""
+    assert tensors.keys() == reference.keys()
+    return {name: ((tensors[name] - ref).norm() / ref.norm()).item() for name, ref in reference.items()}
