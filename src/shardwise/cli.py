@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from shardwise import __version__
 from shardwise.config import Model, UserError, load_config
-from shardwise.training.launch import guarded, launch
+from shardwise.training.ending import guarded
+from shardwise.training.launch import launch
 
 OVERRIDE = "--section.key=value"
 
@@ -46,7 +47,7 @@ def run(arguments: list[str]) -> int:
 
 def merge(model: str, adapter: str, out: str) -> int:
     """Merge an adapter into its model; write a folder that transformers loads."""
-    from shardwise.models.lora import merge_adapter
+    from shardwise.models.adapter import merge_adapter
 
     merge_adapter(Model(path=model), adapter, out)
     print(f"merged {adapter} into {model}: {out}")

@@ -69,13 +69,18 @@ def run_tests(gdn: str, device: str, scratch: Path, limit: float) -> dict[str, A
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument("--rehearse", metavar="DIR", type=Path, help="the same code on the CPU with a toy; writes to DIR")
+    parser.add_argument(
+        "--rehearse", metavar="DIR", type=Path, help="the same code on the CPU with a toy; writes to DIR"
+    )
     rehearse: Path | None = parser.parse_args().rehearse
     if rehearse is None:
         import torch
 
         if not torch.cuda.is_available():
-            print(f"error: {sys.executable} finds no CUDA device; give PYTHON= an interpreter whose torch does", file=sys.stderr)
+            print(
+                f"error: {sys.executable} finds no CUDA device; give PYTHON= an interpreter whose torch does",
+                file=sys.stderr,
+            )
             return 2
     os.chdir(ROOT)
     device, workload = ("cuda", LORA_STEP) if rehearse is None else ("cpu", REHEARSAL)
@@ -121,7 +126,9 @@ def run(device: str, workload: Any, files: Files, deadline: Deadline, scratch: P
                 "workload": vars(workload),
                 "dtype": "weights bfloat16, adapters float32, autocast bfloat16",
                 "rows": [with_figures(row, workload, facts) for gdn in rows for row in rows[gdn]],
-                "comparisons": [c for gdn in rows for c in comparisons([r for r in timed if r["gdn"] == gdn], gate(gdn))],
+                "comparisons": [
+                    c for gdn in rows for c in comparisons([r for r in timed if r["gdn"] == gdn], gate(gdn))
+                ],
             },
         )
 
@@ -131,7 +138,12 @@ def run(device: str, workload: Any, files: Files, deadline: Deadline, scratch: P
             save()
 
         time_pair(
-            gdn, workload, lambda side, gdn: start_side(side, gdn, drawn, device, env), deadline, stage(f"timing {gdn}"), keep
+            gdn,
+            workload,
+            lambda side, gdn: start_side(side, gdn, drawn, device, env),
+            deadline,
+            stage(f"timing {gdn}"),
+            keep,
         )
 
     tests["torch"] = run_tests("torch", device, scratch, stage("tests torch"))
@@ -149,17 +161,25 @@ def summary(files: Files) -> int:
     """Print what came out; 0 if nothing failed."""
     tests = json.loads((files.folder / "strategies.json").read_text())["tests"]
     timed = json.loads((files.folder / "lora_step.json").read_text())
-    print(f"{'GDN':6}{'checkpointing':15}{'side':14}{'status':9}{'ms/step':>10}{'tokens/s':>12}{'MFU':>7}{'peak GiB':>10}")
+    print(
+        f"{'GDN':6}{'checkpointing':15}{'side':14}{'status':9}{'ms/step':>10}{'tokens/s':>12}{'MFU':>7}{'peak GiB':>10}"
+    )
     for row in timed["rows"]:
         if row["status"] != "ok":
-            print(f"{row['gdn']:6}{row.get('checkpointing', ''):15}{row.get('side', ''):14}{row['status']:9} {row['reason']}")
+            print(
+                f"{row['gdn']:6}{row.get('checkpointing', ''):15}{row.get('side', ''):14}{row['status']:9} {row['reason']}"
+            )
             continue
         figures = f"{1e3 * row['step_seconds']['median']:10.1f}{row['tokens_per_second']:12,.0f}{row['mfu']['published']:7.1%}"
         memory = f"{row['memory']['peak_bytes'] / 2**30:10.2f}"
         print(f"{row['gdn']:6}{row['checkpointing']:15}{row['side']:14}{row['status']:9}{figures}{memory}")
     for entry in timed["comparisons"]:
         unequal = [key for key, same in entry.get("equal", {}).items() if not same]
-        ratio = f"time x {entry['time']['median']:.2f}, memory x {entry['peak_memory']:.2f}" if "time" in entry else "no ratio"
+        ratio = (
+            f"time x {entry['time']['median']:.2f}, memory x {entry['peak_memory']:.2f}"
+            if "time" in entry
+            else "no ratio"
+        )
         print(f"{entry['gdn']}, checkpointing {entry['checkpointing']}: gate {entry['gate']}, {ratio}", *unequal)
     statuses = [run["status"] for run in tests.values()] + [row["status"] for row in timed["rows"]]
     print(f"written: {files.folder}/strategies.json, {files.folder}/lora_step.json")

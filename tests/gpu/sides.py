@@ -117,7 +117,12 @@ class _InRounds(TrainerCallback):
         control.should_log = self.rounds.wants_figures
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, float], **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **kwargs: Any,
     ) -> None:
         if "loss" in logs:
             self.rounds.note(logs["loss"], logs["grad_norm"])

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,8 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import RunConfig, UserError
+from shardwise.training import output_dir
+from shardwise.training.ending import FAILED, OUT_OF_MEMORY, PATIENCE_SECONDS, USER_ERROR, Ending, explain, guarded
 
-# torch and all that needs it are imported inside the functions: the user's mistakes are told before that costs seconds.
+# torch, and what needs it, is imported inside functions: the user's mistakes are told before that takes its seconds.
 if TYPE_CHECKING:
     import torch
 
@@ -30,136 +30,80 @@ if TYPE_CHECKING:
 Train = Callable[[RunConfig, "Mesh"], object]
 """What each rank runs, with the process group up."""
 
-RECORD_FILES = ("record.json", "metrics.jsonl")
-"""An output folder that has one of these holds a run."""
-RESULT_FOLDERS = ("adapter", "model", "checkpoints", "tensorboard")
-"""What else a run writes."""
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others in a collective: longer than rank 0 may take to read weights or tokenise."""
-PATIENCE_SECONDS = 2.0
-"""How long a rank with an unexpected error waits before it ends: much longer than a launcher needs to see an exit."""
+"""How long a rank waits for the others in a collective: longer than one of them may take to read weights."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the processes of a run."""
+    """The place of this process among the processes of a run."""
 
     rank: int
     size: int
-    local_rank: int  # index of its GPU among those that it sees
+    local_rank: int  # index of its GPU among those it sees
     init_method: str | None  # where the processes meet; None: there is only this one
 
     @property
     def where(self) -> str:
-        """For messages: nothing where there is only one process."""
+        """For messages; nothing where there is one process."""
         return f" on rank {self.rank} of {self.size}" if self.size > 1 else ""
 
 
 ALONE = World(rank=0, size=1, local_rank=0, init_method=None)
 
 
-@dataclass(frozen=True)
-class Ending:
-    """How a run that did not succeed is told: to the shell, in record.json and to the person."""
-
-    exit_code: int
-    status: str
-    reason: str
-    text: str
-
-
-# ---------------------------------------------------------------------------------------------------- how a run ends
-
-
-def explain(error: BaseException, where: str = "") -> Ending:
-    """What an exception means: 2 the user's mistake and 3 out of memory in one line, 1 anything else in full."""
-    message = " ".join(str(error).split())
-    if isinstance(error, UserError):
-        return Ending(2, "unsupported", message, f"error: {message}")
-    if is_out_of_memory(error):
-        wanted = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
-        reason = f"out of memory{where}" + (f": {wanted[0].lower()}" if wanted else "")
-        way_out = "lower training.micro_batch_size or data.sequence_length, or set training.checkpointing=full"
-        return Ending(3, "oom", reason, f"{reason}; {way_out}")
-    reason = f"{type(error).__name__}{where}: {message}"
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    return Ending(1, "failed", reason, f"error{where}:\n{trace}" if where else trace)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU's or the CPU's allocator had no more memory (a CPU tensor's is a plain RuntimeError)."""
-    import torch
-
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    signs = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in (*signs, "CUDA error: out of memory"))
-
-
-def guarded(call: Callable[[], int]) -> int:
-    """The exit code of `call()`; what goes wrong in it is told on stderr, and nothing but SystemExit is raised."""
-    try:
-        return call()
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except SystemExit:
-        raise
-    except BaseException as error:  # some of torch's errors are no Exception
-        ending = explain(error)
-        if ending.exit_code != 1 and _rank_from(os.environ) > 0:
-            time.sleep(PATIENCE_SECONDS / 4)  # rank 0 has most likely found the same and tells it; then this one is ended
-        print(ending.text, file=sys.stderr, flush=True)
-        return ending.exit_code
-
-
-def _rank_from(env: Mapping[str, str]) -> int:
-    return int(env.get("RANK") or env.get("SLURM_PROCID") or 0)
-
-
-# ------------------------------------------------------------------------------------------------------- the processes
-
-
 def launch(cfg: RunConfig, nproc: int | None = None, train: Train | None = None) -> int:
-    """Run `cfg` on `nproc` (default 1) new processes of this machine, or as one of those a launcher started.
+    """Run `cfg` on `nproc` (default 1) processes of this machine, or as one of those that a launcher started.
 
-    Returns the exit code: 0 ok, 2 the user's mistake, 3 out of memory, 1 anything else; it has been told on stderr.
-    `train` (default: `shardwise.training.loop.train`) must be importable by name: new processes look it up.
+    Returns the exit code: 0 ok, 2 the user's mistake, 3 out of memory, 130 Ctrl-C, 1 anything else; stderr has been
+    told. `train` (default: `shardwise.training.loop.train`) has to be importable, since new processes look it up.
     """
     return guarded(lambda: _launch(cfg, nproc, train))
 
 
 def _launch(cfg: RunConfig, nproc: int | None, train: Train | None) -> int:
     world = find_world(os.environ)
-    if world is not None and nproc is not None:
-        raise UserError(f"--nproc {nproc}: a launcher has started {world.size} processes already; leave --nproc out")
-    if nproc is not None and nproc < 1:
-        raise UserError(f"--nproc is {nproc}; give at least 1")
-    claim_output_dir(cfg, clear=world is None or world.rank == 0)
-    if nproc is not None and nproc > 1:
-        return _start_processes(cfg, nproc, train)
-    run_rank(cfg, world or ALONE, train)
+    if nproc is not None:
+        if world is not None:
+            raise UserError(
+                f"--nproc {nproc}: a launcher has started {world.size} processes already; leave --nproc out"
+            )
+        if nproc < 1:
+            raise UserError(f"--nproc is {nproc}; give at least 1")
+    try:
+        output_dir.claim(cfg, clear=world is None or world.rank == 0)
+        if nproc is not None and nproc > 1:
+            return start_processes(cfg, nproc, train)
+        run_rank(cfg, world or ALONE, train)
+    except UserError:
+        if world is not None and world.rank > 0:
+            time.sleep(
+                PATIENCE_SECONDS / 4
+            )  # rank 0 has most likely found the same and tells it: then this one is ended
+        raise
     return 0
 
 
 def find_world(env: Mapping[str, str]) -> World | None:
-    """The place that torchrun's or srun's environment variables give this process, or None."""
+    """The place that torchrun's or srun's environment variables give this process; None where there are none.
+
+    Raises UserError where torchrun's are incomplete.
+    """
     if "RANK" in env and "WORLD_SIZE" in env:
         missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
-            raise UserError(
-                f"RANK and WORLD_SIZE are set but {' and '.join(missing)} not; start with torchrun, or unset them"
-            )
+            raise UserError(f"RANK is set but not {' nor '.join(missing)}; start with torchrun, or unset RANK")
         return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), "env://")
-    # Only srun sets a step: a batch script has SLURM_PROCID and SLURM_NTASKS too, and would wait for tasks that never
-    # start. Slurm counts negative steps (batch, interactive) down from 2^32.
-    size = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
-    step = int(env.get("SLURM_STEP_ID", "-1"))
+    # Only srun sets a step. A batch script has SLURM_PROCID and SLURM_NTASKS too, and would wait for tasks that never
+    # come. Slurm counts its own steps (batch script, interactive shell) down from 2^32.
+    size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
+    step = int(env.get("SLURM_STEP_ID") or -1)
     if "SLURM_PROCID" not in env or size == 1 or not 0 <= step < 2**31:
         return None
     host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
     port = env.get("MASTER_PORT") or 15000 + (16 * int(env["SLURM_JOB_ID"]) + step) % 15000
-    one_gpu_per_task = env.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0
-    local_rank = 0 if one_gpu_per_task else int(env["SLURM_LOCALID"])
+    sees_one_gpu = env.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0  # with --gpus-per-task each task its own
+    local_rank = 0 if sees_one_gpu else int(env["SLURM_LOCALID"])
     return World(int(env["SLURM_PROCID"]), size, local_rank, f"tcp://{host}:{port}")
 
 
@@ -169,104 +113,8 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
-def _start_processes(cfg: RunConfig, nproc: int, train: Train | None) -> int:
-    import torch
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    if _device_type(cfg) == "cuda" and nproc > torch.cuda.device_count():
-        raise UserError(
-            f"--nproc is {nproc} but this machine has {torch.cuda.device_count()} GPUs; "
-            "lower it, or set training.device=cpu"
-        )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment = {
-        # More threads than cores spin against each other: 2 ranks with 2 threads each on 2 cores take 5 times as long.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // nproc))),
-        # Or workers meet in the launcher's store, where addresses of workers that are gone remain (pytorch#135712).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _environment(environment), _own_words():
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id="shardwise",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=0,
-            start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C stays Python's KeyboardInterrupt
-        )
-        try:
-            elastic_launch(config, _process_main)(cfg, train, folder)
-        except SignalException as signalled:
-            return 128 + signalled.sigval
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            report = _report_path(folder, rank)
-            if report.exists():
-                print(report.read_text(encoding="utf-8"), file=sys.stderr, flush=True)
-                return failure.exitcode
-            reason = f"rank {rank} {_how_it_died(failure.exitcode)}"
-            print(f"error: {reason}", file=sys.stderr, flush=True)
-            write_ending(cfg, "failed", reason)
-            return 1
-    return 0
-
-
-def _process_main(cfg: RunConfig, train: Train | None, folder: str) -> None:
-    world = find_world(os.environ)
-    assert world is not None, "torch elastic sets RANK and the rest"
-    try:
-        run_rank(cfg, world, train)
-    except Exception as error:
-        ending = explain(error, world.where)
-        _report_path(folder, world.rank).write_text(ending.text, encoding="utf-8")
-        sys.exit(ending.exit_code)
-
-
-def _report_path(folder: str, rank: int) -> Path:
-    return Path(folder, f"rank-{rank}.txt")
-
-
-def _how_it_died(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"ended with exit code {exit_code} without a word"
-    hint = "; the system does that when memory runs out" if exit_code == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-exit_code).name}{hint}"
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextlib.contextmanager
-def _own_words() -> Iterator[None]:
-    """Without torch elastic's log lines and tables: this process does nothing else meanwhile, and tells the end itself."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-# ------------------------------------------------------------------------------------------------------------ one rank
-
-
 def run_rank(cfg: RunConfig, world: World, train: Train | None = None) -> None:
-    """Bring up this rank's process group and mesh, train, and take the group down; an error is recorded and raised."""
+    """Be one rank: process group up, mesh, train, group down. An error is recorded in the output folder and raised."""
     import torch.distributed as dist
 
     try:
@@ -277,14 +125,16 @@ def run_rank(cfg: RunConfig, world: World, train: Train | None = None) -> None:
         if train is None:
             from shardwise.training.loop import train
         train(cfg, build_mesh(cfg, device))
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch has errors that are no Exception
         ending = explain(error, world.where)
-        if ending.exit_code == 1 and world.size > 1:
-            # A rank that loses a peer raises what is no different from an error of its own. So each waits before it ends
-            # (its connections stay open, nobody fails of it): the launcher sees the cause first and ends the others.
+        if world.size > 1 and ending.exit_code == FAILED:
+            # A rank that loses a peer raises what looks like an error of its own. So each waits before it ends (its
+            # connections stay open, nobody fails of it): the launcher sees the cause first, and ends the others.
             time.sleep(PATIENCE_SECONDS)
-        write_ending(cfg, ending.status, ending.reason)
-        if world.size == 1 and dist.is_initialized():  # with peers it could wait for them
+        _record(cfg, ending)
+        if world.size == 1 and dist.is_initialized():  # with peers it may wait for one that is lost
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
@@ -298,7 +148,7 @@ def pick_device(cfg: RunConfig, world: World) -> torch.device:
         return torch.device("cpu")
     if world.local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"rank {world.rank} wants GPU {world.local_rank} but sees {torch.cuda.device_count()}; "
+            f"rank {world.rank} would take GPU {world.local_rank} of {torch.cuda.device_count()}; "
             "start fewer processes, or set training.device=cpu"
         )
     return torch.device("cuda", world.local_rank)
@@ -318,56 +168,118 @@ def _init_process_group(device: torch.device, world: World) -> None:
     import torch
     import torch.distributed as dist
 
-    place: dict[str, Any] = {"init_method": world.init_method} if world.init_method else {"store": dist.HashStore()}
+    options: dict[str, Any] = {"init_method": world.init_method} if world.init_method else {"store": dist.HashStore()}
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        place["device_id"] = device
+        options["device_id"] = device
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT, **place)
-    dist.barrier()  # nobody writes into the output folder before everybody has looked at it
+    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT, **options)
+    dist.barrier()  # nobody writes into the output folder before everybody has claimed it
 
 
-# --------------------------------------------------------------------------------------------------- the output folder
+def _record(cfg: RunConfig, ending: Ending) -> None:
+    code = ending.exit_code
+    output_dir.record_failure(cfg, code == OUT_OF_MEMORY, code == USER_ERROR, ending.reason)
 
 
-def claim_output_dir(cfg: RunConfig, clear: bool) -> None:
-    """Make the output folder. Raises UserError where it holds a run that may not be replaced; `clear` removes that run.
+def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> int:
+    """Run `cfg` on `nproc` new processes and return the exit code of the one that ended the run, once it is told."""
+    import torch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    Only what a run writes is removed, and only where there is a run. A record that says a run was refused (status
-    `unsupported`) is no run: the next try replaces it.
-    """
-    folder = Path(cfg.training.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"training.output_dir {folder}: cannot make the folder ({error.strerror})") from None
-    if not any((folder / name).exists() for name in RECORD_FILES):
-        return
-    if not cfg.training.overwrite and not _was_refused(folder):
+    if _device_type(cfg) == "cuda" and nproc > torch.cuda.device_count():
         raise UserError(
-            f"training.output_dir {folder} holds another run; choose another folder, or set training.overwrite=true"
+            f"--nproc is {nproc} but there are {torch.cuda.device_count()} GPUs here; "
+            "lower it, or set training.device=cpu"
         )
-    inputs = [Path(path).resolve() for path in (cfg.model.path, cfg.model.tokenizer) if path is not None]
-    for name in RESULT_FOLDERS:
-        if any(path.is_relative_to((folder / name).resolve()) for path in inputs):
-            raise UserError(
-                f"training.overwrite would remove {folder / name}, which the run reads; choose another output_dir"
-            )
-    if clear:
-        for name in RECORD_FILES:
-            (folder / name).unlink(missing_ok=True)
-        for name in RESULT_FOLDERS:
-            shutil.rmtree(folder / name, ignore_errors=True)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    environment = {
+        # More threads than cores spin against each other: 2 ranks of 2 threads on 2 cores are 5 times slower than of 1.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // nproc)),
+        # Else the ranks meet in the launcher's own store, where a restart finds dead addresses (pytorch issue 135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _launcher(environment):
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id="shardwise",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",  # a free port
+            local_addr="localhost",
+            max_restarts=0,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C stays Python's
+        )
+        try:
+            elastic_launch(config, _process_main)(cfg, train, folder)
+        except SignalException as signalled:
+            return 128 + signalled.sigval
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            report = _report_path(folder, rank)
+            if report.exists():
+                print(report.read_text(encoding="utf-8"), file=sys.stderr, flush=True)
+                return failure.exitcode
+            reason = f"rank {rank} of {nproc} {_how_it_died(failure.exitcode)}"
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+            _record(cfg, Ending(FAILED, reason, reason))
+            return FAILED
+    return 0
 
 
-def _was_refused(folder: Path) -> bool:
-    if (folder / "metrics.jsonl").exists():
-        return False
+def _process_main(cfg: RunConfig, train: Train | None, folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends this process without a word; also sent when the launcher dies
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    world = find_world(os.environ)
+    assert world is not None, "torch elastic sets RANK and the rest"
     try:
-        return json.loads((folder / "record.json").read_text(encoding="utf-8"))["status"] == "unsupported"
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        run_rank(cfg, world, train)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        ending = explain(error, world.where)
+        _report_path(folder, world.rank).write_text(ending.text, encoding="utf-8")
+        sys.exit(ending.exit_code)
 
 
-def write_ending(cfg: RunConfig, status: str, reason: str) -> None:
-    """Record how a run ended that did not succeed, unless another rank did so already."""
+def _report_path(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank-{rank}.txt")
+
+
+def _how_it_died(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code} without a word"
+    hint = "; the system does that when memory runs out" if exit_code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-exit_code).name}{hint}"
+
+
+@contextlib.contextmanager
+def _launcher(environment: Mapping[str, str]) -> Iterator[None]:
+    """What holds while this process only watches others: their environment, no log lines of torch elastic's.
+
+    Ctrl-C goes to every process of a terminal. The new ones inherit it blocked, or those still importing would each
+    print a traceback; here it gets through by a thread that does not block it, and this process ends the others.
+    """
+    os_environ, logging_disabled = dict(os.environ), logging.root.manager.disable
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    os.environ.update(environment)
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging_disabled)
+        os.environ.clear()
+        os.environ.update(os_environ)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        over.set()
+        if threading.current_thread() is threading.main_thread():  # torch elastic has set them in no other
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

@@ -1,0 +1,76 @@
+"""How a run or a command that does not succeed is told: to the shell, to the person, in `record.json`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwise.config import UserError
+
+USER_ERROR, OUT_OF_MEMORY, FAILED = 2, 3, 1
+"""Exit codes."""
+PATIENCE_SECONDS = 2.0
+"""How long a rank with an unexpected error waits before it ends: many times what a launcher takes to see an exit."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What an exception comes to."""
+
+    exit_code: int
+    reason: str  # one line, for the record
+    text: str  # for stderr
+
+
+def explain(error: BaseException, where: str = "") -> Ending:
+    """The user's mistake and want of memory in one line, anything else with its traceback.
+
+    `where` names the rank where there are several, as in " on rank 1 of 2".
+    """
+    message = " ".join(str(error).split())
+    if isinstance(error, UserError):
+        return Ending(USER_ERROR, message, f"error: {message}")
+    if is_out_of_memory(error):
+        wanted = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
+        reason = f"out of memory{where}" + (f": {wanted[0].lower()}" if wanted else "")
+        way_out = "lower training.micro_batch_size or data.sequence_length, or set training.checkpointing=full"
+        return Ending(OUT_OF_MEMORY, reason, f"error: {reason}; {way_out}")
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    text = f"error{where}:\n{trace}" if where else trace
+    return Ending(FAILED, f"{type(error).__name__}{where}: {message}", text)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's or the CPU's allocator had no more to give (the CPU's raises a plain RuntimeError)."""
+    import torch  # not before something went wrong
+
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    signs = (
+        "DefaultCPUAllocator: can't allocate memory",
+        "DefaultCPUAllocator: not enough memory",
+        "CUDA error: out of memory",
+    )
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def guarded(call: Callable[[], int]) -> int:
+    """The exit code of `call()`: what goes wrong in it is told on stderr, and nothing but SystemExit is raised."""
+    try:
+        return call()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except SystemExit:
+        raise
+    except BaseException as error:  # torch has errors that are no Exception
+        ending = explain(error)
+        if ending.exit_code != FAILED and int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) > 0:
+            time.sleep(PATIENCE_SECONDS / 4)  # rank 0 most likely has found the same, tells it, and this one is ended
+        print(ending.text, file=sys.stderr, flush=True)
+        return ending.exit_code

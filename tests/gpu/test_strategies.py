@@ -1,0 +1,186 @@
+"""Every strategy at world size 1 on a CUDA device (NCCL), in bfloat16 and in float32, against float32 on the CPU.
+
+How far bfloat16 may be from float32 is not a number that we choose: it is what the same work in bfloat16 in one process
+on the CPU, the control, is off by. A device rounds at other places and adds up in another order, so it gets ROOM times
+that.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from shardwise.training.build import State
+from tests.distributed import run_ranks
+from tests.gpu.strategies import ROWS, SEQUENCE, Cell, Outcome, distances, run_cell, shares, start_values
+from tests.gpu.workload import GDN_SHAPE
+from tests.parity.harness import CONFIGS, FAMILIES
+
+GDN = os.environ.get("SHARDWISE_GDN")
+STRATEGIES = ("single", "ddp", "fsdp2")
+MODES = ("lora", "full")
+ROOM = 3.0
+# The control rounds each result to bfloat16 (unit roundoff 2^-9) but adds up in float32. In float32 the unit is 2^-24,
+# and a sum of n products adds about sqrt(n) of them; the longest sums are over all tokens. (TF32's unit is 2^-11: a
+# quarter of the control, hundreds of times this share.)
+FLOAT32_SHARE = 2.0**-24 / 2.0**-9 * (ROWS * SEQUENCE) ** 0.5
+
+cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (make gpu)"),
+]
+
+
+def model_folder(name: str, scratch: Callable[[str], str]) -> str:
+    """A tiny model of a family; with fla, one whose Gated DeltaNet has the shape that is timed."""
+    if GDN != "fla":
+        return str(CONFIGS / name)
+    folder = scratch(name)
+    config = json.loads((CONFIGS / name / "config.json").read_text(encoding="utf-8"))
+    with open(f"{folder}/config.json", "w", encoding="utf-8") as file:
+        json.dump(config | GDN_SHAPE, file)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    return cache(lambda name: model_folder(name, lambda name: str(tmp_path_factory.mktemp(name))))
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[None]:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def free_memory() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell, and how far it and the bfloat16 control are from the float32 reference."""
+
+    outcome: Outcome
+    off_by: dict[str, float]
+    control_off_by: dict[str, float]
+    shares: dict[str, float]
+
+    def record(self, record_property: Callable[[str, object], None]) -> None:
+        record_property("off_by", self.off_by)
+        record_property("control_off_by", self.control_off_by)
+        record_property("losses", self.outcome.losses)
+        record_property("memory_bytes", self.outcome.memory)
+        record_property("state_bytes", self.outcome.state)
+
+
+def run(cell: Cell) -> Result:
+    start, reference, control = expected(replace(cell, strategy="single", device="cpu"))
+    outcome = run_cell(cell, start, GDN if cell.device == "cuda" else None)
+    return Result(outcome, distances(outcome, reference), control, shares(outcome, reference))
+
+
+@cache
+def expected(cell: Cell) -> tuple[State, Outcome, dict[str, float]]:
+    """What does not depend on device and strategy: start values, reference, and the control's distances to it."""
+    start = start_values(cell)
+    reference = run_cell(cell.reference(), start)
+    return start, reference, distances(run_cell(replace(cell, dtype="bfloat16"), start), reference)
+
+
+def check(result: Result, room: float) -> None:
+    """All that must hold of a cell that may be `room` times as far off as the control."""
+    outcome, off_by, control = result.outcome, result.off_by, result.control_off_by
+    for key in ("logits", "gradients", "any logit"):
+        assert off_by[key] <= room * control[key], f"{key} off by {off_by[key]:.1e}, the control by {control[key]:.1e}"
+    # Cross entropy changes by at most twice the largest change of a logit.
+    assert off_by["loss"] <= 2 * room * control["any logit"]
+    wrong = {name: share for name, share in result.shares.items() if not 0.5 < share < 1.5}
+    assert not wrong, f"gradients by their share in the reference's: {wrong}"
+    assert all(later < earlier for earlier, later in zip(outcome.losses, outcome.losses[1:])), outcome.losses
+    assert outcome.frozen_with_gradient == []
+    assert outcome.state == outcome.expected_state
+    held = (
+        outcome.state["weights"] + 2 * outcome.state["gradients"]
+    )  # and the two moments; step counters may be elsewhere
+    assert held <= outcome.memory["entry"]
+    assert outcome.memory["entry"] + outcome.state["gradients"] <= outcome.memory["peak"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("family", ["qwen3_5_text"] if GDN == "fla" else list(FAMILIES))
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=cuda)])
+def test_bfloat16_on_the_device(device, family, strategy, mode, folder, nccl, record_property):
+    result = run(Cell(folder(FAMILIES[family]), strategy, mode, "bfloat16", device))
+    result.record(record_property)
+    check(result, ROOM)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", [] if GDN == "fla" else list(FAMILIES))
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=cuda)])
+def test_float32_on_the_device(device, family, mode, folder, nccl, record_property):
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert torch.get_float32_matmul_precision() == "highest"
+    result = run(Cell(folder(FAMILIES[family]), "single", mode, "float32", device))
+    result.record(record_property)
+    check(result, ROOM * FLOAT32_SHARE)
+
+
+# The same lines without a GPU: fsdp2 keeps olmo_hybrid's float32 parameters whole, qwen3_next routes in float32.
+CPU_CELLS = [("olmo_hybrid", "fsdp2", "full"), ("qwen3_next", "ddp", "lora"), ("nemotron_h", "fsdp2", "lora")]
+
+
+@pytest.mark.parametrize(("family", "strategy", "mode"), CPU_CELLS)
+def test_bfloat16_on_the_cpu(family, strategy, mode, record_property):
+    cell = Cell(str(CONFIGS / FAMILIES[family]), strategy, mode, "bfloat16", "cpu")
+    (result,) = run_ranks(1, run, cell)
+    result.record(record_property)
+    check(result, ROOM)
+
+
+def test_the_float32_bound_lets_another_order_of_sums_pass_and_sees_tf32():
+    ((reversed_sums, tf32, control),) = run_ranks(1, _two_other_linears)
+    for key in ("logits", "gradients", "any logit"):
+        bound = ROOM * FLOAT32_SHARE * control[key]
+        assert 0 < reversed_sums[key] <= bound < tf32[key]
+
+
+def _two_other_linears() -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    cell = Cell(str(CONFIGS / FAMILIES["qwen3_5_text"]), "single", "lora", "float32", "cpu")
+    start, reference, control = expected(cell)
+    linear = F.linear
+
+    def reversed_sum(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x.flip(-1), w.flip(-1), b)
+
+    def in_tf32(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(_ten_bits(x), _ten_bits(w), b)
+
+    found = []
+    for other in (reversed_sum, in_tf32):
+        with mock.patch.object(F, "linear", other):
+            found.append(distances(run_cell(cell, start), reference))
+    return found[0], found[1], control
+
+
+def _ten_bits(x: torch.Tensor) -> torch.Tensor:
+    """Float32 rounded to the 10 bits of mantissa that TF32 has, its gradient passed on."""
+    bits = x.detach().contiguous().view(torch.int32)
+    return x + (((bits + 0x1000) & ~0x1FFF).view(torch.float32) - x).detach()

@@ -1,0 +1,53 @@
+"""The README's and the docs' commands and run files are real."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwise.cli import build_parser
+from shardwise.config import RunConfig, load_config, parse_config
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN_FILES = [path for path in sorted((ROOT / "configs").rglob("*.yaml"))]
+
+
+def blocks(language: str, page: Path) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def test_few_words_before_the_first_command():
+    assert len(README.partition("```")[0].split()) <= 120
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    named = {target for page in PAGES for target in re.findall(r"\bmake ([a-z][a-z-]*)\b", page.read_text(encoding="utf-8"))}
+    assert {"demo", "test", "check", "parity"} <= named
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_shown_commands_parse_and_shown_run_files_hold(page):
+    for block in blocks("yaml", page):
+        assert isinstance(parse_config(yaml.safe_load(block), str(page)), RunConfig)
+    for line in "\n".join(blocks("bash", page)).splitlines():
+        _, found, arguments = line.partition("shardwise ")
+        if not found:
+            continue
+        words = [word for word in arguments.split("#")[0].split() if not re.match(r"--\w+\.\w+=", word)]
+        args, unknown = build_parser().parse_known_args(words)
+        assert not unknown, line
+        if args.command == "train" and args.run.startswith("configs/"):
+            load_config(ROOT / args.run, [word for word in arguments.split() if re.match(r"--\w+\.\w+=", word)])
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_committed_run_files_hold(path):
+    load_config(path)
