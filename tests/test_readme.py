@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from shardwise.cli import build_parser
-from shardwise.config import RunConfig, load_config, parse_config
+from shardwise.config import Model, RunConfig, load_config, parse_config
+from shardwise.models import load
+from shardwise.models.save import save_model
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,7 +34,7 @@ def test_few_words_before_the_first_command():
 
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = {target for page in PAGES for target in re.findall(r"\bmake ([a-z][a-z-]*)\b", page.read_text(encoding="utf-8"))}
+    named = {target for page in PAGES for target in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.M)}
     assert {"demo", "test", "check", "parity"} <= named
     for target in named:
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
@@ -46,6 +53,33 @@ def test_shown_commands_parse_and_shown_run_files_hold(page):
         assert not unknown, line
         if args.command == "train" and args.run.startswith("configs/"):
             load_config(ROOT / args.run, [word for word in arguments.split() if re.match(r"--\w+\.\w+=", word)])
+
+
+def test_readme_commands_run(tmp_path):
+    """As a reader would after `make demo`, but two steps on an untrained base."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    demo = runpy.run_path(str(ROOT / "examples" / "demo.py"))
+    here = Path.cwd()
+    os.chdir(tmp_path)
+    try:
+        demo["prepare_corpora"]()
+        demo["train_tokenizer"](2048)
+        base = Model("configs/models/demo-hybrid", init="random")
+        hf = load.build_meta(base, load.read_config(base))
+        save_model(hf, load.weights(hf, base, seed=0), "runs/demo/base/model")
+        for line in "\n".join(blocks("bash", ROOT / "README.md")).splitlines():
+            if line.startswith(".venv/bin/shardwise "):
+                arguments = line.removeprefix(".venv/bin/shardwise ").split()
+                if arguments[0] == "train":
+                    arguments += ["--training.steps=2", "--training.eval_batches=1"]
+                done = subprocess.run(
+                    [sys.executable, "-m", "shardwise", *arguments], capture_output=True, text=True, timeout=120
+                )
+                assert done.returncode == 0, done.stderr
+        assert json.loads(Path("runs/first/record.json").read_text())["status"] == "ok"
+        assert Path("runs/merged/config.json").exists()
+    finally:
+        os.chdir(here)
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,4 +1,5 @@
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -6,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,10 @@ def rows_of(batches: list[Batch]) -> list[Row]:
 
 def train_rows(cfg: RunConfig, tokenizer: PreTrainedTokenizerFast, slots: range, num_steps: int) -> list[list[Row]]:
     return [rows_of(batches) for batches in islice(build_loaders(cfg, tokenizer, slots).train, num_steps)]
+
+
+def num_workers_alive() -> int:
+    return sum(isinstance(process, ForkServerProcess) for process in multiprocessing.active_children())
 
 
 def over_ranks(batch_size: int, num_ranks: int) -> list[range]:
@@ -288,6 +294,20 @@ def test_bad_document_is_the_same_one_line_from_workers(
     with pytest.raises(UserError, match=message):  # noqa: PT012
         for _ in range(100):  # 41 documents of 5 tokens are 13 steps of 4 x 4 targets
             next(batches)
+    assert num_workers_alive() == 0
+
+
+def test_closing_ends_the_workers(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    cfg = run_config(write_corpus(["abc" * 300]), workers=2, sequence_length=4, global_batch_size=4)
+    for num_steps in (0, 1):
+        batches = build_loaders(cfg, tokenizer, range(4)).train
+        for _ in range(num_steps):
+            next(batches)
+        assert num_workers_alive() == 2
+        batches.close()
+        assert num_workers_alive() == 0
 
 
 @pytest.mark.parametrize(("texts", "batch_size"), [(["ab"], 4), ([""], 1), (["", "", "x"], 3)])

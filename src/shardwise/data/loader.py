@@ -45,7 +45,8 @@ class Loaders:
 def build_loaders(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, slots: range) -> Loaders:
     """The batches of the rank that reads these slots of each global batch.
 
-    Worker processes start here, and validation text is tokenised here; training text is tokenised as it is read.
+    Validation text is tokenised here and training text as it is read; worker processes start here, but no more of them
+    than this rank has slots. Call `train.close()` when done, also after an error.
     UserError for files, documents or a tokenizer that do not serve, here or from `next(loaders.train)`.
     """
     batch_size, micro_batch_size = cfg.training.global_batch_size, cfg.training.micro_batch_size
@@ -57,13 +58,12 @@ def build_loaders(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, slots: ran
     encoder = Encoder.of(tokenizer, cfg.data)
     corpus, train, held_out = _documents(cfg)
     stream = TrainStream(corpus, train, encoder, batch_size, cfg.training.seed, slots)
-    # First the workers, so that they fill their queues while this process tokenises the validation text.
-    parts = _start(stream, min(cfg.data.workers, len(slots)))
     validation = None
     if held_out is not None:
         rows = _validation_rows(*held_out, encoder, batch_size, slots, cfg.training.eval_batches)
         steps = range(0, len(rows), len(slots))
         validation = [_microbatches(rows[i : i + len(slots)], slots, micro_batch_size, step=0) for i in steps]
+    parts = _start(stream, min(cfg.data.workers, len(slots)))
     return Loaders(_train_batches(parts, slots, micro_batch_size), validation)
 
 
@@ -185,15 +185,20 @@ def _unchanged(item: Any) -> Any:
 def _train_batches(
     parts: Iterator[SlotRows | UserError], slots: range, micro_batch_size: int
 ) -> Generator[list[Batch], None, None]:
-    for step in itertools.count(1):
-        rows: dict[int, np.ndarray] = {}
-        while len(rows) < len(slots):  # workers take turns, so a step's parts come before the next step's
-            part = next(parts)
-            if isinstance(part, UserError):
-                raise part
-            assert rows.keys().isdisjoint(part[0])
-            rows.update(zip(*part))
-        yield _microbatches([rows[slot] for slot in slots], slots, micro_batch_size, step)
+    try:
+        for step in itertools.count(1):
+            rows: dict[int, np.ndarray] = {}
+            while len(rows) < len(slots):  # workers take turns, so a step's parts come before the next step's
+                part = next(parts)
+                if isinstance(part, UserError):
+                    raise part
+                assert rows.keys().isdisjoint(part[0])
+                rows.update(zip(*part))
+            yield _microbatches([rows[slot] for slot in slots], slots, micro_batch_size, step)
+    finally:
+        # The last reference: workers end here. Left to a traceback, and so to the garbage collector, it would be freed
+        # after the queues that tell the workers to end, and torch would wait five seconds for each of them.
+        del parts
 
 
 def _microbatches(rows: list[np.ndarray], slots: range, micro_batch_size: int, step: int) -> list[Batch]:

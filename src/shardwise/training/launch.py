@@ -11,9 +11,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -259,7 +260,7 @@ def _how_it_died(exit_code: int) -> str:
 
 
 @contextlib.contextmanager
-def _launcher(environment: Mapping[str, str]) -> Iterator[None]:
+def _launcher(environment: Mapping[str, str]) -> Generator[None]:
     """What holds while this process only watches others: their environment, no log lines of torch elastic's.
 
     Ctrl-C goes to every process of a terminal. The new ones inherit it blocked, or those still importing would each
@@ -267,6 +268,7 @@ def _launcher(environment: Mapping[str, str]) -> Iterator[None]:
     """
     os_environ, logging_disabled = dict(os.environ), logging.root.manager.disable
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    resource_tracker.ensure_running()  # multiprocessing's helper, which would unblock SIGINT when it is started later
     over = threading.Event()
     threading.Thread(target=over.wait, daemon=True).start()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
