@@ -1,4 +1,4 @@
-"""`make gpu`: the tests on a CUDA device, then LoRA steps timed against Hugging Face Trainer + PEFT. See README.md here."""
+"""`make gpu`: tests on a CUDA device, then LoRA steps timed against Hugging Face Trainer + PEFT. See README.md here."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def main() -> int:
     device, workload = ("cuda", LORA_STEP) if rehearse is None else ("cpu", REHEARSAL)
     files = Files(rehearse or ROOT / "results" / "gpu")
     deadline = Deadline(TOTAL_SECONDS)
-    with tempfile.TemporaryDirectory(prefix="shardwise-gpu-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="gpu-suite-") as scratch:
         return run(device, workload, files, deadline, Path(scratch))
 
 
@@ -161,26 +161,25 @@ def summary(files: Files) -> int:
     """Print what came out; 0 if nothing failed."""
     tests = json.loads((files.folder / "strategies.json").read_text())["tests"]
     timed = json.loads((files.folder / "lora_step.json").read_text())
-    print(
-        f"{'GDN':6}{'checkpointing':15}{'side':14}{'status':9}{'ms/step':>10}{'tokens/s':>12}{'MFU':>7}{'peak GiB':>10}"
-    )
+    print(f"{'GDN':7}{'checkpointing':15}{'side':14}{'ms/step':>10}{'tokens/s':>12}{'MFU':>8}{'peak GiB':>10}")
     for row in timed["rows"]:
+        name = f"{row['gdn']:7}{row.get('checkpointing', '-'):15}{row.get('side', '-'):14}"
         if row["status"] != "ok":
-            print(
-                f"{row['gdn']:6}{row.get('checkpointing', ''):15}{row.get('side', ''):14}{row['status']:9} {row['reason']}"
-            )
+            print(f"{name} {row['status']}: {row['reason']}")
             continue
-        figures = f"{1e3 * row['step_seconds']['median']:10.1f}{row['tokens_per_second']:12,.0f}{row['mfu']['published']:7.1%}"
-        memory = f"{row['memory']['peak_bytes'] / 2**30:10.2f}"
-        print(f"{row['gdn']:6}{row['checkpointing']:15}{row['side']:14}{row['status']:9}{figures}{memory}")
-    for entry in timed["comparisons"]:
-        unequal = [key for key, same in entry.get("equal", {}).items() if not same]
-        ratio = (
-            f"time x {entry['time']['median']:.2f}, memory x {entry['peak_memory']:.2f}"
-            if "time" in entry
-            else "no ratio"
+        print(
+            f"{name}{1e3 * row['step_seconds']['median']:10.1f}{row['tokens_per_second']:12,.0f}"
+            f"{row['mfu']['published']:8.1%}{row['memory']['peak_bytes'] / 2**30:10.2f}"
         )
-        print(f"{entry['gdn']}, checkpointing {entry['checkpointing']}: gate {entry['gate']}, {ratio}", *unequal)
+    for entry in timed["comparisons"]:
+        ratio = "no ratio"
+        if "time" in entry:
+            ratio = (
+                f"shardwise takes 1/{entry['time']['median']:.2f} of the time, 1/{entry['peak_memory']:.2f} of the peak"
+            )
+        unequal = [f"unequal: {key}" for key, same in entry.get("equal", {}).items() if not same]
+        name = f"{entry['gdn']}, checkpointing {entry['checkpointing']}"
+        print("; ".join([f"{name}: gate {entry['gate']}, {ratio}", *unequal]))
     statuses = [run["status"] for run in tests.values()] + [row["status"] for row in timed["rows"]]
     print(f"written: {files.folder}/strategies.json, {files.folder}/lora_step.json")
     return 0 if set(statuses) <= {"ok", "skipped"} else 1

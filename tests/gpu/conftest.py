@@ -18,6 +18,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if path and (report.when == "call" or not report.passed):
         line = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
         line |= dict(report.user_properties)
-        line |= {"reason": report.longreprtext.strip().splitlines()[-1]} if report.failed else {}
+        if not report.passed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            line["reason"] = crash.message[-800:] if crash else report.longreprtext[-800:]
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

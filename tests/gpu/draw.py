@@ -1,7 +1,7 @@
 """Makes what both sides of the timing read, in a process of its own: `python -m tests.gpu.draw FOLDER DEVICE`.
 
-Into FOLDER go the model, drawn at random on the device (safetensors in bfloat16), and `facts.json`: where this runs, what
-its device can do at best, and what a step costs.
+Into FOLDER go the model, drawn at random on the device (safetensors in bfloat16), and `facts.json`: where this runs,
+what its device can do at best, and what a step costs.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class Rounds:
 
         A round is `lead_in` steps and then `steps` timed ones, from before the first of these to before the step that
         would follow; the device is waited for at both ends only. With `memory`, peak memory is measured instead. After
-        a round the allocator's cache is given back, so that the two programs never need the device's memory at once; the
-        lead-in step fills it again.
+        a round the allocator's cache is given back, so that the two programs never need the device's memory at once;
+        the lead-in step fills it again.
         """
         if self.left == 0:
             if self.request["do"] == "steps":

@@ -34,8 +34,8 @@ Checkpointing = Literal["none", "full"]
 DIFFERENCES = (
     "Trainer (accelerate) runs the forward and the loss under autocast and turns the logits to float32 when the model "
     "returns; shardwise runs the forward under autocast and turns them to float32 for the loss.",
-    "Trainer fetches, collates and pins the rows for every step (no worker processes); shardwise moves one ready batch.",
-    "Each step both wait for the device: Trainer to look for a loss that is not finite, shardwise to read loss and norm.",
+    "Trainer fetches, collates and pins the rows for every step (no worker processes); shardwise moves a ready batch.",
+    "Both wait for the device in each step: Trainer to look for a loss that is not finite, shardwise to read it.",
     "With checkpointing, Trainer keeps and restores the random state around each layer; shardwise has no need to.",
 )
 """What is not equal between the two sides."""

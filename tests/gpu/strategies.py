@@ -134,8 +134,11 @@ def _expected_state(named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, in
 
 
 def distances(outcome: Outcome, reference: Outcome) -> dict[str, float]:
-    """How far two outcomes are apart: of the logits and of all gradients together, the 2-norm of the difference over that
-    of the reference; the most that any logit differs by, and what the first loss does."""
+    """How far two outcomes are apart.
+
+    Of the logits and of all gradients together, the 2-norm of the difference over that of the reference; the most that
+    any logit differs by, and what the first loss differs by.
+    """
     one, other = (torch.cat([o.grads[name].flatten() for name in reference.grads]) for o in (outcome, reference))
     return {
         "logits": ((outcome.logits - reference.logits).norm() / reference.logits.norm()).item(),
@@ -146,8 +149,10 @@ def distances(outcome: Outcome, reference: Outcome) -> dict[str, float]:
 
 
 def shares(outcome: Outcome, reference: Outcome) -> dict[str, float]:
-    """How much of each reference gradient is there: its projection, 0 for one that is missing and 2 for one that is
-    doubled. Rounding moves it little, even where a gradient is the difference of large numbers, as that of `A_log` is."""
+    """How much of each gradient of the reference is there: 0 for one that is missing, 2 for one that is doubled.
+
+    Rounding moves it little, even where a gradient is a small difference of large numbers, as that of `A_log` is.
+    """
     assert outcome.grads.keys() == reference.grads.keys()
     return {
         name: (torch.dot(outcome.grads[name].flatten(), grad.flatten()) / grad.square().sum()).item()

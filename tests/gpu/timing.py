@@ -20,8 +20,8 @@ from tests.gpu.workload import Workload
 SIDES = ("shardwise", "transformers")
 CHECKPOINTING = ("none", "full")
 LOSS_TOLERANCE = 2**-8
-"""Relative, of the first step's loss and gradient norm between the sides: one bfloat16 rounding of the whole. Both round
-the same products of the same numbers; what differs (see sides.DIFFERENCES) is in float32."""
+"""Relative, of the first step's loss and gradient norm between the sides: one bfloat16 rounding of the whole. Both
+round the same products of the same numbers; what differs (see sides.DIFFERENCES) is in float32."""
 
 
 class Deadline:
@@ -86,7 +86,7 @@ def last_words(log: Path, lines: int = 5) -> str:
 def start_side(side: str, gdn: str, folder: Path, device: str, env: dict[str, str]) -> Worker:
     """One side of the timing, see worker.py."""
     command = [sys.executable, "-m", "tests.gpu.worker", side, gdn, str(folder), device]
-    return Worker(command, env, folder / f"{side}-{gdn}.log")
+    return Worker(command, env, folder.parent / f"{side}-{gdn}.log")
 
 
 def time_pair(
@@ -177,10 +177,10 @@ def with_figures(row: dict[str, Any], workload: Workload, facts: dict[str, Any])
 
 
 def comparisons(rows: Sequence[dict[str, Any]], gate: str) -> list[dict[str, Any]]:
-    """The two sides of each variant against each other: what was equal, and, if the gate is green and the work was, ratios.
+    """The two sides of each variant against each other: what was equal, and ratios if the gate is green and all was.
 
-    A ratio above 1 says that shardwise takes less. `time` is the median over rounds of the ratio of the two
-    neighbouring rounds.
+    `gate` is that of the tests with the same kernels. A ratio above 1 says that shardwise takes less. `time` is over
+    the rounds, each side's against the other's next to it.
     """
     found = []
     for gdn, checkpointing in dict.fromkeys((row["gdn"], row["checkpointing"]) for row in rows):

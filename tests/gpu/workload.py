@@ -47,7 +47,7 @@ class Workload:
 
 
 LORA_STEP = Workload(
-    # Qwen3.5-0.8B's published shape but for the vocabulary (248,320 there): logits of 8,192 tokens in float32 are 2 GiB.
+    # Qwen3.5-0.8B's published shape but for the vocabulary (248,320 there): float32 logits of 8,192 tokens take 2 GiB.
     model={
         **_HYBRID,
         **GDN_SHAPE,

@@ -58,8 +58,9 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
     part.register_forward_hook(free_after_evaluation)
     reduce_grads = pm.reduce_grads
-    if trained := [p for p in replicated if p.requires_grad]:
-        reduce_grads = (*reduce_grads, lambda: sum_gradients(trained, mesh, DATA_AXES))
+    if replicated:
+        # Found anew at each call: loading replaces the parameters on meta by others.
+        reduce_grads = (*reduce_grads, lambda: sum_gradients(odd_dtype_parameters(part), mesh, DATA_AXES))
     return replace(pm, set_sync=set_sync, reduce_grads=reduce_grads)
 
 

@@ -1,0 +1,70 @@
+"""fsdp2's own decisions: which dim is cut, what a unit is, and models of more than one dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.parallel.fsdp2 import odd_dtype_parameters, shard_dim
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import full_tensor
+from shardwise.training.build import build
+from shardwise.training.step import forward_backward, training_step
+from tests.distributed import run_ranks
+from tests.parity.harness import Cell, microbatches, random_b, run_config
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_shards", "dim"),
+    [((8, 3), 4, 0), ((4, 64), 8, 1), ((6, 5, 8), 4, 2), ((3, 5), 2, 0), ((7,), 4, 0), ((2, 3), 1, 0)],
+)
+def test_the_first_dim_that_divides_evenly_is_cut(shape, num_shards, dim):
+    assert shard_dim(shape, num_shards) == dim
+
+
+def _in_bfloat16(cell: Cell) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype], dict[str, bool], dict[str, torch.Tensor]]:
+    cfg = run_config(cell)
+    cfg = replace(cfg, model=replace(cfg.model, dtype="bfloat16"))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh, random_b(cfg))
+    forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
+    named = dict(job.pm.named_parameters())
+    grads = {name: full_tensor(p.grad).float() for name, p in named.items() if p.grad is not None}
+    job.optimizer.zero_grad()
+    training_step(job, microbatches(cfg, mesh, 2), mesh, 1.0)
+    kept = {name: full_tensor(p.detach()).clone() for name, p in named.items() if name.endswith("A_log")}
+    dtypes = {name: p.dtype for name, p in named.items()}
+    return grads, dtypes, {name: isinstance(p, DTensor) for name, p in named.items()}, kept
+
+
+@pytest.mark.parametrize(("layout", "nproc"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_a_model_of_two_dtypes_is_not_cast_down(layout, nproc, mode):
+    ((reference, *_),) = run_ranks(1, _in_bfloat16, Cell("olmo_hybrid", "single", mode))
+    outcomes = run_ranks(nproc, _in_bfloat16, Cell("olmo_hybrid", layout, mode, nproc))
+    grads, dtypes, sharded, kept = outcomes[0]
+    assert grads.keys() == reference.keys()
+    for name, grad in grads.items():
+        # bfloat16 rounds by 2^-9; a gradient has been through the rounding of four layers and of the sum over rows. A
+        # gradient that was not summed over the ranks would be off by about a half.
+        assert (grad - reference[name]).abs().max() <= 2**-4 * reference[name].abs().max(), name
+    logs = [name for name in dtypes if name.endswith("A_log")]
+    assert len(logs) == 3
+    assert {dtypes[name] for name in logs} == {torch.float32}
+    assert torch.bfloat16 in dtypes.values()
+    assert all(sharded[name] == (layout != "ddp" and mode == "lora") for name in logs)  # trained odd ones stay whole
+    for _, _, _, other in outcomes:
+        assert all(torch.equal(other[name], kept[name]) for name in logs)
+
+
+def test_only_trained_parameters_of_the_lesser_dtype_are_odd():
+    module = torch.nn.Module()
+    module.big = torch.nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))
+    module.small = torch.nn.Parameter(torch.zeros(3))
+    module.frozen = torch.nn.Parameter(torch.zeros(30), requires_grad=False)
+    assert [p is module.small for p in odd_dtype_parameters(module)] == [True]
+    module.small.requires_grad_(False)
+    assert odd_dtype_parameters(module) == []
