@@ -112,32 +112,28 @@ def summarise(name: str, records: dict[str, dict]) -> dict:
 
 
 def table(rows: list[dict]) -> Table:
-    """The rows as a person reads them; bytes are per rank, the largest."""
-    result = Table(title="LoRA on a hybrid model: the same work under each strategy")
-    for column in (
-        "",
-        "loss first",
-        "final",
-        "validation before",
-        "after",
-        "largest difference to single",
-        "trainable / total",
-        "tokens/s",
-        "peak MiB",
-        "weights MiB",
-        "gradients MiB",
-        "optimizer MiB",
-    ):
-        result.add_column(column, justify="right" if column else "left")
-    for row in rows:
-        result.add_row(
-            f"{row['row']}, {row['processes']}p",
-            *(f"{row[k]:.3f}" for k in ("first_loss", "final_loss", "validation_loss_before", "validation_loss")),
-            f"{row['largest_difference']:.1e}" if row["row"] != "single" else "",
-            f"{row['trainable']:,} / {row['total']:,}",
-            f"{row['tokens_per_second']:,.0f}",
-            *(f"{row[k] / 2**20:.2f}" for k in ("peak_memory_bytes", "weights", "gradients", "optimizer")),
-        )
+    """One column per strategy; bytes are per rank, the largest."""
+    mib = 2**20
+    lines = {
+        "processes": lambda row: str(row["processes"]),
+        "loss, first step": lambda row: f"{row['first_loss']:.3f}",
+        "loss, last step": lambda row: f"{row['final_loss']:.3f}",
+        "validation loss before": lambda row: f"{row['validation_loss_before']:.3f}",
+        "validation loss after": lambda row: f"{row['validation_loss']:.3f}",
+        "largest loss difference to single": lambda row: f"{row['largest_difference']:.1e}",
+        "trainable parameters": lambda row: f"{row['trainable']:,}",
+        "all parameters": lambda row: f"{row['total']:,}",
+        "tokens/s, all processes": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "peak MiB per rank": lambda row: f"{row['peak_memory_bytes'] / mib:.2f}",
+        "weights MiB per rank": lambda row: f"{row['weights'] / mib:.2f}",
+        "gradients MiB per rank": lambda row: f"{row['gradients'] / mib:.2f}",
+        "optimizer MiB per rank": lambda row: f"{row['optimizer'] / mib:.2f}",
+    }
+    result = Table("", *(row["row"] for row in rows), title="LoRA on a hybrid model: the same work under each strategy")
+    for column in result.columns[1:]:
+        column.justify = "right"
+    for name, show in lines.items():
+        result.add_row(name, *(show(row) for row in rows))
     return result
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -25,7 +25,7 @@ def choose(gdn: str) -> None:
     """`torch`: make the optional packages unimportable. `fla`: import its kernels, and so say why if that fails."""
     assert not any("gated_delta" in name or ".modeling_qwen3" in name for name in sys.modules), "chosen too late"
     if gdn == "torch":
-        sys.modules.update(dict.fromkeys(OPTIONAL))  # None there makes `import` fail
+        sys.modules.update(dict.fromkeys(OPTIONAL))  # ty: ignore[no-matching-overload]  # None makes `import` fail
     else:
         assert gdn == "fla", gdn
         importlib.import_module("fla.ops.gated_delta_rule")
@@ -47,9 +47,9 @@ def check(model: nn.Module, gdn: str) -> dict[str, str]:
 
 
 @contextmanager
-def reference_code(model_module: str) -> Iterator[None]:
-    """Within it the functions of a module are the torch code, whatever was chosen: fla's kernels know no CPU."""
-    module = importlib.import_module(model_module)
+def reference_code(model: nn.Module) -> Generator[None]:
+    """Within it the functions of a model's module are the torch code, whatever was chosen."""
+    module = sys.modules[type(model).__module__]
     plain = {name: inspect.unwrap(getattr(module, name)) for name in FUNCTIONS if hasattr(module, name)}
     with mock.patch.multiple(module, **plain) if plain else nullcontext():
         yield

@@ -21,6 +21,7 @@ from transformers import (
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
 from shardwise.interfaces import IGNORED, Batch
 from shardwise.models import load, lora
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import spec_of
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.build import build
@@ -97,6 +98,7 @@ def shardwise(cfg: RunConfig, workload: Workload, device: torch.device, rounds: 
     labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], IGNORED)], dim=1)
     batch = Batch(ids, labels, torch.zeros_like(ids), tuple(range(workload.batch)), step=1)
     (part,) = job.pm.parts
+    assert isinstance(part, CausalLM)
     rounds.channel.write(facts(part.hf, _describe(job.optimizer)))
     while rounds.more():
         result = training_step(job, [batch.to(device)], mesh, cfg.optimizer.max_grad_norm)
@@ -121,10 +123,10 @@ class _InRounds(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: dict[str, float],
+        logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if "loss" in logs:
+        if logs and "loss" in logs:
             self.rounds.note(logs["loss"], logs["grad_norm"])
 
 
@@ -145,7 +147,7 @@ def transformers(cfg: RunConfig, workload: Workload, device: torch.device, round
     assert cfg.lora is not None
     hf = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.bfloat16, attn_implementation="sdpa")
     hf.config.use_cache = False
-    adapted = get_peft_model(hf, LoraConfig(r=cfg.lora.r, lora_alpha=cfg.lora.alpha, target_modules=targets(cfg)))
+    adapted = get_peft_model(hf, LoraConfig(r=cfg.lora.r, lora_alpha=int(cfg.lora.alpha), target_modules=targets(cfg)))
     with torch.no_grad():
         for name, value in lora.adapter_weights(hf, cfg.training.seed):
             hf.get_parameter(name).copy_(value)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import os
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
-from shardwise.interfaces import IGNORED, Batch
+from shardwise.interfaces import IGNORED, Batch, Mesh
 from shardwise.metrics.memory import PeakMemory, state_bytes
+from shardwise.models.causal_lm import CausalLM
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
-from shardwise.training.build import State, build
+from shardwise.training.build import Job, State, build
 from shardwise.training.step import forward_backward, training_step
 from tests.gpu import kernels
 from tests.parity.harness import random_b
 
+GDN = os.environ.get("SHARDWISE_GDN")
+"""The kernels that the gated delta rule must be computed by: fla or torch; None: whichever transformers takes."""
 ROWS, SEQUENCE = 4, 70  # 70 is no multiple of the recurrent layers' chunks of 64 and 32
 STEPS = 3
 
@@ -42,12 +47,20 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a cell did; tensors are whole, float32 and on the CPU."""
+class FirstStep:
+    """What the first step computed, before its update; tensors are whole, float32 and on the CPU."""
 
-    losses: list[float]  # on a repeated batch, before each update
-    logits: torch.Tensor  # [B, T, V], before the first update
-    grads: dict[str, torch.Tensor]  # of the first step, before clipping
+    loss: float
+    logits: torch.Tensor  # [B, T, V], without dropout
+    grads: dict[str, torch.Tensor]  # before clipping
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a cell did in STEPS steps on a repeated batch."""
+
+    first: FirstStep
+    losses: list[float]  # before each update
     frozen_with_gradient: list[str]
     state: dict[str, int]  # bytes after the first backward and update, gradients still there
     expected_state: dict[str, int]
@@ -88,41 +101,58 @@ def microbatches(device: torch.device) -> list[Batch]:
 def start_values(cell: Cell) -> State:
     """Every parameter as the cell's own dtype has it, LoRA's B at random; filled into float32 it loses nothing."""
     cfg = run_config(cell.control())
-    job = build(cfg, build_mesh(cfg, torch.device("cpu")), random_b(cfg))
+    job, _ = set_up(cell.control(), random_b(cfg))
     return State({name: p.detach() for name, p in job.pm.named_parameters()})
 
 
-def run_cell(cell: Cell, start: State, gdn: str | None = None) -> Outcome:
-    """Run a cell from these values; a process group must be up. `gdn`: the kernels that it must have on a GPU."""
+def set_up(cell: Cell, start: State) -> tuple[Job, Mesh]:
+    """A cell's run with these values; a process group must be up."""
     cfg = run_config(cell)
-    device = torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
-    mesh = build_mesh(cfg, device)
-    job = build(cfg, mesh, start)
+    mesh = build_mesh(cfg, torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu"))
+    return build(cfg, mesh, start), mesh
+
+
+def first_step(job: Job, mesh: Mesh) -> FirstStep:
+    """Forward and backward; gradients stay where they are."""
+    batches = microbatches(mesh.device)
     (part,) = job.pm.parts
-    if gdn is not None and any(layer.kind == "gated_delta_net" for layer in job.spec.layers):
-        kernels.check(part.hf, gdn)
-    code: AbstractContextManager[Any] = nullcontext()
-    if cell.device == "cpu":
-        code = kernels.reference_code(type(part.hf).__module__)
-    batches = microbatches(device)
+    # fla's kernels know no CPU.
+    code = kernels.reference_code(hf_model(job)) if mesh.device.type == "cpu" else nullcontext()
     with code:
         with torch.no_grad():
             part.eval()
             logits = torch.cat([part(batch, return_logits=True) for batch in batches]).float().cpu()
         loss, _ = forward_backward(job.pm, batches, mesh)
-        named = list(job.pm.named_parameters())
-        grads = {n: full_tensor(p.grad).float().cpu() for n, p in named if p.requires_grad and p.grad is not None}
-        frozen = [n for n, p in named if not p.requires_grad and p.grad is not None]
-        job.optimizer.step()
-        state = state_bytes([p for _, p in named], job.optimizer)
-        job.optimizer.zero_grad(set_to_none=True)
-        losses = [loss.item()]
-        for _ in range(STEPS - 2):
-            losses.append(training_step(job, batches, mesh, cfg.optimizer.max_grad_norm).loss)
-        with PeakMemory(device) as memory:
-            losses.append(training_step(job, batches, mesh, cfg.optimizer.max_grad_norm).loss)
+    trained = [(n, p.grad) for n, p in job.pm.named_parameters() if p.requires_grad]
+    return FirstStep(loss.item(), logits, {n: full_tensor(g).float().cpu() for n, g in trained if g is not None})
+
+
+def run_cell(cell: Cell, start: State) -> Outcome:
+    """Take STEPS steps and look at everything on the way."""
+    job, mesh = set_up(cell, start)
+    if GDN is not None and any(layer.kind == "gated_delta_net" for layer in job.spec.layers):
+        kernels.check(hf_model(job), GDN)
+    first = first_step(job, mesh)
+    named = list(job.pm.named_parameters())
+    frozen = [n for n, p in named if not p.requires_grad and p.grad is not None]
+    job.optimizer.step()
+    state = state_bytes([p for _, p in named], job.optimizer)
+    job.optimizer.zero_grad(set_to_none=True)
+    batches = microbatches(mesh.device)
+    losses = [first.loss]
+    for _ in range(STEPS - 2):
+        losses.append(training_step(job, batches, mesh, 1.0).loss)
+    with PeakMemory(mesh.device) as memory:
+        losses.append(training_step(job, batches, mesh, 1.0).loss)
     figures = {key: getattr(memory, f"{key}_bytes") for key in ("entry", "peak", "exit")}
-    return Outcome(losses, logits, grads, frozen, state, _expected_state(named), figures)
+    return Outcome(first, losses, frozen, state, _expected_state(named), figures)
+
+
+def hf_model(job: Job) -> PreTrainedModel:
+    """The transformers model of a run."""
+    (part,) = job.pm.parts
+    assert isinstance(part, CausalLM)
+    return part.hf
 
 
 def _expected_state(named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, int]:
@@ -133,28 +163,28 @@ def _expected_state(named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, in
     return {"weights": every, "gradients": size, "optimizer": 2 * size + 4 * len(trained)}
 
 
-def distances(outcome: Outcome, reference: Outcome) -> dict[str, float]:
+def distances(one: FirstStep, reference: FirstStep) -> dict[str, float]:
     """How far two outcomes are apart.
 
     Of the logits and of all gradients together, the 2-norm of the difference over that of the reference; the most that
     any logit differs by, and what the first loss differs by.
     """
-    one, other = (torch.cat([o.grads[name].flatten() for name in reference.grads]) for o in (outcome, reference))
+    grads, expected = (torch.cat([step.grads[name].flatten() for name in reference.grads]) for step in (one, reference))
     return {
-        "logits": ((outcome.logits - reference.logits).norm() / reference.logits.norm()).item(),
-        "gradients": ((one - other).norm() / other.norm()).item(),
-        "any logit": (outcome.logits - reference.logits).abs().max().item(),
-        "loss": abs(outcome.losses[0] - reference.losses[0]),
+        "logits": ((one.logits - reference.logits).norm() / reference.logits.norm()).item(),
+        "gradients": ((grads - expected).norm() / expected.norm()).item(),
+        "any logit": (one.logits - reference.logits).abs().max().item(),
+        "loss": abs(one.loss - reference.loss),
     }
 
 
-def shares(outcome: Outcome, reference: Outcome) -> dict[str, float]:
+def shares(one: FirstStep, reference: FirstStep) -> dict[str, float]:
     """How much of each gradient of the reference is there: 0 for one that is missing, 2 for one that is doubled.
 
     Rounding moves it little, even where a gradient is a small difference of large numbers, as that of `A_log` is.
     """
-    assert outcome.grads.keys() == reference.grads.keys()
+    assert one.grads.keys() == reference.grads.keys()
     return {
-        name: (torch.dot(outcome.grads[name].flatten(), grad.flatten()) / grad.square().sum()).item()
+        name: (torch.dot(one.grads[name].flatten(), grad.flatten()) / grad.square().sum()).item()
         for name, grad in reference.grads.items()
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,11 +21,23 @@ from torch.nn import functional as F
 
 from shardwise.training.build import State
 from tests.distributed import run_ranks
-from tests.gpu.strategies import ROWS, SEQUENCE, Cell, Outcome, distances, run_cell, shares, start_values
+from tests.gpu.strategies import (
+    GDN,
+    ROWS,
+    SEQUENCE,
+    Cell,
+    FirstStep,
+    Outcome,
+    distances,
+    first_step,
+    run_cell,
+    set_up,
+    shares,
+    start_values,
+)
 from tests.gpu.workload import GDN_SHAPE
 from tests.parity.harness import CONFIGS, FAMILIES
 
-GDN = os.environ.get("SHARDWISE_GDN")
 STRATEGIES = ("single", "ddp", "fsdp2")
 MODES = ("lora", "full")
 ROOM = 3.0
@@ -91,16 +102,16 @@ class Result:
 
 def run(cell: Cell) -> Result:
     start, reference, control = expected(replace(cell, strategy="single", device="cpu"))
-    outcome = run_cell(cell, start, GDN if cell.device == "cuda" else None)
-    return Result(outcome, distances(outcome, reference), control, shares(outcome, reference))
+    outcome = run_cell(cell, start)
+    return Result(outcome, distances(outcome.first, reference), control, shares(outcome.first, reference))
 
 
 @cache
-def expected(cell: Cell) -> tuple[State, Outcome, dict[str, float]]:
+def expected(cell: Cell) -> tuple[State, FirstStep, dict[str, float]]:
     """What does not depend on device and strategy: start values, reference, and the control's distances to it."""
     start = start_values(cell)
-    reference = run_cell(cell.reference(), start)
-    return start, reference, distances(run_cell(replace(cell, dtype="bfloat16"), start), reference)
+    reference = first_step(*set_up(cell.reference(), start))
+    return start, reference, distances(first_step(*set_up(replace(cell, dtype="bfloat16"), start)), reference)
 
 
 def check(result: Result, room: float) -> None:
@@ -163,7 +174,7 @@ def test_the_float32_bound_lets_another_order_of_sums_pass_and_sees_tf32():
 
 
 def _two_other_linears() -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    cell = Cell(str(CONFIGS / FAMILIES["qwen3_5_text"]), "single", "lora", "float32", "cpu")
+    cell = Cell(str(CONFIGS / FAMILIES["llama"]), "single", "lora", "float32", "cpu")
     start, reference, control = expected(cell)
     linear = F.linear
 
@@ -176,7 +187,7 @@ def _two_other_linears() -> tuple[dict[str, float], dict[str, float], dict[str, 
     found = []
     for other in (reversed_sum, in_tf32):
         with mock.patch.object(F, "linear", other):
-            found.append(distances(run_cell(cell, start), reference))
+            found.append(distances(first_step(*set_up(cell, start)), reference))
     return found[0], found[1], control
 
 

@@ -22,9 +22,8 @@ def main(side: str, gdn: str, folder: str, device_type: str) -> None:
     workload = LORA_STEP if device_type == "cuda" else REHEARSAL
     rounds = Rounds(Channel(), device)
     if side == "shardwise":  # Trainer brings up what it needs
-        place = {"device_id": device} if device_type == "cuda" else {}
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **place)
+        backend, bound = ("nccl", device) if device_type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
     rounds.wait()
     while rounds.request["do"] == "build":
         cfg = sides.run_config(workload, folder, rounds.request["checkpointing"], device)

@@ -45,8 +45,8 @@ class Loaders:
 def build_loaders(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, slots: range) -> Loaders:
     """The batches of the rank that reads these slots of each global batch.
 
-    Validation text is tokenised here and training text as it is read; worker processes start here, but no more of them
-    than this rank has slots. Call `train.close()` when done, also after an error.
+    Validation text is tokenised here and training text as it is read, in worker processes that start with the first
+    step; there are no more of them than the rank has slots. Call `train.close()` when done, also after an error.
     UserError for files, documents or a tokenizer that do not serve, here or from `next(loaders.train)`.
     """
     batch_size, micro_batch_size = cfg.training.global_batch_size, cfg.training.micro_batch_size
@@ -63,8 +63,7 @@ def build_loaders(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, slots: ran
         rows = _validation_rows(*held_out, encoder, batch_size, slots, cfg.training.eval_batches)
         steps = range(0, len(rows), len(slots))
         validation = [_microbatches(rows[i : i + len(slots)], slots, micro_batch_size, step=0) for i in steps]
-    parts = _start(stream, min(cfg.data.workers, len(slots)))
-    return Loaders(_train_batches(parts, slots, micro_batch_size), validation)
+    return Loaders(_train_batches(stream, min(cfg.data.workers, len(slots)), micro_batch_size), validation)
 
 
 def _documents(cfg: RunConfig) -> tuple[Corpus, np.ndarray, tuple[Corpus, np.ndarray] | None]:
@@ -144,7 +143,7 @@ class TrainStream(IterableDataset):
 
 
 def _start(stream: TrainStream, num_workers: int) -> Iterator[SlotRows | UserError]:
-    """Iterate over the stream here, or over its parts in worker processes that start now, in the order of workers.
+    """Iterate over the stream here, or over its parts in worker processes, in the order of workers.
 
     Workers come from a fork server, a clean process with one thread: forking this one is unsafe under NCCL and gloo
     (threads that hold locks), and spawning would import torch in each. The server imports once what workers need.
@@ -182,9 +181,8 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-def _train_batches(
-    parts: Iterator[SlotRows | UserError], slots: range, micro_batch_size: int
-) -> Generator[list[Batch], None, None]:
+def _train_batches(stream: TrainStream, num_workers: int, micro_batch_size: int) -> Generator[list[Batch], None, None]:
+    slots, parts = stream.slots, _start(stream, num_workers)
     try:
         for step in itertools.count(1):
             rows: dict[int, np.ndarray] = {}

@@ -223,6 +223,8 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> i
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             report = _report_path(folder, rank)
+            if sys.stdout.isatty():
+                print()  # rank 0 may have been ended in the middle of the line of its progress bar
             if report.exists():
                 print(report.read_text(encoding="utf-8"), file=sys.stderr, flush=True)
                 return failure.exitcode

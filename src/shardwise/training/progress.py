@@ -58,6 +58,7 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._live:
             self._bar.start()
+            self._console.show_cursor()  # rich hides it, and a process that is killed would leave the terminal without
         return self
 
     def __exit__(
