@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -49,7 +50,8 @@ class Worker:
                 command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
             )
         self.lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
         """The answer. Raises WorkerError where there is none within `timeout` seconds."""
@@ -70,6 +72,11 @@ class Worker:
         """End the process, whatever it is doing."""
         self.process.kill()
         self.process.wait()
+        self.reader.join()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):  # of a request that was never read
+                    pipe.close()
 
     def _read(self) -> None:
         assert self.process.stdout is not None

@@ -61,9 +61,9 @@ LORA_STEP = Workload(
     },
     batch=4,
     sequence_length=2048,
-    rounds=5,
+    rounds=4,
     warmup_steps=3,
-    round_seconds=1.5,
+    round_seconds=1.0,
 )
 REHEARSAL = Workload(
     model={

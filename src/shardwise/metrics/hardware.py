@@ -79,8 +79,9 @@ def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.
     return PeakFlops(best, source)
 
 
-def environment() -> dict[str, Any]:
-    """Versions, device and commit: what a figure must be quoted with."""
+def environment(device: torch.device | None = None) -> dict[str, Any]:
+    """Versions, device and commit: what a figure must be quoted with. `device`: default a GPU where there is one."""
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "shardwise": __version__,
         "commit": commit(),
@@ -88,7 +89,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         **{name: _version(name) for name in ("torch", "transformers", "peft")},
         "fla": _version("flash-linear-attention"),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
         "cuda": torch.version.cuda,
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from shardwise.config import UserError
 from shardwise.interfaces import IGNORED, Batch, Mesh, ParallelModel
 from shardwise.parallel.reduce import sum_over
 from shardwise.training.step import LOSS_AXES, count_targets
@@ -36,19 +38,23 @@ def evaluate(pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, 
 
 
 @torch.no_grad()
-def greedy_sample(pm: ParallelModel, prompt: Sequence[int], num_tokens: int, end: int | None, mesh: Mesh) -> list[int]:
-    """`prompt` continued by the most likely token, up to `num_tokens` times or to the token `end`.
+def greedy_sample(
+    pm: ParallelModel, tokenizer: PreTrainedTokenizerBase, prompt: str, mesh: Mesh, num_tokens: int = 48
+) -> str:
+    """`prompt` continued by the most likely token, up to `num_tokens` times or to the end of text.
 
     Every rank computes the same sample, since a sharded model's forward is a collective. Each token costs a whole
     forward: there is no cache, so that the path is the trained one.
     """
     (part,) = pm.parts
     part.eval()
-    ids = list(prompt)
+    ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise UserError(f"training.sample {prompt!r} has no tokens; give at least a word to continue")
     for _ in range(num_tokens):
         row = torch.tensor([ids], device=mesh.device)
         batch = Batch(row, torch.full_like(row, IGNORED), torch.zeros_like(row), slots=(0,), step=0)
         ids.append(int(part(batch, return_logits=True)[0, -1].argmax()))
-        if ids[-1] == end:
+        if ids[-1] == tokenizer.eos_token_id:
             break
-    return ids
+    return tokenizer.decode(ids)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.config import RunConfig, UserError
 from shardwise.training import output_dir
 from shardwise.training.ending import FAILED, OUT_OF_MEMORY, PATIENCE_SECONDS, USER_ERROR, Ending, explain, guarded
+from shardwise.training.loggers import check_installed
 
 # torch, and what needs it, is imported inside functions: the user's mistakes are told before that takes its seconds.
 if TYPE_CHECKING:
@@ -71,17 +72,11 @@ def _launch(cfg: RunConfig, nproc: int | None, train: Train | None) -> int:
             )
         if nproc < 1:
             raise UserError(f"--nproc is {nproc}; give at least 1")
-    try:
-        output_dir.claim(cfg, clear=world is None or world.rank == 0)
-        if nproc is not None and nproc > 1:
-            return start_processes(cfg, nproc, train)
-        run_rank(cfg, world or ALONE, train)
-    except UserError:
-        if world is not None and world.rank > 0:
-            time.sleep(
-                PATIENCE_SECONDS / 4
-            )  # rank 0 has most likely found the same and tells it: then this one is ended
-        raise
+    check_installed(cfg.measure.trackers)
+    output_dir.claim(cfg, clear=world is None or world.rank == 0)
+    if nproc is not None and nproc > 1:
+        return start_processes(cfg, nproc, train)
+    run_rank(cfg, world or ALONE, train)
     return 0
 
 
@@ -247,7 +242,9 @@ def _process_main(cfg: RunConfig, train: Train | None, folder: str) -> None:
     except BaseException as error:
         ending = explain(error, world.where)
         _report_path(folder, world.rank).write_text(ending.text, encoding="utf-8")
-        sys.exit(ending.exit_code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ending.exit_code)  # an orderly exit could wait on the device for a collective that no peer joins
 
 
 def _report_path(folder: str, rank: int) -> Path:

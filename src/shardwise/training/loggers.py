@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 import yaml
@@ -31,7 +31,7 @@ class TensorBoard:
     """Event files in `output_dir`/tensorboard."""
 
     def __init__(self, output_dir: Path, config: dict[str, Any]) -> None:
-        tensorboard = _import("torch.utils.tensorboard", package="tensorboard")
+        tensorboard = importlib.import_module("torch.utils.tensorboard")
         self._writer = tensorboard.SummaryWriter(str(output_dir / "tensorboard"))
         self._writer.add_text("config", f"```yaml\n{yaml.safe_dump(_plain(config), sort_keys=False)}```")
 
@@ -49,7 +49,7 @@ class Wandb:
     """Weights & Biases; `WANDB_MODE=offline` keeps everything in `output_dir`/wandb."""
 
     def __init__(self, output_dir: Path, config: dict[str, Any]) -> None:
-        wandb = _import("wandb", package="wandb")
+        wandb = importlib.import_module("wandb")
         project = os.environ.get("WANDB_PROJECT", PROJECT)
         self._run = wandb.init(project=project, name=_run_name(output_dir), dir=str(output_dir), config=config)
 
@@ -66,7 +66,7 @@ class MLflow:
     """MLflow, at `MLFLOW_TRACKING_URI` or in MLflow's own local default."""
 
     def __init__(self, output_dir: Path, config: dict[str, Any]) -> None:
-        self._mlflow = _import("mlflow", package="mlflow")
+        self._mlflow = importlib.import_module("mlflow")
         self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         self._mlflow.start_run(run_name=_run_name(output_dir))
         self._mlflow.log_params(_flat(config))
@@ -84,7 +84,7 @@ class Trackio:
     """Trackio's local database."""
 
     def __init__(self, output_dir: Path, config: dict[str, Any]) -> None:
-        trackio = _import("trackio", package="trackio")
+        trackio = importlib.import_module("trackio")
         self._run = trackio.init(project=PROJECT, name=_run_name(output_dir), config=config)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -97,14 +97,24 @@ class Trackio:
 
 
 LOGGERS = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
-"""By the name in `measure.trackers`."""
+"""By the name in `measure.trackers`, which is the package's too."""
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise UserError where a named tracker's package is not installed; imports nothing."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"measure.trackers names {name}, which is not installed; pip install {name}, or leave it out"
+            )
 
 
 def open_loggers(names: Sequence[str], output_dir: str | Path, config: dict[str, Any]) -> list[Logger]:
     """Start a run in each named tracker; call it on one rank only.
 
-    `config` is the resolved run file as plain data. Raises UserError where a tracker's package is not installed.
+    `config` is the resolved run file as plain data. Raises UserError as `check_installed` does.
     """
+    check_installed(names)
     loggers: list[Logger] = []
     try:
         for name in dict.fromkeys(names):
@@ -114,17 +124,6 @@ def open_loggers(names: Sequence[str], output_dir: str | Path, config: dict[str,
             logger.close()
         raise
     return loggers
-
-
-def _import(module: str, package: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise  # the package is there but broken: its own message says more
-        raise UserError(
-            f"measure.trackers names {package}, which is not installed; pip install {package}, or leave it out"
-        ) from None
 
 
 def _run_name(output_dir: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from shardwise.config import RunConfig
@@ -27,7 +28,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     job = build(cfg, mesh)
     meter = Meter(cfg.measure.warmup_steps)
     steps, eval_every = cfg.training.steps, cfg.training.eval_every
-    with Reporter(cfg, mesh, job) as reporter:
+    with closing(loaders.train), Reporter(cfg, mesh, job) as reporter:
 
         def run_evaluation(step: int) -> None:
             if loaders.validation is not None:
@@ -49,8 +50,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             if step == steps or (eval_every and step % eval_every == 0):
                 run_evaluation(step)
         if cfg.training.sample is not None:
-            prompt = tokenizer(cfg.training.sample)["input_ids"]
-            reporter.sample(tokenizer.decode(greedy_sample(job.pm, prompt, 48, tokenizer.eos_token_id, mesh)))
+            reporter.sample(greedy_sample(job.pm, tokenizer, cfg.training.sample, mesh))
         save_result(job, cfg, Path(cfg.training.output_dir))
         memory = measure_memory(job, next(loaders.train), mesh, cfg) if cfg.measure.memory else None
         return write_record(cfg, mesh, job, reporter, meter, memory)

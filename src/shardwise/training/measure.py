@@ -74,7 +74,7 @@ def _record(
     return RunRecord(
         status="ok",
         config=cfg.to_dict(),
-        environment=environment(),
+        environment=environment(mesh.device),
         mesh={axis: mesh.size(axis) for axis in mesh.AXES},
         parameters={
             "trainable": counts.trainable_parameters,

@@ -1,0 +1,177 @@
+"""The timing's own arithmetic and its behaviour when something goes wrong, without a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import __main__ as suite
+from tests.gpu.rounds import Rounds
+from tests.gpu.timing import Deadline, Worker, WorkerError, comparisons, run_limited, time_pair, with_figures
+from tests.gpu.workload import REHEARSAL
+
+# A worker without torch: a step takes 10 ms, or 20 on the other side; `dies` ends it at the second timed round.
+WORKER = """
+import json, sys
+seconds, dies, rounds = float(sys.argv[1]), sys.argv[2] == "dies", 0
+for line in sys.stdin:
+    request = json.loads(line)
+    reply = {"adapters": 31}
+    if request["do"] == "steps":
+        rounds += not request["figures"] and not request["memory"]
+        if dies and rounds == 3:
+            sys.exit("out of luck")
+        reply = {"peak_bytes": 10} if request["memory"] else {"seconds": seconds * request["steps"]}
+        reply |= {"losses": [5.0], "grad_norms": [1.0]}
+    print(json.dumps(reply), flush=True)
+"""
+
+
+def start(tmp_path: Path, seconds: float, dies: str = "") -> Worker:
+    command = [sys.executable, "-c", WORKER, str(seconds), dies]
+    return Worker(command, dict(os.environ), tmp_path / f"{seconds}.log")
+
+
+def timed(tmp_path: Path, dies: str = "") -> tuple[list[dict[str, Any]], int]:
+    saved: list[list[dict[str, Any]]] = []
+
+    def starting(side: str, gdn: str) -> Worker:
+        return start(tmp_path, 0.01) if side == "shardwise" else start(tmp_path, 0.02, dies)
+
+    time_pair("torch", REHEARSAL, starting, Deadline(30), 30, lambda rows: saved.append(json.loads(json.dumps(rows))))
+    return saved[-1], len(saved)
+
+
+def test_a_pair_is_timed_in_rounds_and_compared(tmp_path):
+    rows, saves = timed(tmp_path)
+    assert saves > 2 * REHEARSAL.rounds  # after every round of both modes
+    assert [(row["side"], row["checkpointing"], row["status"]) for row in rows] == [
+        ("shardwise", "none", "ok"),
+        ("transformers", "none", "ok"),
+        ("shardwise", "full", "ok"),
+        ("transformers", "full", "ok"),
+    ]
+    # 0.1 s a round over 0.02 s a step of the slower side: 5 steps for both.
+    assert {row["steps_per_round"] for row in rows} == {5}
+    assert rows[0]["rounds"] == pytest.approx([0.01] * REHEARSAL.rounds)
+    facts = {"flops": {"model_per_token": 50.0}, "peaks": {"published": {"flops_per_second": 7e6}}}
+    row = with_figures(rows[0], REHEARSAL, facts)
+    # 2 x 70 tokens in 0.01 s are 14,000 a second; x 50 FLOPs = 7e5 of 7e6.
+    assert row["tokens_per_second"] == pytest.approx(14000)
+    assert row["mfu"]["published"] == pytest.approx(0.1)
+    found = comparisons(rows, "green")
+    assert [entry["checkpointing"] for entry in found] == ["none", "full"]
+    assert found[0]["time"]["median"] == pytest.approx(2.0)
+    assert found[0]["peak_memory"] == 1.0
+    assert all(found[0]["equal"].values())
+
+
+def test_no_ratio_on_a_red_gate_or_unequal_work(tmp_path):
+    rows, _ = timed(tmp_path)
+    assert all("time" not in entry for entry in comparisons(rows, "red"))
+    rows[0]["facts"]["adapters"] = 30
+    rows[2]["warmup"]["losses"] = [5.0 * (1 + 2**-7)]  # two roundings off
+    none, full = comparisons(rows, "green")
+    assert "time" not in none
+    assert none["equal"] == {"adapters": False, "first of losses": True, "first of grad_norms": True}
+    assert "time" not in full
+    assert full["equal"] == {"adapters": True, "first of losses": False, "first of grad_norms": True}
+
+
+def test_a_side_that_dies_keeps_its_reason_and_the_other_goes_on(tmp_path):
+    rows, _ = timed(tmp_path, "dies")
+    assert [row["status"] for row in rows] == ["ok", "failed", "ok", "failed"]
+    assert rows[1]["reason"] == "out of luck"
+    assert len(rows[1]["rounds"]) == 1  # what it had done stays
+    assert "time" not in comparisons(rows, "green")[0]
+
+
+def test_no_answer_is_a_timeout(tmp_path):
+    worker = Worker([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), tmp_path / "log")
+    try:
+        with pytest.raises(WorkerError, match="timeout: no answer in 0 s"):
+            worker.ask({"do": "build"}, 0.01)
+    finally:
+        worker.end()
+
+
+def test_a_stage_is_stopped_at_its_limit(tmp_path):
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert run_limited(sleep, dict(os.environ), tmp_path / "log", 0.05) == ("timeout", "stopped after 0 s")
+    fails = [sys.executable, "-c", "raise SystemExit('no device')"]
+    assert run_limited(fails, dict(os.environ), tmp_path / "log", 30) == ("failed", "exit code 1: no device")
+    assert Deadline(0).left(30) == 0.0
+    assert 29 < Deadline(60).left(30) <= 30
+
+
+class Script:
+    """A channel with requests written down beforehand."""
+
+    def __init__(self, *requests: dict[str, Any]) -> None:
+        self.requests, self.replies = list(requests), []
+
+    def read(self) -> dict[str, Any]:
+        return self.requests.pop(0)
+
+    def write(self, reply: dict[str, Any]) -> None:
+        self.replies.append((steps_taken[0], reply))
+
+
+steps_taken = [0]
+
+
+def test_a_loop_takes_the_steps_it_is_asked_for():
+    steps_taken[0] = 0
+    asked = {"do": "steps", "figures": True, "memory": False}
+    script = Script({**asked, "steps": 2, "lead_in": 0}, {**asked, "steps": 3, "lead_in": 1}, {"do": "stop"})
+    rounds = Rounds(script, torch.device("cpu"))  # ty: ignore[invalid-argument-type]
+    while rounds.more():
+        steps_taken[0] += 1
+        rounds.note(float(steps_taken[0]), 1.0)
+    assert [taken for taken, _ in script.replies] == [2, 6]
+    assert [reply["losses"] for _, reply in script.replies] == [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0]]
+    assert rounds.request == {"do": "stop"}
+
+
+def test_without_a_device_it_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["tests.gpu"])
+    assert suite.main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+CHOICE = """
+import importlib, sys, torch
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from tests.gpu import kernels
+for gdn in ("torch", "fla"):
+    for name in ("transformers.models.qwen3_5.modeling_qwen3_5", *kernels.OPTIONAL):
+        sys.modules.pop(name, None)
+    kernels.choose(gdn)
+    module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    with torch.device("meta"):
+        model = module.Qwen3_5ForCausalLM(Qwen3_5TextConfig(num_hidden_layers=1, layer_types=["linear_attention"]))
+    print(kernels.check(model, gdn)["torch_chunk_gated_delta_rule"])
+    with kernels.reference_code(model):
+        print(module.torch_chunk_gated_delta_rule.__module__)
+"""
+
+
+def test_transformers_takes_the_kernels_that_were_chosen(tmp_path):
+    package = tmp_path / "fla" / "ops" / "gated_delta_rule"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def chunk_gated_delta_rule(q, k, v, g, beta, **kwargs): ...\n")
+    env = suite.child_environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    done = subprocess.run([sys.executable, "-c", CHOICE], env=env, capture_output=True, text=True, check=True)
+    torch_code = "transformers.models.qwen3_5.modeling_qwen3_5"
+    assert done.stdout.split() == [torch_code, torch_code, "fla.ops.gated_delta_rule", torch_code]

@@ -1,0 +1,110 @@
+"""What a user can get wrong, through the command: exit code 2, one line on stderr that says what and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwise.cli import main
+from shardwise.config import Parallel, UserError
+from shardwise.parallel import compose
+from tests.integration.test_train import CONFIGS, config, folder  # noqa: F401 (a fixture)
+
+
+@pytest.fixture
+def run_file(folder, tmp_path) -> Path:  # noqa: F811
+    cfg = config(folder, "unused")
+    path = tmp_path / "run.yaml"
+    content = cfg.to_dict()
+    content["training"]["output_dir"] = str(tmp_path / "out")
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(content))))
+    return path
+
+
+def refused(capfd, *arguments: object) -> str:
+    assert main(["train", *map(str, arguments)]) == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+CASES = {
+    "misspelt key": (["--lora.rank=3"], r"unknown key lora.rank; known keys: r, alpha"),
+    "misspelt section": (["--modle.path=x"], r"unknown key modle; did you mean model\?"),
+    "near key": (["--training.step=3"], r"unknown key training.step; did you mean steps\?"),
+    "wrong type": (["--training.steps=many"], r"training.steps is 'many': input should be a valid integer"),
+    "wrong choice": (["--parallel.data=fsdp3"], r"parallel.data is 'fsdp3': input should be 'single', 'ddp' or 'fsdp2'"),
+    "batch sizes": (["--training.micro_batch_size=3"], r"8 is not a multiple of 1 .* micro_batch_size 3; use 6 or 9"),
+    "missing corpus": (["--data.train=nowhere.jsonl"], r"nowhere.jsonl"),
+    "missing model": (["--model.path=/nowhere/model"], r"/nowhere/model"),
+    "missing tokenizer": (["--model.tokenizer=/nowhere/tokenizer"], r"/nowhere/tokenizer"),
+    "no adapter there": (["--lora.targets=[q_prj]"], r"q_prj.*q_proj"),
+    "replicas of ddp": (["--parallel.data=ddp", "--parallel.dp_replicate=2"], r"dp_replicate is for fsdp2 .*leave it at 1"),
+    "replicas that do not divide": (["--parallel.data=fsdp2", "--parallel.dp_replicate=2"], r"does not divide the 1 proc"),
+    "empty prompt": (["--training.sample=''", "--training.steps=1"], r"training.sample '' has no tokens"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), CASES.values(), ids=CASES)
+def test_one_line_and_a_way_out(run_file, capfd, arguments, message):
+    assert re.search(message, refused(capfd, run_file, *arguments))
+
+
+def test_missing_run_file(capfd):
+    assert "nowhere.yaml: cannot read the run file" in refused(capfd, "nowhere.yaml")
+
+
+def test_empty_corpus(run_file, capfd, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n\n")
+    assert "no document in 1 files; give files that are not empty" in refused(capfd, run_file, f"--data.train={empty}")
+
+
+def test_malformed_line_names_file_and_line(run_file, capfd, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "good"}\n{"text": "bad\n{"text": "good"}\n')
+    line = refused(capfd, run_file, f"--data.train={broken}")
+    assert re.search(r"broken.jsonl.*line 2|broken.jsonl:2", line)
+
+
+def test_vocabulary_smaller_than_the_tokenizer(run_file, capfd, tmp_path):
+    small = json.loads((CONFIGS / "tiny-qwen3_5" / "config.json").read_text()) | {"vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    assert "the tokenizer has 256 tokens but the model only 100" in refused(capfd, run_file, f"--model.path={tmp_path}")
+
+
+def test_family_that_is_not_proven(run_file, capfd, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    line = refused(capfd, run_file, f"--model.path={tmp_path}", "--model.init=random", "--model.tokenizer=" + _tokenizer(run_file))
+    assert "gpt2 is not proven" in line
+    assert "llama" in line
+
+
+def _tokenizer(run_file: Path) -> str:
+    return yaml.safe_load(run_file.read_text())["model"]["tokenizer"]
+
+
+def test_family_and_layout_that_are_not_proven_together(folder, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(compose.COMPATIBLE, "qwen3_5_text", frozenset({"single", "ddp"}))
+    with pytest.raises(UserError, match="fsdp2 is not proven for qwen3_5_text; use one of ddp, single"):
+        compose.check(config(folder, "x", "fsdp2"), "qwen3_5_text")
+    with pytest.raises(UserError, match="hsdp is not proven"):
+        compose.check(config(folder, "x", "hsdp"), "qwen3_5_text")
+    assert Parallel().data == "single"
+    compose.check(config(folder, "x"), "qwen3_5_text")
+
+
+def test_output_folder_that_holds_another_run(run_file, capfd, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")
+    assert "holds another run; choose another folder, or set training.overwrite=true" in refused(capfd, run_file)
+
+
+def test_a_world_that_does_not_fit(run_file, capfd):
+    line = refused(capfd, run_file, "--nproc=2")
+    assert "parallel.data is single but there are 2 processes" in line

@@ -1,0 +1,304 @@
+"""Processes: found, started, joined; and one ending whatever goes wrong in which of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.config import Data, Measure, Model, Parallel, RunConfig, Training, UserError
+from shardwise.interfaces import Mesh
+from shardwise.training.launch import World, find_world, first_host, launch, pick_device
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "2000",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_JOB_NODELIST": "gpu[07,09]",
+}
+SRUN = {**BATCH_SCRIPT, "SLURM_STEP_ID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in [*TORCHRUN, *SRUN, "SLURM_STEP_NUM_TASKS"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def config(folder: Path, data: str = "ddp", **training: Any) -> RunConfig:
+    return RunConfig(
+        model=Model("unused"),
+        data=Data("unused"),
+        parallel=Parallel(data),
+        training=Training(str(folder), **{"global_batch_size": 2, "device": "cpu", **training}),
+    )
+
+
+# ------------------------------------------------------------------------------------ what the fake runs do on a rank
+
+
+def report_place(cfg: RunConfig, mesh: Mesh) -> None:
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    place = {"sum": total.item(), "data_size": mesh.data_size, "threads": os.environ.get("OMP_NUM_THREADS")}
+    Path(cfg.training.output_dir, f"place-{dist.get_rank()}.json").write_text(json.dumps(place))
+
+
+def user_error_on_all(cfg: RunConfig, mesh: Mesh) -> None:
+    raise UserError("the file is\nempty; fill it")
+
+
+def user_error_on_last(cfg: RunConfig, mesh: Mesh) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise UserError("no corpus on this node; copy it")
+    dist.barrier()
+
+
+def out_of_memory_on_last(cfg: RunConfig, mesh: Mesh) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        torch.empty(2**50, dtype=torch.uint8)
+    dist.barrier()
+
+
+def bug_on_last(cfg: RunConfig, mesh: Mesh) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise KeyError("a bug of ours")
+    dist.barrier()
+
+
+def killed_on_last(cfg: RunConfig, mesh: Mesh) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def sleep(cfg: RunConfig, mesh: Mesh) -> None:
+    Path(cfg.training.output_dir, f"pid-{dist.get_rank()}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+# --------------------------------------------------------------------------------------------------------- the place
+
+
+def test_a_torchrun_environment_is_joined():
+    assert find_world(TORCHRUN) == World(rank=3, size=4, local_rank=1, init_method="env://")
+
+
+def test_half_a_torchrun_environment_is_the_users_mistake():
+    with pytest.raises(UserError, match=r"RANK is set but not LOCAL_RANK nor MASTER_PORT"):
+        find_world({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"})
+
+
+def test_an_srun_environment_is_joined():
+    # Port: 15000 + (16 * 2000 + 1) mod 15000 = 15000 + 2001.
+    assert find_world(SRUN) == World(rank=3, size=4, local_rank=1, init_method="tcp://gpu07:17001")
+    assert find_world({**SRUN, "SLURM_STEP_NODELIST": "gpu09"}).init_method == "tcp://gpu09:17001"
+    assert find_world({**SRUN, "MASTER_ADDR": "h", "MASTER_PORT": "1234"}).init_method == "tcp://h:1234"
+
+
+@pytest.mark.parametrize(("visible", "index"), [("0,1", 1), ("1", 0)], ids=["all GPUs of the node", "its own GPU"])
+def test_a_slurm_task_takes_the_gpu_that_it_sees(visible, index):
+    assert find_world({**SRUN, "CUDA_VISIBLE_DEVICES": visible}).local_rank == index
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        BATCH_SCRIPT,
+        {**BATCH_SCRIPT, "SLURM_STEP_ID": str(2**32 - 6), "SLURM_STEP_NUM_TASKS": "1"},
+        {**BATCH_SCRIPT, "SLURM_STEP_ID": str(2**32 - 5)},
+        {name: value for name, value in SRUN.items() if name != "SLURM_NTASKS"},
+        {**SRUN, "SLURM_NTASKS": "1"},
+    ],
+    ids=["none", "batch script", "interactive shell", "batch step", "no number of tasks", "one task"],
+)
+def test_without_other_tasks_there_is_nobody_to_wait_for(env):
+    assert find_world(env) is None
+
+
+@pytest.mark.parametrize(
+    ("node_list", "host"),
+    [
+        ("node01", "node01"),
+        ("node[01-03,07]", "node01"),
+        ("node[7,9-11],gpu5", "node7"),
+        ("login,node[1-2]", "login"),
+        ("rack[2-3]n[04,06]", "rack2n04"),
+        ("n[1-2]-ib.cluster", "n1-ib.cluster"),
+    ],
+)
+def test_first_host_of_a_node_list(node_list, host):
+    assert first_host(node_list) == host
+
+
+# ----------------------------------------------------------------------------------------------- refused before a start
+
+
+def test_nproc_is_refused_where_a_launcher_has_started_processes(monkeypatch, tmp_path, capfd):
+    for name, value in {**TORCHRUN, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch(config(tmp_path), 2, report_place) == 2
+    assert capfd.readouterr().err == "error: --nproc 2: a launcher has started 4 processes already; leave --nproc out\n"
+
+
+def test_nproc_0_is_refused(tmp_path, capfd):
+    assert launch(config(tmp_path), 0, report_place) == 2
+    assert capfd.readouterr().err == "error: --nproc is 0; give at least 1\n"
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_folder_is_touched(tmp_path, capfd):
+    cfg = config(tmp_path / "run")
+    asked = RunConfig(cfg.model, cfg.data, cfg.training, measure=Measure(trackers=["mlflow"]))
+    assert launch(asked, 2, report_place) == 2
+    assert "pip install mlflow" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert launch(config(tmp_path, device="auto"), 2, report_place) == 2
+    assert capfd.readouterr().err.startswith("error: --nproc is 2 but there are 1 GPUs here; lower it")
+    with pytest.raises(UserError, match=r"rank 3 would take GPU 1 of 1; start fewer processes"):
+        pick_device(config(tmp_path, device="cuda"), find_world(TORCHRUN))
+    assert pick_device(config(tmp_path, device="auto"), World(0, 1, 0, None)) == torch.device("cuda", 0)
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="training.device is cuda but torch finds no GPU"):
+        pick_device(config(tmp_path, device="cuda"), World(0, 1, 0, None))
+    assert pick_device(config(tmp_path, device="auto"), World(0, 1, 0, None)) == torch.device("cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------- one process
+
+
+def test_one_process_runs_here_and_leaves_no_group(tmp_path):
+    assert launch(config(tmp_path, "single"), None, report_place) == 0
+    assert json.loads((tmp_path / "place-0.json").read_text())["sum"] == 1
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("train", "exit_code", "status", "told"),
+    [
+        (user_error_on_all, 2, "unsupported", "error: the file is empty; fill it\n"),
+        (out_of_memory_on_last, 3, "oom", f"error: out of memory: tried to allocate {2**50} bytes; lower training.mi"),
+        (bug_on_last, 1, "failed", "Traceback (most recent call last):\n"),
+    ],
+)
+def test_one_process_that_fails(train, exit_code, status, told, tmp_path, capfd):
+    assert launch(config(tmp_path, "single"), 1, train) == exit_code
+    assert capfd.readouterr().err.startswith(told)
+    assert json.loads((tmp_path / "record.json").read_text())["status"] == status
+    assert not dist.is_initialized()
+
+
+# ------------------------------------------------------------------------------------------------------- two processes
+
+
+def test_two_processes_share_the_cores_and_leave_this_process_as_it_was(monkeypatch, tmp_path):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
+    before = dict(os.environ), signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert launch(config(tmp_path), 2, report_place) == 0
+    for rank in (0, 1):
+        place = json.loads((tmp_path / f"place-{rank}.json").read_text())
+        assert place == {"sum": 1 + 2, "data_size": 2, "threads": "3"}  # 6 cores for 2 processes
+    assert before == (dict(os.environ), signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+WANT = f"out of memory on rank 1 of 2: tried to allocate {2**50} bytes"
+KILLED = "rank 1 of 2 was killed by SIGKILL; the system does that when memory runs out"
+
+
+@pytest.mark.parametrize(
+    ("train", "exit_code", "status", "reason", "one_line"),
+    [
+        (user_error_on_all, 2, "unsupported", "the file is empty; fill it", True),
+        (user_error_on_last, 2, "unsupported", "no corpus on this node; copy it", True),
+        (out_of_memory_on_last, 3, "oom", WANT, True),
+        (bug_on_last, 1, "failed", "KeyError on rank 1 of 2: 'a bug of ours'", False),
+        (killed_on_last, 1, "failed", KILLED, True),
+    ],
+)
+def test_the_first_failure_of_two_processes_is_the_one_told(
+    train, exit_code, status, reason, one_line, tmp_path, capfd
+):
+    assert launch(config(tmp_path), 2, train) == exit_code
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["status"], record["reason"]) == (status, reason)
+    told = capfd.readouterr().err
+    if one_line:
+        assert told.startswith(f"error: {reason}")
+        assert told.count("\n") == 1
+    else:
+        assert told.startswith("error on rank 1 of 2:\nTraceback (most recent call last):\n")
+        assert "in bug_on_last" in told
+        assert told.endswith("\nKeyError: 'a bug of ours'\n")
+
+
+START = """
+import sys
+from pathlib import Path
+from shardwise.training.launch import launch
+from tests.training import test_launch
+if __name__ == "__main__":
+    cfg = test_launch.config(Path(sys.argv[1]))
+    sys.exit(launch(cfg, int(sys.argv[2]) or None, getattr(test_launch, sys.argv[3])))
+"""
+
+
+def start(folder: Path, nproc: int, train: str, **env: str) -> subprocess.Popen[str]:
+    script = folder / "start.py"
+    script.write_text(START)
+    return subprocess.Popen(
+        [sys.executable, str(script), str(folder), str(nproc), train],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C in a terminal goes to all the processes of a group
+    )
+
+
+def test_ctrl_c_ends_all_processes_without_a_word(tmp_path):
+    process = start(tmp_path, 2, "sleep")
+    files = [tmp_path / f"pid-{rank}" for rank in (0, 1)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert (*process.communicate(timeout=20), process.returncode) == ("", "", 130)
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+def test_two_slurm_tasks_join(tmp_path):
+    env = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    tasks = [
+        start(tmp_path, 0, "report_place", **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)
+    ]
+    assert [(*task.communicate(timeout=60), task.returncode) for task in tasks] == [("", "", 0)] * 2
+    assert [json.loads((tmp_path / f"place-{rank}.json").read_text())["sum"] for rank in (0, 1)] == [3, 3]
