@@ -21,7 +21,7 @@ from shardwise.models.save import save_model
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_FILES = [path for path in sorted((ROOT / "configs").rglob("*.yaml"))]
+RUN_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 
 
 def blocks(language: str, page: Path) -> list[str]:
@@ -34,7 +34,11 @@ def test_few_words_before_the_first_command():
 
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    named = {target for page in PAGES for target in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.M)}
+    named = {
+        target
+        for page in PAGES
+        for target in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.M)
+    }
     assert {"demo", "test", "check", "parity"} <= named
     for target in named:
         assert re.search(rf"^{target}:", makefile, flags=re.M), target

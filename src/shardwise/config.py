@@ -273,7 +273,9 @@ def _first_problem(error: Any, data: dict[str, Any]) -> str:
         return f"{'.'.join(location)} is missing; add it"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
-    wanted = " or ".join(dict.fromkeys(e["msg"] for e in error.errors() if [str(p) for p in e["loc"][:2]] == location[:2]))
+    wanted = " or ".join(
+        dict.fromkeys(e["msg"] for e in error.errors() if [str(p) for p in e["loc"][:2]] == location[:2])
+    )
     return f"{key} is {problem['input']!r}: {wanted[:1].lower()}{wanted[1:]}"
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 IGNORED = -100
 """The label of a position that has no target; cross entropy skips it."""
@@ -20,7 +23,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on this rank. Labels are shifted before anything is sharded, so a slice along T stays right."""
+    """One micro-batch on this rank; its labels were shifted before any split, so a slice along T stays right."""
 
     input_ids: torch.Tensor  # [B, T] int64
     labels: torch.Tensor  # [B, T] int64: the token after input_ids[b, t], or IGNORED
@@ -40,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks as a grid with the axes AXES (size 1 where an axis is not used), and the device this rank computes on."""
+    """All ranks as a grid with the axes AXES (size 1 where one is not used), and the device of this rank."""
 
     AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -65,13 +68,19 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among them."""
+        """The place of this rank among them."""
         return self.dense.get_local_rank("dp_replicate") * self.size("dp_shard") + self.dense.get_local_rank("dp_shard")
 
     def slots(self, global_batch_size: int) -> range:
         """The slots of a global batch whose rows this rank reads."""
         share = global_batch_size // self.data_size
         return range(self.data_rank * share, (self.data_rank + 1) * share)
+
+
+class Part(nn.Module):
+    """What a strategy splits: a module that takes a Batch; the last part of a model returns the summed loss."""
+
+    hf: PreTrainedModel  # this rank's share of the transformers model, under transformers' names
 
 
 class Run(Protocol):
@@ -83,7 +92,9 @@ class Run(Protocol):
 
     def __call__(
         self, pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """See Run."""
+        ...
 
 
 def no_sync_needed(sync: bool) -> None:
@@ -92,11 +103,10 @@ def no_sync_needed(sync: bool) -> None:
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model as one rank sees it. A strategy replaces or extends these fields; the loop has no branch on strategies."""
+    """A model as one rank sees it. Strategies replace or extend these fields; the loop has no branch on them."""
 
-    parts: tuple[nn.Module, ...]
-    """One module, or this rank's pipeline stages; called with a Batch, the last one returns the summed loss. What wraps
-    a module stays inside `run`. Each holds (its share of) the transformers model as `hf`."""
+    parts: tuple[Part, ...]
+    """One module, or this rank's pipeline stages. What wraps a module stays inside `run`."""
     run: Run
     make_optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
     """From the named trainable parameters of this rank."""
@@ -108,7 +118,6 @@ class ParallelModel:
     """Applied in order to each micro-batch (context parallelism takes its share of T here)."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names they have in the transformers model (with PEFT's layers in it)."""
+        """The parameters of this rank by their names in the transformers model (with PEFT's layers in it)."""
         for part in self.parts:
-            for name, parameter in part.named_parameters():
-                yield name.removeprefix("hf."), parameter
+            yield from part.hf.named_parameters()

@@ -146,8 +146,8 @@ def test_bfloat16_on_the_device(device, family, strategy, mode, folder, nccl, re
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", [] if GDN == "fla" else list(FAMILIES))
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=cuda)])
-def test_float32_on_the_device(device, family, mode, folder, nccl, record_property):
-    assert not torch.backends.cuda.matmul.allow_tf32
+def test_float32_on_the_device(device, family, mode, folder, nccl, record_property, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # torch lets convolutions use it
     assert torch.get_float32_matmul_precision() == "highest"
     result = run(Cell(folder(FAMILIES[family]), "single", mode, "float32", device))
     result.record(record_property)

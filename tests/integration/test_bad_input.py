@@ -38,14 +38,23 @@ CASES = {
     "misspelt section": (["--modle.path=x"], r"unknown key modle; did you mean model\?"),
     "near key": (["--training.step=3"], r"unknown key training.step; did you mean steps\?"),
     "wrong type": (["--training.steps=many"], r"training.steps is 'many': input should be a valid integer"),
-    "wrong choice": (["--parallel.data=fsdp3"], r"parallel.data is 'fsdp3': input should be 'single', 'ddp' or 'fsdp2'"),
+    "wrong choice": (
+        ["--parallel.data=fsdp3"],
+        r"parallel.data is 'fsdp3': input should be 'single', 'ddp' or 'fsdp2'",
+    ),
     "batch sizes": (["--training.micro_batch_size=3"], r"8 is not a multiple of 1 .* micro_batch_size 3; use 6 or 9"),
     "missing corpus": (["--data.train=nowhere.jsonl"], r"nowhere.jsonl"),
     "missing model": (["--model.path=/nowhere/model"], r"/nowhere/model"),
     "missing tokenizer": (["--model.tokenizer=/nowhere/tokenizer"], r"/nowhere/tokenizer"),
     "no adapter there": (["--lora.targets=[q_prj]"], r"q_prj.*q_proj"),
-    "replicas of ddp": (["--parallel.data=ddp", "--parallel.dp_replicate=2"], r"dp_replicate is for fsdp2 .*leave it at 1"),
-    "replicas that do not divide": (["--parallel.data=fsdp2", "--parallel.dp_replicate=2"], r"does not divide the 1 proc"),
+    "replicas of ddp": (
+        ["--parallel.data=ddp", "--parallel.dp_replicate=2"],
+        r"dp_replicate is for fsdp2 .*leave it at 1",
+    ),
+    "replicas that do not divide": (
+        ["--parallel.data=fsdp2", "--parallel.dp_replicate=2"],
+        r"does not divide the 1 proc",
+    ),
     "empty prompt": (["--training.sample=''", "--training.steps=1"], r"training.sample '' has no tokens"),
 }
 
@@ -80,7 +89,9 @@ def test_vocabulary_smaller_than_the_tokenizer(run_file, capfd, tmp_path):
 
 def test_family_that_is_not_proven(run_file, capfd, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
-    line = refused(capfd, run_file, f"--model.path={tmp_path}", "--model.init=random", "--model.tokenizer=" + _tokenizer(run_file))
+    line = refused(
+        capfd, run_file, f"--model.path={tmp_path}", "--model.init=random", "--model.tokenizer=" + _tokenizer(run_file)
+    )
     assert "gpt2 is not proven" in line
     assert "llama" in line
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -29,7 +30,7 @@ STEPS = 6
 def folder(tmp_path_factory) -> Path:
     """A corpus and a byte-level tokenizer of 256 tokens."""
     path = tmp_path_factory.mktemp("run")
-    words = "the state of a gated delta rule decays and is corrected by each key and value it meets".split()
+    words = re.findall(r"\w+", "the state of a gated delta rule decays and is corrected by each key and value it meets")
     lines = [json.dumps({"text": " ".join(words[(i * k) % len(words)] for k in range(40))}) for i in range(1, 60)]
     (path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -162,5 +163,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer(folder):
     (small / "config.json").write_text(json.dumps(content))
     cfg = config(folder, "small")
     cfg = replace(cfg, model=replace(cfg.model, path=str(small)))
-    with pytest.raises(RuntimeError, match=f"{UserError.__name__}: the tokenizer has 256 tokens but the model only 100"):
+    with pytest.raises(
+        RuntimeError, match=f"{UserError.__name__}: the tokenizer has 256 tokens but the model only 100"
+    ):
         run_on(1, cfg)

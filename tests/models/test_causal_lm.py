@@ -48,7 +48,8 @@ def test_router_loss_only_in_training_and_adds_up_over_rows():
     with_router = lm.train()(whole)
     assert with_router > plain + 1
     halves = [
-        Batch(whole.input_ids[i : i + 1], whole.labels[i : i + 1], whole.document_ids[i : i + 1], (i,), 1) for i in (0, 1)
+        Batch(whole.input_ids[i : i + 1], whole.labels[i : i + 1], whole.document_ids[i : i + 1], (i,), 1)
+        for i in (0, 1)
     ]
     torch.testing.assert_close(sum(lm(half) for half in halves), with_router, rtol=1e-6, atol=0)
 

@@ -25,7 +25,9 @@ def test_the_first_dim_that_divides_evenly_is_cut(shape, num_shards, dim):
     assert shard_dim(shape, num_shards) == dim
 
 
-def _in_bfloat16(cell: Cell) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype], dict[str, bool], dict[str, torch.Tensor]]:
+def _in_bfloat16(
+    cell: Cell,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype], dict[str, bool], dict[str, torch.Tensor]]:
     cfg = run_config(cell)
     cfg = replace(cfg, model=replace(cfg.model, dtype="bfloat16"))
     mesh = build_mesh(cfg, torch.device("cpu"))

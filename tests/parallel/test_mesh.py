@@ -34,7 +34,11 @@ def test_what_is_left_of_the_world(data, dp_replicate, world, expected):
     ("cfg", "world", "message"),
     [
         (config("single"), 2, "parallel.data is single but there are 2 processes; use --nproc 1"),
-        (config("fsdp2", 3), 4, r"parallel.dp_replicate is 3, which does not divide the 4 processes; use one of \[1, 2, 4\]"),
+        (
+            config("fsdp2", 3),
+            4,
+            r"parallel.dp_replicate is 3, which does not divide the 4 processes; use one of \[1, 2, 4\]",
+        ),
         (config("ddp", global_batch=6), 4, "global_batch_size 6 is not a multiple of 4 .* use 4 or 8"),
         (config("ddp", global_batch=2, micro_batch=2), 2, "global_batch_size 2 .* use 4"),
     ],

@@ -86,6 +86,9 @@ def test_state_bytes_equal_the_formula(cell, capsys):
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_frozen_weights_are_not_reduce_scattered(mode):
     for one in run_ranks(2, measure, Cell("qwen3_5_text", "fsdp2", mode, 2)):
-        trained = sum(2 * -(-shape[shard_dim(shape, 2)] // 2) * (prod(shape) // shape[shard_dim(shape, 2)])
-                      for shape, _, trainable in one.shapes if trainable)
+        trained = sum(
+            2 * -(-shape[shard_dim(shape, 2)] // 2) * (prod(shape) // shape[shard_dim(shape, 2)])
+            for shape, _, trainable in one.shapes
+            if trainable
+        )
         assert one.reduce_scattered == trained > 0

@@ -1,6 +1,6 @@
-"""One run of a few steps under any layout, and what must be equal to one process: the harness that every layout extends.
+"""A few steps under any layout, and what must be equal to one process: the harness that every layout extends.
 
-The rules are those of docs/concepts/parity.md: float32, SGD, LoRA's B drawn at random, every compared gradient non-zero,
+The rules are those of docs/concepts/parity.md: float32, SGD, LoRA's B drawn at random, no compared gradient zero,
 row lengths that give each rank another number of target tokens, two micro-batches per step, and clipping that acts.
 """
 

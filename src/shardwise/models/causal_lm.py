@@ -8,14 +8,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
-from shardwise.interfaces import IGNORED, Batch
+from shardwise.interfaces import IGNORED, Batch, Part
 from shardwise.models.dropout import DropoutState, replace_dropouts
 from shardwise.models.families import Family
 from shardwise.models.spec import ModelSpec
 
 
-class CausalLM(nn.Module):
-    """Batch in, loss out, so that embedding and head are never used outside this module (fsdp and pipelines need that)."""
+class CausalLM(Part):
+    """Batch in, loss out: embedding and head are never used outside (fsdp and pipelines need that)."""
 
     def __init__(self, hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig) -> None:
         super().__init__()

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dropout import DropoutState
 from shardwise.models.spec import ModelSpec
 
@@ -22,9 +23,10 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     """
     if cfg.training.checkpointing == "full":
         for part in pm.parts:
+            assert isinstance(part, CausalLM)
             for layer in spec.layers:
                 module = part.get_submodule(f"hf.{layer.name}")
-                module.forward = _recomputed(module.forward, part.dropout)  # ty: ignore[invalid-assignment]
+                module.forward = _recomputed(module.forward, part.dropout)
     return pm
 
 

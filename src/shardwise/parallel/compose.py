@@ -36,9 +36,7 @@ def check(cfg: RunConfig, family: str) -> None:
     if family not in COMPATIBLE:
         raise UserError(f"family {family} is not proven here; proven are {', '.join(sorted(COMPATIBLE))}")
     if layout(cfg) not in COMPATIBLE[family]:
-        raise UserError(
-            f"{layout(cfg)} is not proven for {family}; use one of {', '.join(sorted(COMPATIBLE[family]))}"
-        )
+        raise UserError(f"{layout(cfg)} is not proven for {family}; use one of {', '.join(sorted(COMPATIBLE[family]))}")
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: Load) -> ParallelModel:

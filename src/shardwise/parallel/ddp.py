@@ -9,15 +9,15 @@ Source: Li et al., "PyTorch Distributed", arXiv 2006.15704.
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
 from shardwise.models.spec import ModelSpec
-
 
 # torch 2.13 renames it and warns at the old name.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -27,10 +27,11 @@ _FORWARD_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Wrap the loaded model so that its backward adds gradients up over `dp_replicate`."""
     (part,) = pm.parts
+    no_buffers: dict[str, Any] = {_FORWARD_SYNC: False}  # they are functions of the config, equal everywhere
     wrapped = DistributedDataParallel(
         part,
         process_group=mesh.dense.get_group("dp_replicate"),
-        **{_FORWARD_SYNC: False},  # buffers are functions of the config
+        **no_buffers,
         gradient_as_bucket_view=True,  # gradients live in the communication buckets: no second copy
         init_sync=False,  # weights are equal already: each rank has read or drawn the same ones
     )
@@ -41,7 +42,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
     def run(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
         # The wrapper stands in the part's place for the run only: everyone else sees the bare model and its names.
-        return inner_run(replace(pm, parts=(wrapped,)), microbatches, loss_scale, train)
+        return inner_run(replace(pm, parts=(cast(Part, wrapped),)), microbatches, loss_scale, train)
 
     inner_run = pm.run
     return replace(pm, run=run, set_sync=set_sync)

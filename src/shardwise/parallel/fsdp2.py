@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     (part,) = pm.parts
     axes = DATA_AXES if mesh.size("dp_replicate") > 1 else ("dp_shard",)
     replicated = odd_dtype_parameters(part)
-    options = {
+    options: dict[str, Any] = {
         "mesh": mesh.dense[axes],
         # Autocast chooses the dtype of the computation, here as under every strategy; reduce in float32 always.
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
@@ -40,7 +41,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         # The last unit's backward follows its forward at once: to free its weights between the two gains nothing.
         last = not isinstance(unit, nn.Module)
         fully_shard(unit, reshard_after_forward=cfg.parallel.reshard_after_forward and not last, **options)
-    fully_shard(part, reshard_after_forward=cfg.parallel.reshard_after_forward and not spec.tied, **options)
+    root = fully_shard(part, reshard_after_forward=cfg.parallel.reshard_after_forward and not spec.tied, **options)
     sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         # Sums, not means; gloo knows no other reduction.
@@ -49,7 +50,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
     def set_sync(sync: bool) -> None:
         # Every micro-batch is reduce-scattered, so no rank ever keeps whole gradients; replicas are added up once.
-        part.set_requires_all_reduce(sync)
+        root.set_requires_all_reduce(sync)
 
     def free_after_evaluation(*_: object) -> None:
         if not torch.is_grad_enabled():  # no backward comes to free what `reshard_after_forward=False` has kept

@@ -26,7 +26,8 @@ def mesh_sizes(cfg: RunConfig, world_size: int) -> dict[str, int]:
     if parallel.data == "single":
         if world_size != 1:
             raise UserError(
-                f"parallel.data is single but there are {world_size} processes; use --nproc 1, or parallel.data ddp or fsdp2"
+                f"parallel.data is single but there are {world_size} processes; "
+                "use --nproc 1, or parallel.data ddp or fsdp2"
             )
     elif parallel.data == "ddp":
         sizes["dp_replicate"] = world_size

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Replace parameters on `meta` by uninitialised memory on `device`, for the local shard only where they are sharded.
+    """Replace parameters on `meta` by uninitialised memory on `device`: the local shard where they are sharded.
 
     Tied parameters stay one parameter (nn.Module.to_empty would part them). Buffers are real already: they only move.
     """
@@ -30,7 +30,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy this rank's share of `full` into `target`: every rank has `full`, so nothing is sent and nothing allocated."""
+    """Copy the share of this rank of `full` into `target`; every rank has `full`, so nothing is sent or allocated."""
     assert target.shape == full.shape, (target.shape, full.shape)
     if not isinstance(target, DTensor):
         target.copy_(full)

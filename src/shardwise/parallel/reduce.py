@@ -14,7 +14,7 @@ DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 def sum_over(tensor: torch.Tensor, mesh: Mesh, axes: Iterable[str]) -> torch.Tensor:
-    """Add `tensor` up over the ranks along `axes`, in place: 2 (n-1)/n of its bytes leave each rank per axis of size n."""
+    """Add `tensor` up over `axes`, in place: 2 (n-1)/n of its bytes leave each rank per axis of size n."""
     for axis in axes:
         if mesh.size(axis) > 1:
             dist.all_reduce(tensor, group=mesh.dense.get_group(axis))

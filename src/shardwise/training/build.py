@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import family_of, spec_of
@@ -38,12 +38,12 @@ class Job:
     coverage: lora.Coverage | None
 
     def trainable(self) -> list[torch.nn.Parameter]:
-        """This rank's trainable parameters, whole or sharded."""
+        """The trainable parameters of this rank, whole or sharded."""
         return [p for _, p in self.pm.named_parameters() if p.requires_grad]
 
 
 def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
-    """Build this rank's part of the run that `cfg` describes; memory is taken only after everything has been checked."""
+    """Build the part of this rank in the run that `cfg` describes; memory is taken after all checks."""
     hf_config = load.read_config(cfg.model)
     compose.check(cfg, hf_config.model_type)
     hf = load.build_meta(cfg.model, hf_config)
@@ -81,7 +81,7 @@ def run_in_turn(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: fl
     return total
 
 
-def _fill_part(part: CausalLM, cfg: RunConfig, state: State) -> None:
+def _fill_part(part: Part, cfg: RunConfig, state: State) -> None:
     targets = dict(chain(part.hf.named_parameters(), part.hf.named_buffers()))
     # Two parameters may stand for one weight: `modules_to_save` keeps the original beside the copy that is trained.
     by_hf_name: dict[str, list[str]] = {}

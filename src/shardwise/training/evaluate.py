@@ -57,4 +57,4 @@ def greedy_sample(
         ids.append(int(part(batch, return_logits=True)[0, -1].argmax()))
         if ids[-1] == tokenizer.eos_token_id:
             break
-    return tokenizer.decode(ids)
+    return str(tokenizer.decode(ids))

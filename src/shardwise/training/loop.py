@@ -39,7 +39,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             microbatches = [batch.to(mesh.device) for batch in next(loaders.train)]
             if cfg.measure.reverse_microbatches:
                 microbatches.reverse()
-            lr = job.lr_schedule.get_last_lr()[0]
+            lr = job.optimizer.param_groups[0]["lr"]
             meter.start()
             try:
                 result = training_step(job, microbatches, mesh, cfg.optimizer.max_grad_norm)

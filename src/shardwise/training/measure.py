@@ -54,9 +54,7 @@ def write_record(
     return record
 
 
-def _record(
-    cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, memory: Memory | None
-) -> RunRecord:
+def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, memory: Memory | None) -> RunRecord:
     (part,) = job.pm.parts
     counts = count_model(part.hf, job.spec)
     length, micro_batch = cfg.data.sequence_length, cfg.training.micro_batch_size

@@ -43,7 +43,7 @@ def forward_backward(pm: ParallelModel, microbatches: Sequence[Batch], mesh: Mes
 
 
 def training_step(job: Job, microbatches: Sequence[Batch], mesh: Mesh, max_grad_norm: float | None) -> StepResult:
-    """Forward, backward, clip, update. Raises NonFiniteLossError, before the update, where loss or norm is not finite."""
+    """Forward, backward, clip, update; NonFiniteLossError, before the update, if loss or norm is not finite."""
     loss, tokens = forward_backward(job.pm, microbatches, mesh)
     norm = clip_by_global_norm(job.trainable(), mesh, max_grad_norm)
     result = StepResult(loss.item(), norm.item(), tokens)

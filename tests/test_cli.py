@@ -1,0 +1,132 @@
+"""The command, as a shell runs it: what a mistake costs is one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise import __version__, cli
+from shardwise.config import Model, RunConfig
+from shardwise.models import adapter
+
+RUN = """
+model: {path: no-such-model, init: random}
+data: {train: no-such-corpus.jsonl}
+training: {output_dir: out}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "run.yaml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwise", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "the following arguments are required: COMMAND; see shardwise --help"),
+        (("trian",), "argument COMMAND: invalid choice: 'trian'"),
+        (("train",), "the following arguments are required: RUN.yaml; see shardwise train --help"),
+        (("train", "none.yaml"), "none.yaml: cannot read the run file (No such file or directory)"),
+        (("train", "broken.yaml"), "broken.yaml: not valid YAML"),
+        (("train", "list.yaml"), "list.yaml: a run file is a mapping of sections"),
+        (("train", "unknown.yaml"), "unknown.yaml: unknown key training.step; did you mean steps?"),
+        (("train", "run.yaml", "--optimiser.lr=1"), "run.yaml: unknown key optimiser; did you mean optimizer?"),
+        (("train", "run.yaml", "--training.steps=many"), "run.yaml: training.steps is 'many'"),
+        (("train", "run.yaml", "--training.steps", "5"), "unknown argument --training.steps; see shardwise --help"),
+        (("train", "run.yaml", "--=5"), "--=5: write an override as --section.key=value"),
+        (("train", "run.yaml", "--training.steps=[1"), "--training.steps=[1: the value is not valid YAML; quote it"),
+        (("train", "run.yaml", "--verbose"), "unknown argument --verbose; see shardwise --help"),
+        (("train", "run.yaml", "more.yaml"), "unknown argument more.yaml; see shardwise --help"),
+        (("train", "run.yaml", "--nproc", "0"), "--nproc is 0; give at least 1"),
+        (("train", "run.yaml", "--nproc=two"), "argument --nproc: invalid int value: 'two'"),
+        (("train", "run.yaml", "--training.output_dir=full"), "training.output_dir full holds another run"),
+        (
+            ("train", "run.yaml", "--measure.trackers=[trackio]"),
+            "measure.trackers names trackio, which is not installed",
+        ),
+        (("export", "--merge", "model", "adapter"), "argument --merge: expected 3 arguments"),
+        (
+            ("export", "--merge", "model", "adapter", "out", "--model.init=random"),
+            "unknown argument --model.init=random",
+        ),
+    ],
+    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, told, folder):
+    (folder / "broken.yaml").write_text("model: {path: [}\n")
+    (folder / "list.yaml").write_text("- model\n")
+    (folder / "unknown.yaml").write_text(RUN.replace("output_dir: out", "output_dir: out, step: 5"))
+    (folder / "full").mkdir()
+    (folder / "full" / "metrics.jsonl").write_text("")
+    done = shardwise(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {told}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_mistake_that_only_a_started_run_finds_is_one_line_too(folder):
+    done = shardwise("train", "run.yaml")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no-such-model" in done.stderr
+    assert '"status": "unsupported"' in (folder / "out" / "record.json").read_text()
+
+
+def test_version_and_help():
+    assert shardwise("--version").stdout == f"shardwise {__version__}\n"
+    assert "train" in shardwise("--help").stdout
+    assert "--section.key=value" in shardwise("train", "--help").stdout
+
+
+def test_torch_is_not_imported_before_it_is_needed(folder):
+    code = (
+        "import sys; from shardwise.cli import main; code = main(['train', 'run.yaml', '--nproc', '0']);"
+        "print(code, {'torch', 'transformers', 'rich'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 set()\n"
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[tuple[RunConfig, int | None]]:
+    calls: list[tuple[RunConfig, int | None]] = []
+
+    def launch(cfg: RunConfig, nproc: int | None) -> int:
+        calls.append((cfg, nproc))
+        return 3
+
+    monkeypatch.setattr(cli, "launch", launch)
+    return calls
+
+
+def test_train_passes_overrides_and_processes_on(folder, launched):
+    overrides = ["--training.sample=Once upon a = b", "--lora={r: 4, alpha: 8}", "--training.steps=7"]
+    assert cli.main(["train", overrides[0], "run.yaml", *overrides[1:], "--nproc=2"]) == 3
+    ((cfg, nproc),) = launched
+    assert (cfg.training.sample, cfg.training.steps, nproc) == ("Once upon a = b", 7, 2)
+    assert cfg.lora is not None
+    assert (cfg.lora.r, cfg.lora.alpha) == (4, 8)
+
+
+def test_train_leaves_the_number_of_processes_open(folder, launched):
+    assert cli.main(["train", "run.yaml"]) == 3
+    assert launched[0][1] is None
+
+
+def test_export_merges_an_adapter(monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(adapter, "merge_adapter", lambda *arguments: calls.append(arguments))
+    assert cli.main(["export", "--merge", "base", "run/adapter", "merged"]) == 0
+    assert calls == [(Model("base"), "run/adapter", "merged")]
+    assert capsys.readouterr().out == "merged run/adapter into base: merged\n"

@@ -1,0 +1,144 @@
+"""Trackers, offline: TensorBoard for real, the others against packages that write down how they are called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+
+from shardwise.config import Data, Model, RunConfig, Training, UserError
+from shardwise.training.loggers import open_loggers
+
+CONFIG = {"model": {"path": "tiny"}, "optimizer": {"lr": 0.5, "betas": (0.9, 0.95)}, "lora": None}
+
+# One source for the three: every call of the module, or of the run that `init` returns, is one entry of `calls`.
+FAKE = """
+calls = []
+
+class Run:
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            calls.append((name, args, kwargs))
+        return call
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    def call(*args, **kwargs):
+        calls.append((name, args, kwargs))
+        return Run()
+    return call
+"""
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    """Make a package of this name importable; returns a function that gives its calls."""
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    for variable in ("WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def make(name):
+        (tmp_path / "packages").mkdir(exist_ok=True)
+        (tmp_path / "packages" / f"{name}.py").write_text(FAKE)
+        importlib.invalidate_caches()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return lambda: importlib.import_module(name).calls
+
+    yield make
+    for name in ("wandb", "mlflow", "trackio"):
+        sys.modules.pop(name, None)
+
+
+def log_two_steps(name, output_dir):
+    (logger,) = open_loggers([name], output_dir, CONFIG)
+    logger.log(1, {"loss": 2.5, "lr": 0.25})
+    logger.log(2, {"loss": 1.5})
+    logger.close()
+
+
+def test_tensorboard_event_files_hold_what_was_logged(tmp_path):
+    log_two_steps("tensorboard", tmp_path)
+    accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]} == {
+        "loss": [(1, 2.5), (2, 1.5)],
+        "lr": [(1, 0.25)],
+    }
+    (text,) = events.Tensors("config/text_summary")
+    assert "betas:\n  - 0.9\n  - 0.95\n" in text.tensor_proto.string_val[0].decode()
+
+
+def test_tensorboard_takes_a_resolved_run_file(tmp_path):
+    cfg = RunConfig(Model("m"), Data("d"), Training(str(tmp_path)))
+    for logger in open_loggers(["tensorboard"], tmp_path, cfg.to_dict()):
+        logger.close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_wandb_calls(fake, tmp_path):
+    calls = fake("wandb")
+    log_two_steps("wandb", tmp_path)
+    assert calls() == [
+        ("init", (), {"project": "shardwise", "name": tmp_path.name, "dir": str(tmp_path), "config": CONFIG}),
+        ("log", ({"loss": 2.5, "lr": 0.25},), {"step": 1}),
+        ("log", ({"loss": 1.5},), {"step": 2}),
+        ("finish", (), {}),
+    ]
+
+
+def test_trackio_calls(fake, tmp_path):
+    calls = fake("trackio")
+    log_two_steps("trackio", tmp_path)
+    assert calls() == [
+        ("init", (), {"project": "shardwise", "name": tmp_path.name, "config": CONFIG}),
+        ("log", ({"loss": 2.5, "lr": 0.25},), {"step": 1}),
+        ("log", ({"loss": 1.5},), {"step": 2}),
+        ("finish", (), {}),
+    ]
+
+
+def test_mlflow_calls(fake, tmp_path):
+    calls = fake("mlflow")
+    log_two_steps("mlflow", tmp_path)
+    parameters = {"model.path": "tiny", "optimizer.lr": 0.5, "optimizer.betas": (0.9, 0.95), "lora": None}
+    assert calls() == [
+        ("set_experiment", ("shardwise",), {}),
+        ("start_run", (), {"run_name": tmp_path.name}),
+        ("log_params", (parameters,), {}),
+        ("log_metrics", ({"loss": 2.5, "lr": 0.25},), {"step": 1}),
+        ("log_metrics", ({"loss": 1.5},), {"step": 2}),
+        ("end_run", (), {}),
+    ]
+
+
+def test_a_trackers_own_variable_names_the_project(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "ours")
+    wandb, mlflow = fake("wandb"), fake("mlflow")
+    open_loggers(["wandb", "mlflow", "wandb"], tmp_path, CONFIG)
+    assert [call[2]["project"] for call in wandb()] == ["mine"]  # asked for twice, opened once
+    assert mlflow()[0] == ("set_experiment", ("ours",), {})
+
+
+def test_a_tracker_that_is_not_installed_is_the_users_mistake(fake, tmp_path):
+    calls = fake("wandb")
+    message = r"measure\.trackers names trackio, which is not installed; pip install trackio, or leave it out"
+    with pytest.raises(UserError, match=message):
+        open_loggers(["wandb", "trackio"], tmp_path, CONFIG)
+    assert calls() == []
+
+
+def test_a_tracker_that_does_not_start_closes_those_before_it(fake, tmp_path):
+    calls = fake("wandb")
+    (tmp_path / "packages" / "mlflow.py").write_text("def set_experiment(name):\n    raise OSError('no server')\n")
+    with pytest.raises(OSError, match="no server"):
+        open_loggers(["wandb", "mlflow"], tmp_path, CONFIG)
+    assert [call[0] for call in calls()] == ["init", "finish"]
+
+
+def test_no_tracker_no_import(tmp_path):
+    assert open_loggers([], tmp_path, CONFIG) == []
+    assert not list(tmp_path.iterdir())

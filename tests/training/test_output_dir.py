@@ -1,0 +1,113 @@
+"""An output folder holds one run, and nothing is removed that no run wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.config import Data, Model, RunConfig, Training, UserError, parse_config
+from shardwise.metrics.record import RunRecord
+from shardwise.training.output_dir import claim, record_failure
+
+
+def config(folder: Path, model: str = "unused", **training: Any) -> RunConfig:
+    return RunConfig(Model(model), Data("unused"), Training(str(folder), **training))
+
+
+def leave_a_run(folder: Path) -> set[str]:
+    """What a run leaves, and `notes.txt` and `data/`, which are the user's; returns the user's."""
+    for name in ("record.json", "metrics.jsonl", "non-finite-step-3-rank-0.json", "notes.txt"):
+        (folder / name).write_text("{}")
+    for name in ("adapter", "model", "checkpoints/step-3", "tensorboard", "data"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_text("x")
+    return {"notes.txt", "data"}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_new_folder_is_made(tmp_path):
+    claim(config(tmp_path / "a" / "b"), clear=True)
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=r"cannot make the folder \((File exists|Not a directory)\)"):
+            claim(config(path), clear=True)
+
+
+@pytest.mark.parametrize("name", ["record.json", "metrics.jsonl"])
+def test_a_folder_with_another_run_is_refused_and_left_alone(name, tmp_path):
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"holds another run; choose another folder, or set training\.overwrite=true"):
+        claim(config(tmp_path), clear=True)
+    assert names(tmp_path) == {name}
+
+
+def test_overwrite_removes_what_a_run_wrote_and_nothing_else(tmp_path):
+    kept = leave_a_run(tmp_path)
+    claim(config(tmp_path, overwrite=True), clear=False)  # every rank but one
+    assert names(tmp_path) > kept
+    claim(config(tmp_path, overwrite=True), clear=True)
+    assert names(tmp_path) == kept
+
+
+def test_overwrite_removes_nothing_where_there_is_no_run(tmp_path):
+    (tmp_path / "model").mkdir()
+    claim(config(tmp_path, overwrite=True), clear=True)
+    assert names(tmp_path) == {"model"}
+
+
+def test_overwrite_does_not_remove_the_model_that_the_run_reads(tmp_path):
+    leave_a_run(tmp_path)
+    before = names(tmp_path)
+    with pytest.raises(
+        UserError, match=r"would remove .*/checkpoints, which this run reads; choose another output_dir"
+    ):
+        claim(config(tmp_path, str(tmp_path / "checkpoints" / "step-3"), overwrite=True), clear=True)
+    assert names(tmp_path) == before
+
+
+def test_a_refused_run_does_not_stand_in_the_way_of_the_next(tmp_path):
+    cfg = config(tmp_path)
+    record_failure(cfg, out_of_memory=False, refused=True, reason="no such family")
+    assert RunRecord.read(tmp_path / "record.json").status == "unsupported"
+    claim(cfg, clear=True)
+    assert names(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("out_of_memory", "refused", "began", "status"),
+    [
+        (True, False, True, "oom"),
+        (False, False, False, "failed"),
+        (False, True, False, "unsupported"),
+        (False, True, True, "failed"),
+    ],
+)
+def test_how_a_failure_is_recorded(out_of_memory, refused, began, status, tmp_path):
+    if began:
+        (tmp_path / "metrics.jsonl").write_text("")
+    cfg = config(tmp_path)
+    record_failure(cfg, out_of_memory, refused, "because")
+    record = RunRecord.read(tmp_path / "record.json")
+    assert (record.status, record.reason, parse_config(record.config)) == (status, "because", cfg)
+    assert "torch" in str(record.environment)
+
+
+def test_the_first_reason_stays(tmp_path):
+    cfg = config(tmp_path)
+    record_failure(cfg, out_of_memory=True, refused=False, reason="the cause")
+    record_failure(cfg, out_of_memory=False, refused=False, reason="a rank that lost a peer")
+    assert RunRecord.read(tmp_path / "record.json").reason == "the cause"
+
+
+def test_a_record_that_cannot_be_written_does_not_hide_the_error(tmp_path):
+    record_failure(config(tmp_path / "gone"), out_of_memory=True, refused=False, reason="because")
+    assert not (tmp_path / "gone").exists()
