@@ -65,8 +65,8 @@ def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, capsys):
     with capsys.disabled():
         peak, held, _, _ = outcomes[0]
         print(
-            f"\n  {'lora' if lora else 'full'}: peak while loading {peak:,} B of a model of {total:,} B on {NPROC} ranks; "
-            f"share + largest unit {total // NPROC + largest:,} B; held after {held:,} B",
+            f"\n  {'lora' if lora else 'full'}: peak while loading {peak:,} B of a model of {total:,} B on {NPROC} "
+            f"ranks; share + largest unit {total // NPROC + largest:,} B; held after {held:,} B",
             end="",
         )
     for peak, held, _, whole in outcomes:
