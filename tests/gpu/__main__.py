@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -82,9 +83,10 @@ def main() -> int:
                 file=sys.stderr,
             )
             return 2
+    files = Files((rehearse or ROOT / "results" / "gpu").resolve())
     os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end what was started
     device, workload = ("cuda", LORA_STEP) if rehearse is None else ("cpu", REHEARSAL)
-    files = Files(rehearse or ROOT / "results" / "gpu")
     deadline = Deadline(TOTAL_SECONDS)
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as scratch:
         return run(device, workload, files, deadline, Path(scratch))
@@ -165,7 +167,7 @@ def summary(files: Files) -> int:
     for row in timed["rows"]:
         name = f"{row['gdn']:7}{row.get('checkpointing', '-'):15}{row.get('side', '-'):14}"
         if row["status"] != "ok":
-            print(f"{name} {row['status']}: {row['reason']}")
+            print(f"{name} {row['status']}: {row['reason'][-100:]}")
             continue
         print(
             f"{name}{1e3 * row['step_seconds']['median']:10.1f}{row['tokens_per_second']:12,.0f}"

@@ -93,6 +93,18 @@ def test_a_side_that_dies_keeps_its_reason_and_the_other_goes_on(tmp_path):
     assert "time" not in comparisons(rows, "green")[0]
 
 
+def test_a_dead_worker_says_so_every_time(tmp_path):
+    # Dead to us as soon as it closes its output, whatever it still does.
+    code = "import os, time; os.close(1); time.sleep(60)"
+    worker = Worker([sys.executable, "-c", code], dict(os.environ), tmp_path / "log")
+    try:
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="failed"):
+                worker.ask({"do": "build"}, 30)
+    finally:
+        worker.end()
+
+
 def test_no_answer_is_a_timeout(tmp_path):
     worker = Worker([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), tmp_path / "log")
     try:

@@ -65,6 +65,7 @@ class Worker:
         except OSError:
             line = ""
         if not line:
+            self.lines.put("")  # for whoever asks next
             raise WorkerError(f"failed: {last_words(self.log)}")
         return json.loads(line)
 
@@ -135,11 +136,13 @@ def _time_mode(
     running = list(pair)
 
     def ask(row: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+        worker = workers[row["side"]]
         try:
-            return workers[row["side"]].ask(request, stage.left())
+            return worker.ask(request, stage.left())
         except WorkerError as error:
             row["status"], _, row["reason"] = str(error).partition(": ")
             running.remove(row)
+            print(f"{row['side']}: {worker.log.read_text(errors='replace')[-3000:]}", flush=True)
             return {}
 
     def steps(row: dict[str, Any], number: int, lead_in: int = 1, **what: bool) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,7 @@ def killed_on_last(cfg: RunConfig, mesh: Mesh) -> None:
 
 
 def sleep(cfg: RunConfig, mesh: Mesh) -> None:
-    Path(cfg.training.output_dir, f"pid-{dist.get_rank()}").write_text(str(os.getpid()))
+    Path(cfg.training.output_dir, f"pid-{os.getpid()}").touch()
     time.sleep(60)
 
 
@@ -253,8 +255,11 @@ def test_the_first_failure_of_two_processes_is_the_one_told(
 
 
 START = """
-import sys
+import os, sys, time
 from pathlib import Path
+if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:  # a new process that has not come to its task yet
+    Path(sys.argv[1], f"pid-{os.getpid()}").touch()
+    time.sleep(60)
 from shardwise.training.launch import launch
 from tests.training import test_launch
 if __name__ == "__main__":
@@ -263,48 +268,78 @@ if __name__ == "__main__":
 """
 
 
-def start(folder: Path, nproc: int, train: str, **env: str) -> subprocess.Popen[str]:
-    script = folder / "start.py"
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `launch` in a process of its own, as a shell would: start(nproc, name of the fake run, **environment)."""
+    script = tmp_path / "start.py"
     script.write_text(START)
-    return subprocess.Popen(
-        [sys.executable, str(script), str(folder), str(nproc), train],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C in a terminal goes to all the processes of a group
-    )
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(nproc: int, train: str, **env: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path), str(nproc), train],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C in a terminal goes to all the processes of a group
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        with process:
+            process.kill()
 
 
-@pytest.mark.parametrize("when", ["importing", "training"])
-def test_ctrl_c_ends_all_processes_without_a_word(when, tmp_path):
-    process = start(tmp_path, 2, "sleep")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while True:
-        pids = children.read_text().split()[1:]  # without multiprocessing's own helper, which is the first
-        if len(pids) == 2 and (when == "importing" or len(list(tmp_path.glob("pid-*"))) == 2):
-            break
+    while not condition():
         assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    time.sleep(0.4)  # past the start of the interpreter, in the middle of importing torch
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def blocks_ctrl_c(pid: str) -> bool:
+    (mask,) = re.findall(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) & 1 << signal.SIGINT - 1)
+
+
+@pytest.mark.parametrize("importing", [True, False])
+def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
+    process = start(2, "sleep", **({"SLOW_IMPORT": "1"} if importing else {}))
+    wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    pids = [path.name.removeprefix("pid-") for path in tmp_path.glob("pid-*")]
+    assert [blocks_ctrl_c(pid) for pid in pids] == [importing] * 2  # there Python would print where it was interrupted
     os.killpg(process.pid, signal.SIGINT)
     assert (*process.communicate(timeout=20), process.returncode) == ("", "", 130)
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
+    assert not any(is_running(pid) for pid in pids)
 
 
-def test_two_slurm_tasks_join(tmp_path):
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 128 + 15)])
+def test_processes_end_with_the_one_that_started_them(number, exit_code, start, tmp_path):
+    process = start(2, "sleep")
+    wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    os.kill(process.pid, number)
+    process.communicate(timeout=20)
+    assert process.returncode == exit_code
+    wait_until(lambda: not any(is_running(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")))
+
+
+def test_two_slurm_tasks_join(start, tmp_path):
     env = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": "2",
         "SLURM_STEP_NODELIST": "localhost",
     }
-    tasks = [
-        start(tmp_path, 0, "report_place", **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)
-    ]
+    tasks = [start(0, "report_place", **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)]
     assert [(*task.communicate(timeout=60), task.returncode) for task in tasks] == [("", "", 0)] * 2
     assert [json.loads((tmp_path / f"place-{rank}.json").read_text())["sum"] for rank in (0, 1)] == [3, 3]
