@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.metrics.memory import PeakMemory, _reachable_tensors, state_bytes, tensor_bytes
+from shardwise.metrics.memory import PeakMemory, _reachable_tensors, memory_in_use, state_bytes, tensor_bytes
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -231,3 +231,10 @@ def _ddp_step() -> list[tuple[int, int]]:
 def test_buckets_of_ddp_count_although_only_their_gradients_show_them():
     for zeroed, unset in run_ranks(2, _ddp_step):
         assert unset == zeroed
+
+
+def test_memory_in_use_grows_with_what_is_touched():
+    before = memory_in_use(torch.device("cpu"))
+    held = torch.ones(2**26, dtype=torch.uint8)
+    assert 2**25 < memory_in_use(torch.device("cpu")) - before < 2**27
+    del held

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
@@ -26,6 +27,13 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     A DTensor counts with its local shard, padding included. A `meta` tensor counts as if it were allocated.
     """
     return sum(storage.nbytes() for storage in _storages(tensors).values())
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes in use now, for a person to watch: of the GPU's allocator, or the resident set of this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
 
 
 def state_bytes(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-import torch
 import torch.distributed as dist
 
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Batch, Mesh
+from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.record import MetricsFile, dumps
 from shardwise.training.build import Job
@@ -64,8 +64,7 @@ class Reporter:
         self.losses.append(result.loss)
         self.grad_norms.append(result.grad_norm)
         rate = meter.tokens_per_second()
-        memory = torch.cuda.memory_allocated() if self.mesh.device.type == "cuda" else None
-        self._progress.update(step, result.loss, rate, memory)
+        self._progress.update(step, result.loss, rate, memory_in_use(self.mesh.device))
         values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "seconds": meter.seconds[-1]}
         self._write(step, {**values, "tokens_per_second": result.tokens / meter.seconds[-1]}, tokens=result.tokens)
 
