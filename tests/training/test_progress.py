@@ -28,7 +28,7 @@ def test_outside_a_terminal_only_messages_and_the_last_state(force_colour, monke
     stream = io.StringIO()
     report(Progress(4, stream=stream))
     # 3 * 2^29 bytes are 1.5 GiB.
-    assert stream.getvalue() == "start [bold]\nstep 2/4  loss 2.5000  12,346 tokens/s  1.50 GiB\n"
+    assert stream.getvalue() == "start [bold]\nstep 2/4  loss 2.5000 · 12,346 tokens/s · 1.50 GiB\n"
 
 
 def test_a_long_message_stays_one_line_outside_a_terminal():
@@ -95,4 +95,4 @@ with Progress(2) as progress:
     assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l")  # the cursor is on at the end
     lines = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", written).replace("\r", "\n").split("\n")
     last = [line for line in lines if line.strip()][-1]
-    assert re.fullmatch(r"step 2/2 ━+ loss 2\.5000  2,000 tokens/s  2\.00 GiB left 0:00:00 *", last)
+    assert re.fullmatch(r"step 2/2 ━+ loss 2\.5000 · 2,000 tokens/s · 2\.00 GiB · time left 0:00:00 *", last)

@@ -30,7 +30,7 @@ class Progress:
             bars.TextColumn("step {task.completed}/{task.total}"),
             bars.BarColumn(bar_width=20),
             bars.TextColumn("{task.description}"),
-            bars.TextColumn("left"),
+            bars.TextColumn("· time left"),
             bars.TimeRemainingColumn(),
             console=self._console,
             speed_estimate_period=3600,  # seconds: the default of 30 forgets steps that take minutes
@@ -46,7 +46,7 @@ class Progress:
             parts.append(f"{tokens_per_second:,.0f} tokens/s")
         if memory_bytes is not None:
             parts.append(f"{memory_bytes / GIB:.2f} GiB")
-        state = "  ".join(parts)
+        state = " · ".join(parts)
         self._last = f"step {step}/{self._total_steps}  {state}"
         if self._live:
             self._bar.update(self._task, completed=step, description=state)
