@@ -34,13 +34,14 @@ def measure(cell: Cell) -> Measured:
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     elements = []
-    reduce_scatter = dist.reduce_scatter_single
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch 2.13
+    reduce_scatter = getattr(dist, name)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         elements.append(kwargs["input"].numel())
         return reduce_scatter(*args, **kwargs)
 
-    dist.reduce_scatter_single = counting  # this process ends with the measurement
+    setattr(dist, name, counting)  # this process ends with the measurement
     forward_backward(job.pm, microbatches(cfg, mesh, 1)[:1], mesh)
     clip_by_global_norm(job.trainable(), mesh, 1.0)
     job.optimizer.step()

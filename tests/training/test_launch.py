@@ -61,12 +61,6 @@ def user_error_on_all(cfg: RunConfig, mesh: Mesh) -> None:
     raise UserError("the file is\nempty; fill it")
 
 
-def user_error_on_last(cfg: RunConfig, mesh: Mesh) -> None:
-    if dist.get_rank() == dist.get_world_size() - 1:
-        raise UserError("no corpus on this node; copy it")
-    dist.barrier()
-
-
 def out_of_memory_on_last(cfg: RunConfig, mesh: Mesh) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         torch.empty(2**50, dtype=torch.uint8)
@@ -231,7 +225,6 @@ KILLED = "rank 1 of 2 was killed by SIGKILL; the system does that when memory ru
     ("train", "exit_code", "status", "reason", "one_line"),
     [
         (user_error_on_all, 2, "unsupported", "the file is empty; fill it", True),
-        (user_error_on_last, 2, "unsupported", "no corpus on this node; copy it", True),
         (out_of_memory_on_last, 3, "oom", WANT, True),
         (bug_on_last, 1, "failed", "KeyError on rank 1 of 2: 'a bug of ours'", False),
         (killed_on_last, 1, "failed", KILLED, True),
@@ -278,7 +271,7 @@ def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start(nproc: int, train: str, **env: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, str(script), str(tmp_path), str(nproc), train],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **env},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -293,11 +286,14 @@ def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             process.kill()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_for_pids(process: subprocess.Popen[str], folder: Path) -> list[str]:
+    """The ids of the two processes that `process` starts, once they run the sleeping task (or sleep before it)."""
     deadline = time.monotonic() + 60
-    while not condition():
+    while len(files := list(folder.glob("pid-*"))) < 2:
         assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
+    return [file.name.removeprefix("pid-") for file in files]
 
 
 def is_running(pid: str) -> bool:
@@ -315,8 +311,7 @@ def blocks_ctrl_c(pid: str) -> bool:
 @pytest.mark.parametrize("importing", [True, False])
 def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
     process = start(2, "sleep", **({"SLOW_IMPORT": "1"} if importing else {}))
-    wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
-    pids = [path.name.removeprefix("pid-") for path in tmp_path.glob("pid-*")]
+    pids = wait_for_pids(process, tmp_path)
     assert [blocks_ctrl_c(pid) for pid in pids] == [importing] * 2  # there Python would print where it was interrupted
     os.killpg(process.pid, signal.SIGINT)
     assert (*process.communicate(timeout=20), process.returncode) == ("", "", 130)
@@ -326,11 +321,12 @@ def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 128 + 15)])
 def test_processes_end_with_the_one_that_started_them(number, exit_code, start, tmp_path):
     process = start(2, "sleep")
-    wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    pids = wait_for_pids(process, tmp_path)
     os.kill(process.pid, number)
-    process.communicate(timeout=20)
+    process.communicate(timeout=20)  # until nobody holds its pipes
     assert process.returncode == exit_code
-    wait_until(lambda: not any(is_running(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")))
+    time.sleep(0.2)
+    assert not any(is_running(pid) for pid in pids)
 
 
 def test_two_slurm_tasks_join(start, tmp_path):

@@ -88,7 +88,7 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         **{name: _version(name) for name in ("torch", "transformers", "peft")},
-        "fla": _version("flash-linear-attention"),
+        "fla-core": _version("fla-core"),
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
         "cuda": torch.version.cuda,
         "cpu_count": os.cpu_count(),
