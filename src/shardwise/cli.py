@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 ok; 2 the user's mistake, one line on stderr; 3 out of memory; 130 Ctrl-C; 1 anything else, with its traceback.
     """
+    # Before torch is imported: measuring memory makes its CPU allocator warn of blocks that are accounted for.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     return guarded(lambda: run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -271,7 +271,7 @@ def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start(nproc: int, train: str, **env: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, str(script), str(tmp_path), str(nproc), train],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path), **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
