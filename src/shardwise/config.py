@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
@@ -39,7 +40,7 @@ class Model(Section):
     path: str
     """Local folder or hub id: `config.json`, and safetensors unless `init` is `random`."""
     init: Literal["weights", "random"] = "weights"
-    """`random`: weights are a function of (`training.seed`, parameter name), the same under every layout."""
+    """`random`: weights are a function of (`training.seed`, module path), the same under every layout."""
     dtype: DType = "float32"
     """What the weights are stored in; parameters that a family keeps in float32 (such as `A_log`) stay so."""
     tokenizer: str | None = None
@@ -71,6 +72,8 @@ class Lora(Section):
 
     def __post_init__(self) -> None:
         _require(self.r >= 1, f"lora.r is {self.r}; give a rank of at least 1")
+        _require(math.isfinite(self.alpha), f"lora.alpha is {self.alpha}; give a number")
+        _require(self.targets != [], "lora.targets is an empty list; name linears, or leave the section out")
         _require(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; give a value in [0, 1)")
 
 
@@ -140,7 +143,10 @@ class Optimizer(Section):
     """Clip by the global norm over all ranks' shards; null: do not clip."""
 
     def __post_init__(self) -> None:
-        _require(self.lr >= 0, f"optimizer.lr is {self.lr}; give 0 or more")
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, f"optimizer.{name} is {value}; give a number of 0 or more")
+        _require(all(0 <= b < 1 for b in self.betas), f"optimizer.betas is {list(self.betas)}; give two in [0, 1)")
         _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}; give 0 or more")
         _require(
             self.max_grad_norm is None or self.max_grad_norm > 0,
@@ -178,6 +184,7 @@ class Training(Section):
     """Replace what another run left in `output_dir`."""
 
     def __post_init__(self) -> None:
+        _require(bool(self.output_dir), "training.output_dir is empty; name a folder")
         for name in ("steps", "global_batch_size", "micro_batch_size"):
             _require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; give at least 1")
         for name in ("eval_every", "eval_batches"):
@@ -223,24 +230,42 @@ def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
     import pydantic  # here, so that a Python caller who builds RunConfig himself does not need it
 
     try:
-        return pydantic.TypeAdapter(RunConfig).validate_python(data)
+        cfg = pydantic.TypeAdapter(RunConfig).validate_python(data)
     except pydantic.ValidationError as error:
-        raise UserError(f"{source}: {_first_problem(error, data)}") from None
+        raise UserError(f"{source}: {_first_problem(error)}") from None
+    for section, keys in data.items():  # pydantic takes true for 1
+        for key, value in (keys or {}).items():
+            taken = getattr(getattr(cfg, section), key)
+            _require(
+                not isinstance(value, bool) or isinstance(taken, bool), f"{source}: {section}.{key} is not a switch"
+            )
+    return cfg
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a run file and apply `--section.key=value` overrides (values are YAML, so `null` and `[a, b]` work)."""
     path = Path(path)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _NoDuplicates)
     except OSError as error:
-        raise UserError(f"{path}: cannot read the run file ({error.strerror})") from None
+        raise UserError(f"{path}: cannot read the run file ({error.strerror}); give the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     _require(isinstance(data, dict), f"{path}: a run file is a mapping of sections; see docs/reference/config.md")
     for override in overrides or []:
         _apply_override(data, override)
     return parse_config(data, source=str(path))
+
+
+class _NoDuplicates(yaml.SafeLoader):
+    """YAML's plain data, but a key given twice is an error: the second would win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key} is given twice")
+        return super().construct_mapping(node, deep)
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -258,7 +283,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     data[section] = {**(existing if isinstance(existing, dict) else {}), name: value}
 
 
-def _first_problem(error: Any, data: dict[str, Any]) -> str:
+def _first_problem(error: Any) -> str:
     # Unknown keys first: a misspelt required key also makes a "missing" error, and the spelling is the way out.
     problems = sorted(error.errors(), key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"))
     problem = problems[0]

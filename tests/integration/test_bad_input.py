@@ -55,6 +55,15 @@ CASES = {
         ["--parallel.data=fsdp2", "--parallel.dp_replicate=2"],
         r"does not divide the 1 proc",
     ),
+    "a switch for a number": (["--training.steps=true"], r"training.steps is not a switch"),
+    "betas": (["--optimizer.betas=[1.5, 2]"], r"optimizer.betas is \[1.5, 2.0\]; give two in \[0, 1\)"),
+    "infinite rate": (["--optimizer.lr=.inf"], r"optimizer.lr is inf; give a number"),
+    "no folder": (["--training.output_dir="], r"training.output_dir"),
+    "no targets": (["--lora.targets=[]"], r"lora.targets is an empty list"),
+    "target trained in full": (
+        ["--lora.targets=[q_proj,k_proj]", "--lora.modules_to_save=[q_proj]"],
+        r"lora.targets: q_proj lies in lora.modules_to_save too",
+    ),
     "empty prompt": (["--training.sample=''", "--training.steps=1"], r"training.sample '' has no tokens"),
 }
 
@@ -66,6 +75,11 @@ def test_one_line_and_a_way_out(run_file, capfd, arguments, message):
 
 def test_missing_run_file(capfd):
     assert "nowhere.yaml: cannot read the run file" in refused(capfd, "nowhere.yaml")
+
+
+def test_a_key_given_twice(capfd, tmp_path):
+    (tmp_path / "twice.yaml").write_text("training: {steps: 1}\ntraining: {steps: 2}\n")
+    assert "the key training is given twice" in refused(capfd, tmp_path / "twice.yaml")
 
 
 def test_empty_corpus(run_file, capfd, tmp_path):
@@ -100,10 +114,11 @@ def _tokenizer(run_file: Path) -> str:
     return yaml.safe_load(run_file.read_text())["model"]["tokenizer"]
 
 
-def test_family_and_layout_that_are_not_proven_together(folder, monkeypatch):  # noqa: F811
+def test_family_and_layout_that_are_not_proven_together(run_file, folder, monkeypatch, capfd):  # noqa: F811
     monkeypatch.setitem(compose.COMPATIBLE, "qwen3_5_text", frozenset({"single", "ddp"}))
-    with pytest.raises(UserError, match="fsdp2 is not proven for qwen3_5_text; use one of ddp, single"):
-        compose.check(config(folder, "x", "fsdp2"), "qwen3_5_text")
+    assert "fsdp2 is not proven for qwen3_5_text; use one of ddp, single" in refused(
+        capfd, run_file, "--parallel.data=fsdp2"
+    )
     with pytest.raises(UserError, match="hsdp is not proven"):
         compose.check(config(folder, "x", "hsdp"), "qwen3_5_text")
     assert Parallel().data == "single"

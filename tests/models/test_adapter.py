@@ -5,13 +5,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter import merge_adapter, save_adapter
-from shardwise.models.load import weights
+from shardwise.models.load import read_config, weights
 from shardwise.models.save import save_model
-from tests.models.tiny import TINY, loaded_by_transformers, logits, relative_error, tiny, tokens, trained, with_adapters
+from tests.models.tiny import (
+    TINY,
+    entries,
+    loaded_by_transformers,
+    logits,
+    on_meta,
+    relative_error,
+    tiny,
+    tokens,
+    trained,
+    with_adapters,
+)
 
 TOLERANCE = 1e-5  # float32, relative to the largest logit
 
@@ -129,3 +140,25 @@ def test_saving_wants_every_trainable_parameter(tmp_path: Path) -> None:
     state.popitem()
     with pytest.raises(AssertionError, match="not the adapters of this model"):
         save_adapter(model, Lora(r=3), state, tmp_path, "base")
+
+
+def test_merge_refuses_what_does_not_fit_and_what_would_be_lost(tmp_path: Path) -> None:
+    llama = tiny("tiny-llama")
+    config = read_config(llama)
+    config.save_pretrained(tmp_path / "base")
+    save_model(on_meta(llama), entries(llama).items(), tmp_path / "base")
+    lora = Lora(r=2)
+    adapted, _ = with_adapters(llama, lora)
+    state = {name: p.detach() for name, p in adapted.named_parameters() if p.requires_grad}
+    save_adapter(adapted, lora, state, tmp_path / "adapter", "base")
+    base = Model(str(tmp_path / "base"))
+    before = (tmp_path / "base" / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="is there already and not an empty folder"):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "base")
+    assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file(dict(list(tensors.items())[:4]), file)
+    with pytest.raises(UserError, match=f"do not fit .*{len(tensors) - 4} of its adapted weights are not in the file"):
+        merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()

@@ -21,9 +21,9 @@ from tests.parity.harness import CONFIGS
 NPROC = 4
 
 
-def _config(path: Path, lora: bool) -> RunConfig:
+def _config(path: Path, lora: bool, dtype: str = "float32") -> RunConfig:
     return RunConfig(
-        Model(str(path)),
+        Model(str(path), dtype=dtype),
         Data("unused"),
         Training("unused", global_batch_size=NPROC, device="cpu"),
         lora=Lora() if lora else None,
@@ -73,6 +73,12 @@ def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, capsys):
         assert peak <= total / NPROC + largest + (held - total / NPROC if lora else 0)
         for name, tensor in whole.items():
             assert torch.equal(tensor, saved[name.replace(".base_layer", "")]), name
+
+
+def test_a_cast_while_loading_takes_no_memory_for_the_whole(folder):
+    """float32 in the file, bfloat16 in the model: the shard is cast, not the weight it is cut from."""
+    for peak, held, _, _ in run_ranks(NPROC, _load, _config(folder, lora=False, dtype="bfloat16")):
+        assert peak <= held + 20_000  # what is held, and the rope tables
 
 
 def test_another_number_of_ranks_loads_the_same(folder):

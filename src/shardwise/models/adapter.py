@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -68,20 +68,34 @@ def merge_adapter(base: Model, adapter_folder: str | Path, out_folder: str | Pat
     `seed` is for a base with `init: random`. The whole model is in memory. UserError if the folder holds no adapters or
     those of another model.
     """
-    folder = Path(adapter_folder)
+    folder, out = Path(adapter_folder), Path(out_folder)
     for name in (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME):
         if not (folder / name).is_file():
             raise UserError(f"{folder}: no {name} here; give the folder of a PEFT adapter")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is there already and not an empty folder; give another place for the merged model")
     config = read_config(base)
     family_of(config)
+    if config.dtype in (torch.float32, torch.bfloat16):  # the merged model is stored as its base is
+        base = dataclasses.replace(base, dtype=str(config.dtype).removeprefix("torch."))
     model = load_whole(base, config, seed)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT 0.21 asks transformers by a name it is giving up
-            merged = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-    except (ValueError, RuntimeError, SafetensorError) as error:
+            warnings.simplefilter("ignore", UserWarning)  # of missing keys: checked here, and said in one line
+            adapted = PeftModel.from_pretrained(model, str(folder))
+    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{folder}: these adapters do not fit {base.path} ({reason})") from None
+    with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
+        found = set(file.keys())
+    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    if found != wanted:
+        raise UserError(
+            f"{folder}: these adapters do not fit {base.path} ({len(wanted - found)} of its adapted weights are not in "
+            f"the file, {len(found - wanted)} in the file are not in it; {min(found ^ wanted)})"
+        )
+    merged = adapted.merge_and_unload()
     state = {name: tensor for name, tensor in merged.state_dict().items() if name not in merged.all_tied_weights_keys}
     save_model(merged, state.items(), out_folder)
 

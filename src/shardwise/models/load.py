@@ -87,8 +87,10 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
 def weights(hf_model: PreTrainedModel, model: Model, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (transformers name, full CPU tensor) of every parameter, tied ones once, and every persistent buffer.
 
-    From safetensors, or a function of (seed, name) where `model.init` is `random`; in the parameter's dtype. One
-    parameter at a time is in memory. Of `hf_model` only the config is used, so it may be sharded or have adapters.
+    From safetensors, or a function of (seed, module path) where `model.init` is `random`. In the parameter's dtype,
+    but for what comes from a file as it is: that has the file's dtype, so that whoever fills a shard casts the shard
+    only. One parameter at a time is in memory (while experts are stacked, up to twice their stack). Of `hf_model` only
+    the config is used, so it may be sharded or have adapters.
     UserError, on the first call of `next` or at the parameter in question, if the files do not fit the model.
     """
     skeleton = build_meta(model, hf_model.config)
@@ -116,7 +118,8 @@ def fill(hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]]) 
         for module, leaf in places[name]:
             if leaf in module._parameters:
                 grad = module.get_parameter(leaf).requires_grad
-                module._parameters[leaf] = nn.Parameter(value.clone(), requires_grad=grad)
+                like = module.get_parameter(leaf)
+                module._parameters[leaf] = nn.Parameter(value.to(like.dtype, copy=True), requires_grad=grad)
             else:
                 module._buffers[leaf] = value.clone()
     hf_model.tie_weights()
@@ -225,7 +228,7 @@ def _convert(
         (key, _), *more = source.keys
         if more:
             raise UserError(f"{path}: {key} and {more[0][0]} are both {name}; remove one of them")
-        return {name: read(key, dtype)}
+        return {name: read(key)}  # mapped from the file; a cast here would take memory for the whole of it
     converter: Any = copy.deepcopy(source.converter)  # it collects what reads its tensors, so each name has its own
     for key, pattern in source.keys:
         converter.add_tensor(name, key, pattern, functools.partial(read, key, dtype))

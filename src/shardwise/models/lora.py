@@ -84,6 +84,10 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     ]
     if not chosen:
         raise UserError("lora.targets: all of them lie in lora.modules_to_save; leave the section out to train in full")
+    names = {path: _in_layer(path, layer) for path, layer in candidates.items()}
+    for target in lora.targets if isinstance(lora.targets, list) else ():
+        if not set(_matches(target, names, spec, family)) & set(chosen):
+            raise UserError(f"lora.targets: {target} lies in lora.modules_to_save too; name it in one of them")
     stacks = [path for path in chosen if _in_layer(path, candidates[path]) in family.experts]
     if stacks and lora.dropout > 0.0:
         raise UserError(
@@ -105,7 +109,8 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     for layer in layers.values():
         for factor in (layer.lora_A, layer.lora_B):
             factor.to(torch.float32 if lora.dtype == "float32" else model.config.dtype)
-    return _coverage(model, candidates, layers.keys())
+    trained = {path for path in candidates if any(f"{path}.".startswith(f"{module}.") for module in saved)}
+    return _coverage(model, {p: layer for p, layer in candidates.items() if p not in trained}, layers.keys())
 
 
 def adapter_weights(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -250,7 +255,8 @@ def _coverage(model: PreTrainedModel, candidates: dict[str, LayerSpec], adapted:
                 frozen=tuple(dict.fromkeys(frozen)),
             )
         )
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    named = [(name, p) for name, p in model.named_parameters() if ".original_module." not in name]  # replaced by copies
+    sizes = [(parameter.numel(), parameter.requires_grad) for _, parameter in named]
     return Coverage(
         rows=tuple(rows),
         trainable=sum(size for size, trained in sizes if trained),

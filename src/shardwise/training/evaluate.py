@@ -34,6 +34,8 @@ def evaluate(pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, 
         total += pm.run(pm, microbatches, 1.0, False)
         tokens += count_targets(microbatches, mesh)
     loss = (sum_over(total, mesh, LOSS_AXES) / tokens).item()
+    if not math.isfinite(loss):
+        raise UserError(f"validation loss after step {step} is {loss}; lower optimizer.lr or look at the weights")
     return Evaluation(step, loss, math.exp(loss) if loss < 700 else math.inf, tokens)
 
 

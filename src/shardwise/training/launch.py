@@ -51,6 +51,8 @@ class World:
         return f" on rank {self.rank} of {self.size}" if self.size > 1 else ""
 
 
+INTERRUPTED = Ending(FAILED, "interrupted by a signal", "interrupted")
+"""Ctrl-C or a request to end, from the terminal or a scheduler."""
 ALONE = World(rank=0, size=1, local_rank=0, init_method=None)
 
 
@@ -121,7 +123,10 @@ def run_rank(cfg: RunConfig, world: World, train: Train | None = None) -> None:
         if train is None:
             from shardwise.training.loop import train
         train(cfg, build_mesh(cfg, device))
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
+        _record(cfg, INTERRUPTED)
+        raise
+    except SystemExit:
         raise
     except BaseException as error:  # torch has errors that are no Exception
         ending = explain(error, world.where)
@@ -214,7 +219,11 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> i
         try:
             elastic_launch(config, _process_main)(cfg, train, folder)
         except SignalException as signalled:
+            _record(cfg, INTERRUPTED)
             return 128 + signalled.sigval
+        except KeyboardInterrupt:
+            _record(cfg, INTERRUPTED)
+            raise
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             report = _report_path(folder, rank)
