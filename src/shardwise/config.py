@@ -98,7 +98,7 @@ class Data(Section):
     def __post_init__(self) -> None:
         _require(self.sequence_length >= 1, f"data.sequence_length is {self.sequence_length}; give at least 1")
         _require(self.workers >= 0, f"data.workers is {self.workers}; give 0 or more")
-        if isinstance(self.validation, float):
+        if isinstance(self.validation, int | float):
             _require(0.0 <= self.validation < 1.0, f"data.validation is {self.validation}; give a share in [0, 1)")
 
 
@@ -119,6 +119,10 @@ class Parallel(Section):
             self.dp_replicate == 1 or self.data == "fsdp2",
             f"parallel.dp_replicate is for fsdp2 (HSDP), not {self.data}; leave it at 1",
         )
+        _require(
+            self.reshard_after_forward or self.data == "fsdp2",
+            f"parallel.reshard_after_forward is for fsdp2, not {self.data}; leave it at true",
+        )
 
 
 @dataclass(frozen=True)
@@ -136,9 +140,9 @@ class Optimizer(Section):
     weight_decay: float = 0.0
     """On every trainable parameter."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly from 0."""
+    """Steps over which the learning rate rises linearly: lr / warmup_steps in the first, lr in the last of them."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How it falls to 0 after the warm-up."""
+    """How it falls from lr in the first step after the warm-up towards 0, which the step after the last would have."""
     max_grad_norm: float | None = 1.0
     """Clip by the global norm over all ranks' shards; null: do not clip."""
 

@@ -103,6 +103,7 @@ def test_record_of_a_run(folder, single):
 @pytest.mark.parametrize(("layout", "nproc"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
 def test_every_layout_follows_the_same_curve(folder, single, layout, nproc):
     noise = run_on(1, replace_measure(config(folder, f"noise-{layout}"), reverse_microbatches=True))
+    assert noise.losses != single.losses, "the control made no noise"
     record = run_on(nproc, config(folder, layout, layout, micro_batch_size=1))
     # Under AdamW rounding grows from step to step: as much as the noise control shows, ten times over, is allowed,
     # and in the first step, before any update, plain float32 rounding.

@@ -67,3 +67,38 @@ def test_router_loss_of_one_row_and_layer_is_transformers_own():
 def test_router_loss_where_there_is_no_router():
     with pytest.raises(UserError, match=r"router_aux_loss_coef is 0.5, but llama has no router"):
         model("llama", coefficient=0.5)
+
+
+def test_gradients_are_those_of_transformers_own_loss():
+    lm, one = model("olmo_hybrid"), batch()
+    lm.train()(one).backward()
+    ours = {name: p.grad.clone() for name, p in lm.hf.named_parameters()}
+    lm.hf.zero_grad()
+    # transformers shifts labels itself: a last position without a target takes the shift.
+    ids = torch.cat([one.input_ids, torch.zeros(2, 1, dtype=torch.long)], 1)
+    labels = torch.cat([torch.full((2, 1), IGNORED), one.labels], 1)
+    (lm.hf(input_ids=ids, labels=labels).loss * 19).backward()  # a mean over 19 targets
+    for name, p in lm.hf.named_parameters():
+        assert (ours[name] - p.grad).abs().max() <= 1e-5 * p.grad.abs().max(), name
+
+
+def test_attention_dropout_is_refused():
+    cfg = run_config(Cell("llama", "single", "full"))
+    hf_config = load.read_config(cfg.model)
+    hf_config.attention_dropout = 0.1
+    hf = load.build_meta(cfg.model, hf_config)
+    with pytest.raises(UserError, match=r"attention_dropout is 0.1 .* set it to 0.0"):
+        CausalLM(hf, spec_of(hf_config, hf), family_of(hf_config), cfg)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_precision_is_what_products_are_computed_in(precision):
+    cfg = run_config(Cell("llama", "single", "full"))
+    cfg = replace(cfg, training=replace(cfg.training, precision=precision))
+    hf_config = load.read_config(cfg.model)
+    hf = load.load_whole(cfg.model, hf_config)
+    seen = []
+    hf.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    loss = CausalLM(hf, spec_of(hf_config, hf), family_of(hf_config), cfg)(batch())
+    assert seen == [getattr(torch, precision)]
+    assert loss.dtype == torch.float32

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.parallel.fsdp2 import odd_dtype_parameters, shard_dim
@@ -70,3 +72,28 @@ def test_only_trained_parameters_of_the_lesser_dtype_are_odd():
     assert [p is module.small for p in odd_dtype_parameters(module)] == [True]
     module.small.requires_grad_(False)
     assert odd_dtype_parameters(module) == []
+
+
+def _reduced_in(layout: str) -> set[torch.dtype]:
+    cfg = run_config(Cell("llama", layout, "full", 2))
+    cfg = replace(cfg, model=replace(cfg.model, dtype="bfloat16"))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    seen: set[torch.dtype] = set()
+    for name in ("all_reduce", "reduce_scatter_single", "reduce_scatter_tensor"):
+        if collective := getattr(dist, name, None):
+
+            def spy(*args: Any, collective: Any = collective, **kwargs: Any) -> Any:
+                tensor = kwargs.get("input", args[0] if args else None)
+                seen.update({tensor.dtype} if tensor.numel() > 1 else ())  # scalars are counts and losses
+                return collective(*args, **kwargs)
+
+            setattr(dist, name, spy)
+    forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
+    assert {p.grad.dtype for p in job.trainable()} == {torch.bfloat16}
+    return seen
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_bfloat16_gradients_are_added_up_in_float32(layout):
+    assert run_ranks(2, _reduced_in, layout) == [{torch.float32}] * 2

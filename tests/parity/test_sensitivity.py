@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.interfaces import Mesh
 from shardwise.models import causal_lm, dropout, lora
-from shardwise.parallel import ddp, place
+from shardwise.parallel import compose, ddp, fsdp2, place
 from shardwise.training import build, export, gradients, step
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
@@ -32,8 +32,21 @@ def missing_world_size_factor():
     ddp.sum_hook = mean_hook
 
 
+def after_fsdp2(change):
+    def apply(pm, mesh, cfg, spec):
+        return change(fsdp2.apply(pm, mesh, cfg, spec), mesh)
+
+    compose.ORDER = tuple((name, apply if name == "fsdp2" else strategy) for name, strategy in compose.ORDER)
+
+
 def fsdp_mean_instead_of_sum():
-    FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+    def change(pm, mesh):
+        for module in pm.parts[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(mesh.data_size)
+        return pm
+
+    after_fsdp2(change)
 
 
 def adapters_not_reduced():
@@ -46,8 +59,7 @@ def adapters_not_reduced():
 
 
 def replicas_not_reduced():
-    set_requires_all_reduce = FSDPModule.set_requires_all_reduce
-    FSDPModule.set_requires_all_reduce = lambda self, sync: set_requires_all_reduce(self, False)
+    after_fsdp2(lambda pm, mesh: replace(pm, set_sync=lambda sync: pm.parts[0].set_requires_all_reduce(False)))
 
 
 def frozen_parameter_given_a_gradient():
@@ -79,7 +91,25 @@ def replicas_counted_again_in_the_norm():
 
 
 def stale_gradient_kept():
-    torch.optim.Optimizer.zero_grad = lambda self, set_to_none=True: None
+    make = build.make_optimizer
+
+    def keeping(cfg, named):
+        optimizer = make(cfg, named)
+        optimizer.zero_grad = lambda set_to_none=True: None
+        return optimizer
+
+    build.make_optimizer = keeping
+
+
+def schedule_that_stands_still():
+    build.make_lr_schedule = lambda cfg, optimizer, steps: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: 1.0
+    )
+
+
+def never_clipped():
+    clip = step.clip_by_global_norm
+    step.clip_by_global_norm = lambda parameters, mesh, max_norm: clip(parameters, mesh, None)
 
 
 def adapter_dropped_from_the_save():
@@ -127,6 +157,8 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (clip_by_the_local_norm, Cell("llama", "fsdp2", "full", 2)),
     (replicas_counted_again_in_the_norm, Cell("llama", "hsdp", "lora", 4)),
     (stale_gradient_kept, Cell("llama", "ddp", "lora", 2)),
+    (schedule_that_stands_still, Cell("llama", "ddp", "lora", 2)),
+    (never_clipped, Cell("llama", "ddp", "lora", 2)),
     (adapter_dropped_from_the_save, Cell("olmo_hybrid", "fsdp2", "lora", 2)),
     (weights_one_row_off_in_the_shards, Cell("llama", "fsdp2", "full", 2)),
     (mask_by_place_instead_of_slot, Cell("qwen3_5_text", "ddp", "lora", 4, "dropout")),

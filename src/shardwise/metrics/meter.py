@@ -23,7 +23,7 @@ class Meter:
         self._start = time.perf_counter()
 
     def stop(self, tokens: int) -> None:
-        """A step of `tokens` positions over all ranks has ended."""
+        """A step of `tokens` target tokens over all ranks has ended."""
         assert self._start is not None, "stop() without start()"
         _wait_for_device()
         self.seconds.append(time.perf_counter() - self._start)

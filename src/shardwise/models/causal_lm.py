@@ -15,10 +15,16 @@ from shardwise.models.spec import ModelSpec
 
 
 class CausalLM(Part):
-    """Batch in, loss out: embedding and head are never used outside (fsdp and pipelines need that)."""
+    """Batch in, loss out: embedding and head are never used outside (fsdp, pipelines)."""
 
     def __init__(self, hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig) -> None:
         super().__init__()
+        if getattr(hf.config, "attention_dropout", 0):
+            # Drawn inside the fused attention from torch's global generator: no seed of ours reaches it.
+            raise UserError(
+                f"attention_dropout is {hf.config.attention_dropout} in the model's config.json; set it to 0.0: "
+                "its masks would differ between layouts and between runs"
+            )
         self.hf = hf
         self.spec = spec
         self.autocast_dtype = torch.bfloat16 if cfg.training.precision == "bfloat16" else None
@@ -93,7 +99,9 @@ class RouterLoss:
 def _router_loss(hf: PreTrainedModel, family: Family, coefficient: float) -> RouterLoss | None:
     if coefficient == 0.0:
         return None
-    routers = [m for m in hf.modules() if type(m).__name__ == family.router]
+    # Not what a copy in `modules_to_save` stands for: that is never called.
+    named = ((name, m) for name, m in hf.named_modules() if ".original_module" not in name)
+    routers = [m for _, m in named if type(m).__name__ == family.router]
     if not routers:
         raise UserError(
             f"model.router_aux_loss_coef is {coefficient}, but {hf.config.model_type} has no router that takes a "

@@ -84,9 +84,9 @@ def shard_dim(shape: Sequence[int], num_shards: int) -> int:
 
 
 def odd_dtype_parameters(part: nn.Module) -> list[nn.Parameter]:
-    """Trainable parameters that are not of the dtype most trainable bytes are of, such as float32 `A_log` in bfloat16.
+    """Trainable parameters of another dtype than most trainable elements have, such as float32 `A_log` in bfloat16.
 
-    fully_shard reduces one dtype per unit and would cast these down. They are a few numbers per head, so they stay
+    fully_shard reduces one dtype per unit. These are a few numbers per head (or modules_to_save), so they stay
     whole on every rank and their gradients are added up by `reduce_grads`. A list: sets iterate in another order on
     every rank, and collectives must not.
     """

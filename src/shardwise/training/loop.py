@@ -36,11 +36,11 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
 
         run_evaluation(0)
         for step in range(1, steps + 1):
+            meter.start()  # what a run waits for its data counts
             microbatches = [batch.to(mesh.device) for batch in next(loaders.train)]
             if cfg.measure.reverse_microbatches:
                 microbatches.reverse()
             lr = job.optimizer.param_groups[0]["lr"]
-            meter.start()
             try:
                 result = training_step(job, microbatches, mesh, cfg.optimizer.max_grad_norm)
             except NonFiniteLossError as error:

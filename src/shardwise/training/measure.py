@@ -60,7 +60,8 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
     length, micro_batch = cfg.data.sequence_length, cfg.training.micro_batch_size
     model = model_flops_per_token(counts, length)
     hardware = hardware_flops_per_token(counts, length, micro_batch, cfg.training.checkpointing)
-    peak = peak_flops(mesh.device, torch.bfloat16 if cfg.training.precision == "bfloat16" else torch.float32)
+    in_bfloat16 = "bfloat16" in (cfg.training.precision, cfg.model.dtype)
+    peak = peak_flops(mesh.device, torch.bfloat16 if in_bfloat16 else torch.float32)
     seconds = meter.step_seconds()
     # Positions, not targets: the device computes the filled ones too.
     positions = cfg.training.global_batch_size * length / seconds["mean"] if seconds else None

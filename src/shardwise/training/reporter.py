@@ -92,6 +92,7 @@ class Reporter:
             for i, slot in enumerate(batch.slots)
         ]
         path.write_text(dumps({"step": step, "error": str(error), "rows": rows}) + "\n", encoding="utf-8")
+        dist.barrier()  # every rank is here, and none ends before all have written
         return UserError(
             f"step {step}: {error}; this rank's rows are in {path}: lower optimizer.lr, lengthen "
             "optimizer.warmup_steps or set training.precision=float32"

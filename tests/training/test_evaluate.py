@@ -1,0 +1,54 @@
+"""Evaluation: no dropout, no router loss, no gradient; and the mode goes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardwise.config import Lora, UserError
+from shardwise.parallel.mesh import build_mesh
+from shardwise.training.build import build
+from shardwise.training.evaluate import evaluate
+from shardwise.training.step import forward_backward
+from tests.distributed import run_ranks
+from tests.parity.harness import Cell, microbatches, random_b, run_config
+
+
+def _evaluate() -> tuple[float, float, float, int, int]:
+    cfg = run_config(Cell("qwen3_next", "single", "lora"))
+    cfg = replace(cfg, lora=Lora(r=4, dropout=0.5), model=replace(cfg.model, router_aux_loss_coef=1.0))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh, random_b(cfg))
+    batches = microbatches(cfg, mesh, 1)
+    trained, _ = forward_backward(job.pm, batches, mesh)
+    evaluation = evaluate(job.pm, [batches], mesh, step=3)
+    (part,) = job.pm.parts
+    part.eval()
+    with torch.no_grad():
+        expected = sum(part(batch) for batch in batches) / sum(batch.num_target_tokens() for batch in batches)
+    return trained.item(), evaluation.loss, expected.item(), evaluation.tokens, evaluation.step
+
+
+def test_neither_dropout_nor_router_loss():
+    ((trained, loss, expected, tokens, step),) = run_ranks(1, _evaluate)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert trained > loss + 0.5  # the router loss is about 1 per token here
+    # Row j of step 1 has 24 - (7 j + 3) % 20 targets: 21 14 7 20 13 6 19 12.
+    assert (tokens, step) == (112, 3)
+
+
+def _not_finite() -> str:
+    cfg = run_config(Cell("llama", "single", "full"))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    with torch.no_grad():
+        next(p for _, p in job.pm.named_parameters()).fill_(float("nan"))
+    with pytest.raises(UserError) as raised:
+        evaluate(job.pm, [microbatches(cfg, mesh, 1)], mesh, step=5)
+    return str(raised.value)
+
+
+def test_a_loss_that_is_not_finite_is_an_error():
+    assert run_ranks(1, _not_finite)[0].startswith("validation loss after step 5 is nan")
