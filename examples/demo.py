@@ -41,7 +41,8 @@ def main() -> int:
         console.rule(f"LoRA, {name}, {nproc} process{'es' * (nproc > 1)}")
         records[name] = train(name.replace(" ", "-"), "configs/demo/lora.yaml", nproc, overrides)
     rows = [summarise(name, records) for name in ROWS]
-    (RUNS / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
+    content = {"environment": records["single"]["environment"], "rows": rows}
+    (RUNS / "table.json").write_text(json.dumps(content, indent=1) + "\n")
     console.print(table(rows))
     console.print(f"{time.monotonic() - start:.0f} s in all; records below {RUNS}, table in {RUNS / 'table.json'}")
     failed = [row["row"] for row in rows if row["validation_loss_before"] - row["validation_loss"] < 0.3]
