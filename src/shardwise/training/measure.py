@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from shardwise.models.counts import count_model
 from shardwise.training.build import Job
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.reporter import Reporter
-from shardwise.training.step import forward_backward, gather
+from shardwise.training.step import forward_backward
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: Run
         clip_by_global_norm(job.trainable(), mesh, cfg.optimizer.max_grad_norm)
         job.optimizer.step()
     state = state_bytes([p for _, p in job.pm.named_parameters()], job.optimizer)
-    return Memory(gather(peak.peak_bytes), gather(state))
+    return Memory(_of_every_rank(peak.peak_bytes), _of_every_rank(state))
 
 
 def write_record(
@@ -99,3 +100,9 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         },
         sample=reporter.sample_text,
     )
+
+
+def _of_every_rank(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from shardwise.interfaces import Batch, Mesh, ParallelModel
 from shardwise.parallel.reduce import DATA_AXES, sum_over
@@ -60,10 +59,3 @@ class NonFiniteLossError(ArithmeticError):
 
     def __init__(self, result: StepResult) -> None:
         super().__init__(f"loss {result.loss}, gradient norm {result.grad_norm}")
-
-
-def gather(value: object) -> list:
-    """`value` of every rank, in rank order, on every rank."""
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
