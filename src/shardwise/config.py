@@ -49,6 +49,8 @@ class Model(Section):
     """Weight of the mixture-of-experts load-balancing loss (0: off)."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
+    sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    """Which of torch's attention kernels may run; one that cannot run here is an error, never replaced by another."""
 
 
 @dataclass(frozen=True)
@@ -82,22 +84,37 @@ class Data(Section):
     """What it is trained on."""
 
     train: str | list[str]
-    """Files, folders or glob patterns: `.jsonl` (one object a line) or plain text (one document a file)."""
+    """Files, folders or glob patterns: `.jsonl`, `.parquet` or plain text (one document a file); or the name or folder
+    of a `datasets` dataset."""
+    weights: list[float] | None = None
+    """How often each entry of `train` is read, relative to the others; none: as often as it has documents."""
     validation: float | str | list[str] = 0.0
     """Share of the documents held out, or files of their own."""
+    format: Literal["text", "completion", "chat"] = "text"
+    """`text`: every token is a target. `completion`: fields `prompt` and `completion`, targets are the completion's.
+    `chat`: field `messages`, joined by the tokenizer's chat template, targets are what the assistant says."""
     text_field: str = "text"
-    """The field of a JSONL object that holds the document."""
+    """The field that holds the document (format `text`)."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """What to do with a document that cannot be used: stop and name it, or leave it out and count it."""
     sequence_length: int = 512
     """Tokens in a row, labels shifted already: a row reads `sequence_length` + 1 tokens."""
-    packing: Literal["none", "concat"] = "concat"
+    packing: Literal["none", "concat", "isolated"] = "concat"
     """`none`: a row holds one document (a long one goes on in the next row). `concat`: documents are joined by the
-    end-of-text token and cut into full rows; a row may see the end of the document before."""
+    end-of-text token and cut into full rows; a row may see the end of the document before. `isolated`: rows as with
+    `concat`, but no layer of any kind carries anything from one document into the next."""
     workers: int = 0
     """Worker processes that tokenise, per rank; the batches do not depend on it."""
 
     def __post_init__(self) -> None:
         _require(self.sequence_length >= 1, f"data.sequence_length is {self.sequence_length}; give at least 1")
         _require(self.workers >= 0, f"data.workers is {self.workers}; give 0 or more")
+        if self.weights is not None:
+            num = 1 if isinstance(self.train, str) else len(self.train)
+            _require(
+                len(self.weights) == num and all(0 < w < math.inf for w in self.weights),
+                f"data.weights is {self.weights}; give one positive number for each of the {num} entries of data.train",
+            )
         if isinstance(self.validation, int | float):
             _require(0.0 <= self.validation < 1.0, f"data.validation is {self.validation}; give a share in [0, 1)")
 
@@ -106,14 +123,21 @@ class Data(Section):
 class Parallel(Section):
     """How it is split over processes."""
 
-    data: Literal["single", "ddp", "fsdp2"] = "single"
-    """Data-parallel strategy over the processes that the other axes leave."""
+    data: Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"] = "single"
+    """Data-parallel strategy over the processes that the other axes leave; `zero3` is another name of `fsdp2`."""
     dp_replicate: int = 1
     """fsdp2: number of replicas of the sharded model (HSDP); what is left of the world is `dp_shard`."""
     reshard_after_forward: bool = True
     """fsdp2: free a layer's gathered weights after its forward and gather them again for its backward."""
+    fsdp1_wrap: Literal["separate", "naive"] = "separate"
+    """fsdp1: `separate`, trainable and frozen weights lie in flat parameters of their own; `naive`, one per layer, in
+    which frozen weights take memory for gradients as if they were trained."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """fsdp2: keep the optimizer (its states and its step), or it and the sharded weights and gradients, on the CPU."""
 
     def __post_init__(self) -> None:
+        if self.data == "zero3":
+            object.__setattr__(self, "data", "fsdp2")
         _require(self.dp_replicate >= 1, f"parallel.dp_replicate is {self.dp_replicate}; give 1 or more")
         _require(
             self.dp_replicate == 1 or self.data == "fsdp2",
@@ -122,6 +146,14 @@ class Parallel(Section):
         _require(
             self.reshard_after_forward or self.data == "fsdp2",
             f"parallel.reshard_after_forward is for fsdp2, not {self.data}; leave it at true",
+        )
+        _require(
+            self.fsdp1_wrap == "separate" or self.data == "fsdp1",
+            f"parallel.fsdp1_wrap is for fsdp1, not {self.data}; leave it out",
+        )
+        _require(
+            self.offload == "none" or self.data == "fsdp2",
+            f"parallel.offload is for fsdp2, not {self.data}; leave it at none",
         )
 
 
@@ -138,7 +170,7 @@ class Optimizer(Section):
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.0
-    """On every trainable parameter."""
+    """On weight matrices; norms, biases, gates' and recurrent scalars (parameters of one dim) are not decayed."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly: lr / warmup_steps in the first, lr in the last of them."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -170,16 +202,39 @@ class Training(Section):
     """Rows in an optimizer step, over all ranks and micro-batches."""
     micro_batch_size: int = 1
     """Rows in one forward and backward on one rank."""
-    precision: DType = "float32"
-    """`bfloat16`: matrix products in bfloat16 (autocast); weights, reductions and optimizer keep their dtype."""
-    checkpointing: Literal["none", "full"] = "none"
-    """`full`: keep only each layer's input and compute the layer again in the backward."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """`bfloat16`, `float16`: matrix products in that dtype (autocast); weights, reductions and optimizer keep theirs.
+    float16 scales the loss so that small gradients survive, and skips a step whose gradients overflow."""
+    accumulation: Literal["model", "float32"] = "model"
+    """Dtype in which gradients add up over micro-batches: the weights' own, or float32."""
+    checkpointing: Literal["none", "full", "operators"] | list[str] = "none"
+    """`full`: keep only each layer's input and compute the layer again in the backward. `operators`: keep the outputs
+    of matrix products and attention, compute the rest again. A list names the kinds of layers to compute again."""
+    compile: Literal["none", "inductor", "aot_eager"] = "none"
+    """Compile each decoder layer with torch.compile and this backend."""
+    loss: Literal["chunked", "plain"] = "chunked"
+    """`chunked`: cross entropy without ever holding all logits. `plain`: logits first, then torch's cross entropy."""
     seed: int = 0
     """Of random weights, document order and dropout."""
     eval_every: int = 0
     """Steps between evaluations (0: only before step 1 and at the end)."""
     eval_batches: int = 0
     """Global batches in an evaluation (0: the whole validation set)."""
+    save_every: int = 0
+    """Steps between checkpoints (0: none)."""
+    keep_last: int = 2
+    """How many of the latest checkpoints are kept."""
+    keep_best: bool = False
+    """Keep the checkpoint of the lowest validation loss too."""
+    async_save: bool = False
+    """Write checkpoints while training goes on."""
+    resume: str | None = None
+    """`latest`: go on from the newest checkpoint in `output_dir`; `latest-good`: from the newest that is whole; or the
+    folder of a checkpoint."""
+    max_restarts: int = 0
+    """How often a group of processes is started again, from the last checkpoint, after one of them died."""
+    timeout_seconds: float = 600.0
+    """How long a step, or a wait for other ranks, may take before the run ends with the stacks of every rank."""
     sample: str | None = None
     """A prompt to continue greedily when training ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -191,8 +246,12 @@ class Training(Section):
         _require(bool(self.output_dir), "training.output_dir is empty; name a folder")
         for name in ("steps", "global_batch_size", "micro_batch_size"):
             _require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; give at least 1")
-        for name in ("eval_every", "eval_batches"):
+        for name in ("eval_every", "eval_batches", "save_every", "max_restarts"):
             _require(getattr(self, name) >= 0, f"training.{name} is {getattr(self, name)}; give 0 or more")
+        _require(self.keep_last >= 1, f"training.keep_last is {self.keep_last}; give at least 1")
+        _require(
+            self.timeout_seconds > 0, f"training.timeout_seconds is {self.timeout_seconds}; give a positive number"
+        )
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,17 @@ def no_sync_needed(sync: bool) -> None:
     """The `set_sync` of a model that reduces no gradients by itself."""
 
 
+def already_portable(name: str, held: torch.Tensor) -> torch.Tensor:
+    """The `to_portable` of a model that holds plain tensors or DTensors."""
+    return held.detach()
+
+
+def copy_in(name: str, held: torch.Tensor, portable: torch.Tensor) -> None:
+    """The `from_portable` of a model that holds plain tensors or DTensors."""
+    with torch.no_grad():
+        held.copy_(portable)
+
+
 @dataclass(frozen=True)
 class ParallelModel:
     """A model as one rank sees it. Strategies replace or extend these fields; the loop has no branch on them."""
@@ -116,6 +127,11 @@ class ParallelModel:
     """Called in order after the last backward: gradients that no wrapper reduces."""
     shard_batch: tuple[Callable[[Batch], Batch], ...] = field(default=())
     """Applied in order to each micro-batch (context parallelism takes its share of T here)."""
+    to_portable: Callable[[str, torch.Tensor], torch.Tensor] = already_portable
+    """(parameter name, what this rank holds under it: the weight, its gradient or an optimizer state of its size) ->
+    the same as a plain tensor, equal on every rank, or as a DTensor. A collective where a strategy replaces it."""
+    from_portable: Callable[[str, torch.Tensor, torch.Tensor], None] = copy_in
+    """(parameter name, what this rank holds, a portable tensor placed as `to_portable` gives it): copy it back."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank by their names in the transformers model (with PEFT's layers in it)."""

@@ -39,7 +39,10 @@ def model_flops_per_token(counts: ModelCounts, sequence_length: int) -> float:
 
 
 def hardware_flops_per_token(
-    counts: ModelCounts, sequence_length: int, micro_batch_size: int, checkpointing: Literal["none", "full"]
+    counts: ModelCounts,
+    sequence_length: int,
+    micro_batch_size: int,
+    checkpointing: Literal["none", "full", "operators"] | list[str],
 ) -> float:
     """FLOPs per token that the same step runs on one process, with recomputation.
 

@@ -38,8 +38,8 @@ class Job:
     coverage: lora.Coverage | None
 
     def trainable(self) -> list[torch.nn.Parameter]:
-        """The trainable parameters of this rank, whole or sharded."""
-        return [p for _, p in self.pm.named_parameters() if p.requires_grad]
+        """What the optimizer updates on this rank, with its gradients: parameters, or shards of them."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:

@@ -13,11 +13,14 @@ from shardwise.config import Optimizer
 
 
 def make_optimizer(cfg: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101) or plain SGD over this rank's trainable parameters, whole or sharded."""
+    """AdamW (arXiv 1711.05101) or plain SGD over this rank's trainable parameters, whole or sharded.
+
+    Each group has its parameters' names in `param_names`: what is saved of an optimizer is saved by name.
+    """
     # One group per kind of tensor: an optimizer's multi-tensor path refuses plain tensors beside DTensors.
-    kinds: dict[bool, list[nn.Parameter]] = {}
-    for _, parameter in named:
-        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    kinds: dict[bool, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        kinds.setdefault(isinstance(parameter, DTensor), []).append((name, parameter))
     groups = [{"params": parameters} for parameters in kinds.values()]
     if cfg.name == "sgd":
         return torch.optim.SGD(groups, lr=cfg.lr, weight_decay=cfg.weight_decay)
