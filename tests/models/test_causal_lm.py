@@ -22,7 +22,7 @@ def model(family: str, coefficient: float = 0.0) -> CausalLM:
     cfg = replace(cfg, model=replace(cfg.model, router_aux_loss_coef=coefficient))
     hf_config = load.read_config(cfg.model)
     hf = load.load_whole(cfg.model, hf_config)
-    return CausalLM(hf, spec_of(hf_config, hf), family_of(hf_config), cfg)
+    return CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg)
 
 
 def batch(rows: int = 2, tokens: int = 12, ignored: int = 5) -> Batch:
@@ -88,7 +88,7 @@ def test_attention_dropout_is_refused():
     hf_config.attention_dropout = 0.1
     hf = load.build_meta(cfg.model, hf_config)
     with pytest.raises(UserError, match=r"attention_dropout is 0.1 .* set it to 0.0"):
-        CausalLM(hf, spec_of(hf_config, hf), family_of(hf_config), cfg)
+        CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -99,6 +99,6 @@ def test_precision_is_what_products_are_computed_in(precision):
     hf = load.load_whole(cfg.model, hf_config)
     seen = []
     hf.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    loss = CausalLM(hf, spec_of(hf_config, hf), family_of(hf_config), cfg)(batch())
+    loss = CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg)(batch())
     assert seen == [getattr(torch, precision)]
     assert loss.dtype == torch.float32

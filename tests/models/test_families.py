@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardwise.config import UserError
 from shardwise.models.families import FAMILIES, family_of, spec_of
@@ -18,6 +18,10 @@ KINDS = {
     "tiny-olmo_hybrid": ["gated_delta_net"] * 3 + ["full_attention"],
     "tiny-nemotron_h": ["mamba2", "moe", "full_attention", "mlp"],
 }
+FEED_FORWARDS = {
+    "tiny-qwen3_next": ["moe", "dense", "moe", "moe"],
+    "tiny-nemotron_h": ["none"] * 4,
+}
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -25,6 +29,7 @@ def test_spec_names_every_layer_and_its_kind(name: str) -> None:
     model = on_meta(tiny(name))
     spec = spec_of(model.config, model)
     assert [layer.kind for layer in spec.layers] == KINDS[name]
+    assert [layer.feed_forward for layer in spec.layers] == FEED_FORWARDS.get(name, ["dense"] * 4)
     assert [layer.name for layer in spec.layers] == [f"model.layers.{i}" for i in range(4)]
     assert model.get_submodule(spec.embed) is model.get_input_embeddings()
     assert model.get_submodule(spec.head) is model.get_output_embeddings()
@@ -44,13 +49,13 @@ def test_an_unproven_family_is_refused_with_the_proven_ones() -> None:
     with pytest.raises(
         UserError, match=r"gpt2 is not proven.*llama, nemotron_h, olmo_hybrid, qwen3_5_text, qwen3_next"
     ):
-        family_of(GPT2Config())
+        family_of(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=8)))
 
 
 def test_every_facts_name_is_there() -> None:
     for name in PLAIN:
         model = on_meta(tiny(name))
-        family = family_of(model.config)
+        family = family_of(model)
         spec = spec_of(model.config, model)
         names = {n.removeprefix(f"{layer.name}.") for layer in spec.layers for n, _ in model.named_parameters()}
         for linear in (*family.gates, *family.bypassed):
@@ -72,7 +77,7 @@ def test_linears_whose_weight_is_read_past_the_module_are_known(name: str) -> No
         if linears:
             used = set(re.findall(r"self\.(\w+)\.(?:weight|bias)\b", inspect.getsource(type(module))))
             read |= {f"{path.partition('.layers.')[2].partition('.')[2]}.{linear}" for linear in linears & used}
-    assert read == set(family_of(model.config).bypassed)
+    assert read == set(family_of(model).bypassed)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -34,7 +34,7 @@ def save_adapter(
     (`Family.renamed_by_peft`). Those are listed as parameters (`....weight`) instead of modules, which gives the same
     factors under the same names; PEFT then computes W + BA rather than Wx + BAx, and can't have dropout in the config.
     """
-    family = family_of(model.config)
+    family = family_of(model)
     names = [name for name, _ in model.named_parameters() if is_adapter(name) or is_saved_copy(name)]
     assert state.keys() == set(names), f"not the adapters of this model: {sorted(state.keys() ^ set(names))[:5]}"
     everything = {hf_name(name) for name, _ in model.named_parameters() if not is_adapter(name)}
@@ -75,10 +75,10 @@ def merge_adapter(base: Model, adapter_folder: str | Path, out_folder: str | Pat
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already and not an empty folder; give another place for the merged model")
     config = read_config(base)
-    family_of(config)
     if config.dtype in (torch.float32, torch.bfloat16):  # the merged model is stored as its base is
         base = dataclasses.replace(base, dtype=str(config.dtype).removeprefix("torch."))
     model = load_whole(base, config, seed)
+    family_of(model)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT 0.21 asks transformers by a name it is giving up

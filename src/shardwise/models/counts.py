@@ -227,7 +227,10 @@ def count_model(model: PreTrainedModel, spec: ModelSpec) -> ModelCounts:
 
     `requires_grad` must be as in training. Sharded parameters (DTensor) count with their global shape.
     """
-    sites = [((spec.embed,), "embed"), *(((layer.name,), layer.kind) for layer in spec.layers)]
+    sites = [
+        (tuple(filter(None, (spec.embed, spec.positions))), "embed"),
+        *(((layer.name,), layer.kind) for layer in spec.layers),
+    ]
     counted: set[int] = set()
     units: list[Unit] = []
     for names, kind in [*sites, ((spec.norm, spec.head), "head")]:
@@ -264,7 +267,7 @@ def _count_unit(model: PreTrainedModel, names: tuple[str, ...], kind: str, count
         if p.ndim >= 2
     )
     return Unit(
-        name=names[-1],
+        name=names[0] if kind == "embed" else names[-1],
         kind=kind,
         parameters=sum(p.numel() for p in new),
         trainable_parameters=sum(p.numel() for p in new if p.requires_grad),

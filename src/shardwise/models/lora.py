@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from shardwise.config import Lora, UserError
 from shardwise.models.dropout import stable_seed
-from shardwise.models.families import FAMILIES, Family
+from shardwise.models.families import Family, family_of
+from shardwise.models.families.base import ATTENTION
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
 
@@ -69,12 +70,12 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     """Put adapters on a model on meta, in place, freeze everything else, and say what was adapted.
 
     Targets: `auto`, every projection of attention, recurrent mixers, MLPs and shared experts; `attention`, the
-    projections of full-attention layers' mixers; `all-linear`, also the linears that give scores, and the routed
+    projections of softmax attention; `all-linear`, also the linears that give scores, and the routed
     experts; a list, what its names or ends of names match (experts only by a name with `experts` in it). Never the
     head, nor what `Family.bypassed` holds. Factors have `lora.dtype`; modules to save keep the model's.
     UserError: a name that adapts nothing; dropout on experts; modules to save that are tied.
     """
-    family = FAMILIES[spec.family]
+    family = family_of(model)
     candidates = {path: layer for layer in spec.layers for path in _adaptable(model, layer, family)}
     saved = _saved_modules(model, lora, spec)
     chosen = [
@@ -175,12 +176,10 @@ def _choose(candidates: dict[str, LayerSpec], lora: Lora, spec: ModelSpec, famil
             chosen = [
                 path
                 for path in reachable
-                if candidates[path].kind == "full_attention" and names[path].startswith(f"{family.attention}.")
+                if candidates[path].kind in ATTENTION and names[path].startswith(f"{family.attention}.")
             ]
             if not chosen:
-                raise UserError(
-                    f"lora.targets: this {spec.family} has no full-attention layer for `attention`; use auto"
-                )
+                raise UserError(f"lora.targets: this {spec.family} has no attention layer for `attention`; use auto")
             return chosen
         case "all-linear":
             return reachable

@@ -10,7 +10,10 @@ class LayerSpec:
     """One decoder layer (or, where a family's blocks hold one mixer each, one block)."""
 
     name: str  # module path in the transformers model, such as "model.layers.3"
-    kind: str  # full_attention | gated_delta_net | mamba2 | mlp | moe: what costs, cuts and kernels depend on
+    kind: str
+    """What mixes tokens: full_attention | sliding_attention | gated_delta_net | mamba2 | mamba | kda |
+    short_convolution | attention_and_mamba2 (side by side); or mlp | moe, a block that mixes none."""
+    feed_forward: str  # what follows in the same layer: dense | moe | none
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class ModelSpec:
 
     family: str  # config.model_type
     embed: str
+    positions: str | None  # learned embedding of positions, used with `embed`
     layers: tuple[LayerSpec, ...]
     norm: str
     head: str

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.models.families import FAMILIES
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel import activation_checkpoint, ddp, fsdp2
 
@@ -19,10 +20,7 @@ ORDER: tuple[tuple[str, Any], ...] = (
     ("ddp", ddp.apply),  # wraps real weights
 )
 
-COMPATIBLE: dict[str, frozenset[str]] = {
-    family: frozenset({"single", "ddp", "fsdp2", "hsdp"})
-    for family in ("llama", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "nemotron_h")
-}
+COMPATIBLE: dict[str, frozenset[str]] = {family: frozenset({"single", "ddp", "fsdp2", "hsdp"}) for family in FAMILIES}
 """Per family, the layouts that tests/parity proves; anything else is refused before memory is taken."""
 
 

@@ -49,7 +49,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     hf = load.build_meta(cfg.model, hf_config)
     spec = spec_of(hf_config, hf)
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
-    part = CausalLM(hf, spec, family_of(hf_config), cfg)
+    part = CausalLM(hf, spec, family_of(hf), cfg)
 
     def load_parts(pm: ParallelModel) -> None:
         for part in pm.parts:

@@ -8,6 +8,7 @@ from shardwise.config import UserError
 from shardwise.models.families.base import Family
 from shardwise.models.families.nemotron_h import NEMOTRON_H
 from shardwise.models.families.qwen3_next import QWEN3_NEXT
+from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
 
 __all__ = ["FAMILIES", "Family", "family_of", "spec_of"]
@@ -16,30 +17,40 @@ _PROVEN = (Family("llama"), Family("qwen3_5_text"), Family("olmo_hybrid"), QWEN3
 FAMILIES = {family.model_type: family for family in _PROVEN}
 
 
-def family_of(config: PretrainedConfig) -> Family:
-    """The family of a model; UserError if it is not one of the proven ones."""
-    family = FAMILIES.get(config.model_type)
+def family_of(model: PreTrainedModel) -> Family:
+    """The family of a model, on any device; UserError if it is not one of the proven ones."""
+    model_type = model.config.model_type
+    family = FAMILIES.get(model_type)
     if family is None:
         proven = ", ".join(sorted(FAMILIES))
-        raise UserError(f"model type {config.model_type} is not proven to train right here; choose one of: {proven}")
+        raise UserError(f"model type {model_type} is not proven to train right here; choose one of: {proven}")
     return family
 
 
 def spec_of(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
     """The model as an ordered list of modules, each of which is checked to be there."""
-    family = family_of(config)
+    family = family_of(model)
     kinds = family.kinds(config)
-    layers = tuple(LayerSpec(f"{family.layers}.{i}", kind) for i, kind in enumerate(kinds))
-    assert len(list(model.get_submodule(family.layers).children())) == len(layers)
-    for name in (family.embed, family.norm, family.head, *(layer.name for layer in layers)):
+    names = [f"{family.layers}.{i}" for i in range(len(kinds))]
+    assert len(list(model.get_submodule(family.layers).children())) == len(names)
+    for name in filter(None, (family.embed, family.positions, family.norm, family.head, *names)):
         model.get_submodule(name)  # raises AttributeError with the missing name
     return ModelSpec(
         family=family.model_type,
         embed=family.embed,
-        layers=layers,
+        positions=family.positions,
+        layers=tuple(LayerSpec(n, kind, _feed_forward(model, n, family)) for n, kind in zip(names, kinds)),
         norm=family.norm,
         head=family.head,
         tied=f"{family.head}.weight" in model.all_tied_weights_keys,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
     )
+
+
+def _feed_forward(model: PreTrainedModel, layer: str, family: Family) -> str:
+    parameters = {hf_name(name) for name, _ in model.get_submodule(layer).named_parameters() if not is_adapter(name)}
+    found = [name for name in parameters if any(name.startswith(f"{module}.") for module in family.feed_forward)]
+    if not found:
+        return "none"
+    return "moe" if any(name in family.experts for name in found) else "dense"

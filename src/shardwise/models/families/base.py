@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
-HYBRID = {"full_attention": "full_attention", "linear_attention": "gated_delta_net"}
+HYBRID = {
+    "full_attention": "full_attention",
+    "sliding_attention": "sliding_attention",
+    "linear_attention": "gated_delta_net",
+}
+ATTENTION = ("full_attention", "sliding_attention", "attention_and_mamba2")
+"""Layer kinds with softmax attention: what `lora.targets: attention` means."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +27,15 @@ class Family:
     head: str = "lm_head"
     mixers: Mapping[str, str] = field(default_factory=lambda: HYBRID)
     """From the entries of `config.layer_types` to layer kinds."""
+    feed_forward: tuple[str, ...] = ("mlp",)
+    """Modules of a layer that come after its mixer, those of them that it has: an MLP or a mixture of experts."""
+    positions: str | None = None
+    """A learned embedding of positions that is added to that of tokens."""
     router: str | None = None
     """Class of the routers that are trained with a load-balancing loss, called with hidden states."""
 
     attention: str = "self_attn"
-    """The module of a full-attention layer that holds its projections."""
+    """The module of an attention layer that holds its projections."""
     experts: tuple[str, ...] = ()
     """Parameters of a layer that stack the weights of all routed experts, [E, out, in]."""
     gates: tuple[str, ...] = ()

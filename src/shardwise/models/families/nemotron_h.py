@@ -7,6 +7,7 @@ NEMOTRON_H = Family(
     embed="model.embeddings",
     norm="model.norm_f",
     mixers={"linear_attention": "mamba2", "full_attention": "full_attention", "mlp": "mlp", "moe": "moe"},
+    feed_forward=(),  # a block of its own
     # No router: its load is balanced by a bias on the scores (e_score_correction_bias), not by a loss.
     attention="mixer",
     experts=("mixer.experts.up_proj", "mixer.experts.down_proj"),
