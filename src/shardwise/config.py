@@ -170,7 +170,8 @@ class Optimizer(Section):
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.0
-    """On weight matrices; norms, biases, gates' and recurrent scalars (parameters of one dim) are not decayed."""
+    """On weight matrices, LoRA factors among them; norms, biases, linears to a single gate and recurrent scalars
+    (parameters with one dim longer than 1) are not decayed."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly: lr / warmup_steps in the first, lr in the last of them."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"

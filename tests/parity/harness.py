@@ -86,7 +86,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             reshard_after_forward=cell.variant != "keep-gathered",
         ),
         # Half of what the gradients of these models come to, so that clipping always acts.
-        optimizer=Optimizer(name=optimizer, lr=1.0, lr_schedule="linear", max_grad_norm=MAX_NORM),
+        optimizer=Optimizer(name=optimizer, lr=1.0, lr_schedule="linear", weight_decay=0.01, max_grad_norm=MAX_NORM),
         training=Training(
             output_dir="unused",
             steps=3,

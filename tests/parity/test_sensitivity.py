@@ -93,8 +93,8 @@ def replicas_counted_again_in_the_norm():
 def stale_gradient_kept():
     make = build.make_optimizer
 
-    def keeping(cfg, named):
-        optimizer = make(cfg, named)
+    def keeping(*args):
+        optimizer = make(*args)
         optimizer.zero_grad = lambda set_to_none=True: None
         return optimizer
 
@@ -110,6 +110,10 @@ def schedule_that_stands_still():
 def never_clipped():
     clip = step.clip_by_global_norm
     step.clip_by_global_norm = lambda parameters, mesh, max_norm: clip(parameters, mesh, None)
+
+
+def norms_decayed():
+    build.is_decayed = lambda name, parameter: True
 
 
 def adapter_dropped_from_the_save():
@@ -159,6 +163,7 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (stale_gradient_kept, Cell("llama", "ddp", "lora", 2)),
     (schedule_that_stands_still, Cell("llama", "ddp", "lora", 2)),
     (never_clipped, Cell("llama", "ddp", "lora", 2)),
+    (norms_decayed, Cell("llama", "fsdp2", "full", 2)),
     (adapter_dropped_from_the_save, Cell("olmo_hybrid", "fsdp2", "lora", 2)),
     (weights_one_row_off_in_the_shards, Cell("llama", "fsdp2", "full", 2)),
     (mask_by_place_instead_of_slot, Cell("qwen3_5_text", "ddp", "lora", 4, "dropout")),

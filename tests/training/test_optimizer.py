@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
-from shardwise.config import Optimizer
-from shardwise.training.optimizer import lr_factor, make_lr_schedule, make_optimizer
+from shardwise.config import Lora, Optimizer
+from shardwise.models.families import spec_of
+from shardwise.models.lora import inject
+from shardwise.training.optimizer import is_decayed, lr_factor, make_lr_schedule, make_optimizer
+from tests.models.tiny import on_meta, tiny
 
 
 @pytest.mark.parametrize(
@@ -24,7 +29,7 @@ def test_learning_rate_of_each_step(schedule, expected):
     assert [lr_factor(cfg, step, 6) for step in range(1, 7)] == pytest.approx(expected)
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.ones(1)
-    optimizer = make_optimizer(cfg, [("p", parameter)])
+    optimizer = make_optimizer(cfg, [("p", parameter)], {"p"})
     scheduler = make_lr_schedule(cfg, optimizer, 6)
     used = []
     for _ in range(6):
@@ -40,15 +45,56 @@ def test_warmup_longer_than_the_run():
 
 def test_sgd_and_adamw_take_their_settings():
     parameter = nn.Parameter(torch.ones(3))
-    sgd = make_optimizer(Optimizer(name="sgd", lr=0.5, weight_decay=0.1), [("p", parameter)])
+    sgd = make_optimizer(Optimizer(name="sgd", lr=0.5, weight_decay=0.1), [("p", parameter)], {"p"})
     parameter.grad = torch.full((3,), 2.0)
     sgd.step()
     torch.testing.assert_close(parameter.data, torch.full((3,), 1 - 0.5 * (2.0 + 0.1)))
-    adamw = make_optimizer(Optimizer(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3), [("p", parameter)])
+    adamw = make_optimizer(Optimizer(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3), [("p", parameter)], {"p"})
     assert isinstance(adamw, torch.optim.AdamW)
-    assert {k: adamw.defaults[k] for k in ("betas", "eps", "weight_decay", "lr")} == {
+    assert {k: adamw.param_groups[0][k] for k in ("betas", "eps", "weight_decay", "lr")} == {
         "betas": (0.8, 0.9),
         "eps": 1e-6,
         "weight_decay": 0.3,
         "lr": 2e-4,
     }
+
+
+# What is not decayed, by the ends of the names; everything else of a family is.
+PLAIN_NORMS = {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"}
+DELTA_NET = {"linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight"}
+QK_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+NOT_DECAYED = {
+    "tiny-llama": PLAIN_NORMS,
+    "tiny-qwen3_5": {*PLAIN_NORMS, *DELTA_NET, *QK_NORMS},
+    "tiny-qwen3_next": {*PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "mlp.shared_expert_gate.weight"},
+    "tiny-olmo_hybrid": {
+        *PLAIN_NORMS, *QK_NORMS, "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.o_norm.weight",
+        "post_feedforward_layernorm.weight",
+    },
+    "tiny-nemotron_h": {
+        "norm.weight", "mixer.norm.weight", "norm_f.weight", "mixer.A_log", "mixer.dt_bias", "mixer.D",
+        "mixer.conv1d.bias",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_DECAYED)
+def test_weight_decay_by_name(name):
+    model = on_meta(tiny(name))
+    spared = {re.sub(r"^model\.(layers\.\d+\.)?", "", n) for n, p in model.named_parameters() if not is_decayed(n, p)}
+    assert spared == NOT_DECAYED[name]
+    inject(model, Lora(r=1, targets="all-linear"), spec_of(model.config, model))
+    factors = [(n, p) for n, p in model.named_parameters() if ".lora_" in n]
+    assert factors
+    assert all(is_decayed(n, p) for n, p in factors)  # of rank 1 too
+
+
+def test_only_named_parameters_decay():
+    # A shard of a matrix may be flat, and a norm's may not: names decide.
+    one, two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))
+    optimizer = make_optimizer(Optimizer(name="sgd", lr=0.5, weight_decay=0.1), [("one", one), ("two", two)], {"one"})
+    assert [group["param_names"] for group in optimizer.param_groups] == [["one"], ["two"]]
+    one.grad, two.grad = torch.zeros(3), torch.zeros(2, 2)
+    optimizer.step()
+    torch.testing.assert_close(one.data, torch.full((3,), 1 - 0.5 * 0.1))
+    assert torch.equal(two.data, torch.ones(2, 2))

@@ -17,7 +17,7 @@ from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel import compose
 from shardwise.parallel.place import fill_all, materialise
-from shardwise.training.optimizer import make_lr_schedule, make_optimizer
+from shardwise.training.optimizer import is_decayed, make_lr_schedule, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     spec = spec_of(hf_config, hf)
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     part = CausalLM(hf, spec, family_of(hf), cfg)
+    decayed = {name for name, parameter in hf.named_parameters() if is_decayed(name, parameter)}  # by whole shapes
 
     def load_parts(pm: ParallelModel) -> None:
         for part in pm.parts:
@@ -57,7 +58,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
             _fill_part(part, cfg, state or State())
 
     pm = ParallelModel(
-        parts=(part,), run=run_in_turn, make_optimizer=lambda named: make_optimizer(cfg.optimizer, named)
+        parts=(part,), run=run_in_turn, make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed)
     )
     pm = compose.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])

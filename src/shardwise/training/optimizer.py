@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.config import Optimizer
+from shardwise.models.names import is_adapter
 
 
-def make_optimizer(cfg: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def is_decayed(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay acts on a whole (not sharded) parameter: LoRA factors, and what has two dims longer than 1.
+
+    Left alone are norms, biases, recurrent scalars (`A_log`, `dt_bias`, `D`) and linears to one gate ([1, D]): their
+    size is no sign of overfitting, and pulled to 0 they change what the layer is (a norm of 0, a forgotten state).
+    Convolutions ([C, 1, K]) and routers ([E, D]) are weights of a product like any other. So is a factor of rank 1.
+    """
+    return is_adapter(name) or sum(size > 1 for size in parameter.shape) > 1
+
+
+def make_optimizer(
+    cfg: Optimizer, named: Sequence[tuple[str, nn.Parameter]], decayed: Container[str]
+) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101) or plain SGD over this rank's trainable parameters, whole or sharded.
 
+    `decayed`: names of the parameters on which weight decay acts, since a shard need not show its parameter's shape.
     Each group has its parameters' names in `param_names`: what is saved of an optimizer is saved by name.
     """
     # One group per kind of tensor: an optimizer's multi-tensor path refuses plain tensors beside DTensors.
-    kinds: dict[bool, list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        kinds.setdefault(isinstance(parameter, DTensor), []).append((name, parameter))
-    groups = [{"params": parameters} for parameters in kinds.values()]
+        kinds.setdefault((isinstance(parameter, DTensor), name in decayed), []).append((name, parameter))
+    groups = [
+        {"params": parameters, "weight_decay": cfg.weight_decay if decay else 0.0}
+        for (_, decay), parameters in kinds.items()
+    ]
     if cfg.name == "sgd":
-        return torch.optim.SGD(groups, lr=cfg.lr, weight_decay=cfg.weight_decay)
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay)
+        return torch.optim.SGD(groups, lr=cfg.lr)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)
 
 
 def lr_factor(cfg: Optimizer, step: int, steps: int) -> float:
