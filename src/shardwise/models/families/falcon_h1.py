@@ -1,0 +1,11 @@
+"""Falcon-H1: Mamba2 and full attention side by side on the same input in every layer, then an MLP."""
+
+from shardwise.models.families.base import Family
+
+FALCON_H1 = Family(
+    "falcon_h1",
+    norm="model.final_layernorm",
+    mixers={"hybrid": "attention_and_mamba2"},
+    # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
+    bypassed=("mamba.out_proj",),
+)

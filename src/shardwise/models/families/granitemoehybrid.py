@@ -1,0 +1,12 @@
+"""Granite 4.0 hybrids: Mamba2 or full attention, then a mixture of experts beside an MLP that every token takes."""
+
+from shardwise.models.families.base import Family
+
+GRANITEMOEHYBRID = Family(
+    "granitemoehybrid",
+    mixers={"linear_attention": "mamba2", "full_attention": "full_attention"},
+    router="GraniteMoeHybridTopKRouter",
+    experts=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+    # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
+    bypassed=("mamba.out_proj",),
+)

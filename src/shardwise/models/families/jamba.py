@@ -1,0 +1,13 @@
+"""Jamba: Mamba or full attention, then an MLP or a mixture of experts."""
+
+from shardwise.models.families.base import Family
+
+JAMBA = Family(
+    "jamba",
+    norm="model.final_layernorm",
+    mixers={"linear_attention": "mamba", "full_attention": "full_attention"},
+    router="JambaTopKRouter",
+    experts=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+    # The mixer multiplies by the weight itself, to add the bias only inside the scan.
+    bypassed=("mamba.dt_proj",),
+)
