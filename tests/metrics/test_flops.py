@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import PreTrainedModel
 
 from shardwise.metrics.flops import hardware_flops_per_token, model_flops_per_token, utilization
-from shardwise.models.counts import Attention, GatedDeltaNet, ModelCounts, Unit, count_model
+from shardwise.models.cores import Attention, GatedDeltaNet
+from shardwise.models.counts import ModelCounts, Unit, count_model
 from shardwise.models.spec import ModelSpec
 from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
 

@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 
 from shardwise.models import counts
-from shardwise.models.counts import Attention, GatedDeltaNet, Mamba2, Unit, Weight, count_model
+from shardwise.models.cores import Attention, GatedDeltaNet, Mamba2
+from shardwise.models.counts import Unit, Weight, count_model
 from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
 
 

@@ -48,7 +48,7 @@ def hardware_flops_per_token(
 
     Against the model's FLOPs:
 
-    - cores as executed (see `models/counts.py`);
+    - cores as executed (see `models/cores.py`);
     - `checkpointing: full` runs every layer's forward once more, less its last product where nothing after that is
       saved (`counts._ends_layer`). A layer with nothing trainable at or below it saves nothing for a backward, so its
       checkpoint is never opened and it runs once. Embedding and head are not checkpointed;

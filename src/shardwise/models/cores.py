@@ -1,0 +1,153 @@
+"""FLOPs of what mixes the tokens of a sequence, one core for each kind of layer: pure arithmetic on sizes.
+
+A core gives two numbers. Its *model* FLOPs are what the layer's definition asks for, whatever computes it; its
+*executed* FLOPs are what transformers' torch code runs (fused attention; chunked Gated DeltaNet and Mamba2, padded to
+full chunks). Conventions are those of `models/counts.py`: a multiply-add is 2, and only products count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PretrainedConfig
+
+
+class Core(Protocol):
+    """What mixes the tokens of a sequence in one layer, by the sequence length T. Units: FLOPs per token."""
+
+    def model_forward(self, sequence_length: int) -> float:
+        """What the definition asks of a forward; a backward is twice that."""
+        ...
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """What a forward runs."""
+        ...
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """What a backward runs, the forward's recomputation by a checkpoint left out."""
+        ...
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal softmax attention of N query heads of size H.
+
+    Token t meets t keys, (T + 1) / 2 on average; a query-key pair costs 2 H for its score and 2 H for its value, so a
+    forward is 2 N H (T + 1) per token: half of what counters that ignore causality give. Grouped key/value heads save
+    memory, not products. Fused (flash) kernels skip the masked half, and in the backward they compute the scores
+    again: five products (scores, dP, dV, dQ, dK) for the forward's two.
+    """
+
+    num_heads: int
+    head_dim: int
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 2.0 * self.num_heads * self.head_dim * (sequence_length + 1)
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.model_forward(sequence_length)
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 2.5 * self.model_forward(sequence_length)
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet:
+    """The gated delta rule (arXiv 2412.06464) of N value heads, with a state S of K x V (key and value size) per head.
+
+    Model FLOPs, the recurrence on one token: decay S (K V), predict the value S^T k (2 K V), add k times its error
+    (2 K V), read S^T q (2 K V): 7 N K V. (Megatron-LM counts 8 N V^2.)
+
+    Executed, per head and chunk of C tokens: products k k^T and q k^T (2 C^2 K each), weights times new values (2 C^2
+    V), the state read by keys and by queries and then updated (2 C K V each); and two unit-triangular solves of a C x
+    C system with K and with V columns, C (C - 1) per column, which torch's FLOP counter counts as 0. The backward has
+    two products for each of those, less what has no gradient: the first chunk reads a constant state (2 C K V saved
+    twice) and the last one's updated state is dropped (4 C K V). A solve's backward is the transposed solve and one
+    full product, 2 C^2 per column. Kernels of other packages chunk in their own way; their count differs.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    chunk_size: int = 64
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 7.0 * self.num_heads * self.key_dim * self.value_dim
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self._per_token(sequence_length, self._products() + self._solves())
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        columns = self.key_dim + self.value_dim
+        per_chunk = 2 * self._products() + self._solves() + 2 * self.chunk_size**2 * columns
+        return self._per_token(sequence_length, per_chunk, -8 * self.chunk_size * self.key_dim * self.value_dim)
+
+    def _products(self) -> int:
+        c, k, v = self.chunk_size, self.key_dim, self.value_dim
+        return 2 * c * c * (2 * k + v) + 6 * c * k * v
+
+    def _solves(self) -> int:
+        return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)
+
+    def _per_token(self, sequence_length: int, per_chunk: int, per_sequence: int = 0) -> float:
+        chunks = -(-sequence_length // self.chunk_size)
+        return self.num_heads * (chunks * per_chunk + per_sequence) / sequence_length
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """The state-space scan of Mamba2 (arXiv 2405.21060): N heads of size P, with a state of P x S per head.
+
+    Model FLOPs, the recurrence on one token: decay the state (P S), add x B^T (2 P S), read with C (2 P S): 5 N P S.
+    (Megatron-LM counts 7, the discretisation included.)
+
+    Executed, per head and chunk of Q tokens: scores C B^T (2 Q^2 S), scores times x (2 Q^2 P), the chunk's state and
+    the read of the state before it (2 Q P S each); then, over the n chunks of a sequence, all states passed on at
+    once by one (n + 1) x (n + 1) product, 2 (n + 1)^2 P S. Twice that in the backward.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    chunk_size: int
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 5.0 * self.num_heads * self.head_dim * self.state_size
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        q, p, s = self.chunk_size, self.head_dim, self.state_size
+        chunks = -(-sequence_length // q)
+        per_chunk = 2 * q * q * (p + s) + 4 * q * p * s
+        return self.num_heads * (chunks * per_chunk + 2 * (chunks + 1) ** 2 * p * s) / sequence_length
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 2.0 * self.executed_forward(sequence_length)
+
+
+def core_of(kind: str, config: PretrainedConfig) -> Core | None:
+    """The core of a layer of this kind; None where tokens do not meet."""
+    return _CORES[kind](config)
+
+
+# From a layer's kind to its core. The attribute names are those of the transformers configs of all proven families.
+_CORES = {
+    "full_attention": lambda c: Attention(
+        c.num_attention_heads, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    ),
+    "gated_delta_net": lambda c: GatedDeltaNet(
+        c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
+    ),
+    "mamba2": lambda c: Mamba2(c.mamba_num_heads, c.mamba_head_dim, c.ssm_state_size, c.chunk_size),
+    "mlp": lambda c: None,
+    "moe": lambda c: None,
+}
