@@ -11,6 +11,7 @@ from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import IGNORED, Batch, Part
 from shardwise.models.dropout import DropoutState, replace_dropouts
 from shardwise.models.families import Family
+from shardwise.models.isolation import isolate
 from shardwise.models.spec import ModelSpec
 
 
@@ -30,6 +31,8 @@ class CausalLM(Part):
         self.autocast_dtype = torch.bfloat16 if cfg.training.precision == "bfloat16" else None
         self.dropout = DropoutState(cfg.training.seed)
         replace_dropouts(hf, self.dropout)
+        if cfg.data.packing == "isolated":
+            isolate(hf, spec, family, self.dropout)
         self.router_loss = _router_loss(hf, family, cfg.model.router_aux_loss_coef)
 
     def forward(self, batch: Batch, return_logits: bool = False) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +25,8 @@ class DropoutState:
 
     seed: int
     batch: Batch | None = None  # whose rows are being computed; set by the model's forward
+    unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """In a mixer that sees one document per row: from [B, T, ...] to those rows (see models/isolation.py)."""
 
 
 class SlotDropout(nn.Module):
@@ -39,13 +43,16 @@ class SlotDropout(nn.Module):
         batch = self.state.batch
         assert batch is not None
         rows = len(batch.slots)
-        assert x.shape[0] % rows == 0, f"{self.name}: {tuple(x.shape)} does not hold {rows} whole rows"
-        keep = torch.empty((rows, x.numel() // rows), device=x.device, dtype=torch.float32)
+        unpack = self.state.unpack
+        packed = x.shape if unpack is None else (*batch.input_ids.shape, *x.shape[2:])
+        assert packed[0] % rows == 0, f"{self.name}: {tuple(packed)} does not hold {rows} whole rows"
+        keep = torch.empty((rows, math.prod(packed) // rows), device=x.device, dtype=torch.float32)
         generator = torch.Generator(device=x.device)
         for row, slot in enumerate(batch.slots):
             generator.manual_seed(stable_seed(self.state.seed, batch.step, slot, self.name))
             keep[row].uniform_(generator=generator)
-        return x * ((keep >= self.p).to(x.dtype) / (1.0 - self.p)).view(x.shape)
+        mask = ((keep >= self.p).to(x.dtype) / (1.0 - self.p)).view(packed)
+        return x * (mask if unpack is None else unpack(mask))
 
 
 def replace_dropouts(model: nn.Module, state: DropoutState) -> None:

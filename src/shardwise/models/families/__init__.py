@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.config import UserError
-from shardwise.models.families.base import Family
+from shardwise.models.families.base import HYBRID_MIXERS, Family
 from shardwise.models.families.nemotron_h import NEMOTRON_H
 from shardwise.models.families.qwen3_next import QWEN3_NEXT
 from shardwise.models.names import hf_name, is_adapter
@@ -13,7 +13,8 @@ from shardwise.models.spec import LayerSpec, ModelSpec
 
 __all__ = ["FAMILIES", "Family", "family_of", "spec_of"]
 
-_PROVEN = (Family("llama"), Family("qwen3_5_text"), Family("olmo_hybrid"), QWEN3_NEXT, NEMOTRON_H)
+_COMMON = [Family(name, token_mixers=HYBRID_MIXERS) for name in ("llama", "qwen3_5_text", "olmo_hybrid")]
+_PROVEN = (*_COMMON, QWEN3_NEXT, NEMOTRON_H)
 FAMILIES = {family.model_type: family for family in _PROVEN}
 
 

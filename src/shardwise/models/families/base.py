@@ -14,6 +14,8 @@ HYBRID = {
 }
 ATTENTION = ("full_attention", "sliding_attention", "attention_and_mamba2")
 """Layer kinds with softmax attention: what `lora.targets: attention` means."""
+HYBRID_MIXERS = {"full_attention": "self_attn", "gated_delta_net": "linear_attn"}
+"""`Family.token_mixers` of families that call them so."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Family:
     """Modules of a layer that come after its mixer, those of them that it has: an MLP or a mixture of experts."""
     positions: str | None = None
     """A learned embedding of positions that is added to that of tokens."""
+    token_mixers: Mapping[str, str] = field(default_factory=dict)
+    """From layer kinds to the module of a layer that carries something from one token to the next, for the kinds that
+    are proven to keep documents apart (tests/models/test_isolation.py); `data.packing: isolated` refuses the others."""
     router: str | None = None
     """Class of the routers that are trained with a load-balancing loss, called with hidden states."""
 

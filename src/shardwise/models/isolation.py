@@ -1,0 +1,138 @@
+"""Packing that isolates documents: around every module that mixes tokens, each document has a row of its own.
+
+Restarting position ids keeps documents apart in attention only; the state of recurrent layers and the window of
+convolutions run on into the next document. So the rows of a micro-batch are unpacked before a mixer and packed again
+after it: each document starts at position 0 and from zero state, whatever the mixer computes, and needs no mask, since
+its padding comes after it and mixers are causal. What works token by token (norms, MLPs, experts) stays packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from shardwise.config import UserError
+from shardwise.interfaces import Batch
+from shardwise.models.dropout import DropoutState
+from shardwise.models.families import Family
+from shardwise.models.spec import ModelSpec
+
+TOKENWISE = ("mlp", "moe")
+"""Layer kinds that carry nothing from one token to the next."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the tokens of a micro-batch lie when each document has a row of its own.
+
+    Documents of 1 token, of 2, of 3-4, of 5-8, ... make a group each, padded to the longest one in it: so the rows of
+    all groups hold fewer than twice the tokens, and a mixer runs at most 1 + log2(T) times.
+    """
+
+    places: torch.Tensor  # [B*T] int64: where each token lies in the rows of all groups, joined end to end
+    shapes: tuple[tuple[int, int], ...]  # of each group: its documents, and the tokens of the longest
+
+    def unpack(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """From [B, T, ...] to a tensor [documents, longest, ...] for each group, zero where padded."""
+        flat = x.flatten(0, 1)
+        sizes = [documents * longest for documents, longest in self.shapes]
+        joined = flat.new_zeros(sum(sizes), *flat.shape[1:]).index_copy(0, self.places, flat)
+        return [part.view(*shape, *flat.shape[1:]) for part, shape in zip(joined.split(sizes), self.shapes)]
+
+    def repack(self, groups: Sequence[torch.Tensor]) -> torch.Tensor:
+        """From the groups' tensors [documents, longest, ...] to [B*T, ...], without the padding."""
+        return torch.cat([group.flatten(0, 1) for group in groups]).index_select(0, self.places)
+
+
+def documents_of(document_ids: torch.Tensor) -> Documents | None:
+    """The documents of rows [B, T] (what is filled up counts as one); None where every row is one document."""
+    # The ends of rows and documents shape what follows, so they are needed on the host: one wait per micro-batch.
+    begins_here = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+    begins = begins_here.flatten().nonzero().flatten().tolist()
+    if len(begins) == len(document_ids):
+        return None
+    lengths = [end - begin for begin, end in pairwise([*begins, document_ids.numel()])]
+    groups: dict[int, list[int]] = {}
+    for document, length in enumerate(lengths):
+        groups.setdefault((length - 1).bit_length(), []).append(document)
+    shifts, shapes, taken = [0] * len(begins), [], 0
+    for members in groups.values():
+        longest = max(lengths[document] for document in members)
+        shapes.append((len(members), longest))
+        for document in members:
+            shifts[document] = taken - begins[document]
+            taken += longest
+    places = torch.arange(document_ids.numel()) + torch.tensor(shifts).repeat_interleave(torch.tensor(lengths))
+    return Documents(places.to(document_ids.device, non_blocking=True), tuple(shapes))
+
+
+def isolate(hf: PreTrainedModel, spec: ModelSpec, family: Family, state: DropoutState) -> None:
+    """Wrap the forward of every mixer of `hf`; UserError if the family has layers that are not proven with it.
+
+    A forward is replaced rather than a module wrapped, so that names stay and LoRA, checkpointing and sharding see
+    what they always see. `state.batch` says whose documents they are, also when a layer is computed again.
+    """
+    unproven = {layer.kind for layer in spec.layers} - set(TOKENWISE) - family.token_mixers.keys()
+    if unproven:
+        raise UserError(
+            f"data.packing isolated: no test shows that {family.model_type}'s layers ({', '.join(sorted(unproven))}) "
+            "keep documents apart; use concat or none"
+        )
+    isolation = Isolation(state)
+    for layer in spec.layers:
+        if layer.kind not in TOKENWISE:
+            mixer = hf.get_submodule(f"{layer.name}.{family.token_mixers[layer.kind]}")
+            mixer.forward = isolation.around(mixer.forward)
+
+
+class Isolation:
+    """What the mixers of a model share: the documents of the micro-batch that is computed, found once for all."""
+
+    def __init__(self, state: DropoutState) -> None:
+        self.state = state
+        self._found: tuple[Batch, Documents | None] | None = None
+
+    def documents(self) -> Documents | None:
+        """Those of `state.batch`."""
+        batch = self.state.batch
+        assert batch is not None
+        if self._found is None or self._found[0] is not batch:
+            self._found = batch, documents_of(batch.document_ids)
+        return self._found[1]
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A mixer's forward, given each document by itself."""
+
+        def isolated(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+            documents = self.documents()
+            if documents is None:
+                return forward(hidden_states, **kwargs)
+            try:
+                outs = []
+                for group, rows in enumerate(documents.unpack(hidden_states)):
+                    self.state.unpack = lambda mask, group=group: documents.unpack(mask)[group]
+                    outs.append(forward(rows, **_from_position_0(kwargs, rows.shape[1])))
+            finally:  # also when checkpointing has all it wants and ends the recomputation here
+                self.state.unpack = None
+            if isinstance(outs[0], tuple):  # attention: its output, and weights that nobody asked for
+                return documents.repack([out for out, _ in outs]).view(hidden_states.shape), None
+            return documents.repack(outs).view(hidden_states.shape)
+
+        return isolated
+
+
+def _from_position_0(kwargs: dict[str, Any], length: int) -> dict[str, Any]:
+    """A mixer's other arguments, for rows of `length` tokens: the model counted every row's positions from 0."""
+    assert kwargs.get("attention_mask") is None, "a mask is of packed rows"
+    changed = dict(kwargs)
+    if kwargs.get("position_ids") is not None:
+        changed["position_ids"] = kwargs["position_ids"][:1, :length]
+    if kwargs.get("position_embeddings") is not None:  # cosines and sines [1 or B, T, H]
+        changed["position_embeddings"] = tuple(angles[:1, :length] for angles in kwargs["position_embeddings"])
+    return changed
