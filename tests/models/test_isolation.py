@@ -19,7 +19,7 @@ from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dropout import DropoutState, SlotDropout
 from shardwise.models.families import FAMILIES, family_of, spec_of
-from shardwise.models.isolation import documents_of, isolate
+from shardwise.models.isolation import TOKENWISE, documents_of, isolate
 from shardwise.parallel import activation_checkpoint
 from tests.models.tiny import relative_error, with_adapters
 from tests.parity.harness import Cell, run_config
@@ -135,6 +135,16 @@ def test_logits_are_those_of_the_document_alone(family):
     assert logits_error(model(family), packed()) < 1e-5
     # What the test would see without isolation: attention and state run on, far beyond rounding.
     assert logits_error(model(family, "concat"), packed()) > 1e-2
+
+
+@pytest.mark.parametrize("family", ISOLATED)
+def test_every_kind_of_layer_would_leak(family):
+    kinds = {layer.kind for layer in model(family, "concat").spec.layers} - set(TOKENWISE)
+    for kind in kinds:
+        lm = model(family, "concat")
+        others = tuple(layer for layer in lm.spec.layers if layer.kind != kind)
+        isolate(lm.hf, replace(lm.spec, layers=others), FAMILIES[family], lm.dropout)
+        assert logits_error(lm, packed()) > 1e-3, kind
 
 
 @pytest.mark.parametrize("family", ISOLATED)
