@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.models.families import spec_of
 from shardwise.models.spec import ModelSpec
@@ -33,6 +34,23 @@ _HYBRID = {
 }
 CONFIGS = {
     "llama": {"num_hidden_layers": 2},
+    "qwen3": {
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 24,
+    },
+    "qwen3_moe": {
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [1],
+    },
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "gpt2": {"num_hidden_layers": 2, "n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "qwen3_5_text": {**_HYBRID, "head_dim": 8},
     "qwen3_next": {
         **_HYBRID,
@@ -71,7 +89,14 @@ def build(family: str, device: str = "cpu", **changes: object) -> tuple[PreTrain
 def add_lora(model: PreTrainedModel, targets: Iterable[str], parameters: Iterable[str] = (), **options: object) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    config = LoraConfig(r=4, target_modules=list(targets), target_parameters=list(parameters) or None, **options)
+    transposed = any(isinstance(module, Conv1D) for module in model.modules())
+    config = LoraConfig(
+        r=4,
+        fan_in_fan_out=transposed,
+        target_modules=list(targets),
+        target_parameters=list(parameters) or None,
+        **options,
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # qwen3_next: PEFT takes dense linears for experts, and says so
         inject_adapter_in_model(config, model, low_cpu_mem_usage=model.device.type == "meta")
@@ -80,5 +105,5 @@ def add_lora(model: PreTrainedModel, targets: Iterable[str], parameters: Iterabl
 def linears(model: nn.Module, *within: str) -> list[str]:
     """Linears whose name holds one of `within`; all but the head without. PEFT refuses Nemotron's `out_proj`."""
     refused = ("lm_head", "mixer.out_proj")
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     return [n for n in names if not any(r in n for r in refused) and (not within or any(w in n for w in within))]

@@ -56,7 +56,12 @@ def lora_for(name: str, case: str) -> Lora | None:
     if case == "auto":
         return Lora(r=3, alpha=7.0, dropout=0.1)
     if case == "all":
-        saved = {"tiny-qwen3_5-tied": ["model.norm"], "tiny-nemotron_h": ["lm_head", "norm_f"]}
+        saved = {
+            "tiny-qwen3_5-tied": ["model.norm"],
+            "tiny-nemotron_h": ["lm_head", "norm_f"],
+            "tiny-lfm2": ["embedding_norm"],
+            "tiny-gpt2": ["ln_f"],
+        }
         names = saved.get(name, ["lm_head", "model.norm"])
         return Lora(r=4, alpha=4.0, targets="all-linear", rslora=True, modules_to_save=names)
     # No linear that PEFT can be told of as a module, and names that not all layers have.

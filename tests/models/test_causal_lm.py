@@ -82,12 +82,13 @@ def test_gradients_are_those_of_transformers_own_loss():
         assert (ours[name] - p.grad).abs().max() <= 1e-5 * p.grad.abs().max(), name
 
 
-def test_attention_dropout_is_refused():
-    cfg = run_config(Cell("llama", "single", "full"))
+@pytest.mark.parametrize(("family", "key"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")])
+def test_attention_dropout_is_refused(family, key):
+    cfg = run_config(Cell(family, "single", "full"))
     hf_config = load.read_config(cfg.model)
-    hf_config.attention_dropout = 0.1
+    setattr(hf_config, key, 0.1)
     hf = load.build_meta(cfg.model, hf_config)
-    with pytest.raises(UserError, match=r"attention_dropout is 0.1 .* set it to 0.0"):
+    with pytest.raises(UserError, match=rf"{key} is 0.1 .* set it to 0.0"):
         CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg)
 
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from shardwise.models import counts
-from shardwise.models.cores import Attention, GatedDeltaNet, Mamba2
+from shardwise.models.cores import Attention, GatedDeltaNet, Mamba2, SlidingAttention
 from shardwise.models.counts import Unit, Weight, count_model
 from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
 
@@ -20,7 +20,7 @@ def weights_of(unit: Unit) -> dict[str, Weight]:
 def test_every_parameter_is_counted_once(family, lora):
     model, spec = build(family, device="meta")
     if lora:
-        add_lora(model, linears(model), modules_to_save=["lm_head"])
+        add_lora(model, linears(model), modules_to_save=None if spec.tied else ["lm_head"])
     found = count_model(model, spec)
     parameters = list(model.parameters())
     assert found.parameters == sum(p.numel() for p in parameters)
@@ -42,6 +42,8 @@ def test_cores_of_each_kind():
         "embed": None,
         "full_attention": Attention(num_heads=4, head_dim=8),
         "gated_delta_net": GatedDeltaNet(num_heads=4, key_dim=8, value_dim=16),
+        "sliding_attention": SlidingAttention(num_heads=4, head_dim=8, window=24),
+        "short_convolution": None,
         "mamba2": Mamba2(num_heads=4, head_dim=16, state_size=8, chunk_size=32),
         "mlp": None,
         "moe": None,
@@ -134,6 +136,10 @@ def test_lora_on_an_embedding_multiplies_its_second_factor_only():
     ("family", "layer", "expected"),
     [
         ("llama", 0, {"mlp.down_proj.weight"}),
+        ("lfm2", 0, {"feed_forward.w2.weight"}),
+        ("gpt2", 0, {"mlp.c_proj.weight"}),
+        ("qwen3_moe", 0, set()),
+        ("qwen3_moe", 1, {"mlp.down_proj.weight"}),
         ("olmo_hybrid", 0, {"mlp.down_proj.weight"}),
         ("olmo_hybrid", 1, set()),  # a norm follows
         ("qwen3_next", 0, set()),  # the experts' weighted sum follows
@@ -160,6 +166,9 @@ def test_sums_that_the_cores_are_made_of():
     assert Attention(2, 8).model_forward(1) == 64
     # Three tokens have 1 + 2 + 3 pairs.
     assert Attention(2, 8).model_forward(3) * 3 == 6 * 64
+    # A window of two: pairs 1 + 2 + 2; one as long as the sequence is no window.
+    assert SlidingAttention(2, 8, window=2).model_forward(3) * 3 == 5 * 64
+    assert SlidingAttention(2, 8, window=9).model_forward(3) == Attention(2, 8).model_forward(3)
     # Padding: 65 tokens cost as much as 128.
     core = GatedDeltaNet(2, 8, 16)
     assert core.executed_forward(65) * 65 == core.executed_forward(128) * 128

@@ -4,7 +4,8 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import MistralConfig, MistralForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import UserError
 from shardwise.models.families import FAMILIES, family_of, spec_of
@@ -12,6 +13,10 @@ from shardwise.models.load import load_whole, read_config
 from tests.models.tiny import PLAIN, TINY, on_meta, tiny, tokens
 
 KINDS = {
+    "tiny-qwen3": ["full_attention"] * 3 + ["sliding_attention"],
+    "tiny-qwen3_moe": ["full_attention"] * 4,
+    "tiny-lfm2": ["short_convolution"] * 2 + ["full_attention", "short_convolution"],
+    "tiny-gpt2": ["full_attention"] * 4,
     "tiny-llama": ["full_attention"] * 4,
     "tiny-qwen3_5": ["gated_delta_net"] * 3 + ["full_attention"],
     "tiny-qwen3_next": ["gated_delta_net"] * 3 + ["full_attention"],
@@ -19,6 +24,7 @@ KINDS = {
     "tiny-nemotron_h": ["mamba2", "moe", "full_attention", "mlp"],
 }
 FEED_FORWARDS = {
+    "tiny-qwen3_moe": ["moe", "dense", "moe", "moe"],
     "tiny-qwen3_next": ["moe", "dense", "moe", "moe"],
     "tiny-nemotron_h": ["none"] * 4,
 }
@@ -30,10 +36,10 @@ def test_spec_names_every_layer_and_its_kind(name: str) -> None:
     spec = spec_of(model.config, model)
     assert [layer.kind for layer in spec.layers] == KINDS[name]
     assert [layer.feed_forward for layer in spec.layers] == FEED_FORWARDS.get(name, ["dense"] * 4)
-    assert [layer.name for layer in spec.layers] == [f"model.layers.{i}" for i in range(4)]
+    assert [layer.name for layer in spec.layers] == [f"{family_of(model).layers}.{i}" for i in range(4)]
     assert model.get_submodule(spec.embed) is model.get_input_embeddings()
     assert model.get_submodule(spec.head) is model.get_output_embeddings()
-    assert (spec.hidden_size, spec.vocab_size, spec.tied) == (64, 256, False)
+    assert (spec.hidden_size, spec.vocab_size, spec.tied) == (64, 256, model.config.tie_word_embeddings)
 
 
 def test_spec_sees_tied_embeddings() -> None:
@@ -46,10 +52,10 @@ def test_the_tiny_configs_are_of_all_families() -> None:
 
 
 def test_an_unproven_family_is_refused_with_the_proven_ones() -> None:
-    with pytest.raises(
-        UserError, match=r"gpt2 is not proven.*llama, nemotron_h, olmo_hybrid, qwen3_5_text, qwen3_next"
-    ):
-        family_of(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=8)))
+    with pytest.raises(UserError, match=r"mistral is not proven.*llama, nemotron_h, olmo_hybrid"):
+        family_of(
+            MistralForCausalLM(MistralConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=8, vocab_size=8))
+        )
 
 
 def test_every_facts_name_is_there() -> None:
@@ -62,7 +68,7 @@ def test_every_facts_name_is_there() -> None:
             assert f"{linear}.weight" in names, (name, linear)
         assert set(family.experts) <= names
         stacks = {n for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n}
-        assert {n.partition(".layers.")[2].partition(".")[2] for n in stacks} == set(family.experts)
+        assert {n.removeprefix(f"{family.layers}.").partition(".")[2] for n in stacks} == set(family.experts)
         assert family.router is None or family.router in {type(module).__name__ for module in model.modules()}
 
 
@@ -73,10 +79,13 @@ def test_linears_whose_weight_is_read_past_the_module_are_known(name: str) -> No
     model = on_meta(tiny(name))
     read = set()
     for path, module in model.named_modules():
-        linears = {n for n, child in module.named_children() if isinstance(child, nn.Linear)}
+        linears = {n for n, child in module.named_children() if isinstance(child, (nn.Linear, Conv1D))}
         if linears:
             used = set(re.findall(r"self\.(\w+)\.(?:weight|bias)\b", inspect.getsource(type(module))))
-            read |= {f"{path.partition('.layers.')[2].partition('.')[2]}.{linear}" for linear in linears & used}
+            read |= {
+                f"{path.removeprefix(f'{family_of(model).layers}.').partition('.')[2]}.{linear}"
+                for linear in linears & used
+            }
     assert read == set(family_of(model).bypassed)
 
 

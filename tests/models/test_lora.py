@@ -16,9 +16,14 @@ from tests.models.tiny import PLAIN, TINY, logits, on_meta, relative_error, tiny
 # Weights an adapter could be on / adapted by `auto` / by `all-linear` / by `attention`, per layer kind and in the order
 # of the layers, counted by hand. MLP: gate, up, down. GDN in Qwen3.5: qkv, z, b, a, out; in Qwen3-Next: qkvz, ba, out;
 # in OLMo: q, k, v, a, b, g, o. Qwen3-Next's layers 0, 2 and 3 have a shared expert (3), its gate (1) and 2 stacks of
-# experts, layer 1 has an MLP (3). Mamba2: in and out, of which out is read past its module.
+# experts, layer 1 has an MLP (3); Qwen3-MoE's have the stacks alone. LFM2's convolution: in and out. GPT-2: q, k and v
+# are one. Mamba2: in and out, of which out is read past its module.
 EXPECTED = {
     "tiny-llama": {"full_attention": (4 * 7, 28, 28, 16)},
+    "tiny-qwen3": {"full_attention": (3 * 7, 21, 21, 12), "sliding_attention": (7, 7, 7, 4)},
+    "tiny-qwen3_moe": {"full_attention": (4 * 4 + 3 + 3 * 2, 19, 25, 16)},
+    "tiny-lfm2": {"short_convolution": (3 * 5, 15, 15, 0), "full_attention": (7, 7, 7, 4)},
+    "tiny-gpt2": {"full_attention": (4 * 4, 16, 16, 8)},
     "tiny-qwen3_5": {"gated_delta_net": (3 * 8, 24, 24, 0), "full_attention": (7, 7, 7, 4)},
     "tiny-qwen3_next": {"gated_delta_net": (9 + 6 + 9, 6 + 6 + 6, 24, 0), "full_attention": (10, 7, 10, 4)},
     "tiny-olmo_hybrid": {"gated_delta_net": (3 * 10, 30, 30, 0), "full_attention": (7, 7, 7, 4)},

@@ -16,7 +16,17 @@ from shardwise.models.load import build_meta, fill, read_config, weights
 from shardwise.models.lora import Coverage, adapter_weights, inject
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
-PLAIN = ("tiny-llama", "tiny-qwen3_5", "tiny-qwen3_next", "tiny-olmo_hybrid", "tiny-nemotron_h")  # one of each family
+PLAIN = (  # one of each family
+    "tiny-llama",
+    "tiny-qwen3",
+    "tiny-qwen3_moe",
+    "tiny-qwen3_5",
+    "tiny-qwen3_next",
+    "tiny-olmo_hybrid",
+    "tiny-nemotron_h",
+    "tiny-lfm2",
+    "tiny-gpt2",
+)
 TINY = (*PLAIN, "tiny-qwen3_5-tied")
 
 

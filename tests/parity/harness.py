@@ -34,6 +34,10 @@ FAMILIES = {
     "qwen3_next": "tiny-qwen3_next",
     "olmo_hybrid": "tiny-olmo_hybrid",
     "nemotron_h": "tiny-nemotron_h",
+    "qwen3": "tiny-qwen3",
+    "qwen3_moe": "tiny-qwen3_moe",
+    "lfm2": "tiny-lfm2",
+    "gpt2": "tiny-gpt2",
 }
 GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, 24, 0.2
 TOLERANCE = {"loss": 1e-6, "grad": 1e-5, "norm": 1e-5, "param": 1e-5, "saved": 1e-5}
@@ -77,7 +81,9 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
     name = FAMILIES[cell.family] + ("-tied" if cell.variant == "tied" else "")
     hsdp = cell.layout == "hsdp"
     return RunConfig(
-        model=Model(str(CONFIGS / name), init="random", router_aux_loss_coef=0.01 * (cell.family == "qwen3_next")),
+        model=Model(
+            str(CONFIGS / name), init="random", router_aux_loss_coef=0.01 * (cell.family in ("qwen3_next", "qwen3_moe"))
+        ),
         lora=None if cell.mode == "full" else Lora(r=4, alpha=8, dropout=0.2 * (cell.variant == "dropout")),
         data=Data(train="unused", sequence_length=SEQUENCE),
         parallel=Parallel(

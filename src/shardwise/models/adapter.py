@@ -13,6 +13,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, get_peft_model_sta
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.families import Family, family_of
@@ -40,7 +41,8 @@ def save_adapter(
     everything = {hf_name(name) for name, _ in model.named_parameters() if not is_adapter(name)}
     modules: list[str] = []
     parameters: list[str] = []
-    for path in adapter_layers(model):
+    layers = adapter_layers(model)
+    for path in layers:
         if path in everything:
             parameters.append(path)
         elif path.rpartition(".")[2] in family.renamed_by_peft:
@@ -53,6 +55,7 @@ def save_adapter(
         modules=_short(modules, {name.rpartition(".")[0] for name in everything}, family),
         parameters=_short(parameters, everything, family),
         saved=list(saved),
+        transposed=any(isinstance(layer.get_base_layer(), Conv1D) for layer in layers.values()),
     )
     config.base_model_name_or_path = base_name
     config.inference_mode = True

@@ -14,18 +14,21 @@ from shardwise.models.families import Family
 from shardwise.models.isolation import isolate
 from shardwise.models.spec import ModelSpec
 
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
 
 class CausalLM(Part):
     """Batch in, loss out: embedding and head are never used outside (fsdp, pipelines)."""
 
     def __init__(self, hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig) -> None:
         super().__init__()
-        if getattr(hf.config, "attention_dropout", 0):
+        for key in _ATTENTION_DROPOUTS:
             # Drawn inside the fused attention from torch's global generator: no seed of ours reaches it.
-            raise UserError(
-                f"attention_dropout is {hf.config.attention_dropout} in the model's config.json; set it to 0.0: "
-                "its masks would differ between layouts and between runs"
-            )
+            if getattr(hf.config, key, 0):
+                raise UserError(
+                    f"{key} is {getattr(hf.config, key)} in the model's config.json; set it to 0.0: "
+                    "its masks would differ between layouts and between runs"
+                )
         self.hf = hf
         self.spec = spec
         self.autocast_dtype = torch.bfloat16 if cfg.training.precision == "bfloat16" else None

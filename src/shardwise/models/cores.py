@@ -56,6 +56,33 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class SlidingAttention:
+    """Attention of which a token meets the last W keys only, itself among them.
+
+    On average over T tokens it meets W - W (W - 1) / 2T of them (W at most T), at 4 N H each. transformers hands fused
+    attention that band as a mask, which it applies to all T x T pairs.
+    """
+
+    num_heads: int
+    head_dim: int
+    window: int
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        window = min(self.window, sequence_length)
+        keys = window - window * (window - 1) / (2 * sequence_length)
+        return 4.0 * self.num_heads * self.head_dim * keys
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 4.0 * self.num_heads * self.head_dim * sequence_length
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 2.5 * self.executed_forward(sequence_length)
+
+
+@dataclass(frozen=True)
 class GatedDeltaNet:
     """The gated delta rule (arXiv 2412.06464) of N value heads, with a state S of K x V (key and value size) per head.
 
@@ -141,13 +168,17 @@ def core_of(kind: str, config: PretrainedConfig) -> Core | None:
 
 # From a layer's kind to its core. The attribute names are those of the transformers configs of all proven families.
 _CORES = {
-    "full_attention": lambda c: Attention(
-        c.num_attention_heads, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    ),
+    "full_attention": lambda c: Attention(c.num_attention_heads, _head_dim(c)),
+    "sliding_attention": lambda c: SlidingAttention(c.num_attention_heads, _head_dim(c), c.sliding_window),
     "gated_delta_net": lambda c: GatedDeltaNet(
         c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
     ),
     "mamba2": lambda c: Mamba2(c.mamba_num_heads, c.mamba_head_dim, c.ssm_state_size, c.chunk_size),
+    "short_convolution": lambda c: None,  # its convolution is a weight like any other
     "mlp": lambda c: None,
     "moe": lambda c: None,
 }
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -68,15 +68,15 @@ _CORE_STAGE = 3
 # something in an earlier unit or at an earlier stage is trainable. Branches that run side by side share a stage; one
 # that joins late (such as the output gate) is taken to act where it starts.
 _STAGES = {
-    0: "embed_tokens embeddings input_layernorm norm norm_f",
+    0: "embed_tokens embeddings wte wpe input_layernorm operator_norm ln_1 norm norm_f embedding_norm ln_f",
     1: "q_proj k_proj v_proj in_proj in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z in_proj_b in_proj_a "
-    "a_proj b_proj g_proj lm_head",
-    2: "conv1d q_norm k_norm A_log dt_bias D",
+    "a_proj b_proj g_proj c_attn lm_head",
+    2: "conv1d conv.conv q_norm k_norm q_layernorm k_layernorm A_log dt_bias D",
     4: "linear_attn.norm mixer.norm o_norm",
-    5: "o_proj out_proj",
-    6: "post_attention_layernorm",
-    7: "gate gate_proj up_proj gate_up_proj shared_expert_gate fc1_latent_proj",
-    8: "down_proj experts.up_proj",
+    5: "o_proj out_proj attn.c_proj",
+    6: "post_attention_layernorm ffn_norm ln_2",
+    7: "gate gate_proj up_proj gate_up_proj shared_expert_gate fc1_latent_proj w1 w3 c_fc",
+    8: "down_proj experts.up_proj w2 mlp.c_proj",
     9: "experts.down_proj",
     10: "fc2_latent_proj post_feedforward_layernorm",
 }
@@ -178,7 +178,9 @@ def _ends_layer(names: list[str], ranks: dict[str, int]) -> str | None:
     saved. A product saves its operands before it runs, so the one that only the residual sum follows is not run
     again. A norm after it, or the weighted sum of routed experts, saves its input and has it run.
     """
-    last = r"\.(mlp\.down_proj|mixer\.(down_proj|out_proj|o_proj|shared_experts\.down_proj))\."
+    last = (
+        r"\.(mlp\.(down_proj|c_proj)|feed_forward\.w2|mixer\.(down_proj|out_proj|o_proj|shared_experts\.down_proj))\."
+    )
     candidates = [name for name in names if re.search(last, name) and name.endswith(".weight")]
     if not candidates or any("post_feedforward_layernorm" in name for name in names):
         return None

@@ -129,8 +129,9 @@ class Isolation:
 
 def _from_position_0(kwargs: dict[str, Any], length: int) -> dict[str, Any]:
     """A mixer's other arguments, for rows of `length` tokens: the model counted every row's positions from 0."""
-    assert kwargs.get("attention_mask") is None, "a mask is of packed rows"
     changed = dict(kwargs)
+    if kwargs.get("attention_mask") is not None:  # a window's, [1 or B, 1, T, T], alike for all rows
+        changed["attention_mask"] = kwargs["attention_mask"][:1, :, :length, :length]
     if kwargs.get("position_ids") is not None:
         changed["position_ids"] = kwargs["position_ids"][:1, :length]
     if kwargs.get("position_embeddings") is not None:  # cosines and sines [1 or B, T, H]

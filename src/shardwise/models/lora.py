@@ -17,6 +17,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, UserError
 from shardwise.models.dropout import stable_seed
@@ -100,6 +101,7 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     holder = nn.ModuleDict({"held": model})
     config = peft_config(
         lora,
+        transposed=any(isinstance(model.get_submodule(path), Conv1D) for path in chosen if path not in stacks),
         modules=[f"held.{path}" for path in chosen if path not in stacks],
         parameters=[f"held.{path}" for path in stacks],
         saved=[f"held.{path}" for path in saved],
@@ -141,14 +143,20 @@ def adapter_layers(model: nn.Module) -> dict[str, LoraLayer]:
     return layers
 
 
-def peft_config(lora: Lora, modules: list[str], parameters: list[str], saved: list[str]) -> LoraConfig:
-    """PEFT's config for adapters on `modules` (linears) and `parameters`, and modules to save."""
+def peft_config(
+    lora: Lora, modules: list[str], parameters: list[str], saved: list[str], transposed: bool
+) -> LoraConfig:
+    """PEFT's config for adapters on `modules` (linears) and `parameters`, and modules to save.
+
+    `transposed`: the linears are transformers' Conv1D, which keep their weight as [in, out].
+    """
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_alpha=lora.alpha,  # ty: ignore[invalid-argument-type]  # annotated int, used as a number
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
+        fan_in_fan_out=transposed,
         target_modules=modules,
         target_parameters=parameters or None,
         modules_to_save=saved or None,
@@ -157,7 +165,7 @@ def peft_config(lora: Lora, modules: list[str], parameters: list[str], saved: li
 
 def _adaptable(model: PreTrainedModel, layer: LayerSpec, family: Family) -> list[str]:
     module = model.get_submodule(layer.name)
-    linears = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    linears = [name for name, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D))]
     parameters = {name for name, _ in module.named_parameters()}
     return [f"{layer.name}.{name}" for name in (*linears, *(name for name in family.experts if name in parameters))]
 

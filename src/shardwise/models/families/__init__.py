@@ -6,15 +6,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.config import UserError
 from shardwise.models.families.base import HYBRID_MIXERS, Family
+from shardwise.models.families.gpt2 import GPT2
+from shardwise.models.families.lfm2 import LFM2
 from shardwise.models.families.nemotron_h import NEMOTRON_H
+from shardwise.models.families.qwen3_moe import QWEN3_MOE
 from shardwise.models.families.qwen3_next import QWEN3_NEXT
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
 
 __all__ = ["FAMILIES", "Family", "family_of", "spec_of"]
 
-_COMMON = [Family(name, token_mixers=HYBRID_MIXERS) for name in ("llama", "qwen3_5_text", "olmo_hybrid")]
-_PROVEN = (*_COMMON, QWEN3_NEXT, NEMOTRON_H)
+_COMMON = [Family(name, token_mixers=HYBRID_MIXERS) for name in ("llama", "qwen3", "qwen3_5_text", "olmo_hybrid")]
+_PROVEN = (*_COMMON, QWEN3_MOE, QWEN3_NEXT, NEMOTRON_H, LFM2, GPT2)
 FAMILIES = {family.model_type: family for family in _PROVEN}
 
 

@@ -14,7 +14,11 @@ HYBRID = {
 }
 ATTENTION = ("full_attention", "sliding_attention", "attention_and_mamba2")
 """Layer kinds with softmax attention: what `lora.targets: attention` means."""
-HYBRID_MIXERS = {"full_attention": "self_attn", "gated_delta_net": "linear_attn"}
+HYBRID_MIXERS = {
+    "full_attention": "self_attn",
+    "sliding_attention": "self_attn",
+    "gated_delta_net": "linear_attn",
+}
 """`Family.token_mixers` of families that call them so."""
 
 
@@ -51,6 +55,7 @@ class Family:
     """Last parts of linears' names that PEFT takes for the names of routed experts (see `lora.save_adapter`)."""
 
     def kinds(self, config: PretrainedConfig) -> list[str]:
-        """The kind of every layer, in order (see LayerSpec); full attention where the config lists no types."""
-        types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        """The kind of every layer, in order (see LayerSpec); the same attention in all where the config lists none."""
+        attention = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+        types = getattr(config, "layer_types", None) or [attention] * config.num_hidden_layers
         return [self.mixers[layer_type] for layer_type in types]

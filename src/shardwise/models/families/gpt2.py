@@ -1,0 +1,13 @@
+"""GPT-2: learned positions; its linears are transformers' Conv1D, which keep their weight as [in, out]."""
+
+from shardwise.models.families.base import Family
+
+GPT2 = Family(
+    "gpt2",
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    layers="transformer.h",
+    norm="transformer.ln_f",
+    attention="attn",
+    # No token_mixers: positions are added before the first layer and run on from one document to the next.
+)

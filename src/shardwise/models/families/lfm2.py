@@ -1,0 +1,11 @@
+"""LFM2: short gated convolutions and full attention, an MLP after each."""
+
+from shardwise.models.families.base import Family
+
+LFM2 = Family(
+    "lfm2",
+    norm="model.embedding_norm",
+    mixers={"conv": "short_convolution", "full_attention": "full_attention"},
+    token_mixers={"short_convolution": "conv", "full_attention": "self_attn"},
+    feed_forward=("feed_forward",),
+)
