@@ -144,7 +144,7 @@ def test_every_kind_of_layer_would_leak(family):
         lm = model(family, "concat")
         others = tuple(layer for layer in lm.spec.layers if layer.kind != kind)
         isolate(lm.hf, replace(lm.spec, layers=others), FAMILIES[family], lm.dropout)
-        assert logits_error(lm, packed()) > 1e-3, kind
+        assert logits_error(lm, packed()) > 1e-4, kind  # ten times what isolation may be off by
 
 
 @pytest.mark.parametrize("family", ISOLATED)
