@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from tests.parity.harness import FAMILIES, Cell
 
 LAYOUTS = ("ddp", "fsdp2", "hsdp")
@@ -14,6 +15,12 @@ VARIANTS = (
     *(Cell(family, layout, "lora", 4, "dropout") for family in ("llama", "qwen3_5_text") for layout in LAYOUTS),
     *(Cell("qwen3_5_text", layout, mode, 2, "tied") for layout in ("ddp", "fsdp2") for mode in MODES),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
+    *(
+        Cell(family, layout, mode, 2, "isolated")
+        for family in FAMILIES
+        if FAMILY_FACTS[family].token_mixers
+        for layout, mode in (("ddp", "lora"), ("fsdp2", "full"))
+    ),
 )
 
 # At 2 processes hsdp has 1 shard and 2 replicas: still its own code path.
@@ -52,4 +59,5 @@ FAST = (
     Cell("qwen3_5_text", "ddp", "lora", 4, "dropout"),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "tied"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
+    Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated"),
 )

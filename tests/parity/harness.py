@@ -51,7 +51,7 @@ class Cell:
     layout: str  # single | ddp | fsdp2 | hsdp
     mode: str  # lora | full
     nproc: int = 1
-    variant: str = ""  # "", or one more thing that differs: checkpointing, dropout, tied, keep-gathered
+    variant: str = ""  # "", or one more thing that differs: checkpointing, dropout, tied, keep-gathered, isolated
 
     @property
     def id(self) -> str:
@@ -85,7 +85,11 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             str(CONFIGS / name), init="random", router_aux_loss_coef=0.01 * (cell.family in ("qwen3_next", "qwen3_moe"))
         ),
         lora=None if cell.mode == "full" else Lora(r=4, alpha=8, dropout=0.2 * (cell.variant == "dropout")),
-        data=Data(train="unused", sequence_length=SEQUENCE),
+        data=Data(
+            train="unused",
+            sequence_length=SEQUENCE,
+            packing="isolated" if cell.variant == "isolated" else "concat",
+        ),
         parallel=Parallel(
             data="fsdp2" if hsdp else cell.layout,
             dp_replicate=2 if hsdp else 1,
@@ -111,17 +115,20 @@ def microbatches(cfg: RunConfig, mesh: Mesh, step: int) -> list[Batch]:
     batches = []
     for start in range(0, len(slots), size):
         rows = [_row(slot, step) for slot in slots[start : start + size]]
-        ids, labels = (torch.stack(part) for part in zip(*rows))
-        batches.append(Batch(ids, labels, torch.zeros_like(ids), tuple(slots[start : start + size]), step))
+        ids, labels, owners = (torch.stack(part) for part in zip(*rows))
+        batches.append(Batch(ids, labels, owners, tuple(slots[start : start + size]), step))
     return batches
 
 
-def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + slot)
     tokens = torch.randint(0, 256, (SEQUENCE + 1,), generator=generator)
     labels = tokens[1:].clone()
     labels[SEQUENCE - (slot * 7 + step * 3) % 20 :] = IGNORED
-    return tokens[:-1], labels
+    # Three documents, of 1 to 12 tokens in the front and 1 to 7 at the end; only packing `isolated` looks at them.
+    places = torch.arange(SEQUENCE)
+    owners = (places >= 1 + (slot * 5 + step) % 12).long() + (places >= SEQUENCE - 1 - (slot * 3 + step) % 7).long()
+    return tokens[:-1], labels, owners
 
 
 def random_b(cfg: RunConfig) -> State:

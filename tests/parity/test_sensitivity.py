@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.interfaces import Mesh
-from shardwise.models import causal_lm, dropout, lora
+from shardwise.models import causal_lm, dropout, isolation, lora
 from shardwise.parallel import compose, ddp, fsdp2, place
 from shardwise.training import build, export, gradients, step
 from tests.distributed import run_ranks
@@ -135,6 +135,25 @@ def mask_by_place_instead_of_slot():
     dropout.stable_seed = lambda run_seed, step, slot, name: seed(run_seed, step, slot % 2, name)
 
 
+def state_runs_on_into_the_next_document():
+    isolate = causal_lm.isolate
+
+    def attention_only(hf, spec, family, state):
+        layers = tuple(layer for layer in spec.layers if layer.kind == "full_attention")
+        isolate(hf, replace(spec, layers=layers), family, state)
+
+    causal_lm.isolate = attention_only
+
+
+def boundaries_of_an_earlier_micro_batch():
+    documents = isolation.Isolation.documents
+
+    def first_found(self):
+        return self._found[1] if self._found else documents(self)
+
+    isolation.Isolation.documents = first_found
+
+
 def router_loss_pooled_over_the_forward():
     call = causal_lm.RouterLoss.__call__
 
@@ -167,6 +186,8 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (adapter_dropped_from_the_save, Cell("olmo_hybrid", "fsdp2", "lora", 2)),
     (weights_one_row_off_in_the_shards, Cell("llama", "fsdp2", "full", 2)),
     (mask_by_place_instead_of_slot, Cell("qwen3_5_text", "ddp", "lora", 4, "dropout")),
+    (state_runs_on_into_the_next_document, Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated")),
+    (boundaries_of_an_earlier_micro_batch, Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated")),
     (router_loss_pooled_over_the_forward, Cell("qwen3_next", "ddp", "lora", 2)),
     (last_microbatch_only, Cell("llama", "ddp", "lora", 2)),
 )
