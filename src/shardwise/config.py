@@ -249,6 +249,9 @@ class Training(Section):
             _require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; give at least 1")
         for name in ("eval_every", "eval_batches", "save_every", "max_restarts"):
             _require(getattr(self, name) >= 0, f"training.{name} is {getattr(self, name)}; give 0 or more")
+        _require(
+            self.checkpointing != [], "training.checkpointing is an empty list; name kinds of layers, or give none"
+        )
         _require(self.keep_last >= 1, f"training.keep_last is {self.keep_last}; give at least 1")
         _require(
             self.timeout_seconds > 0, f"training.timeout_seconds is {self.timeout_seconds}; give a positive number"

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PreTrainedModel
 
 from shardwise.metrics.flops import hardware_flops_per_token, model_flops_per_token, utilization
 from shardwise.models.cores import Attention, GatedDeltaNet, SlidingAttention
 from shardwise.models.counts import ModelCounts, Unit, count_model
+from shardwise.models.dropout import DropoutState
 from shardwise.models.spec import ModelSpec
+from shardwise.parallel.activation_checkpoint import recompute
 from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
 
 ROWS, LENGTH = 2, 80  # 80 tokens: two chunks of 64 or three of 32, the last one padded
@@ -32,13 +33,9 @@ def _conv_backward(
     return (input_gradient + weight_gradient) * 2 * w[0] * w[2] * x[0] * LENGTH
 
 
-def counted(model: PreTrainedModel, spec: ModelSpec, checkpointing: str) -> float:
+def counted(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[str]) -> float:
     """FLOPs per token that torch's counter sees in one forward and backward."""
-    if checkpointing == "full":
-        for layer in spec.layers:
-            module = model.get_submodule(layer.name)
-            forward = module.forward
-            module.forward = lambda *a, _f=forward, **k: checkpoint(_f, *a, use_reentrant=False, **k)
+    recompute(model, spec, checkpointing, DropoutState(seed=0))
     mapping = {torch.ops.aten.convolution: _conv, torch.ops.aten.convolution_backward: _conv_backward}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     ids = torch.randint(0, 64, (ROWS, LENGTH))
@@ -65,10 +62,11 @@ def hidden_from_counter(unit: Unit, again: bool) -> float:
     return 0.0
 
 
-def check(model: PreTrainedModel, spec: ModelSpec, checkpointing: str) -> ModelCounts:
+def check(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[str]) -> ModelCounts:
     counts = count_model(model, spec)
     ours = hardware_flops_per_token(counts, LENGTH, ROWS, checkpointing)
-    layers = [(u, checkpointing == "full" and u.backward) for u in counts.units if u.core is not None]
+    again = {u.kind for u in counts.units} if checkpointing == "full" else checkpointing
+    layers = [(u, u.kind in again and u.backward) for u in counts.units if u.core is not None]
     hidden = sum(hidden_from_counter(unit, again) for unit, again in layers)
     assert ours - hidden == pytest.approx(counted(model, spec, checkpointing), rel=1e-12)
     return counts
@@ -88,7 +86,14 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("checkpointing", ["operators", ["full_attention"]], ids=["operators", "one-kind"])
+def test_selective_checkpointing_matches_the_counter(family, checkpointing):
+    model, spec = build(family)
+    check(model, spec, checkpointing)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "operators"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_lora_everywhere_matches_the_counter(family, checkpointing):
     model, spec = build(family)

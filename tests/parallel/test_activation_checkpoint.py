@@ -1,21 +1,78 @@
-"""Checkpointing saves memory, in every layer; that it changes no gradient is shown by the parity cells."""
+"""Checkpointing changes no gradient by a bit, runs again what it says and no more, and saves memory."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.config import UserError
+from shardwise.interfaces import Batch
 from shardwise.metrics.memory import PeakMemory
+from shardwise.parallel.activation_checkpoint import PRODUCTS
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.build import build
+from shardwise.training.build import Job, build
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, microbatches, run_config
+from tests.parity.harness import FAMILIES, Cell, microbatches, random_b, run_config
 
 
-def _peak(checkpointing: str) -> tuple[int, list[int]]:
-    cfg = run_config(Cell("llama", "single", "lora"))
+def _build(
+    family: str, mode: str, checkpointing: str | list[str], precision: str = "float32"
+) -> tuple[Job, Any, list[Batch]]:
+    cfg = run_config(Cell(family, "single", mode, variant="dropout"))
+    cfg = replace(cfg, training=replace(cfg.training, checkpointing=checkpointing, precision=precision))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    return build(cfg, mesh, random_b(cfg)), mesh, microbatches(cfg, mesh, 1)[:2]
+
+
+class _Products(TorchDispatchMode):
+    """Counts operators whose outputs `operators` keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += func in PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+def _gradients(
+    family: str, mode: str, checkpointing: str | list[str], precision: str
+) -> tuple[dict[str, torch.Tensor], Any]:
+    job, mesh, batches = _build(family, mode, checkpointing, precision)
+    with _Products() as products:
+        forward_backward(job.pm, batches, mesh)
+    grads = {n: p.grad.clone() for n, p in job.pm.named_parameters() if p.grad is not None}
+    return grads, +products.counts
+
+
+def _all_ways(family: str, mode: str, precision: str) -> list[tuple[dict[str, torch.Tensor], Any]]:
+    return [_gradients(family, mode, way, precision) for way in ("none", "operators", "full", ["full_attention"])]
+
+
+@pytest.mark.parametrize(("mode", "precision"), [("lora", "float32"), ("full", "bfloat16")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_equal_by_the_bit(family, mode, precision):
+    (((plain, once), *others),) = run_ranks(1, _all_ways, family, mode, precision)
+    for grads, _ in others:
+        assert grads.keys() == plain.keys()
+        assert all(torch.equal(grads[name], plain[name]) for name in plain)
+    kept, again, attention_again = (counts for _, counts in others)
+    assert (kept == once) == (mode == "full")  # no product is run again but those of adapters
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert again[attention] == attention_again[attention] == 2 * once[attention] > 0
+    # What has no attention layer's name is left alone; a llama has nothing else.
+    assert (attention_again == again) == (family == "llama")
+
+
+def _peak(mode: str, checkpointing: str) -> tuple[int, list[int]]:
+    cfg = run_config(Cell("llama", "single", mode))
     cfg = replace(cfg, training=replace(cfg.training, checkpointing=checkpointing))
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
@@ -37,10 +94,24 @@ def _peak(checkpointing: str) -> tuple[int, list[int]]:
     return memory.peak_bytes - memory.entry_bytes, runs
 
 
-def test_each_layer_runs_twice_and_the_peak_is_lower():
-    ((plain, once),) = run_ranks(1, _peak, "none")
-    ((lower, twice),) = run_ranks(1, _peak, "full")
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_each_layer_runs_twice_and_the_peak_is_lower(mode):
+    ((plain, once),) = run_ranks(1, _peak, mode, "none")
+    ((kept, partly),) = run_ranks(1, _peak, mode, "operators")
+    ((lower, twice),) = run_ranks(1, _peak, mode, "full")
     assert once == [2] * 4  # two passes
-    assert twice == [4] * 4
+    assert twice == partly == [4] * 4
     # Four layers' activations are kept without it, and one layer's and four inputs with it.
     assert lower < 0.7 * plain
+    assert lower < kept < plain
+
+
+def _kinds(asked: list[str]) -> None:
+    _build("qwen3_5_text", "full", asked)
+
+
+def test_a_kind_that_the_model_has_not():
+    with pytest.raises(RuntimeError, match="names mamba2, but this model's layers are of the kinds full_attention, ga"):
+        run_ranks(1, _kinds, ["full_attention", "mamba2"])
+    with pytest.raises(UserError, match="empty list"):
+        replace(run_config(Cell("llama", "single", "lora")).training, checkpointing=[])

@@ -21,6 +21,7 @@ VARIANTS = (
         if FAMILY_FACTS[family].token_mixers
         for layout, mode in (("ddp", "lora"), ("fsdp2", "full"))
     ),
+    Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
 )
 
 # At 2 processes hsdp has 1 shard and 2 replicas: still its own code path.
@@ -60,4 +61,5 @@ FAST = (
     Cell("qwen3_5_text", "fsdp2", "full", 2, "tied"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated"),
+    Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
 )

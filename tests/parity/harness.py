@@ -51,7 +51,7 @@ class Cell:
     layout: str  # single | ddp | fsdp2 | hsdp
     mode: str  # lora | full
     nproc: int = 1
-    variant: str = ""  # "", or one more thing that differs: checkpointing, dropout, tied, keep-gathered, isolated
+    variant: str = ""  # "", or one more thing that differs from the plain cell: see `run_config` and `reference`
 
     @property
     def id(self) -> str:
@@ -60,7 +60,7 @@ class Cell:
 
     def reference(self) -> Cell:
         """The same work on one process, plain where the variant must not change what is computed."""
-        variant = "" if self.variant in ("checkpointing", "keep-gathered") else self.variant
+        variant = "" if self.variant in ("checkpointing", "operators", "keep-gathered") else self.variant
         return replace(self, layout="single", nproc=1, variant=variant)
 
 
@@ -102,7 +102,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             steps=3,
             global_batch_size=GLOBAL_BATCH,
             micro_batch_size=1 if cell.nproc > 2 else 2,
-            checkpointing="full" if cell.variant == "checkpointing" else "none",
+            checkpointing={"checkpointing": "full", "operators": "operators"}.get(cell.variant, "none"),
             device="cpu",
         ),
     )

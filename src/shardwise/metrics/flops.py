@@ -49,9 +49,10 @@ def hardware_flops_per_token(
     Against the model's FLOPs:
 
     - cores as executed (see `models/cores.py`);
-    - `checkpointing: full` runs every layer's forward once more, less its last product where nothing after that is
-      saved (`counts._ends_layer`). A layer with nothing trainable at or below it saves nothing for a backward, so its
-      checkpoint is never opened and it runs once. Embedding and head are not checkpointed;
+    - `checkpointing: full` runs every layer's forward once more, a list of kinds those layers', less its last product
+      where nothing after that is saved (`counts._ends_layer`). A layer with nothing trainable at or below it saves
+      nothing for a backward, so its checkpoint is never opened and it runs once. Embedding and head are not
+      checkpointed. `operators` runs only B of each adapter, and PEFT's folding, again;
     - PEFT adapts a stack of experts (or a router) by folding: in each forward it adds B A, of 2 r n FLOPs for a
       stack of n elements, to the whole stack, and torch's parametrization evaluates that once more to check its shape;
       the backward has two such products. They are spread over the micro-batch's tokens. The gradients of A and B come
@@ -63,8 +64,10 @@ def hardware_flops_per_token(
     total = 0.0
     tokens = sequence_length * micro_batch_size
     for unit in counts.units:
-        again = checkpointing == "full" and unit.kind not in ("embed", "head") and unit.backward
-        total += sum(_executed(weight, again, tokens) for weight in unit.weights)
+        layer = unit.backward and unit.kind not in ("embed", "head")
+        again = layer and (unit.kind in checkpointing if isinstance(checkpointing, list) else checkpointing == "full")
+        low_rank_again = again or (layer and checkpointing == "operators")
+        total += sum(_executed(weight, again, low_rank_again, tokens) for weight in unit.weights)
         total += _executed_core(unit, again, sequence_length)
     return total
 
@@ -83,14 +86,14 @@ def _passes(weight: Weight) -> int:
     return 2 + 2 * weight.input_gradient + 2 * weight.trainable
 
 
-def _executed(weight: Weight, again: bool, tokens: int) -> float:
+def _executed(weight: Weight, again: bool, low_rank_again: bool, tokens: int) -> float:
     if weight.folded:
         return 0.0
     weight_gradient = weight.trainable or weight.fold_rank > 0
-    rerun = again and weight.rerun
+    rerun = weight.rerun and (low_rank_again if ".lora_B." in weight.name else again)
     per_token = weight.active * weight.numel * (2 + 2 * weight.input_gradient + 2 * weight_gradient + 2 * rerun)
     fold = 2 * weight.fold_rank * weight.numel
-    return per_token + fold * (4 + 2 * rerun) / tokens
+    return per_token + fold * (4 + 2 * (weight.rerun and low_rank_again)) / tokens
 
 
 def _executed_core(unit: Unit, again: bool, sequence_length: int) -> float:
