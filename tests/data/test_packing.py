@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, UserError
-from shardwise.data.packing import Encoder, empty_row, pack_concat, pack_none, to_batch
+from shardwise.data.packing import Document, Encoder, empty_row, pack_joined, pack_none, to_batch
+from shardwise.data.state import SlotState
 from shardwise.interfaces import IGNORED, Batch
 
 FILL = 0
@@ -18,13 +19,30 @@ def batch_of(rows: list[np.ndarray]) -> Batch:
     return to_batch(np.stack(rows), range(len(rows)), step=1)
 
 
+def documents_of(tokens: list[list[int]], targets: list[list[int]] | None = None) -> list[Document]:
+    """Documents of these tokens; without `targets` every token is one."""
+    masks = targets or [[1] * len(document) for document in tokens]
+    return [
+        Document(np.array(document, np.int32), np.array(mask, bool), SlotState(place=place))
+        for place, (document, mask) in enumerate(zip(tokens, masks))
+    ]
+
+
+def none(documents: list[Document], sequence_length: int) -> list[np.ndarray]:
+    return [row for row, _ in pack_none(documents, sequence_length, FILL)]
+
+
+def joined(documents: list[Document], sequence_length: int) -> list[np.ndarray]:
+    return [row for row, _ in pack_joined(documents, sequence_length, FILL)]
+
+
 def targets(batch: Batch) -> list[int]:
     return batch.labels[batch.labels != IGNORED].tolist()
 
 
 def test_none_cuts_a_long_document_and_fills_up() -> None:
     # Five tokens in rows of three: 10 -> 11 -> 12 -> 13 in the first row, 13 -> 14 in the second. One token: no row.
-    batch = batch_of(list(pack_none([[10, 11, 12, 13, 14], [20], [30, 31]], 3, FILL)))
+    batch = batch_of(none(documents_of([[10, 11, 12, 13, 14], [20], [30, 31]]), 3))
     assert batch.input_ids.tolist() == [[10, 11, 12], [13, 14, FILL], [30, 31, FILL]]
     assert batch.labels.tolist() == [[11, 12, 13], [14, IGNORED, IGNORED], [31, IGNORED, IGNORED]]
     assert batch.document_ids.tolist() == [[0, 0, 0], [0, 0, -1], [0, 0, -1]]
@@ -32,14 +50,14 @@ def test_none_cuts_a_long_document_and_fills_up() -> None:
 
 def test_concat_joins_documents_and_counts_them_within_the_row() -> None:
     # 1 is the end-of-text token. The second row begins with the last token of the first, of the second document.
-    batch = batch_of(list(pack_concat([[10, 11, 1], [20, 21, 1], [30, 1]], 4, FILL)))
+    batch = batch_of(joined(documents_of([[10, 11, 1], [20, 21, 1], [30, 1]]), 4))
     assert batch.input_ids.tolist() == [[10, 11, 1, 20], [21, 1, 30, 1]]
     assert batch.labels.tolist() == [[11, 1, 20, 21], [1, 30, 1, IGNORED]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 1], [0, 0, 1, 1]]
 
 
 def test_batch_is_int64_contiguous_and_carries_slots_and_step() -> None:
-    batch = to_batch(np.stack(list(pack_concat([[1, 2, 3, 4, 5]], 2, FILL))), range(6, 8), step=7)
+    batch = to_batch(np.stack(joined(documents_of([[1, 2, 3, 4, 5]]), 2)), range(6, 8), step=7)
     for tensor in (batch.input_ids, batch.labels, batch.document_ids):
         assert tensor.dtype == torch.int64
         assert tensor.shape == (2, 2)
@@ -54,12 +72,12 @@ def test_empty_row_has_no_target() -> None:
     assert batch.document_ids.tolist() == [[-1] * 3]
 
 
-documents = st.lists(st.lists(st.integers(2, 99), max_size=20), max_size=8)
+documents = st.lists(st.lists(st.integers(2, 99), min_size=1, max_size=20), max_size=8)
 
 
 @given(documents, st.integers(1, 9))
 def test_none_predicts_each_token_but_a_documents_first_once(documents: list[list[int]], sequence_length: int) -> None:
-    rows = list(pack_none(documents, sequence_length, FILL))
+    rows = none(documents_of(documents), sequence_length)
     predicted = targets(batch_of(rows)) if rows else []
     assert predicted == [token for tokens in documents for token in tokens[1:]]
     # Each target is predicted from the token before it in the same document.
@@ -73,15 +91,15 @@ def test_none_predicts_each_token_but_a_documents_first_once(documents: list[lis
 def test_concat_predicts_each_token_of_the_joined_stream_but_the_first_once(
     documents: list[list[int]], sequence_length: int
 ) -> None:
-    joined = [token for tokens in documents for token in tokens]
+    stream = [token for tokens in documents for token in tokens]
     owners = [number for number, tokens in enumerate(documents) for _ in tokens]
-    rows = list(pack_concat(documents, sequence_length, FILL))
-    assert len(rows) == -(-max(len(joined) - 1, 0) // sequence_length)
-    assert [token for row in rows for token in targets(batch_of([row]))] == joined[1:]
+    rows = joined(documents_of(documents), sequence_length)
+    assert len(rows) == -(-max(len(stream) - 1, 0) // sequence_length)
+    assert [token for row in rows for token in targets(batch_of([row]))] == stream[1:]
     for index, row in enumerate(rows):
         start = index * sequence_length
         held = owners[start : start + sequence_length + 1]
-        assert row[0, : len(held)].tolist() == joined[start : start + sequence_length + 1]
+        assert row[0, : len(held)].tolist() == stream[start : start + sequence_length + 1]
         assert row[1].tolist() == [owner - held[0] for owner in held] + [-1] * (sequence_length + 1 - len(held))
 
 
@@ -91,9 +109,14 @@ def test_encoder_ends_documents_where_they_are_joined(
 ) -> None:
     encoder = Encoder.of(tokenizer, Data(train="unused", packing=packing))
     the, space = tokenizer("the ")["input_ids"]
-    assert encoder.tokens("the the") == [the, space, the, *end]
-    assert encoder.tokens("the<eos>") == [the, 1]  # a document that ends with the token itself gets no second one
-    assert encoder.tokens("") == []
+    for text, tokens in (
+        ("the the", [the, space, the, *end]),
+        ("the<eos>", [the, 1]),  # a document that ends with the token itself gets no second one
+        ("", []),
+    ):
+        document = encoder.document(text, SlotState())
+        assert document.tokens.tolist() == tokens
+        assert document.targets.tolist() == [True] * len(tokens)
 
 
 def test_long_document_gives_no_warning(
@@ -101,7 +124,7 @@ def test_long_document_gives_no_warning(
 ) -> None:
     short = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", model_max_length=4)
     encoder = Encoder.of(short, Data(train="unused"))
-    assert len(encoder.tokens("abcdefgh")) == 9
+    assert len(encoder.document("abcdefgh", SlotState())) == 9
     assert (caplog.records, capfd.readouterr().err) == ([], "")
 
 
@@ -118,3 +141,44 @@ def test_special_tokens_that_packing_needs(tokenizer: PreTrainedTokenizerFast) -
         Encoder.of(only_pad, concat)
     with pytest.raises(UserError, match=r"^the tokenizer has neither pad_token nor eos_token to fill up rows with; "):
         Encoder.of(bare, none)
+
+
+def test_isolated_documents_do_not_predict_one_anothers_first_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    # a b EOS c d EOS e f EOS in rows of 2: the second row begins with the EOS that ends the first document, from which
+    # c must not be predicted, and goes on with c, from which d is. The third row ends before e, its target if joined.
+    encoder = Encoder.of(tokenizer, Data(train="unused", packing="isolated", sequence_length=2))
+    a, b, c, d, e, f = tokenizer("abcdef")["input_ids"]
+    documents = [encoder.document(text, SlotState(place=place)) for place, text in enumerate(("ab", "cd", "ef"))]
+    batch = batch_of([row for row, _ in encoder.rows(documents)])
+    assert batch.input_ids.tolist() == [[a, b], [1, c], [d, 1], [e, f]]
+    assert batch.labels.tolist() == [[b, 1], [IGNORED, d], [1, IGNORED], [f, 1]]
+    assert batch.document_ids.tolist() == [[0, 0], [0, 1], [0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("sequence_length", [2, 4, 5])
+def test_isolated_rows_are_those_of_concat(tokenizer: PreTrainedTokenizerFast, sequence_length: int) -> None:
+    texts = ["abcdefg", "h", "ijk", "lmnopqrstuvw"]
+    rows = {}
+    for packing in ("concat", "isolated"):
+        encoder = Encoder.of(tokenizer, Data(train="unused", packing=packing, sequence_length=sequence_length))
+        documents = [encoder.document(text, SlotState(place=place)) for place, text in enumerate(texts)]
+        rows[packing] = [(batch_of([row]), at) for row, at in encoder.rows(documents)]
+    assert len(rows["isolated"]) == len(rows["concat"])  # at these lengths no row is left without a target
+    for (isolated, at), (concat, at_concat) in zip(rows["isolated"], rows["concat"]):
+        assert at == at_concat
+        assert torch.equal(isolated.input_ids, concat.input_ids)
+        assert torch.equal(isolated.document_ids, concat.document_ids)
+        # The label belongs to the next position: ignored exactly where that one has another document.
+        following = [*concat.document_ids[0, 1:].tolist(), None]
+        for position in range(sequence_length - 1):
+            same = concat.document_ids[0, position] == following[position]
+            expected = concat.labels[0, position] if same else IGNORED
+            assert isolated.labels[0, position] == expected
+
+
+def test_row_without_a_target_is_left_out() -> None:
+    # Rows of 2: tokens 0-2, 2-4, 4-6 of the stream; only tokens 5 and 6 are targets.
+    for pack in (none, joined):
+        (row,) = pack(documents_of([[10, 11, 12, 13, 14, 15, 16]], [[0, 0, 0, 0, 0, 1, 1]]), 2)
+        batch = batch_of([row])
+        assert (batch.input_ids.tolist(), batch.labels.tolist()) == ([[14, 15]], [[15, 16]])

@@ -4,6 +4,10 @@ Slot j of every global batch reads its own stream of documents, and a rank reads
 epoch all documents are put into an order drawn by (seed, epoch), and slot j takes those at places j, j + G, j + 2G, ...
 (G: the global batch size), so that an epoch holds each document once. When a slot has read its share it goes on with
 its share of the next epoch, without waiting for the other slots.
+
+Where a slot is in its stream travels with its rows, so what is saved (`Loaders.state`) belongs to the last batch handed
+out, however far workers have read ahead; a resume goes on there, on any number of ranks, without reading what lies
+before.
 """
 
 from __future__ import annotations
@@ -12,8 +16,8 @@ import itertools
 import multiprocessing
 import os
 import threading
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,15 +25,16 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shardwise.config import RunConfig, UserError
-from shardwise.data.packing import Encoder, empty_row, to_batch
+from shardwise.data.packing import Document, Encoder, Row, empty_row, to_batch
+from shardwise.data.state import LoaderState, SlotState, loader_state, read_from, starts
 from shardwise.data.text import Corpus, find_files, index_corpus, permutation, split
 from shardwise.interfaces import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SlotRows = tuple[range, np.ndarray]
-"""Some slots, and the next row of each: [slots, 2, T+1]."""
+SlotRows = dict[int, Row]
+"""The next row of some slots, by slot."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,22 @@ class Loaders:
     """For each optimizer step, from 1, this rank's micro-batches; `close()` ends the worker processes."""
     validation: list[list[Batch]] | None
     """For each global batch this rank's micro-batches (`step` is 0); as many on every rank. None: nothing held out."""
+    state: Callable[[], LoaderState]
+    """Where this rank's slots are after the last step that `train` has handed out; plain data, safe for JSON."""
 
 
-def build_loaders(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, slots: range) -> Loaders:
-    """The batches of the rank that reads these slots of each global batch.
+def build_loaders(
+    cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, slots: range, state: LoaderState | None = None
+) -> Loaders:
+    """The batches of the rank that reads these slots of each global batch, from the step after that of `state` on.
+
+    `state` holds all slots of the global batch (`merge_states`), so that a run can go on with other numbers of ranks,
+    workers and micro-batches.
 
     Validation text is tokenised here and training text as it is read, in worker processes that start with the first
     step; there are no more of them than the rank has slots. Call `train.close()` when done, also after an error.
-    UserError for files, documents or a tokenizer that do not serve, here or from `next(loaders.train)`.
+    UserError for files, documents or a tokenizer that do not serve, here or from `next(loaders.train)`, and for a
+    state that was saved with other data.
     """
     batch_size, micro_batch_size = cfg.training.global_batch_size, cfg.training.micro_batch_size
     if len(slots) % micro_batch_size:
@@ -57,13 +70,20 @@ def build_loaders(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, slots: ran
         )
     encoder = Encoder.of(tokenizer, cfg.data)
     corpus, train, held_out = _documents(cfg)
-    stream = TrainStream(corpus, train, encoder, batch_size, cfg.training.seed, slots)
+    source = read_from(cfg, corpus, len(train), tokenizer)
+    step, begin = starts(state, source, slots)
+    stream = TrainStream(corpus, train, encoder, batch_size, cfg.training.seed, begin)
+    reading = _Reading(step, begin)
     validation = None
     if held_out is not None:
         rows = _validation_rows(*held_out, encoder, batch_size, slots, cfg.training.eval_batches)
         steps = range(0, len(rows), len(slots))
         validation = [_microbatches(rows[i : i + len(slots)], slots, micro_batch_size, step=0) for i in steps]
-    return Loaders(_train_batches(stream, min(cfg.data.workers, len(slots)), micro_batch_size), validation)
+    return Loaders(
+        _train_batches(stream, reading, min(cfg.data.workers, len(slots)), micro_batch_size),
+        validation,
+        lambda: loader_state(reading.step, source, reading.slots),
+    )
 
 
 def _documents(cfg: RunConfig) -> tuple[Corpus, np.ndarray, tuple[Corpus, np.ndarray] | None]:
@@ -85,7 +105,7 @@ def _documents(cfg: RunConfig) -> tuple[Corpus, np.ndarray, tuple[Corpus, np.nda
 
 @dataclass(frozen=True, eq=False)
 class TrainStream(IterableDataset):
-    """The rows of `slots`, step after step without end; in a worker process those of the worker's own slots.
+    """The rows of some slots, step after step without end; in a worker process those of the worker's own slots.
 
     Worker w of W reads each W-th slot from w on, so a document is tokenised by one worker only, and what a slot gives
     does not depend on W. A UserError is handed on as an item: raised in a worker, torch would wrap it in a traceback.
@@ -96,26 +116,29 @@ class TrainStream(IterableDataset):
     encoder: Encoder
     global_batch_size: int
     seed: int
-    slots: range
+    begin: Mapping[int, SlotState]  # by slot
 
     def __iter__(self) -> Iterator[SlotRows | UserError]:
-        worker = get_worker_info()
-        slots = self.slots if worker is None else self.slots[worker.id :: worker.num_workers]
-        streams = [self.encoder.rows(self._tokens(slot)) for slot in slots]
+        worker, slots = get_worker_info(), list(self.begin)
+        if worker is not None:
+            slots = slots[worker.id :: worker.num_workers]
+        streams = {slot: self.encoder.rows(self._documents(slot)) for slot in slots}
         try:
             while True:
-                yield slots, np.stack([next(stream) for stream in streams])
+                yield {slot: next(stream) for slot, stream in streams.items()}
         except UserError as error:
             yield error
 
-    def _tokens(self, slot: int) -> Iterator[list[int]]:
-        """The tokens of the slot's documents that have something to predict."""
+    def _documents(self, slot: int) -> Iterator[Document]:
+        """The slot's documents that have something to predict; of the first one what is left of it."""
         barren = 0  # documents in a row without; a slot can meet a few, but must not look for ever
-        for text in self._texts(slot):
-            tokens = self.encoder.tokens(text)
-            if len(tokens) > 1:
+        cut = self.begin[slot].token
+        for start, text in self._texts(slot):
+            document = self.encoder.document(text, start)
+            if document.targets[1:].any():
                 barren = 0
-                yield tokens
+                yield document.after(cut)
+                cut = 0
                 continue
             barren += 1
             if barren > len(self.documents) + 100:
@@ -124,22 +147,25 @@ class TrainStream(IterableDataset):
                     f"training.global_batch_size {self.global_batch_size} to read; give more text or a smaller batch"
                 )
 
-    def _texts(self, slot: int) -> Iterator[str]:
-        """The slot's documents, epoch after epoch.
+    def _texts(self, slot: int) -> Iterator[tuple[SlotState, str]]:
+        """The slot's documents, epoch after epoch, and where each begins.
 
         With fewer documents than slots, the slots at places p, p + n, p + 2n, ... (n documents) share the document at
         place p: each reads one of as many equal pieces of its characters, so an epoch still holds each document once.
         """
-        n = len(self.documents)
+        n, begin = len(self.documents), self.begin[slot]
         num_places = max(n, self.global_batch_size)
         places = range(slot, num_places, self.global_batch_size)
-        for epoch in itertools.count(1):
+        at = replace(begin, token=0)
+        for epoch in itertools.count(begin.epoch):
             # Indexing copies: many of these streams run side by side, and each keeps its own share of the order only.
             share = permutation(n, self.seed, epoch)[np.array(places) % n]
-            for place, document in zip(places, self.documents[share]):
-                text = self.corpus[document]
-                piece, num_pieces = place // n, len(range(place % n, num_places, n))
-                yield text[len(text) * piece // num_pieces : len(text) * (piece + 1) // num_pieces]
+            for index in range(at.place, len(places)):
+                text = self.corpus[self.documents[share[index]]]
+                piece, num_pieces = places[index] // n, len(range(places[index] % n, num_places, n))
+                yield at, text[len(text) * piece // num_pieces : len(text) * (piece + 1) // num_pieces]
+                at = replace(at, place=index + 1, documents=at.documents + 1)
+            at = replace(at, epoch=epoch + 1, place=0)
 
 
 def _start(stream: TrainStream, num_workers: int) -> Iterator[SlotRows | UserError]:
@@ -181,25 +207,36 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-def _train_batches(stream: TrainStream, num_workers: int, micro_batch_size: int) -> Generator[list[Batch], None, None]:
-    slots, parts = stream.slots, _start(stream, num_workers)
+@dataclass
+class _Reading:
+    """How far the batches have been handed out."""
+
+    step: int
+    slots: Mapping[int, SlotState]
+
+
+def _train_batches(
+    stream: TrainStream, reading: _Reading, num_workers: int, micro_batch_size: int
+) -> Generator[list[Batch], None, None]:
+    slots, parts = list(stream.begin), _start(stream, num_workers)
     try:
-        for step in itertools.count(1):
-            rows: dict[int, np.ndarray] = {}
+        for step in itertools.count(reading.step + 1):
+            rows: SlotRows = {}
             while len(rows) < len(slots):  # workers take turns, so a step's parts come before the next step's
                 part = next(parts)
                 if isinstance(part, UserError):
                     raise part
-                assert rows.keys().isdisjoint(part[0])
-                rows.update(zip(*part))
-            yield _microbatches([rows[slot] for slot in slots], slots, micro_batch_size, step)
+                assert rows.keys().isdisjoint(part)
+                rows.update(part)
+            reading.step, reading.slots = step, {slot: rows[slot][1] for slot in slots}
+            yield _microbatches([rows[slot][0] for slot in slots], slots, micro_batch_size, step)
     finally:
         # The last reference: workers end here. Left to a traceback, and so to the garbage collector, it would be freed
         # after the queues that tell the workers to end, and torch would wait five seconds for each of them.
         del parts
 
 
-def _microbatches(rows: list[np.ndarray], slots: range, micro_batch_size: int, step: int) -> list[Batch]:
+def _microbatches(rows: list[np.ndarray], slots: Sequence[int], micro_batch_size: int, step: int) -> list[Batch]:
     starts = range(0, len(slots), micro_batch_size)
     pieces = [slice(start, start + micro_batch_size) for start in starts]
     return [to_batch(np.stack(rows[piece]), slots[piece], step) for piece in pieces]
@@ -208,14 +245,15 @@ def _microbatches(rows: list[np.ndarray], slots: range, micro_batch_size: int, s
 def _validation_rows(
     corpus: Corpus, documents: np.ndarray, encoder: Encoder, batch_size: int, slots: range, eval_batches: int
 ) -> list[np.ndarray]:
-    """The rank's rows [2, T+1] of the validation set: row r of all goes to slot r mod G of global batch r // G.
+    """The rank's rows [3, T+1] of the validation set: row r of all goes to slot r mod G of global batch r // G.
 
     The number of rows, equal on every rank, is known only after tokenising: every rank tokenises all the documents
     (or `eval_batches` global batches of them), once, and keeps its own rows. Missing ones at the end are empty.
     """
-    rows = encoder.rows(encoder.tokens(corpus[document]) for document in documents)
+    read = (encoder.document(corpus[document], SlotState(place=i)) for i, document in enumerate(documents))
+    rows = encoder.rows(document for document in read if document.targets[1:].any())
     mine, num_rows = [], 0
-    for row in itertools.islice(rows, eval_batches * batch_size or None):
+    for row, _ in itertools.islice(rows, eval_batches * batch_size or None):
         if num_rows % batch_size in slots:
             mine.append(row)
         num_rows += 1

@@ -1,20 +1,22 @@
-"""From text to tokens, from tokens to rows of one length, and from rows to batches.
+"""From tokens to rows of one length, and from rows to batches.
 
-A row is an int32 array [2, sequence_length + 1]: the tokens, and for each the number of its document within the row
-(counted from 0), or -1 where the row is filled up. Each row begins with the last token of the row before it (of the
-same document, or of the joined stream), so every token but the first one is predicted exactly once.
+A row is an int32 array [3, sequence_length + 1]: the tokens; for each the number of its document within the row
+(counted from 0), or -1 where the row is filled up; and whether it is a target, 1 or 0. Each row begins with the last
+token of the row before it (of the same document, or of the joined stream), so every token but the first one stands once
+where it can be predicted. A row in which nothing is predicted is left out: nothing would be learnt from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from shardwise.config import Data, UserError
+from shardwise.data.state import SlotState
 from shardwise.interfaces import IGNORED, Batch
 
 if TYPE_CHECKING:
@@ -22,6 +24,32 @@ if TYPE_CHECKING:
 
 FILLED = -1
 """The document number of a position that holds no document."""
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """The tokens of a document, or what is left of them, and where they begin in the stream of a slot."""
+
+    tokens: np.ndarray  # [tokens] int32
+    targets: np.ndarray  # [tokens] bool
+    start: SlotState
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def after(self, count: int) -> Document:
+        """The document without its first `count` tokens."""
+        start = replace(self.start, token=self.start.token + count)
+        return Document(self.tokens[count:], self.targets[count:], start)
+
+    def end(self) -> SlotState:
+        """Where the document after this one begins."""
+        start = self.start
+        return replace(start, place=start.place + 1, token=0, documents=start.documents + 1)
+
+
+Row = tuple[np.ndarray, SlotState]
+"""A row [3, T+1], and where the next one of its slot begins."""
 
 
 @dataclass(frozen=True)
@@ -37,81 +65,99 @@ class Encoder:
     def of(cls, tokenizer: PreTrainedTokenizerBase, data: Data) -> Encoder:
         """An encoder for `data.packing`; UserError if the tokenizer lacks the special tokens that it takes."""
         pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-        if data.packing == "concat" and eos is None:
-            raise UserError("data.packing concat joins documents by eos_token, which the tokenizer lacks; use none")
+        joined = data.packing != "none"
+        if joined and eos is None:
+            raise UserError(
+                f"data.packing {data.packing} joins documents by eos_token, which the tokenizer lacks; use none"
+            )
         fill = pad if pad is not None else eos
         if fill is None:
             raise UserError("the tokenizer has neither pad_token nor eos_token to fill up rows with; give it one")
-        return cls(tokenizer, data, fill, eos if data.packing == "concat" else None)
+        return cls(tokenizer, data, fill, eos if joined else None)
 
-    def tokens(self, text: str) -> list[int]:
-        """The tokens of one document, with the special tokens that the tokenizer itself adds; none for no text."""
-        if not text:
-            return []
-        encoded = self.tokenizer(text, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-        tokens: list[int] = encoded["input_ids"]
-        if self.end_of_text is not None and tokens[-1:] != [self.end_of_text]:
-            tokens.append(self.end_of_text)
-        return tokens
+    def document(self, text: str, start: SlotState) -> Document:
+        """One document as tokens, with the special tokens that the tokenizer itself adds; none for no text.
 
-    def rows(self, documents: Iterable[list[int]]) -> Iterator[np.ndarray]:
-        """Rows [2, T+1] of these documents' tokens."""
-        pack = pack_concat if self.data.packing == "concat" else pack_none
+        With `isolated` packing its first token is no target: it would be predicted from the document before.
+        """
+        tokens: list[int] = []
+        if text:
+            encoded = self.tokenizer(text, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+            tokens = encoded["input_ids"]
+            if self.end_of_text is not None and tokens[-1:] != [self.end_of_text]:
+                tokens.append(self.end_of_text)
+        targets = np.ones(len(tokens), bool)
+        if self.data.packing == "isolated":
+            targets[:1] = False
+        return Document(np.array(tokens, np.int32), targets, start)
+
+    def rows(self, documents: Iterable[Document]) -> Iterator[Row]:
+        """The rows of these documents."""
+        pack = pack_none if self.data.packing == "none" else pack_joined
         return pack(documents, self.data.sequence_length, self.fill)
 
 
-def pack_none(documents: Iterable[list[int]], sequence_length: int, fill: int) -> Iterator[np.ndarray]:
-    """Rows [2, T+1] of one document each; a long document goes on in the next row, its last row is filled up.
+def pack_none(documents: Iterable[Document], sequence_length: int, fill: int) -> Iterator[Row]:
+    """Rows of one document each; a long document goes on in the next row, its last row is filled up."""
+    for document in documents:
+        while len(document) > 1:
+            row, rest = _row([document], sequence_length, fill), document.after(sequence_length)
+            if row[2, 1:].any():
+                yield row, rest.start if len(rest) > 1 else document.end()
+            document = rest
 
-    A document of fewer than two tokens has nothing to predict and gives no row.
-    """
-    for tokens in documents:
-        for start in range(0, len(tokens) - 1, sequence_length):
-            piece = tokens[start : start + sequence_length + 1]
-            yield _row(piece, [0] * len(piece), sequence_length, fill)
+
+def pack_joined(documents: Iterable[Document], sequence_length: int, fill: int) -> Iterator[Row]:
+    """Full rows of the documents' tokens joined; only the last row of all, if there is one, is filled up."""
+    held: list[Document] = []  # what no row has begun after yet
+    size = 0  # tokens in them
+    for document in documents:
+        held.append(document)
+        size += len(document)
+        while size > sequence_length:
+            row = _row(held, sequence_length, fill)
+            held, size = _drop(held, sequence_length), size - sequence_length
+            if row[2, 1:].any():
+                yield row, held[0].start
+    row = _row(held, sequence_length, fill)
+    if row[2, 1:].any():
+        yield row, held[-1].end()
 
 
-def pack_concat(documents: Iterable[list[int]], sequence_length: int, fill: int) -> Iterator[np.ndarray]:
-    """Full rows [2, T+1] of the documents' tokens joined; only the last row of all, if there is one, is filled up."""
-    tokens: list[int] = []
-    owners: list[int] = []
+def _drop(documents: list[Document], count: int) -> list[Document]:
+    for index, document in enumerate(documents):
+        if count < len(document):
+            return [document.after(count), *documents[index + 1 :]]
+        count -= len(document)
+    raise AssertionError("a row keeps the last token for the next one")
+
+
+def _row(documents: list[Document], sequence_length: int, fill: int) -> np.ndarray:
+    row, end = empty_row(sequence_length, fill), 0
     for number, document in enumerate(documents):
-        tokens += document
-        owners += [number] * len(document)
-        start = 0
-        while start + sequence_length < len(tokens):
-            end = start + sequence_length + 1
-            yield _row(tokens[start:end], owners[start:end], sequence_length, fill)
-            start += sequence_length
-        del tokens[:start], owners[:start]
-    if len(tokens) > 1:
-        yield _row(tokens, owners, sequence_length, fill)
-
-
-def _row(tokens: list[int], owners: list[int], sequence_length: int, fill: int) -> np.ndarray:
-    row = empty_row(sequence_length, fill)
-    row[0, : len(tokens)] = tokens
-    row[1, : len(tokens)] = np.array(owners) - owners[0]
+        start, end = end, min(end + len(document), sequence_length + 1)
+        row[0, start:end] = document.tokens[: end - start]
+        row[1, start:end] = number
+        row[2, start:end] = document.targets[: end - start]
     return row
 
 
 def empty_row(sequence_length: int, fill: int) -> np.ndarray:
-    """A row [2, T+1] that holds no document: no position of it has a target."""
-    row = np.full((2, sequence_length + 1), fill, np.int32)
-    row[1] = FILLED
+    """A row [3, T+1] that holds no document: no position of it has a target."""
+    row = np.zeros((3, sequence_length + 1), np.int32)
+    row[0], row[1] = fill, FILLED
     return row
 
 
 def to_batch(rows: np.ndarray, slots: Iterable[int], step: int) -> Batch:
-    """The batch of rows [B, 2, T+1] of these B slots; this is where labels are shifted.
+    """The batch of rows [B, 3, T+1] of these B slots; this is where labels are shifted.
 
-    A position has a target if the token after it belongs to a document.
+    A position has a target if the token after it is one.
     """
-    tokens, owners = torch.from_numpy(rows).long().unbind(dim=1)
-    labels = torch.where(owners[:, 1:] == FILLED, IGNORED, tokens[:, 1:])
+    tokens, owners, targets = torch.from_numpy(rows).long().unbind(dim=1)
     return Batch(
         input_ids=tokens[:, :-1].contiguous(),
-        labels=labels,
+        labels=torch.where(targets[:, 1:] == 1, tokens[:, 1:], IGNORED),
         document_ids=owners[:, :-1].contiguous(),
         slots=tuple(slots),
         step=step,

@@ -1,0 +1,170 @@
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from shardwise.config import RunConfig, UserError
+from shardwise.data.loader import build_loaders
+from shardwise.data.state import LoaderState, merge_states
+from tests.data.test_loader import Row, corpora, divisors, lengths, over_ranks, rows_of
+
+WriteCorpus = Callable[[Sequence[str]], str]
+MakeConfig = Callable[..., RunConfig]
+
+
+def read(
+    cfg: RunConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    num_ranks: int,
+    num_steps: int,
+    state: LoaderState | None = None,
+) -> tuple[list[list[Row]], LoaderState]:
+    """The rows of each global batch, and the merged state after the last one, which has been through JSON."""
+    ranks = [
+        build_loaders(cfg, tokenizer, slots, state) for slots in over_ranks(cfg.training.global_batch_size, num_ranks)
+    ]
+    steps = [[row for loaders in ranks for row in rows_of(next(loaders.train))] for _ in range(num_steps)]
+    merged = merge_states(loaders.state() for loaders in ranks)
+    for loaders in ranks:
+        loaders.train.close()
+    return steps, json.loads(json.dumps(merged))
+
+
+@given(
+    data=st.data(),
+    case=corpora(),
+    packing=st.sampled_from(["none", "concat", "isolated"]),
+    sequence_length=lengths,
+    before=st.integers(0, 5),
+)
+@settings(deadline=None, max_examples=80, derandomize=True)
+def test_resume_goes_on_exactly_on_any_number_of_ranks(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    data: st.DataObject,
+    case: tuple[list[str], int],
+    packing: str,
+    sequence_length: int,
+    before: int,
+) -> None:
+    texts, batch_size = case
+    train = write_corpus([*texts, "the cat"])
+    cfg = run_config(train, packing=packing, sequence_length=max(sequence_length, 2), global_batch_size=batch_size)
+    whole, end = read(cfg, tokenizer, 1, before + 3)
+    first, state = read(cfg, tokenizer, data.draw(divisors(batch_size)), before)
+    then, then_state = read(cfg, tokenizer, data.draw(divisors(batch_size)), 3, state)
+    assert first + then == whole
+    assert then_state == end
+    assert (state["step"], then_state["step"]) == (before, before + 3)
+
+
+@pytest.mark.parametrize(("workers", "workers_then"), [(2, 0), (0, 2), (2, 1)])
+def test_what_workers_have_read_ahead_is_not_in_the_state(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    workers: int,
+    workers_then: int,
+) -> None:
+    train = write_corpus([f"the text number {i} " * (i % 7) for i in range(40)])
+    cfg, cfg_then = (
+        run_config(train, workers=w, sequence_length=16, global_batch_size=6) for w in (workers, workers_then)
+    )
+    whole, _ = read(cfg, tokenizer, 1, 12)
+    first, state = read(cfg, tokenizer, 1, 5)
+    assert first + read(cfg_then, tokenizer, 2, 7, state)[0] == whole
+
+
+def test_resume_reads_no_earlier_document(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = [f"{i:03}" for i in range(100)]
+    cfg = run_config(write_corpus(texts), packing="none", sequence_length=2, global_batch_size=1)
+    _, state = read(cfg, tokenizer, 1, 90)
+    read_now: list[str] = []
+    call = PreTrainedTokenizerFast.__call__
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast, "__call__", lambda self, text, **k: read_now.append(text) or call(self, text, **k)
+    )
+    (((_, _, ids, _, _),),), _ = read(cfg, tokenizer, 1, 1, state)
+    assert len(read_now) == 1  # a row a document: the 91st alone
+    assert tokenizer.decode(ids) == read_now[0][:2]
+
+
+def test_state_before_the_first_step_is_the_beginning(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    cfg = run_config(write_corpus(["abc" * 20, "the cat"]), global_batch_size=2, sequence_length=4)
+    _, state = read(cfg, tokenizer, 2, 0)
+    assert state["slots"] == {
+        slot: {"epoch": 1, "place": 0, "token": 0, "documents": 0, "skipped": {}} for slot in ("0", "1")
+    }
+    assert read(cfg, tokenizer, 1, 3, state)[0] == read(cfg, tokenizer, 1, 3)[0]
+
+
+def test_state_counts_documents_that_rows_have_left_behind(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    # Documents of 3 tokens and an end-of-text token in rows of 4: row k begins with token 0 of document k, and a second
+    # epoch begins after 5 documents.
+    cfg = run_config(write_corpus(["abc"] * 5), sequence_length=4, global_batch_size=1)
+    states = [read(cfg, tokenizer, 1, steps)[1]["slots"]["0"] for steps in (1, 4, 6)]
+    assert [(s["epoch"], s["place"], s["token"], s["documents"]) for s in states] == [
+        (1, 1, 0, 1),
+        (1, 4, 0, 4),
+        (2, 1, 0, 6),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"seed": 1}, r"training\.seed \(was 0, is 1\)"),
+        ({"global_batch_size": 4}, r"training\.global_batch_size \(was 2, is 4\)"),
+        ({"sequence_length": 5}, r"data\.sequence_length \(was 4, is 5\)"),
+        ({"packing": "none"}, r"data\.packing \(was concat, is none\)"),
+        ({"validation": 0.4}, r"documents to train on \(was 5, is 3\)"),
+        ({"texts": ["abc"] * 6}, r"documents to train on \(was 5, is 6\), places of the documents .*"),
+        ({"texts": ["abcd"] * 5}, r"places of the documents in data\.train \(was \w+, is \w+\)"),
+        ({"tokenizer": True}, r"the tokenizer \(was \w+, is \w+\)"),
+    ],
+)
+def test_state_of_other_data_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    change: dict[str, Any],
+    name: str,
+) -> None:
+    keys = {"sequence_length": 4, "global_batch_size": 2}
+    _, state = read(run_config(write_corpus(["abc"] * 5), **keys), tokenizer, 1, 1)
+    other = tokenizer
+    if change.pop("tokenizer", False):
+        other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+    train = write_corpus(change.pop("texts", ["abc"] * 5))
+    cfg = run_config(train, **{**keys, **change})
+    message = f"^the data of this run is not that of the checkpoint: {name}; restore it, or start a new run$"
+    with pytest.raises(UserError, match=message):
+        build_loaders(cfg, other, range(cfg.training.global_batch_size), state)
+
+
+def test_a_resumed_run_may_change_how_the_batch_is_read(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    cfg = run_config(write_corpus(["abc" * 9] * 5), sequence_length=4, global_batch_size=4)
+    whole, _ = read(cfg, tokenizer, 1, 4)
+    _, state = read(cfg, tokenizer, 1, 2)
+    then = replace(cfg, data=replace(cfg.data, workers=1), training=replace(cfg.training, micro_batch_size=2, steps=7))
+    loaders = build_loaders(then, tokenizer, range(4), state)
+    assert [rows_of(batches) for batches in islice(loaders.train, 2)] == whole[2:]
+    loaders.train.close()
