@@ -22,6 +22,8 @@ VARIANTS = (
         for layout, mode in (("ddp", "lora"), ("fsdp2", "full"))
     ),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
+    Cell("llama", "ddp", "full", 2, "float16"),
+    Cell("llama", "fsdp2", "full", 2, "float16"),
 )
 
 # At 2 processes hsdp has 1 shard and 2 replicas: still its own code path.
@@ -62,4 +64,6 @@ FAST = (
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated"),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
+    Cell("llama", "ddp", "full", 2, "float16"),
+    Cell("llama", "fsdp2", "full", 2, "float16"),
 )

@@ -109,7 +109,22 @@ def schedule_that_stands_still():
 
 def never_clipped():
     clip = step.clip_by_global_norm
-    step.clip_by_global_norm = lambda parameters, mesh, max_norm: clip(parameters, mesh, None)
+    step.clip_by_global_norm = lambda parameters, mesh, max_norm, loss_scale: clip(parameters, mesh, None, loss_scale)
+
+
+def loss_scale_not_divided_out():
+    clip = step.clip_by_global_norm
+    step.clip_by_global_norm = lambda parameters, mesh, max_norm, loss_scale: clip(parameters, mesh, max_norm, 1.0)
+
+
+def overflow_seen_by_one_rank_only():
+    overflown = gradients.global_norm
+
+    def partly(parameters, mesh):
+        norm = overflown(parameters, mesh)
+        return norm if dist.get_rank() == 1 else torch.nan_to_num(norm, nan=1.0, posinf=1.0)
+
+    gradients.global_norm = partly
 
 
 def norms_decayed():
@@ -182,6 +197,8 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (stale_gradient_kept, Cell("llama", "ddp", "lora", 2)),
     (schedule_that_stands_still, Cell("llama", "ddp", "lora", 2)),
     (never_clipped, Cell("llama", "ddp", "lora", 2)),
+    (loss_scale_not_divided_out, Cell("llama", "ddp", "full", 2, "float16")),
+    (overflow_seen_by_one_rank_only, Cell("llama", "fsdp2", "full", 2, "float16")),
     (norms_decayed, Cell("llama", "fsdp2", "full", 2)),
     (adapter_dropped_from_the_save, Cell("olmo_hybrid", "fsdp2", "lora", 2)),
     (weights_one_row_off_in_the_shards, Cell("llama", "fsdp2", "full", 2)),
@@ -206,5 +223,5 @@ def _run_with(bug: Callable[[], None], cell: Cell) -> Outcome | str:
     bug()
     try:
         return run_cell(cell)
-    except AssertionError as error:  # the library's own guard has caught it: say where
+    except (AssertionError, step.NonFiniteLossError) as error:  # the library's own guard has caught it: say where
         return traceback.extract_tb(error.__traceback__)[-1].filename

@@ -36,6 +36,7 @@ class RunRecord:
     lora: dict[str, Any] | None = None  # what was adapted, by layer kind
     losses: list[float] = field(default_factory=list)  # of each step, mean over the global batch's target tokens
     grad_norms: list[float] = field(default_factory=list)  # of each step, global, before clipping
+    skipped_steps: int = 0  # whose float16 gradients had overflown
     eval: list[dict[str, float]] = field(default_factory=list)  # step, loss, perplexity, tokens
     tokens_per_second: float | None = None  # global
     step_seconds: dict[str, float] | None = None  # mean, p10, p50, p90, max; and steps, how many were timed

@@ -31,7 +31,7 @@ class CausalLM(Part):
                 )
         self.hf = hf
         self.spec = spec
-        self.autocast_dtype = torch.bfloat16 if cfg.training.precision == "bfloat16" else None
+        self.autocast_dtype = None if cfg.training.precision == "float32" else getattr(torch, cfg.training.precision)
         self.dropout = DropoutState(cfg.training.seed)
         replace_dropouts(hf, self.dropout)
         if cfg.data.packing == "isolated":

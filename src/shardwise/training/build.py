@@ -17,6 +17,7 @@ from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel import compose
 from shardwise.parallel.place import fill_all, materialise
+from shardwise.training.loss_scale import LossScale
 from shardwise.training.optimizer import is_decayed, make_lr_schedule, make_optimizer
 
 
@@ -36,6 +37,7 @@ class Job:
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     spec: ModelSpec
     coverage: lora.Coverage | None
+    loss_scale: LossScale
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """What the optimizer updates on this rank, with its gradients: parameters, or shards of them."""
@@ -62,7 +64,8 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     )
     pm = compose.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
-    return Job(pm, optimizer, make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps), spec, coverage)
+    lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps)
+    return Job(pm, optimizer, lr_schedule, spec, coverage, LossScale.of(cfg.training.precision))
 
 
 def run_in_turn(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:

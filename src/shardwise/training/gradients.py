@@ -44,13 +44,18 @@ def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
 
 
 @torch.no_grad()
-def clip_by_global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, max_norm: float | None) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before."""
+def clip_by_global_norm(
+    parameters: Iterable[nn.Parameter], mesh: Mesh, max_norm: float | None, loss_scale: float = 1.0
+) -> torch.Tensor:
+    """Divide `loss_scale` out of all gradients and scale them so that their global norm is at most `max_norm`.
+
+    Returns the norm before clipping, without the loss scale.
+    """
     parameters = list(parameters)
-    norm = global_norm(parameters, mesh)
-    if max_norm is not None:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    norm = global_norm(parameters, mesh) / loss_scale
+    scale = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if max_norm is not None or loss_scale != 1.0:
         for parameter in parameters:
             if parameter.grad is not None:
-                local(parameter.grad).mul_(scale)
+                local(parameter.grad).mul_(scale / loss_scale)
     return norm

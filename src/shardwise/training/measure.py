@@ -37,8 +37,8 @@ def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: Run
     """Peak and state bytes of a whole step, which changes the model: call it when everything is saved and timed."""
     microbatches = [batch.to(mesh.device) for batch in microbatches]
     with PeakMemory(mesh.device) as peak:
-        forward_backward(job.pm, microbatches, mesh)
-        clip_by_global_norm(job.trainable(), mesh, cfg.optimizer.max_grad_norm)
+        forward_backward(job.pm, microbatches, mesh, job.loss_scale.scale)
+        clip_by_global_norm(job.trainable(), mesh, cfg.optimizer.max_grad_norm, job.loss_scale.scale)
         job.optimizer.step()
     state = state_bytes([p for _, p in job.pm.named_parameters()], job.optimizer)
     return Memory(_of_every_rank(peak.peak_bytes), _of_every_rank(state))
@@ -61,8 +61,8 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
     length, micro_batch = cfg.data.sequence_length, cfg.training.micro_batch_size
     model = model_flops_per_token(counts, length)
     hardware = hardware_flops_per_token(counts, length, micro_batch, cfg.training.checkpointing)
-    in_bfloat16 = "bfloat16" in (cfg.training.precision, cfg.model.dtype)
-    peak = peak_flops(mesh.device, torch.bfloat16 if in_bfloat16 else torch.float32)
+    in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
+    peak = peak_flops(mesh.device, torch.bfloat16 if in_16_bits else torch.float32)
     seconds = meter.step_seconds()
     # Positions, not targets: the device computes the filled ones too.
     positions = cfg.training.global_batch_size * length / seconds["mean"] if seconds else None
@@ -84,6 +84,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         lora=job.coverage.to_dict() if job.coverage else None,
         losses=reporter.losses,
         grad_norms=reporter.grad_norms,
+        skipped_steps=reporter.skipped_steps,
         eval=[dataclasses.asdict(evaluation) for evaluation in reporter.evaluations],
         tokens_per_second=meter.tokens_per_second(),
         step_seconds=seconds,

@@ -29,6 +29,7 @@ class Reporter:
         self.mesh = mesh
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
+        self.skipped_steps = 0
         self.evaluations: list[Evaluation] = []
         self.sample_text: str | None = None
         self._main = dist.get_rank() == 0
@@ -65,8 +66,14 @@ class Reporter:
         self.grad_norms.append(result.grad_norm)
         rate = meter.tokens_per_second()
         self._progress.update(step, result.loss, rate, memory_in_use(self.mesh.device))
+        self.skipped_steps += result.skipped
         values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "seconds": meter.seconds[-1]}
-        self._write(step, {**values, "tokens_per_second": result.tokens / meter.seconds[-1]}, tokens=result.tokens)
+        self._write(
+            step,
+            {**values, "tokens_per_second": result.tokens / meter.seconds[-1]},
+            tokens=result.tokens,
+            skipped_steps=self.skipped_steps,
+        )
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """The validation set was evaluated."""

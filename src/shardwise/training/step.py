@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,8 +22,9 @@ class StepResult:
     """What a step did, equal on every rank."""
 
     loss: float  # mean over the global batch's target tokens, before the update
-    grad_norm: float  # global, before clipping
+    grad_norm: float  # global, before clipping; of the loss as it is, whatever its scale was
     tokens: int  # target tokens of the global batch
+    skipped: bool = False  # float16 gradients have overflown: the weights were left as they are
 
 
 def count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> int:
@@ -31,25 +33,38 @@ def count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> int:
     return int(sum_over(count, mesh, DATA_AXES))
 
 
-def forward_backward(pm: ParallelModel, microbatches: Sequence[Batch], mesh: Mesh) -> tuple[torch.Tensor, int]:
-    """Leave in every `.grad` the gradient of the global batch's mean loss; return that loss and the target tokens."""
+def forward_backward(
+    pm: ParallelModel, microbatches: Sequence[Batch], mesh: Mesh, scale: float = 1.0
+) -> tuple[torch.Tensor, int]:
+    """Leave in every `.grad` `scale` times the gradient of the global batch's mean loss.
+
+    Return that loss (not scaled) and the number of target tokens.
+    """
     tokens = count_targets(microbatches, mesh)
     assert tokens > 0, "a global batch without a single target token"
-    loss = pm.run(pm, microbatches, 1 / tokens, True)
+    loss = pm.run(pm, microbatches, scale / tokens, True)
     for reduce in pm.reduce_grads:
         reduce()
     return sum_over(loss, mesh, LOSS_AXES) / tokens, tokens
 
 
 def training_step(job: Job, microbatches: Sequence[Batch], mesh: Mesh, max_grad_norm: float | None) -> StepResult:
-    """Forward, backward, clip, update; NonFiniteLossError, before the update, if loss or norm is not finite."""
-    loss, tokens = forward_backward(job.pm, microbatches, mesh)
-    norm = clip_by_global_norm(job.trainable(), mesh, max_grad_norm)
-    result = StepResult(loss.item(), norm.item(), tokens)
-    if not (torch.isfinite(loss) and torch.isfinite(norm)):
+    """Forward, backward, clip, update; NonFiniteLossError, before the update, if loss or norm is not finite.
+
+    In float16 a norm that is not finite skips the update instead and lowers the loss scale; the step counts, and the
+    learning rate goes on, so that the rate of a step and its rows are functions of its number alone.
+    """
+    loss, tokens = forward_backward(job.pm, microbatches, mesh, job.loss_scale.scale)
+    norm = clip_by_global_norm(job.trainable(), mesh, max_grad_norm, job.loss_scale.scale)
+    finite = bool(torch.isfinite(norm))
+    result = StepResult(loss.item(), norm.item(), tokens, skipped=not finite)
+    if not (torch.isfinite(loss) and job.loss_scale.update(finite)):
         raise NonFiniteLossError(result)
-    job.optimizer.step()
-    job.lr_schedule.step()
+    if finite:
+        job.optimizer.step()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # where the first step was skipped
+        job.lr_schedule.step()
     job.optimizer.zero_grad(set_to_none=True)
     return result
 
