@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import IGNORED, Batch, Part
+from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.models.dropout import DropoutState, replace_dropouts
-from shardwise.models.families import Family
+from shardwise.models.families import FAMILIES, Family
 from shardwise.models.isolation import isolate
 from shardwise.models.spec import ModelSpec
 
@@ -37,6 +40,10 @@ class CausalLM(Part):
         if cfg.data.packing == "isolated":
             isolate(hf, spec, family, self.dropout)
         self.router_loss = _router_loss(hf, family, cfg.model.router_aux_loss_coef)
+        # What a family that is not known does to its logits is not known either.
+        self.chunked_loss = cfg.training.loss == "chunked" and family.model_type in FAMILIES
+        if self.chunked_loss:
+            _give_loss(hf.get_submodule(spec.head), *_scale_and_softcap(hf.config, family))
 
     def forward(self, batch: Batch, return_logits: bool = False) -> torch.Tensor:
         """The loss summed over target tokens (scalar, float32), in training plus the router loss; or logits [B, T, V].
@@ -47,16 +54,57 @@ class CausalLM(Part):
         if self.router_loss is not None:
             self.router_loss.start()
         device = batch.input_ids.device.type
+        inputs = {"input_ids": batch.input_ids, "use_cache": False}
         with torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
-            logits = self.hf(input_ids=batch.input_ids, use_cache=False).logits  # [B, T, V]
-        if return_logits:
-            return logits
-        loss = F.cross_entropy(
-            logits.flatten(0, 1).float(), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+            if self.chunked_loss and not return_logits:
+                hidden = self.hf.base_model(**inputs).last_hidden_state  # [B, T, D]
+                # Through the module, never by its weight: what PEFT and fsdp2 do to the head, they do in its call.
+                loss = self.hf.get_submodule(self.spec.head)(hidden, labels=batch.labels)
+            else:
+                logits = self.hf(**inputs).logits  # [B, T, V]
+                if return_logits:
+                    return logits
+                logits, labels = logits.flatten(0, 1).float(), batch.labels.flatten()
+                loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         if self.training and self.router_loss is not None:
             loss = loss + self.router_loss(batch)
         return loss
+
+
+def _give_loss(head: nn.Module, scale: float, softcap: float | None) -> None:
+    """Let the linear of a head, or both copies that PEFT's `modules_to_save` holds, take labels and return the loss."""
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = _logits_or_loss(module, scale, softcap)
+
+
+def _logits_or_loss(linear: nn.Linear, scale: float, softcap: float | None) -> Callable[..., torch.Tensor]:
+    logits = linear.forward
+
+    def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if labels is None:
+            return logits(hidden)
+        return linear_cross_entropy(
+            hidden.flatten(0, -2),
+            linear.weight,
+            labels.flatten(),
+            bias=linear.bias,
+            scale=scale,
+            softcap=softcap,
+            ignore_index=IGNORED,
+        )
+
+    return forward
+
+
+def _scale_and_softcap(config: PretrainedConfig, family: Family) -> tuple[float, float | None]:
+    """What transformers' model does to its head's output before the loss."""
+    scale = 1.0
+    if family.logits_multiplied_by is not None:
+        scale *= getattr(config, family.logits_multiplied_by)
+    if family.logits_divided_by is not None:
+        scale /= getattr(config, family.logits_divided_by)
+    return scale, None if family.logits_capped_by is None else getattr(config, family.logits_capped_by)
 
 
 class RouterLoss:

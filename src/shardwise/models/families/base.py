@@ -43,6 +43,13 @@ class Family:
     router: str | None = None
     """Class of the routers that are trained with a load-balancing loss, called with hidden states."""
 
+    logits_multiplied_by: str | None = None
+    """Attribute of the config with a factor on what the head gives."""
+    logits_divided_by: str | None = None
+    """Attribute of the config with a divisor of it."""
+    logits_capped_by: str | None = None
+    """Attribute of the config with the cap c of c * tanh(logits / c); null in a config: no cap."""
+
     attention: str = "self_attn"
     """The module of an attention layer that holds its projections."""
     experts: tuple[str, ...] = ()

@@ -1,0 +1,24 @@
+"""The reference: all logits, then torch's cross entropy."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    """See chunked.linear_cross_entropy, which computes the same."""
+    logits = F.linear(hidden, weight, bias) * scale  # [N, V]
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return F.cross_entropy(logits.to(wide), labels, ignore_index=ignore_index, reduction="sum")
