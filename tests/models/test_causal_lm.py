@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import RecurrentGemmaConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
 
-from shardwise.config import UserError
+from shardwise.config import Data, Lora, Model, RunConfig, Training, UserError
 from shardwise.interfaces import IGNORED, Batch
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM, RouterLoss
-from shardwise.models.families import family_of, spec_of
+from shardwise.models.families import FAMILIES, Family, family_of, spec_of
+from tests.models.tiny import CONFIGS, with_adapters
 from tests.parity.harness import Cell, run_config
+
+PRESETS = [
+    folder.name
+    for folder in sorted(CONFIGS.glob("tiny-*"))
+    if json.loads((folder / "config.json").read_text())["model_type"] in FAMILIES
+]
 
 
 def model(family: str, coefficient: float = 0.0) -> CausalLM:
@@ -103,3 +114,85 @@ def test_precision_is_what_products_are_computed_in(precision):
     loss = CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg)(batch())
     assert seen == [getattr(torch, precision)]
     assert loss.dtype == torch.float32
+
+
+def with_loss(path: str | Path, loss: str, lora: Lora | None = None, family: Family | None = None) -> CausalLM:
+    cfg = RunConfig(
+        model=Model(str(path), init="random"),
+        data=Data(train="unused"),
+        training=Training(output_dir="unused", loss=loss),  # ty: ignore[invalid-argument-type]
+    )
+    hf_config = load.read_config(cfg.model)
+    hf = with_adapters(cfg.model, lora)[0] if lora else load.load_whole(cfg.model, hf_config)
+    return CausalLM(hf, spec_of(hf_config, hf), family or family_of(hf), cfg).train()
+
+
+def head_and_below(lm: CausalLM) -> dict[str, Any]:
+    """The loss and its gradients: of what the head reads, through which all others come, and of the head."""
+    seen: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, args: Any, hidden: torch.Tensor) -> None:
+        hidden.retain_grad()
+        seen.append(hidden)
+
+    with lm.hf.get_submodule(lm.spec.norm).register_forward_hook(keep):
+        loss = lm(batch())
+    loss.backward()
+    (hidden,) = seen
+    head = {n: p.grad for n, p in lm.hf.get_submodule(lm.spec.head).named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), "names": {n for n, p in lm.named_parameters() if p.grad is not None}} | {
+        "grads": {"hidden": hidden.grad, **head}
+    }
+
+
+def check_equal(chunked: dict[str, Any], plain: dict[str, Any]) -> None:
+    torch.testing.assert_close(chunked["loss"], plain["loss"], rtol=1e-6, atol=0)
+    assert chunked["names"] == plain["names"] != set()
+    assert chunked["grads"].keys() == plain["grads"].keys()
+    for name, grad in plain["grads"].items():
+        assert grad.abs().max() > 0
+        assert (chunked["grads"][name] - grad).abs().max() <= 1e-5 * grad.abs().max(), name
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_chunked_loss_is_that_of_transformers_logits(preset):
+    chunked, plain = (with_loss(CONFIGS / preset, loss) for loss in ("chunked", "plain"))
+    assert chunked.chunked_loss
+    assert not plain.chunked_loss
+    check_equal(head_and_below(chunked), head_and_below(plain))
+    chunked, plain = chunked.eval(), plain.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(chunked(batch()), plain(batch()), rtol=1e-6, atol=0)
+        assert torch.equal(chunked(batch(), return_logits=True), plain(batch(), return_logits=True))
+
+
+def test_chunked_loss_of_a_head_in_modules_to_save():
+    lora = Lora(r=4, modules_to_save=["lm_head"])
+    chunked, plain = (with_loss(CONFIGS / "tiny-llama", loss, lora) for loss in ("chunked", "plain"))
+    outcome = head_and_below(chunked)
+    assert "modules_to_save.default.weight" in outcome["grads"]
+    check_equal(outcome, head_and_below(plain))
+
+
+def test_chunked_loss_with_a_soft_cap(monkeypatch, tmp_path):
+    config = RecurrentGemmaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+        lru_width=32,
+        logits_soft_cap=1.0,
+    )
+    config.save_pretrained(tmp_path)
+    mixers = {layer_type: layer_type for layer_type in config.layer_types}
+    family = Family("recurrent_gemma", norm="model.final_norm", mixers=mixers, logits_capped_by="logits_soft_cap")
+    monkeypatch.setitem(FAMILIES, "recurrent_gemma", family)
+    chunked, plain = (with_loss(tmp_path, loss) for loss in ("chunked", "plain"))
+    check_equal(head_and_below(chunked), head_and_below(plain))
+
+
+def test_a_family_that_is_not_known_has_the_plain_loss():
+    lm = with_loss(CONFIGS / "tiny-llama", "chunked", family=Family("unheard_of"))
+    assert not lm.chunked_loss
+    assert lm(batch()) == with_loss(CONFIGS / "tiny-llama", "plain")(batch())

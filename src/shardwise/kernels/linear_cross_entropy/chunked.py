@@ -1,6 +1,6 @@
 """Cross entropy of a linear head without its logits: a chunk of rows at a time, gradients in the forward.
 
-The loss is the end of the graph, so that the gradients of a chunk of logits, softmax minus one-hot, are known as soon as
+The loss is the end of the graph, so that the gradient of a chunk of logits, softmax minus one-hot, is known as soon as
 the chunk is: dx and dW are taken from it at once, up to the factor that comes with the backward, and its memory serves
 the next chunk. Rows without a target are left out before any product.
 Source of the idea: Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2.
@@ -30,8 +30,8 @@ def linear_cross_entropy(
 
     hidden [N, D], weight [V, D], labels [N] int64, bias [V]; without `softcap`, of z itself. Returns a float32 scalar
     (float64 of float64). Products are in the inputs' dtype, or autocast's; softmax, and sums over chunks, in float32.
-    A row whose label is `ignore_index` costs nothing and its gradient is exactly 0. Where no gradient is wanted, none is
-    computed. With a trained weight, backward runs once: a second one through the same loss is an error by autograd.
+    A row whose label is `ignore_index` costs nothing and its gradient is exactly 0; a gradient that nobody needs is not
+    computed. With a trained weight, a second backward through the same loss is an error, raised by autograd.
     """
     rows = (labels != ignore_index).nonzero().squeeze(1)
     hidden = hidden.index_select(0, rows)
@@ -65,7 +65,11 @@ class _Loss(torch.autograd.Function):
             return torch.zeros(shape, dtype=wide, device=hidden.device) if needed else None
 
         loss = torch.zeros((), dtype=wide, device=hidden.device)
-        dx, dw, db = zeros_if(needs[0], *hidden.shape), zeros_if(needs[1], *weight.shape), zeros_if(needs[2], len(weight))
+        dx, dw, db = (
+            zeros_if(needs[0], *hidden.shape),
+            zeros_if(needs[1], *weight.shape),
+            zeros_if(needs[2], len(weight)),
+        )
         size = _rows_per_chunk(len(hidden), len(weight) * wide.itemsize)
         # The chunk as the products give and take it, and as the softmax does: the same memory where the dtype is.
         narrow_buffer = hidden.new_empty(size, len(weight))
@@ -123,7 +127,7 @@ def _rows_per_chunk(num_rows: int, row_bytes: int) -> int:
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a b, in one pass where the dtypes are equal."""
+    """Add a b to total, in one pass where the dtypes are equal."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
     else:

@@ -5,6 +5,7 @@ from shardwise.models.families.base import Family
 FALCON_H1 = Family(
     "falcon_h1",
     norm="model.final_layernorm",
+    logits_multiplied_by="lm_head_multiplier",
     mixers={"hybrid": "attention_and_mamba2"},
     # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
     bypassed=("mamba.out_proj",),

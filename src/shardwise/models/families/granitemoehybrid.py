@@ -6,6 +6,7 @@ GRANITEMOEHYBRID = Family(
     "granitemoehybrid",
     mixers={"linear_attention": "mamba2", "full_attention": "full_attention"},
     router="GraniteMoeHybridTopKRouter",
+    logits_divided_by="logits_scaling",
     experts=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
     # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
     bypassed=("mamba.out_proj",),
