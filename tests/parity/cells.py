@@ -14,6 +14,7 @@ VARIANTS = (
     *(Cell(family, layout, "lora", 2, "checkpointing") for family in FAMILIES for layout in ("ddp", "fsdp2")),
     *(Cell(family, layout, "lora", 4, "dropout") for family in ("llama", "qwen3_5_text") for layout in LAYOUTS),
     *(Cell("qwen3_5_text", layout, mode, 2, "tied") for layout in ("ddp", "fsdp2") for mode in MODES),
+    *(Cell("llama", layout, "lora", 2, "head") for layout in ("ddp", "fsdp2")),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
     *(
         Cell(family, layout, mode, 2, "isolated")
@@ -61,6 +62,7 @@ FAST = (
     Cell("qwen3_next", "fsdp2", "lora", 2, "checkpointing"),
     Cell("qwen3_5_text", "ddp", "lora", 4, "dropout"),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "tied"),
+    Cell("llama", "fsdp2", "lora", 2, "head"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated"),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),

@@ -87,7 +87,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
         model=Model(
             str(CONFIGS / name), init="random", router_aux_loss_coef=0.01 * (cell.family in ("qwen3_next", "qwen3_moe"))
         ),
-        lora=None if cell.mode == "full" else Lora(r=4, alpha=8, dropout=0.2 * (cell.variant == "dropout")),
+        lora=None if cell.mode == "full" else _lora(cell.variant),
         data=Data(
             train="unused",
             sequence_length=SEQUENCE,
@@ -110,6 +110,11 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             device="cpu",
         ),
     )
+
+
+def _lora(variant: str) -> Lora:
+    saved = ["lm_head"] if variant == "head" else []
+    return Lora(r=4, alpha=8, dropout=0.2 * (variant == "dropout"), modules_to_save=saved)
 
 
 def microbatches(cfg: RunConfig, mesh: Mesh, step: int) -> list[Batch]:

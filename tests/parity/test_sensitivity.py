@@ -179,6 +179,13 @@ def router_loss_pooled_over_the_forward():
     causal_lm.RouterLoss.__call__ = pooled
 
 
+def ignored_rows_counted():
+    loss = causal_lm.linear_cross_entropy
+    causal_lm.linear_cross_entropy = lambda hidden, weight, labels, **options: loss(
+        hidden, weight, labels.clamp(min=0), **options
+    )
+
+
 def last_microbatch_only():
     run = build.run_in_turn
     build.run_in_turn = lambda pm, microbatches, scale, train: run(pm, microbatches[-1:], scale, train)
@@ -206,6 +213,7 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (state_runs_on_into_the_next_document, Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated")),
     (boundaries_of_an_earlier_micro_batch, Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated")),
     (router_loss_pooled_over_the_forward, Cell("qwen3_next", "ddp", "lora", 2)),
+    (ignored_rows_counted, Cell("llama", "fsdp2", "full", 2)),
     (last_microbatch_only, Cell("llama", "ddp", "lora", 2)),
 )
 
