@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Lora, UserError
-from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.interfaces import Batch
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dropout import DropoutState, SlotDropout
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.isolation import TOKENWISE, documents_of, isolate
-from shardwise.parallel import activation_checkpoint
+from shardwise.parallel.activation_checkpoint import recompute
 from tests.models.tiny import relative_error, with_adapters
 from tests.parity.harness import Cell, run_config
 
@@ -143,6 +143,7 @@ def test_every_kind_of_layer_would_leak(family):
     for kind in kinds:
         lm = model(family, "concat")
         others = tuple(layer for layer in lm.spec.layers if layer.kind != kind)
+        lm.isolated = True
         isolate(lm.hf, replace(lm.spec, layers=others), FAMILIES[family], lm.dropout)
         assert logits_error(lm, packed()) > 1e-4, kind  # ten times what isolation may be off by
 
@@ -176,7 +177,7 @@ def test_nothing_of_the_first_document_reaches_the_second(family):
     assert relative_error(changed[0, second], logits[0, second]) < 1e-6
 
 
-@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h"])
+@pytest.mark.parametrize("family", ["olmo_hybrid", "nemotron_h", "lfm2"])
 @settings(max_examples=6, deadline=None)
 @given(rows_of_lengths)
 def test_any_boundaries(family, lengths):
@@ -195,12 +196,11 @@ def test_a_filled_up_row_is_finite_and_changes_nothing():
     assert worst(gradients(lm, [filled]), gradients(lm, alone(batch)[:1])) < EXACT
 
 
+@pytest.mark.parametrize("checkpointing", ["full", "operators"])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
-def test_checkpointing_computes_again_with_the_documents_of_its_own_micro_batch(family):
+def test_checkpointing_computes_again_with_the_documents_of_its_own_micro_batch(family, checkpointing):
     plain, lower = model(family), model(family)
-    cfg = run_config(Cell(family, "single", "full", variant="checkpointing"))
-    pm = ParallelModel(parts=(lower,), run=None, make_optimizer=None)  # ty: ignore[invalid-argument-type]
-    activation_checkpoint.apply(pm, Mesh(None, torch.device("cpu")), cfg, lower.spec)  # ty: ignore
+    recompute(lower.hf, lower.spec, checkpointing, lower.dropout)
     one, other = packed(), packed(((50, 34),) * 3, seed=1)
     expected = gradients(plain, [one, other])
     lower.double()
@@ -255,3 +255,8 @@ def test_a_layer_kind_without_proof_is_refused():
     family = replace(FAMILIES["qwen3_5_text"], token_mixers={"full_attention": "self_attn"})
     with pytest.raises(UserError, match=r"qwen3_5_text's layers \(gated_delta_net\) .* use concat or none"):
         isolate(lm.hf, lm.spec, family, lm.dropout)
+
+
+def test_positions_added_before_the_first_layer_are_refused():
+    with pytest.raises(UserError, match=r"isolated: gpt2 adds positions before its first layer"):
+        model("gpt2")

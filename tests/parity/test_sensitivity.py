@@ -161,12 +161,13 @@ def state_runs_on_into_the_next_document():
 
 
 def boundaries_of_an_earlier_micro_batch():
-    documents = isolation.Isolation.documents
+    find, first = isolation.documents_of, []
 
-    def first_found(self):
-        return self._found[1] if self._found else documents(self)
+    def first_found(document_ids):
+        first.append(document_ids)
+        return find(first[0])
 
-    isolation.Isolation.documents = first_found
+    isolation.documents_of = first_found
 
 
 def router_loss_pooled_over_the_forward():

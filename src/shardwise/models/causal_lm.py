@@ -14,7 +14,7 @@ from shardwise.interfaces import IGNORED, Batch, Part
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.models.dropout import DropoutState, replace_dropouts
 from shardwise.models.families import FAMILIES, Family
-from shardwise.models.isolation import isolate
+from shardwise.models.isolation import isolate, with_documents
 from shardwise.models.spec import ModelSpec
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
@@ -37,7 +37,8 @@ class CausalLM(Part):
         self.autocast_dtype = None if cfg.training.precision == "float32" else getattr(torch, cfg.training.precision)
         self.dropout = DropoutState(cfg.training.seed)
         replace_dropouts(hf, self.dropout)
-        if cfg.data.packing == "isolated":
+        self.isolated = cfg.data.packing == "isolated"
+        if self.isolated:
             isolate(hf, spec, family, self.dropout)
         self.router_loss = _router_loss(hf, family, cfg.model.router_aux_loss_coef)
         # What a family that is not known does to its logits is not known either.
@@ -50,7 +51,7 @@ class CausalLM(Part):
 
         Sums, not means: what is added up over micro-batches and ranks is divided once, by the global number of targets.
         """
-        self.dropout.batch = batch
+        self.dropout.batch = with_documents(batch) if self.isolated else batch
         if self.router_loss is not None:
             self.router_loss.start()
         device = batch.input_ids.device.type

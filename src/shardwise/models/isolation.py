@@ -50,6 +50,16 @@ class Documents:
         return torch.cat([group.flatten(0, 1) for group in groups]).index_select(0, self.places)
 
 
+@dataclass(frozen=True)
+class IsolatedBatch(Batch):
+    """A batch whose documents were found once, outside the layers; they go with it to where a layer is computed again.
+
+    Found inside, they would be operations that a recomputation may have and its forward had not, or the reverse.
+    """
+
+    documents: Documents | None
+
+
 def documents_of(document_ids: torch.Tensor) -> Documents | None:
     """The documents of rows [B, T] (what is filled up counts as one); None where every row is one document."""
     # The ends of rows and documents shape what follows, so they are needed on the host: one wait per micro-batch.
@@ -73,58 +83,53 @@ def documents_of(document_ids: torch.Tensor) -> Documents | None:
 
 
 def isolate(hf: PreTrainedModel, spec: ModelSpec, family: Family, state: DropoutState) -> None:
-    """Wrap the forward of every mixer of `hf`; UserError if the family has layers that are not proven with it.
+    """Wrap the forward of every mixer of `hf`; UserError if the family is not proven with it.
 
     A forward is replaced rather than a module wrapped, so that names stay and LoRA, checkpointing and sharding see
-    what they always see. `state.batch` says whose documents they are, also when a layer is computed again.
+    what they always see. `state.batch` must be one `with_documents`.
     """
+    if family.positions is not None:
+        raise UserError(
+            f"data.packing isolated: {family.model_type} adds positions before its first layer, where they run on from "
+            "one document to the next; use concat or none"
+        )
     unproven = {layer.kind for layer in spec.layers} - set(TOKENWISE) - family.token_mixers.keys()
     if unproven:
         raise UserError(
             f"data.packing isolated: no test shows that {family.model_type}'s layers ({', '.join(sorted(unproven))}) "
             "keep documents apart; use concat or none"
         )
-    isolation = Isolation(state)
     for layer in spec.layers:
         if layer.kind not in TOKENWISE:
             mixer = hf.get_submodule(f"{layer.name}.{family.token_mixers[layer.kind]}")
-            mixer.forward = isolation.around(mixer.forward)
+            mixer.forward = _isolated(mixer.forward, state)
 
 
-class Isolation:
-    """What the mixers of a model share: the documents of the micro-batch that is computed, found once for all."""
+def with_documents(batch: Batch) -> IsolatedBatch:
+    """The batch as the mixers of an isolated model want it."""
+    return IsolatedBatch(**vars(batch), documents=documents_of(batch.document_ids))
 
-    def __init__(self, state: DropoutState) -> None:
-        self.state = state
-        self._found: tuple[Batch, Documents | None] | None = None
 
-    def documents(self) -> Documents | None:
-        """Those of `state.batch`."""
-        batch = self.state.batch
-        assert batch is not None
-        if self._found is None or self._found[0] is not batch:
-            self._found = batch, documents_of(batch.document_ids)
-        return self._found[1]
+def _isolated(forward: Callable[..., Any], state: DropoutState) -> Callable[..., Any]:
+    """A mixer's forward, given each document by itself."""
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A mixer's forward, given each document by itself."""
+    def isolated(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        assert isinstance(state.batch, IsolatedBatch)
+        documents = state.batch.documents
+        if documents is None:
+            return forward(hidden_states, **kwargs)
+        try:
+            outs = []
+            for group, rows in enumerate(documents.unpack(hidden_states)):
+                state.unpack = lambda mask, group=group: documents.unpack(mask)[group]
+                outs.append(forward(rows, **_from_position_0(kwargs, rows.shape[1])))
+        finally:  # also when checkpointing has all it wants and ends the recomputation here
+            state.unpack = None
+        if isinstance(outs[0], tuple):  # attention: its output, and weights that nobody asked for
+            return documents.repack([out for out, _ in outs]).view(hidden_states.shape), None
+        return documents.repack(outs).view(hidden_states.shape)
 
-        def isolated(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-            documents = self.documents()
-            if documents is None:
-                return forward(hidden_states, **kwargs)
-            try:
-                outs = []
-                for group, rows in enumerate(documents.unpack(hidden_states)):
-                    self.state.unpack = lambda mask, group=group: documents.unpack(mask)[group]
-                    outs.append(forward(rows, **_from_position_0(kwargs, rows.shape[1])))
-            finally:  # also when checkpointing has all it wants and ends the recomputation here
-                self.state.unpack = None
-            if isinstance(outs[0], tuple):  # attention: its output, and weights that nobody asked for
-                return documents.repack([out for out, _ in outs]).view(hidden_states.shape), None
-            return documents.repack(outs).view(hidden_states.shape)
-
-        return isolated
+    return isolated
 
 
 def _from_position_0(kwargs: dict[str, Any], length: int) -> dict[str, Any]:
