@@ -101,13 +101,23 @@ def test_vocabulary_smaller_than_the_tokenizer(run_file, capfd, tmp_path):
     assert "the tokenizer has 256 tokens but the model only 100" in refused(capfd, run_file, f"--model.path={tmp_path}")
 
 
-def test_family_that_is_not_proven(run_file, capfd, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+def test_model_that_is_not_of_the_common_shape(run_file, capfd, tmp_path):
+    config = {"model_type": "opt", "hidden_size": 8, "word_embed_proj_dim": 8, "num_attention_heads": 2, "ffn_dim": 8}
+    config |= {"num_hidden_layers": 1, "vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     line = refused(
         capfd, run_file, f"--model.path={tmp_path}", "--model.init=random", "--model.tokenizer=" + _tokenizer(run_file)
     )
-    assert "gpt2 is not proven" in line
-    assert "llama" in line
+    assert "opt is not one that shardwise knows" in line
+    assert "it has no final norm after its layers" in line
+
+
+def test_model_that_fused_attention_does_not_fit(run_file, capfd, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom", "n_layer": 1, "vocab_size": 256}))
+    line = refused(
+        capfd, run_file, f"--model.path={tmp_path}", "--model.init=random", "--model.tokenizer=" + _tokenizer(run_file)
+    )
+    assert "transformers cannot build a causal model of it" in line
 
 
 def _tokenizer(run_file: Path) -> str:

@@ -21,6 +21,7 @@ from shardwise.metrics.record import RunRecord
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.loop import train
 from tests.distributed import run_ranks
+from tests.models.unproven import write_config
 from tests.parity.harness import CONFIGS
 
 STEPS = 6
@@ -129,6 +130,27 @@ def test_two_runs_are_bit_identical(folder, single):
     assert (again.losses, again.grad_norms, again.eval) == (single.losses, single.grad_norms, single.eval)
     name = "adapter/adapter_model.safetensors"
     assert (folder / "again" / name).read_bytes() == (folder / "single" / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["lfm2", "gpt2", "qwen3_moe"])
+def test_whole_runs_of_other_shapes(folder, family):
+    cfg = config(folder, family, "fsdp2", steps=2, eval_every=2, checkpointing="full", sample="the state")
+    record = run_on(2, replace(cfg, model=replace(cfg.model, path=str(CONFIGS / f"tiny-{family}"))))
+    assert record.sample.startswith("the state")
+    assert record.flops["model_per_token"] > 0
+    assert record.notes == []
+
+
+def test_a_run_of_a_family_that_is_not_listed_says_so(folder, tmp_path, capfd):
+    cfg = config(folder, "mistral", "ddp", steps=2, eval_every=2, sample="the state")
+    record = run_on(2, replace(cfg, model=replace(cfg.model, path=str(write_config("mistral", tmp_path)))))
+    assert len(record.losses) == 2
+    assert record.sample.startswith("the state")
+    assert (record.mfu, record.hfu, record.flops) == (None, None, None)
+    assert record.parameters["trainable"] == record.lora["trainable"]
+    (note,) = record.notes
+    assert note.startswith("family mistral is not proven here")
+    assert f"note: {note}" in " ".join(capfd.readouterr().out.split())
 
 
 def test_full_training_in_bfloat16_with_checkpointing_memory_and_a_sample(folder):

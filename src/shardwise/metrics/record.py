@@ -46,6 +46,7 @@ class RunRecord:
     hfu: float | None = None
     flops: dict[str, Any] | None = None  # per token (model, hardware), convention, peak and where it comes from
     sample: str | None = None
+    notes: list[str] = field(default_factory=list)  # what a reader of these figures must know
     schema_version: int = SCHEMA_VERSION
 
     def write(self, path: str | Path) -> None:

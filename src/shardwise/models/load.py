@@ -73,10 +73,13 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     dtype = getattr(torch, model.dtype)
-    with torch.device("meta"), no_init_weights():
-        built = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
-        )
+    try:
+        with torch.device("meta"), no_init_weights():
+            built = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
+            )
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UserError(f"{model.path}: transformers cannot build a causal model of it ({_one_line(error)})") from None
     for pattern, kept_dtype in built._get_dtype_plan(dtype).items():
         _cast(built, re.compile(pattern.replace("*", ".*")), kept_dtype)
     initialise_buffers(built)

@@ -12,7 +12,7 @@ from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
-from shardwise.models.families import family_of, spec_of
+from shardwise.models.families import FAMILIES, family_of, spec_of, unproven_note
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel import compose
@@ -38,6 +38,7 @@ class Job:
     spec: ModelSpec
     coverage: lora.Coverage | None
     loss_scale: LossScale
+    notes: tuple[str, ...] = ()  # what whoever reads the result must know; printed, and kept in the record
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """What the optimizer updates on this rank, with its gradients: parameters, or shards of them."""
@@ -65,7 +66,8 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     pm = compose.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps)
-    return Job(pm, optimizer, lr_schedule, spec, coverage, LossScale.of(cfg.training.precision))
+    notes = () if spec.family in FAMILIES else (unproven_note(spec.family),)
+    return Job(pm, optimizer, lr_schedule, spec, coverage, LossScale.of(cfg.training.precision), notes)
 
 
 def run_in_turn(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:

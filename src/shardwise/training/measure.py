@@ -19,6 +19,7 @@ from shardwise.metrics.memory import PeakMemory, state_bytes
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.record import RunRecord
 from shardwise.models.counts import count_model
+from shardwise.models.families import FAMILIES
 from shardwise.training.build import Job
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.reporter import Reporter
@@ -57,29 +58,21 @@ def write_record(
 
 def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, memory: Memory | None) -> RunRecord:
     (part,) = job.pm.parts
-    counts = count_model(part.hf, job.spec)
-    length, micro_batch = cfg.data.sequence_length, cfg.training.micro_batch_size
-    model = model_flops_per_token(counts, length)
-    hardware = hardware_flops_per_token(counts, length, micro_batch, cfg.training.checkpointing)
-    in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
-    peak = peak_flops(mesh.device, torch.bfloat16 if in_16_bits else torch.float32)
+    trained = [p.numel() for p in part.hf.parameters() if p.requires_grad]
+    total = [p.numel() for p in part.hf.parameters()]
     seconds = meter.step_seconds()
     # Positions, not targets: the device computes the filled ones too.
-    positions = cfg.training.global_batch_size * length / seconds["mean"] if seconds else None
-    devices = dist.get_world_size()
-
-    def share(flops_per_token: float) -> float | None:
-        return utilization(flops_per_token, positions, peak.flops_per_second, devices) if positions else None
-
+    positions = cfg.training.global_batch_size * cfg.data.sequence_length / seconds["mean"] if seconds else None
+    figures = _flops(cfg, mesh, job, positions) if job.spec.family in FAMILIES else {}
     return RunRecord(
         status="ok",
         config=cfg.to_dict(),
         environment=environment(mesh.device),
         mesh={axis: mesh.size(axis) for axis in mesh.AXES},
         parameters={
-            "trainable": counts.trainable_parameters,
-            "frozen": counts.parameters - counts.trainable_parameters,
-            "total": counts.parameters,
+            "trainable": sum(trained),
+            "frozen": sum(total) - sum(trained),
+            "total": sum(total),
         },
         lora=job.coverage.to_dict() if job.coverage else None,
         losses=reporter.losses,
@@ -90,17 +83,38 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         step_seconds=seconds,
         peak_memory_bytes=memory.peak_bytes if memory else None,
         state_bytes=memory.state_bytes if memory else None,
-        mfu=share(model),
-        hfu=share(hardware),
-        flops={
+        sample=reporter.sample_text,
+        notes=list(job.notes),
+        **figures,
+    )
+
+
+def _flops(cfg: RunConfig, mesh: Mesh, job: Job, positions_per_second: float | None) -> dict[str, Any]:
+    """The fields of the record that come from counting the model's FLOPs; its units must all be known."""
+    (part,) = job.pm.parts
+    counts = count_model(part.hf, job.spec)
+    length, micro_batch = cfg.data.sequence_length, cfg.training.micro_batch_size
+    model = model_flops_per_token(counts, length)
+    hardware = hardware_flops_per_token(counts, length, micro_batch, cfg.training.checkpointing)
+    in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
+    peak = peak_flops(mesh.device, torch.bfloat16 if in_16_bits else torch.float32)
+
+    def share(flops_per_token: float) -> float | None:
+        if positions_per_second is None:
+            return None
+        return utilization(flops_per_token, positions_per_second, peak.flops_per_second, dist.get_world_size())
+
+    return {
+        "mfu": share(model),
+        "hfu": share(hardware),
+        "flops": {
             "model_per_token": model,
             "hardware_per_token": hardware,
             "convention": CONVENTION,
             "peak_per_second": peak.flops_per_second,
             "peak_source": peak.source,
         },
-        sample=reporter.sample_text,
-    )
+    }
 
 
 def _of_every_rank(value: Any) -> list[Any]:

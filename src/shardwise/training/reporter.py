@@ -45,6 +45,8 @@ class Reporter:
             f"{job.spec.family} on {mesh}: {trainable:,} of {total:,} parameters are trained"
             + (f"\n{job.coverage}" if job.coverage else "")
         )
+        for note in job.notes:
+            self._progress.message(f"note: {note}")
 
     def __enter__(self) -> Reporter:
         if self._main:

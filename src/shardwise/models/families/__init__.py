@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwise.config import UserError
 from shardwise.models.families.base import HYBRID_MIXERS, Family
 from shardwise.models.families.gpt2 import GPT2
 from shardwise.models.families.lfm2 import LFM2
 from shardwise.models.families.nemotron_h import NEMOTRON_H
 from shardwise.models.families.qwen3_moe import QWEN3_MOE
 from shardwise.models.families.qwen3_next import QWEN3_NEXT
+from shardwise.models.families.unproven import inspect_family, unproven_note
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
 
-__all__ = ["FAMILIES", "Family", "family_of", "spec_of"]
+__all__ = ["FAMILIES", "Family", "family_of", "spec_of", "unproven_note"]
 
 _COMMON = [Family(name, token_mixers=HYBRID_MIXERS) for name in ("llama", "qwen3", "qwen3_5_text", "olmo_hybrid")]
 _PROVEN = (*_COMMON, QWEN3_MOE, QWEN3_NEXT, NEMOTRON_H, LFM2, GPT2)
@@ -22,13 +22,11 @@ FAMILIES = {family.model_type: family for family in _PROVEN}
 
 
 def family_of(model: PreTrainedModel) -> Family:
-    """The family of a model, on any device; UserError if it is not one of the proven ones."""
-    model_type = model.config.model_type
-    family = FAMILIES.get(model_type)
-    if family is None:
-        proven = ", ".join(sorted(FAMILIES))
-        raise UserError(f"model type {model_type} is not proven to train right here; choose one of: {proven}")
-    return family
+    """The family of a model, on any device: a listed one, or what inspection finds.
+
+    UserError if the model type is not listed and not of the common shape.
+    """
+    return FAMILIES.get(model.config.model_type) or inspect_family(model)
 
 
 def spec_of(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:

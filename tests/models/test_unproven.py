@@ -1,0 +1,86 @@
+"""Model types that no family lists: what inspection finds of them, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from shardwise.config import Lora, Model, UserError
+from shardwise.models.adapter import save_adapter
+from shardwise.models.families import FAMILIES, family_of, spec_of
+from shardwise.models.families.unproven import inspect_family
+from shardwise.models.load import weights
+from shardwise.models.lora import adapter_layers
+from shardwise.models.save import save_model
+from tests.models.tiny import (
+    PLAIN,
+    loaded_by_transformers,
+    logits,
+    on_meta,
+    relative_error,
+    tiny,
+    trained,
+    with_adapters,
+)
+from tests.models.unproven import UNPROVEN, write_config
+
+
+@pytest.fixture(params=UNPROVEN)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+    return Model(str(write_config(request.param, tmp_path)), init="random")
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_inspection_finds_what_is_written_of_the_listed_families(name: str) -> None:
+    # Where the facts are known, inspection has to come to the same, adapters or not. Layer kinds it cannot know.
+    known, model = FAMILIES[on_meta(tiny(name)).config.model_type], on_meta(tiny(name))
+    adapted, _ = with_adapters(tiny(name), Lora(targets="all-linear"))
+    for found in (inspect_family(model), inspect_family(adapted)):
+        for fact in ("embed", "positions", "layers", "norm", "head"):
+            assert getattr(found, fact) == getattr(known, fact), fact
+        assert set(found.experts) == set(known.experts)
+        assert set(found.gates) >= set(known.gates)
+        assert set(found.bypassed) >= set(known.bypassed)
+        assert set(found.feed_forward) >= set(known.feed_forward) & {n.partition(".")[0] for n in _inside(model)}
+
+
+def _inside(model: PreTrainedModel) -> set[str]:
+    layers = [layer.name for layer in spec_of(model.config, model).layers]
+    return {name for layer in layers for name, _ in model.get_submodule(layer).named_parameters()}
+
+
+def test_layers_are_named_and_auto_reaches_every_projection(model: Model) -> None:
+    built, coverage = with_adapters(model, Lora(r=4))
+    spec = spec_of(built.config, built)
+    assert [layer.name for layer in spec.layers] == [f"model.layers.{i}" for i in range(4)]
+    kinds = {"granite": ["full_attention"] * 4, "mixtral": ["full_attention"] * 4, "mistral": ["sliding_attention"] * 4}
+    alternating = ["sliding_attention", "full_attention"] * 2
+    assert [layer.kind for layer in spec.layers] == kinds.get(spec.family, alternating)
+    moe = spec.family == "mixtral"
+    assert {layer.feed_forward for layer in spec.layers} == {"moe" if moe else "dense"}
+    assert spec.tied == (spec.family == "gemma3_text")
+    # q, k, v, o and, where there are no experts, gate, up and down; the stacks of experts stay frozen.
+    assert len(adapter_layers(built)) == 4 * (4 if moe else 7)
+    assert sum(row.weights for row in coverage.rows) == 4 * (6 if moe else 7)
+
+
+def test_saved_models_and_adapters_are_loaded_by_transformers(model: Model, tmp_path: Path) -> None:
+    built, _ = with_adapters(model, Lora(r=4))
+    save_model(built, weights(built, model, seed=0), tmp_path / "base")
+    save_adapter(built, Lora(r=4), trained(built), tmp_path / "adapter", base_name=str(tmp_path / "base"))
+    loaded = loaded_by_transformers(tmp_path / "base")
+    loaded.load_adapter(str(tmp_path / "adapter"))
+    assert relative_error(logits(loaded), logits(built)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 8}, "it has no final norm after its layers"),
+        ("bloom", {"n_head": 4, "n_layer": 1}, "it has transformer.word_embeddings_layernorm.weight beside"),
+    ],
+)
+def test_what_is_not_of_the_common_shape_is_refused(model_type: str, changes: dict[str, int], reason: str) -> None:
+    config = AutoConfig.for_model(model_type, hidden_size=64, num_attention_heads=4, vocab_size=256, **changes)
+    with pytest.raises(UserError, match=f"model type {model_type} is not one that shardwise knows .* {reason}"):
+        family_of(AutoModelForCausalLM.from_config(config))

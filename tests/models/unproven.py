@@ -1,0 +1,33 @@
+"""Tiny models of types that no family lists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+_COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+}
+UNPROVEN: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 16},  # in every layer, and no layer_types
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16},
+    "granite": {"logits_scaling": 0.5, "embedding_multiplier": 2.0},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16, "sliding_window": 16},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+}
+
+
+def write_config(model_type: str, folder: Path) -> Path:
+    """Write the config.json of a tiny model; the folder."""
+    AutoConfig.for_model(model_type, **{**_COMMON, **UNPROVEN[model_type]}).save_pretrained(folder)
+    return folder
