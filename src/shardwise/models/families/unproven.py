@@ -91,7 +91,7 @@ def unproven_note(family: str) -> str:
     """What is told of a run of a model type that is not listed."""
     return (
         f"family {family} is not proven here: its parts were found by inspection, no test shows that it trains alike "
-        "under every layout, its loss is computed from whole logits, and its FLOPs are not counted (mfu and hfu are null)"
+        "under every layout, its loss is computed from whole logits, and no FLOPs are counted (mfu and hfu are null)"
     )
 
 
