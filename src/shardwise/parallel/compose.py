@@ -9,7 +9,7 @@ from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.families import FAMILIES
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel import activation_checkpoint, ddp, fsdp2
+from shardwise.parallel import accumulate, activation_checkpoint, ddp, fsdp2
 
 Load = Callable[[ParallelModel], None]
 
@@ -18,6 +18,7 @@ ORDER: tuple[tuple[str, Any], ...] = (
     ("fsdp2", fsdp2.apply),  # shards a model on meta: no rank ever holds it whole
     ("load", None),  # weights go into whatever each rank holds now
     ("ddp", ddp.apply),  # wraps real weights
+    ("float32 accumulation", accumulate.apply),  # changes what the wrappers hand over, and to whom
 )
 
 COMPATIBLE: dict[str, frozenset[str]] = {family: frozenset({"single", "ddp", "fsdp2", "hsdp"}) for family in FAMILIES}
@@ -41,6 +42,8 @@ def check(cfg: RunConfig, family: str) -> None:
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: Load) -> ParallelModel:
     """Apply every strategy that the run asks for, in ORDER."""
     asked = {"activation checkpointing", "load", cfg.parallel.data}
+    if cfg.training.accumulation == "float32":
+        asked.add("float32 accumulation")
     for name, strategy in ORDER:
         if name == "load":
             load(pm)

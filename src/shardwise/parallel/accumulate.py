@@ -1,0 +1,108 @@
+"""Gradients of bfloat16 weights that add up in float32 over micro-batches and ranks, and are rounded once.
+
+A bfloat16 sum stops growing when a summand is under 1/256 of it. Memory: 4 bytes for a gradient instead of 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.config import RunConfig, UserError
+from shardwise.interfaces import Batch, Mesh, ParallelModel, no_sync_needed
+from shardwise.models.spec import ModelSpec
+from shardwise.parallel.reduce import DATA_AXES, sum_over
+
+
+def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
+    """Let gradients be float32 from the backward to the clipping; the optimizer gets them in the weights' dtype.
+
+    Float32 weights need nothing. single, zero: autograd adds up in float32. ddp: it does, and the wrapper, whose
+    buckets have the weights' dtype, is left idle; the sums are all-reduced after the last backward, 4 bytes an element.
+    fsdp2: each micro-batch's shards are moved into float32 ones; its reduce-scatter adds up ranks in float32 but hands
+    over the weights' dtype, so each micro-batch's sum over ranks is rounded once.
+    """
+    if cfg.parallel.data == "fsdp1":
+        raise UserError(
+            "training.accumulation is float32, but fsdp1 keeps the gradients of bfloat16 weights in bfloat16; "
+            "use fsdp2, or set model.dtype to float32"
+        )
+    if all(p.dtype == torch.float32 for p in _trained(pm)):
+        return pm
+    pm = replace(pm, make_optimizer=_rounding_once(pm.make_optimizer))
+    if cfg.parallel.data == "fsdp2":
+        return replace(pm, run=_moving_shards(pm.run))
+    _hold_float32(_trained(pm))
+    if cfg.parallel.data != "ddp":
+        return pm
+
+    def reduce() -> None:
+        for parameter in _trained(pm):
+            assert parameter.grad is not None
+            sum_over(parameter.grad, mesh, DATA_AXES)
+
+    pm.set_sync(False)
+    return replace(pm, set_sync=no_sync_needed, reduce_grads=(*pm.reduce_grads, reduce))
+
+
+def _trained(pm: ParallelModel) -> list[nn.Parameter]:
+    return [parameter for _, parameter in pm.named_parameters() if parameter.requires_grad]
+
+
+def _hold_float32(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad_dtype = torch.float32
+
+
+def _moving_shards(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
+        if not train:
+            return inner(pm, microbatches, loss_scale, train)
+        total = torch.zeros((), device=microbatches[0].input_ids.device)
+        trained = _trained(pm)
+        sums: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in trained:
+            parameter.grad_dtype = parameter.dtype  # as fsdp2 sets it
+        for i, batch in enumerate(microbatches):
+            last = i == len(microbatches) - 1
+            alone = replace(pm, set_sync=lambda _, last=last: pm.set_sync(last))
+            total += inner(alone, [batch], loss_scale, train)
+            for parameter in trained:
+                gradient, parameter.grad = parameter.grad, None
+                if gradient is None:
+                    continue  # of replicas: kept by fsdp2, in float32, until the last micro-batch
+                sums[parameter] = sums[parameter].add_(gradient) if parameter in sums else gradient.float()
+        _hold_float32(trained)
+        for parameter, gradient in sums.items():
+            parameter.grad = gradient
+        return total
+
+    return run
+
+
+def _rounding_once(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    def make_optimizer(named: Any) -> torch.optim.Optimizer:
+        optimizer = make(named)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def before(*_: object) -> None:
+            for parameter in parameters:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.grad_dtype = parameter.dtype
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+        def after(*_: object) -> None:
+            for parameter in parameters:
+                parameter.grad = None
+            _hold_float32(parameters)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        _hold_float32(parameters)  # zero's shards
+        return optimizer
+
+    return make_optimizer

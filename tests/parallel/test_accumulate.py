@@ -1,0 +1,104 @@
+"""Gradients of bfloat16 weights over 16 micro-batches, against their sum in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import full_tensor
+from shardwise.training.build import build
+from shardwise.training.step import forward_backward, training_step
+from tests.distributed import run_ranks
+from tests.parity.harness import Cell, microbatches, run_config
+
+Grads = dict[str, torch.Tensor]
+
+
+def _config(layout: str, accumulation: str) -> Any:
+    cfg = run_config(Cell("llama", layout, "full", 1), optimizer="adamw")
+    training = replace(cfg.training, accumulation=accumulation, micro_batch_size=1, global_batch_size=16)
+    return replace(cfg, model=replace(cfg.model, dtype="bfloat16"), training=training)
+
+
+def _summed(layout: str, accumulation: str) -> tuple[Grads, set[torch.dtype], bool, bool]:
+    cfg = _config(layout, accumulation)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
+    named = [(n, p) for n, p in job.pm.named_parameters() if p.requires_grad]
+    grads = {n: full_tensor(p.grad).float().clone() for n, p in named}
+    dtypes = {p.grad.dtype for _, p in named}
+    job.optimizer.zero_grad(set_to_none=True)
+    before = [full_tensor(p.detach()).clone() for _, p in named]
+    for step in (1, 2):
+        training_step(job, microbatches(cfg, mesh, step), mesh, 1.0)
+    moved = all(not torch.equal(full_tensor(p.detach()), b) for (_, p), b in zip(named, before))
+    return grads, dtypes, moved, all(p.grad is None for _, p in named)
+
+
+def _one_by_one() -> tuple[Grads, Grads]:
+    """The sum of each micro-batch's bfloat16 gradients, in float64, and that of their absolute values."""
+    cfg = _config("single", "model")
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    batches = microbatches(cfg, mesh, 1)
+    tokens = sum(batch.num_target_tokens() for batch in batches)
+    sums: Grads = {}
+    sizes: Grads = {}
+    for batch in batches:
+        job.pm.run(job.pm, [batch], 1 / tokens, True)
+        for name, parameter in job.pm.named_parameters():
+            gradient = parameter.grad.double()
+            sums[name] = sums.get(name, 0) + gradient
+            sizes[name] = sizes.get(name, 0) + gradient.abs()
+            parameter.grad = None
+    return sums, sizes
+
+
+def _worst(grads: Grads, sums: Grads, sizes: Grads) -> float:
+    """The largest error in units of the sum of absolute values."""
+    return max(((grads[n].double() - sums[n]).abs() / sizes[n].clamp(min=1e-30)).max().item() for n in sums)
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[Grads, Grads]:
+    (sums,) = run_ranks(1, _one_by_one)
+    return sums
+
+
+def test_sums_of_bfloat16_lose_bits(reference):
+    ((grads, dtypes, _, _),) = run_ranks(1, _summed, "single", "model")
+    assert dtypes == {torch.bfloat16}
+    assert _worst(grads, *reference) > 2**-8  # more than one rounding of each summand would
+
+
+@pytest.mark.parametrize(
+    ("layout", "nproc", "limit"),
+    [
+        ("single", 1, 16 * 2**-24),  # 15 float32 roundings
+        ("ddp", 2, 16 * 2**-24),
+        ("hsdp", 2, 2**-8),  # one rounding to bfloat16, of the sum
+        ("fsdp2", 2, 2**-8),  # of each micro-batch's sum over ranks
+    ],
+)
+def test_sums_of_float32_keep_them(reference, layout, nproc, limit):
+    outcomes = run_ranks(nproc, _summed, layout, "float32")
+    for grads, dtypes, moved, empty in outcomes:
+        assert dtypes == {torch.float32}
+        assert _worst(grads, *reference) <= limit
+        assert moved
+        assert empty
+
+
+def test_a_sum_by_hand():
+    # 1 + 15 / 512: each 1/512 is under half of bfloat16's step at 1, 1/128.
+    for dtype, expected in ((torch.float32, 1 + 15 / 512), (torch.bfloat16, 1.0)):
+        weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        weight.grad_dtype = dtype
+        for value in [1.0] + [2**-9] * 15:
+            (weight * value).sum().backward()
+        assert weight.grad.item() == expected
