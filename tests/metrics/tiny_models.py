@@ -32,6 +32,7 @@ _HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 32}
 CONFIGS = {
     "llama": {"num_hidden_layers": 2},
     "qwen3": {
@@ -74,6 +75,38 @@ CONFIGS = {
         "n_groups": 2,
         "chunk_size": 32,
     },
+    "granitemoehybrid": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+        **_MAMBA2,
+    },
+    "falcon_h1": {"num_hidden_layers": 2, "head_dim": 8, "mamba_d_ssm": 64, "mamba_rms_norm": True, **_MAMBA2},
+    "kimi_linear": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+    "jamba": {
+        "num_hidden_layers": 3,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 2,
+        "num_experts": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 6,
+    },
 }
 
 
@@ -103,7 +136,10 @@ def add_lora(model: PreTrainedModel, targets: Iterable[str], parameters: Iterabl
 
 
 def linears(model: nn.Module, *within: str) -> list[str]:
-    """Linears whose name holds one of `within`; all but the head without. PEFT refuses Nemotron's `out_proj`."""
-    refused = ("lm_head", "mixer.out_proj")
+    """Linears whose name holds one of `within`; all but the head without.
+
+    Not those that take no adapter: PEFT refuses Mamba2's `out_proj`, and Jamba never calls its `dt_proj`.
+    """
+    refused = ("lm_head", "mixer.out_proj", "mamba.out_proj", "dt_proj")
     names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     return [n for n in names if not any(r in n for r in refused) and (not within or any(w in n for w in within))]

@@ -61,6 +61,8 @@ def lora_for(name: str, case: str) -> Lora | None:
             "tiny-nemotron_h": ["lm_head", "norm_f"],
             "tiny-lfm2": ["embedding_norm"],
             "tiny-gpt2": ["ln_f"],
+            "tiny-falcon_h1": ["lm_head", "final_layernorm"],
+            "tiny-jamba": ["lm_head", "final_layernorm"],
         }
         names = saved.get(name, ["lm_head", "model.norm"])
         return Lora(r=4, alpha=4.0, targets="all-linear", rslora=True, modules_to_save=names)

@@ -6,7 +6,15 @@ import pytest
 from torch import nn
 
 from shardwise.models import counts
-from shardwise.models.cores import Attention, GatedDeltaNet, Mamba2, SlidingAttention
+from shardwise.models.cores import (
+    Attention,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    Mamba,
+    Mamba2,
+    SideBySide,
+    SlidingAttention,
+)
 from shardwise.models.counts import Unit, Weight, count_model
 from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
 
@@ -40,15 +48,35 @@ def test_cores_of_each_kind():
             kinds.setdefault(unit.kind, unit.core)
     assert kinds == {
         "embed": None,
-        "full_attention": Attention(num_heads=4, head_dim=8),
+        "full_attention": Attention(num_heads=4, key_dim=8, value_dim=8),
         "gated_delta_net": GatedDeltaNet(num_heads=4, key_dim=8, value_dim=16),
         "sliding_attention": SlidingAttention(num_heads=4, head_dim=8, window=24),
         "short_convolution": None,
         "mamba2": Mamba2(num_heads=4, head_dim=16, state_size=8, chunk_size=32),
+        "attention_and_mamba2": SideBySide(
+            Attention(num_heads=4, key_dim=8, value_dim=8),
+            Mamba2(num_heads=4, head_dim=16, state_size=8, chunk_size=32),
+        ),
+        "kda": KimiDeltaAttention(num_heads=2, head_dim=16),
+        "mamba": Mamba(num_channels=64, state_size=8),
         "mlp": None,
         "moe": None,
         "head": None,
     }
+
+
+def test_latent_attention_has_keys_and_values_of_two_sizes():
+    attention = count_model(*build("kimi_linear", device="meta")).units[3]
+    assert attention.kind == "full_attention"
+    assert attention.core == Attention(num_heads=4, key_dim=8 + 4, value_dim=6)
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "jamba"])
+def test_rates_of_decay_are_no_factors_of_a_product(family):
+    # Though they have two dims (jamba: [channels, states]) or four (kimi_linear: [1, 1, heads, 1]).
+    model, spec = build(family, device="meta")
+    assert any("A_log" in name and p.ndim > 1 for name, p in model.named_parameters())
+    assert not any("A_log" in weight.name for unit in count_model(model, spec).units for weight in unit.weights)
 
 
 def test_a_tied_head_multiplies_but_owns_nothing():
@@ -147,6 +175,12 @@ def test_lora_on_an_embedding_multiplies_its_second_factor_only():
         ("nemotron_h", 1, {"mixer.shared_experts.down_proj.weight"}),
         ("nemotron_h", 2, {"mixer.o_proj.weight"}),
         ("nemotron_h", 3, {"mixer.down_proj.weight"}),
+        ("granitemoehybrid", 0, {"shared_mlp.output_linear.weight"}),
+        ("falcon_h1", 0, {"feed_forward.down_proj.weight"}),
+        ("kimi_linear", 0, {"mlp.down_proj.weight"}),
+        ("kimi_linear", 1, {"mlp.shared_experts.down_proj.weight"}),
+        ("jamba", 0, {"feed_forward.down_proj.weight"}),
+        ("jamba", 1, set()),
     ],
 )
 def test_the_product_that_a_checkpoint_does_not_run_again(family, layer, expected):
@@ -163,17 +197,24 @@ def test_an_unknown_module_is_named_rather_than_guessed():
 
 def test_sums_that_the_cores_are_made_of():
     # One token attends to itself: 2 heads of 8, a score (2 * 8) and a value (2 * 8) each.
-    assert Attention(2, 8).model_forward(1) == 64
+    assert Attention(2, 8, 8).model_forward(1) == 64
     # Three tokens have 1 + 2 + 3 pairs.
-    assert Attention(2, 8).model_forward(3) * 3 == 6 * 64
+    assert Attention(2, 8, 8).model_forward(3) * 3 == 6 * 64
     # A window of two: pairs 1 + 2 + 2; one as long as the sequence is no window.
     assert SlidingAttention(2, 8, window=2).model_forward(3) * 3 == 5 * 64
-    assert SlidingAttention(2, 8, window=9).model_forward(3) == Attention(2, 8).model_forward(3)
+    assert SlidingAttention(2, 8, window=9).model_forward(3) == Attention(2, 8, 8).model_forward(3)
     # Padding: 65 tokens cost as much as 128.
     core = GatedDeltaNet(2, 8, 16)
     assert core.executed_forward(65) * 65 == core.executed_forward(128) * 128
     # Two chunks of four: 2 * (2 * 16 * (8 + 4) + 4 * 4 * 8 * 4) per head, and 3 x 3 chunk states, 2 * 9 * 8 * 4.
     assert Mamba2(1, 8, 4, chunk_size=4).executed_forward(8) * 8 == 2 * (384 + 512) + 576
+    # A chunk of four: five 4 x 4 products of size 8, three with the 8 x 8 state, and rows 1 to 3 of the inversion.
+    assert KimiDeltaAttention(1, 8, chunk_size=4).executed_forward(4) * 4 == 5 * 256 + 3 * 512 + 2 * (1 + 4 + 9)
+    # 3 channels of 2 states: 6 to decay, 12 to add, 12 to read.
+    assert Mamba(3, 2).model_forward(7) == 30
+    both = SideBySide(Mamba(3, 2), Attention(2, 8, 8))
+    assert (both.model_forward(1), both.executed_forward(1)) == (30 + 64, 30 + 64)
+    assert both.executed_backward(1) == 60 + 2.5 * 64
 
 
 def test_stages_name_each_module_once():

@@ -20,11 +20,18 @@ KINDS = {
     "tiny-qwen3_next": ["gated_delta_net"] * 3 + ["full_attention"],
     "tiny-olmo_hybrid": ["gated_delta_net"] * 3 + ["full_attention"],
     "tiny-nemotron_h": ["mamba2", "moe", "full_attention", "mlp"],
+    "tiny-granitemoehybrid": ["mamba2", "full_attention"],
+    "tiny-falcon_h1": ["attention_and_mamba2"] * 2,
+    "tiny-kimi_linear": ["kda", "kda", "full_attention"],
+    "tiny-jamba": ["mamba", "mamba", "full_attention"],
 }
 FEED_FORWARDS = {
     "tiny-qwen3_moe": ["moe", "dense", "moe", "moe"],
     "tiny-qwen3_next": ["moe", "dense", "moe", "moe"],
     "tiny-nemotron_h": ["none"] * 4,
+    "tiny-granitemoehybrid": ["moe"] * 2,
+    "tiny-kimi_linear": ["dense", "moe", "moe"],
+    "tiny-jamba": ["dense", "moe", "dense"],
 }
 
 
@@ -33,8 +40,8 @@ def test_spec_names_every_layer_and_its_kind(name: str) -> None:
     model = on_meta(tiny(name))
     spec = spec_of(model.config, model)
     assert [layer.kind for layer in spec.layers] == KINDS[name]
-    assert [layer.feed_forward for layer in spec.layers] == FEED_FORWARDS.get(name, ["dense"] * 4)
-    assert [layer.name for layer in spec.layers] == [f"{family_of(model).layers}.{i}" for i in range(4)]
+    assert [layer.feed_forward for layer in spec.layers] == FEED_FORWARDS.get(name, ["dense"] * len(KINDS[name]))
+    assert [layer.name for layer in spec.layers] == [f"{family_of(model).layers}.{i}" for i in range(len(spec.layers))]
     assert model.get_submodule(spec.embed) is model.get_input_embeddings()
     assert model.get_submodule(spec.head) is model.get_output_embeddings()
     assert (spec.hidden_size, spec.vocab_size, spec.tied) == (64, 256, model.config.tie_word_embeddings)

@@ -17,7 +17,10 @@ from tests.models.tiny import PLAIN, TINY, logits, on_meta, relative_error, tiny
 # of the layers, counted by hand. MLP: gate, up, down. GDN in Qwen3.5: qkv, z, b, a, out; in Qwen3-Next: qkvz, ba, out;
 # in OLMo: q, k, v, a, b, g, o. Qwen3-Next's layers 0, 2 and 3 have a shared expert (3), its gate (1) and 2 stacks of
 # experts, layer 1 has an MLP (3); Qwen3-MoE's have the stacks alone. LFM2's convolution: in and out. GPT-2: q, k and v
-# are one. Mamba2: in and out, of which out is read past its module.
+# are one. Mamba2: in and out, of which out is read past its module. Granite: two linears are its MLP, beside 2 stacks.
+# Falcon-H1: Mamba2's two, q, k, v, o, MLP. Kimi: q, k, v, f_a, f_b, b, g_a, g_b, o in KDA, and q, kv_a, kv_b, o in
+# attention; then an MLP in layer 0, 2 stacks and a shared expert in the others. Jamba: in, x, dt (read past its module)
+# and out; layer 1 has 2 stacks, the others an MLP.
 EXPECTED = {
     "tiny-llama": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-qwen3": {"full_attention": (3 * 7, 21, 21, 12), "sliding_attention": (7, 7, 7, 4)},
@@ -33,6 +36,10 @@ EXPECTED = {
         "full_attention": (4, 4, 4, 4),
         "mlp": (2, 2, 2, 0),
     },
+    "tiny-granitemoehybrid": {"mamba2": (2 + 2 + 2, 3, 5, 0), "full_attention": (4 + 2 + 2, 6, 8, 4)},
+    "tiny-falcon_h1": {"attention_and_mamba2": (2 * 9, 16, 16, 8)},
+    "tiny-kimi_linear": {"kda": (9 + 3 + 9 + 5, 24, 26, 0), "full_attention": (4 + 5, 7, 9, 4)},
+    "tiny-jamba": {"mamba": (4 + 3 + 4 + 2, 9, 11, 0), "full_attention": (7, 7, 7, 4)},
 }
 
 
@@ -196,7 +203,8 @@ def test_a_list_names_weights_by_the_end_of_their_names(name: str, targets: list
         ),
         ("tiny-llama", ["conv1d"], r"conv1d is no linear of this llama; there are down_proj, gate_proj"),
         ("tiny-llama", ["proj"], r"proj is no linear"),
-        ("tiny-nemotron_h", ["out_proj"], r"out_proj of nemotron_h takes no adapter: the fused kernel"),
+        ("tiny-nemotron_h", ["out_proj"], r"out_proj of nemotron_h takes no adapter: its layer reads"),
+        ("tiny-jamba", ["dt_proj"], r"dt_proj of jamba takes no adapter: its layer reads"),
         ("tiny-llama", ["lm_head"], r"lm_head is the head; .*modules_to_save: \[lm_head\]"),
     ],
 )
@@ -298,11 +306,21 @@ def test_peft_still_leaves_qwen3_next_mlps_without_adapters() -> None:
     assert all("experts" in name for name in adapted)
 
 
-def test_peft_still_bans_mambas_output_projection() -> None:
+@pytest.mark.parametrize("name", ["tiny-nemotron_h", "tiny-falcon_h1"])
+def test_peft_still_bans_mambas_output_projection(name: str) -> None:
     # Then saved adapters could reach it, on kernels that do not read its weight directly.
-    model = on_meta(tiny("tiny-nemotron_h"))
+    model = on_meta(tiny(name))
     with pytest.raises(ValueError, match="incompatible with Mamba"):
         inject_adapter_in_model(LoraConfig(target_modules=["out_proj"]), model, low_cpu_mem_usage=True)
+
+
+def test_an_adapter_on_jambas_time_step_is_still_dead() -> None:
+    # Then `dt_proj` need not be in `Family.bypassed`: the mixer calls it again.
+    model = load_whole(tiny("tiny-jamba"), read_config(tiny("tiny-jamba")))
+    inject_adapter_in_model(LoraConfig(target_modules=["dt_proj", "x_proj"], init_lora_weights=False), model)
+    model.train()(input_ids=tokens(length=8), labels=tokens(length=8), use_cache=False).loss.backward()
+    dead = {name.split(".")[4] for name, p in model.named_parameters() if is_adapter(name) and p.grad is None}
+    assert dead == {"dt_proj"}
 
 
 def test_peft_still_matches_modules_to_save_by_any_ending() -> None:

@@ -44,6 +44,9 @@ def test_checkpoints_differ_from_modules_in_names_and_layout(tmp_path: Path) -> 
         "tiny-olmo_hybrid": "model.layers.0.linear_attn.q_conv1d.weight",
         "tiny-qwen3_next": "model.layers.0.mlp.experts.7.gate_proj.weight",
         "tiny-nemotron_h": "backbone.layers.1.mixer.experts.7.up_proj.weight",
+        "tiny-granitemoehybrid": "model.layers.0.block_sparse_moe.input_linear.weight",
+        "tiny-kimi_linear": "model.layers.1.self_attn.q_conv1d.weight",
+        "tiny-jamba": "model.layers.1.feed_forward.experts.7.gate_proj.weight",
     }
     for name, key in expected.items():
         save_model(on_meta(tiny(name)), entries(tiny(name)).items(), tmp_path)

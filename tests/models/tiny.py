@@ -26,6 +26,10 @@ PLAIN = (  # one of each family
     "tiny-nemotron_h",
     "tiny-lfm2",
     "tiny-gpt2",
+    "tiny-granitemoehybrid",
+    "tiny-falcon_h1",
+    "tiny-kimi_linear",
+    "tiny-jamba",
 )
 TINY = (*PLAIN, "tiny-qwen3_5-tied")
 

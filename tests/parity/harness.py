@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import IGNORED, Batch, Mesh
-from shardwise.models import load, lora
+from shardwise.models import families, load, lora
 from shardwise.models.families import spec_of
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
@@ -39,6 +39,10 @@ FAMILIES = {
     "qwen3_moe": "tiny-qwen3_moe",
     "lfm2": "tiny-lfm2",
     "gpt2": "tiny-gpt2",
+    "granitemoehybrid": "tiny-granitemoehybrid",
+    "falcon_h1": "tiny-falcon_h1",
+    "kimi_linear": "tiny-kimi_linear",
+    "jamba": "tiny-jamba",
 }
 GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, 24, 0.2
 OVERFLOWING_SCALE = 2.0**22
@@ -85,7 +89,9 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
     hsdp = cell.layout == "hsdp"
     return RunConfig(
         model=Model(
-            str(CONFIGS / name), init="random", router_aux_loss_coef=0.01 * (cell.family in ("qwen3_next", "qwen3_moe"))
+            str(CONFIGS / name),
+            init="random",
+            router_aux_loss_coef=0.0 if families.FAMILIES[cell.family].router is None else 0.01,
         ),
         lora=None if cell.mode == "full" else _lora(cell.variant),
         data=Data(

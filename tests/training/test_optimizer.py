@@ -75,6 +75,17 @@ NOT_DECAYED = {
         "norm.weight", "mixer.norm.weight", "norm_f.weight", "mixer.A_log", "mixer.dt_bias", "mixer.D",
         "mixer.conv1d.bias",
     },
+    "tiny-granitemoehybrid": {
+        *PLAIN_NORMS, "mamba.norm.weight", "mamba.A_log", "mamba.dt_bias", "mamba.D", "mamba.conv1d.bias",
+    },
+    "tiny-kimi_linear": {
+        *PLAIN_NORMS, "self_attn.forget_gate.A_log", "self_attn.forget_gate.dt_bias", "self_attn.o_norm.weight",
+        "self_attn.kv_a_layernorm.weight",
+    },
+    "tiny-jamba": {
+        "input_layernorm.weight", "pre_ff_layernorm.weight", "final_layernorm.weight", "mamba.A_log", "mamba.D",
+        "mamba.conv1d.bias", "mamba.dt_proj.bias", *(f"mamba.{x}_layernorm.weight" for x in ("dt", "b", "c")),
+    },
 }  # fmt: skip
 
 

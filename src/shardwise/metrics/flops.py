@@ -59,7 +59,8 @@ def hardware_flops_per_token(
       through that of the stack, 2 n per token and active share, and the low-rank products themselves, which the
       model's FLOPs count, are not run.
 
-    Left out: the K - 1 columns of padding that a convolution computes and drops.
+    Left out: the K - 1 columns of padding that a convolution computes and drops; under `operators`, what a core
+    computes elementwise (`models/cores.py`), which is run again.
     """
     total = 0.0
     tokens = sequence_length * micro_batch_size

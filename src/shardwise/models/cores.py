@@ -1,8 +1,8 @@
 """FLOPs of what mixes the tokens of a sequence, one core for each kind of layer: pure arithmetic on sizes.
 
 A core gives two numbers. Its *model* FLOPs are what the layer's definition asks for, whatever computes it; its
-*executed* FLOPs are what transformers' torch code runs (fused attention; chunked Gated DeltaNet and Mamba2, padded to
-full chunks). Conventions are those of `models/counts.py`: a multiply-add is 2, and only products count.
+*executed* FLOPs are what transformers' torch code runs (fused attention; recurrences in chunks, padded to full ones, or
+token by token). Conventions are those of `models/counts.py`: a multiply-add is 2, and only products count.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ class Core(Protocol):
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal softmax attention of N query heads of size H.
+    """Causal softmax attention of N query heads, with queries and keys of size K and values of size V.
 
-    Token t meets t keys, (T + 1) / 2 on average; a query-key pair costs 2 H for its score and 2 H for its value, so a
-    forward is 2 N H (T + 1) per token: half of what counters that ignore causality give. Grouped key/value heads save
-    memory, not products. Fused (flash) kernels skip the masked half, and in the backward they compute the scores
-    again: five products (scores, dP, dV, dQ, dK) for the forward's two.
+    Token t meets t keys, (T + 1) / 2 on average; a query-key pair costs 2 K for its score and 2 V for its value, so a
+    forward is N (K + V) (T + 1) per token: half of what counters that ignore causality give. Grouped key/value heads
+    save memory, not products, nor do latent ones (DeepSeek-V2, arXiv 2405.04434), which training expands. Fused (flash)
+    kernels skip the masked half, and in the backward they compute the scores again: five products (scores, dQ and dK of
+    K, dP and dV of V) for the forward's two.
     """
 
     num_heads: int
-    head_dim: int
+    key_dim: int
+    value_dim: int
 
     def model_forward(self, sequence_length: int) -> float:
         """See Core."""
-        return 2.0 * self.num_heads * self.head_dim * (sequence_length + 1)
+        return float(self.num_heads * (self.key_dim + self.value_dim) * (sequence_length + 1))
 
     def executed_forward(self, sequence_length: int) -> float:
         """See Core."""
@@ -52,7 +54,7 @@ class Attention:
 
     def executed_backward(self, sequence_length: int) -> float:
         """See Core."""
-        return 2.5 * self.model_forward(sequence_length)
+        return float(self.num_heads * (3 * self.key_dim + 2 * self.value_dim) * (sequence_length + 1))
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,68 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True)
+class KimiDeltaAttention:
+    """The delta rule with a decay per channel (Kimi Linear, arXiv 2510.26692): N heads, with a state of H x H per head.
+
+    Model FLOPs, the recurrence on one token: as in Gated DeltaNet, whose decay is one number per head, 7 N H^2.
+
+    Executed, per head and chunk of C tokens. As matrix products: the inverted system times values and keys, and weights
+    times new values (2 C^2 H each); the state read by keys and by queries and then updated (2 C H^2 each). Written out
+    with elements, as the decay lies inside the sums, so that torch's FLOP counter counts 0: k k^T and q k^T (2 C^2 H
+    each) and the inversion row by row (2 i^2 for row i: C (C - 1) (2 C - 1) / 3). The backward has two products for
+    each, less what has no gradient: as in Gated DeltaNet, 8 C H^2 per sequence.
+    """
+
+    num_heads: int
+    head_dim: int
+    chunk_size: int = 64
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 7.0 * self.num_heads * self.head_dim**2
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self._per_token(sequence_length, self._per_chunk())
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self._per_token(sequence_length, 2 * self._per_chunk(), -8 * self.chunk_size * self.head_dim**2)
+
+    def _per_chunk(self) -> int:
+        c, h = self.chunk_size, self.head_dim
+        return 10 * c * c * h + 6 * c * h * h + c * (c - 1) * (2 * c - 1) // 3
+
+    def _per_token(self, sequence_length: int, per_chunk: int, per_sequence: int = 0) -> float:
+        chunks = -(-sequence_length // self.chunk_size)
+        return self.num_heads * (chunks * per_chunk + per_sequence) / sequence_length
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """The selective scan of Mamba (arXiv 2312.00752): C channels, each with a state of S.
+
+    Model FLOPs, the recurrence on one token: decay the state (C S), add x B^T (2 C S), read with C (2 C S): 5 C S, as
+    for Mamba2. Executed: the same, token by token; the read alone is a matrix product.
+    """
+
+    num_channels: int
+    state_size: int
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 5.0 * self.num_channels * self.state_size
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.model_forward(sequence_length)
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 2.0 * self.model_forward(sequence_length)
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """The state-space scan of Mamba2 (arXiv 2405.21060): N heads of size P, with a state of P x S per head.
 
@@ -161,19 +225,55 @@ class Mamba2:
         return 2.0 * self.executed_forward(sequence_length)
 
 
+@dataclass(frozen=True)
+class SideBySide:
+    """Two cores in one layer, on the same input."""
+
+    one: Core
+    other: Core
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.one.model_forward(sequence_length) + self.other.model_forward(sequence_length)
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.one.executed_forward(sequence_length) + self.other.executed_forward(sequence_length)
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.one.executed_backward(sequence_length) + self.other.executed_backward(sequence_length)
+
+
 def core_of(kind: str, config: PretrainedConfig) -> Core | None:
     """The core of a layer of this kind; None where tokens do not meet."""
     return _CORES[kind](config)
 
 
-# From a layer's kind to its core. The attribute names are those of the transformers configs of all proven families.
+def _attention(config: PretrainedConfig) -> Attention:
+    heads = config.num_attention_heads
+    if hasattr(config, "kv_lora_rank"):  # latent attention; `head_dim` is the rotary part of its keys
+        return Attention(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    return Attention(heads, _head_dim(config), _head_dim(config))
+
+
+def _mamba2(config: PretrainedConfig) -> Mamba2:
+    if hasattr(config, "mamba_n_heads"):
+        return Mamba2(config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_chunk_size)
+    return Mamba2(config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, config.chunk_size)
+
+
+# By the attribute names of the transformers configs of the proven families.
 _CORES = {
-    "full_attention": lambda c: Attention(c.num_attention_heads, _head_dim(c)),
+    "full_attention": _attention,
     "sliding_attention": lambda c: SlidingAttention(c.num_attention_heads, _head_dim(c), c.sliding_window),
     "gated_delta_net": lambda c: GatedDeltaNet(
         c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
     ),
-    "mamba2": lambda c: Mamba2(c.mamba_num_heads, c.mamba_head_dim, c.ssm_state_size, c.chunk_size),
+    "kda": lambda c: KimiDeltaAttention(c.linear_num_heads, c.linear_head_dim),
+    "mamba": lambda c: Mamba(c.mamba_expand * c.hidden_size, c.mamba_d_state),
+    "mamba2": _mamba2,
+    "attention_and_mamba2": lambda c: SideBySide(_attention(c), _mamba2(c)),
     "short_convolution": lambda c: None,  # its convolution is a weight like any other
     "mlp": lambda c: None,
     "moe": lambda c: None,

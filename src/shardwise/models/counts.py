@@ -63,22 +63,26 @@ class ModelCounts:
         return sum(unit.trainable_parameters for unit in self.units)
 
 
-_CORE_STAGE = 3
+_CORE_STAGE = 6
 # Where in its unit's dataflow a module acts, by the end of its name. A product needs the gradient of its input if
 # something in an earlier unit or at an earlier stage is trainable. Branches that run side by side share a stage; one
 # that joins late (such as the output gate) is taken to act where it starts.
 _STAGES = {
-    0: "embed_tokens embeddings wte wpe input_layernorm operator_norm ln_1 norm norm_f embedding_norm ln_f",
+    0: "embed_tokens embeddings wte wpe input_layernorm operator_norm ln_1 norm norm_f embedding_norm final_layernorm "
+    "ln_f",
     1: "q_proj k_proj v_proj in_proj in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z in_proj_b in_proj_a "
-    "a_proj b_proj g_proj c_attn lm_head",
-    2: "conv1d conv.conv q_norm k_norm q_layernorm k_layernorm A_log dt_bias D",
-    4: "linear_attn.norm mixer.norm o_norm",
-    5: "o_proj out_proj attn.c_proj",
-    6: "post_attention_layernorm ffn_norm ln_2",
-    7: "gate gate_proj up_proj gate_up_proj shared_expert_gate fc1_latent_proj w1 w3 c_fc",
-    8: "down_proj experts.up_proj w2 mlp.c_proj",
-    9: "experts.down_proj",
-    10: "fc2_latent_proj post_feedforward_layernorm",
+    "a_proj b_proj g_proj q_a_proj kv_a_proj_with_mqa f_a_proj g_a_proj c_attn lm_head",
+    2: "conv1d conv.conv q_norm k_norm q_layernorm k_layernorm q_a_layernorm kv_a_layernorm A_log dt_bias D",
+    3: "q_b_proj kv_b_proj f_b_proj g_b_proj x_proj",
+    4: "dt_layernorm b_layernorm c_layernorm",
+    5: "dt_proj",
+    7: "linear_attn.norm mixer.norm mamba.norm o_norm",
+    8: "o_proj out_proj attn.c_proj",
+    9: "post_attention_layernorm pre_ff_layernorm ffn_norm ln_2",
+    10: "gate router gate_proj up_proj gate_up_proj input_linear shared_expert_gate fc1_latent_proj w1 w3 c_fc",
+    11: "down_proj output_linear experts.up_proj w2 mlp.c_proj",
+    12: "experts.down_proj",
+    13: "fc2_latent_proj post_feedforward_layernorm",
 }
 _STAGE_OF = {name: stage for stage, names in _STAGES.items() for name in names.split()}
 _WRAPPING = re.compile(r"\.(base_layer|lora_(embedding_)?[AB]\.\w+|modules_to_save\.\w+|weight|bias)(?=\.|$)")
@@ -126,7 +130,7 @@ def _count_unit(model: PreTrainedModel, names: tuple[str, ...], kind: str, count
             folded=".lora_" in name and _fold_rank(model, name) > 0,
         )
         for name, p in used
-        if p.ndim >= 2
+        if p.ndim >= 2 and not name.endswith("A_log")  # a matrix in some families, but never a factor of a product
     )
     return Unit(
         name=names[0] if kind == "embed" else names[-1],
@@ -179,7 +183,8 @@ def _ends_layer(names: list[str], ranks: dict[str, int]) -> str | None:
     again. A norm after it, or the weighted sum of routed experts, saves its input and has it run.
     """
     last = (
-        r"\.(mlp\.(down_proj|c_proj)|feed_forward\.w2|mixer\.(down_proj|out_proj|o_proj|shared_experts\.down_proj))\."
+        r"\.((mlp|feed_forward|mlp\.shared_experts)\.down_proj|mlp\.c_proj|feed_forward\.w2|shared_mlp\.output_linear"
+        r"|mixer\.(down_proj|out_proj|o_proj|shared_experts\.down_proj))\."
     )
     candidates = [name for name in names if re.search(last, name) and name.endswith(".weight")]
     if not candidates or any("post_feedforward_layernorm" in name for name in names):

@@ -213,8 +213,8 @@ def _matches(target: str, names: dict[str, str], spec: ModelSpec, family: Family
         raise UserError(f"lora.targets: {target} is no linear of this {spec.family}; {_near(target, names.values())}")
     if all(names[path] in family.bypassed for path in found):
         raise UserError(
-            f"lora.targets: {target} of {spec.family} takes no adapter: the fused kernel of its layer reads the weight "
-            "past the adapter; leave it out"
+            f"lora.targets: {target} of {spec.family} takes no adapter: its layer reads the weight past the adapter; "
+            "leave it out"
         )
     return found
 

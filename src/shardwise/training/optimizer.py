@@ -16,11 +16,13 @@ from shardwise.models.names import is_adapter
 def is_decayed(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay acts on a whole (not sharded) parameter: LoRA factors, and what has two dims longer than 1.
 
-    Left alone are norms, biases, recurrent scalars (`A_log`, `dt_bias`, `D`) and linears to one gate ([1, D]): their
-    size is no sign of overfitting, and pulled to 0 they change what the layer is (a norm of 0, a forgotten state).
+    Left alone are norms, biases, rates of decay (`A_log`, in Mamba one per channel and state; `dt_bias`, `D`) and
+    linears to one gate ([1, D]): their size is no sign of overfitting, and pulled to 0 they change what the layer is (a
+    norm of 0, a forgotten state).
     Convolutions ([C, 1, K]) and routers ([E, D]) are weights of a product like any other. So is a factor of rank 1.
     """
-    return is_adapter(name) or sum(size > 1 for size in parameter.shape) > 1
+    matrix = sum(size > 1 for size in parameter.shape) > 1 and name.rpartition(".")[2] != "A_log"
+    return is_adapter(name) or matrix
 
 
 def make_optimizer(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.models.families.base import HYBRID_MIXERS, Family
+from shardwise.models.families.falcon_h1 import FALCON_H1
 from shardwise.models.families.gpt2 import GPT2
+from shardwise.models.families.granitemoehybrid import GRANITEMOEHYBRID
+from shardwise.models.families.jamba import JAMBA
+from shardwise.models.families.kimi_linear import KIMI_LINEAR
 from shardwise.models.families.lfm2 import LFM2
 from shardwise.models.families.nemotron_h import NEMOTRON_H
 from shardwise.models.families.qwen3_moe import QWEN3_MOE
@@ -17,7 +21,18 @@ from shardwise.models.spec import LayerSpec, ModelSpec
 __all__ = ["FAMILIES", "Family", "family_of", "spec_of", "unproven_note"]
 
 _COMMON = [Family(name, token_mixers=HYBRID_MIXERS) for name in ("llama", "qwen3", "qwen3_5_text", "olmo_hybrid")]
-_PROVEN = (*_COMMON, QWEN3_MOE, QWEN3_NEXT, NEMOTRON_H, LFM2, GPT2)
+_PROVEN = (
+    *_COMMON,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+    NEMOTRON_H,
+    LFM2,
+    GPT2,
+    GRANITEMOEHYBRID,
+    FALCON_H1,
+    KIMI_LINEAR,
+    JAMBA,
+)
 FAMILIES = {family.model_type: family for family in _PROVEN}
 
 

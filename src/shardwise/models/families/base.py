@@ -57,7 +57,8 @@ class Family:
     gates: tuple[str, ...] = ()
     """Linears of a layer that give a score rather than a projection; `lora.targets: auto` leaves them frozen."""
     bypassed: tuple[str, ...] = ()
-    """Linears of a layer whose weight a fused GPU kernel reads past the module, so that an adapter would do nothing."""
+    """Linears of a layer whose weight is read past the module, by a fused GPU kernel or by the layer itself, so that an
+    adapter would do nothing."""
     renamed_by_peft: tuple[str, ...] = ()
     """Last parts of linears' names that PEFT takes for the names of routed experts (see `lora.save_adapter`)."""
 

@@ -6,6 +6,7 @@ JAMBA = Family(
     "jamba",
     norm="model.final_layernorm",
     mixers={"linear_attention": "mamba", "full_attention": "full_attention"},
+    feed_forward=("feed_forward",),
     router="JambaTopKRouter",
     experts=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
     # The mixer multiplies by the weight itself, to add the bias only inside the scan.
