@@ -106,12 +106,6 @@ def already_portable(name: str, held: torch.Tensor) -> torch.Tensor:
     return held.detach()
 
 
-def copy_in(name: str, held: torch.Tensor, portable: torch.Tensor) -> None:
-    """The `from_portable` of a model that holds plain tensors or DTensors."""
-    with torch.no_grad():
-        held.copy_(portable)
-
-
 @dataclass(frozen=True)
 class ParallelModel:
     """A model as one rank sees it. Strategies replace or extend these fields; the loop has no branch on them."""
@@ -130,10 +124,18 @@ class ParallelModel:
     to_portable: Callable[[str, torch.Tensor], torch.Tensor] = already_portable
     """(parameter name, what this rank holds under it: the weight, its gradient or an optimizer state of its size) ->
     the same as a plain tensor, equal on every rank, or as a DTensor. A collective where a strategy replaces it."""
-    from_portable: Callable[[str, torch.Tensor, torch.Tensor], None] = copy_in
-    """(parameter name, what this rank holds, a portable tensor placed as `to_portable` gives it): copy it back."""
+    from_portable: Callable[[str, torch.Tensor, torch.Tensor], None] = field(kw_only=True)
+    """(parameter name, what this rank holds, a portable tensor placed as `to_portable` gives it, or a plain whole one):
+    copy it, or this rank's share of it, back."""
+    flat: tuple[nn.Parameter, ...] = ()
+    """What a strategy keeps the named parameters in, with their gradients, if they are views."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank by their names in the transformers model (with PEFT's layers in it)."""
         for part in self.parts:
             yield from part.hf.named_parameters()
+
+    def stored(self) -> Iterator[nn.Parameter]:
+        """What takes this rank's memory for weights and, in their `.grad`, gradients; storages may come up twice."""
+        yield from (parameter for _, parameter in self.named_parameters())
+        yield from self.flat

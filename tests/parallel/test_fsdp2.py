@@ -1,4 +1,4 @@
-"""fsdp2's own decisions: which dim is cut, what a unit is, and models of more than one dtype."""
+"""Models of more than one dtype, and the dtype of reductions, under fsdp2 and the other strategies."""
 
 from __future__ import annotations
 
@@ -10,21 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise.parallel.fsdp2 import odd_dtype_parameters, shard_dim
+from shardwise.parallel.fsdp2 import odd_dtype_parameters
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.training.build import build
 from shardwise.training.step import forward_backward, training_step
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, random_b, run_config
-
-
-@pytest.mark.parametrize(
-    ("shape", "num_shards", "dim"),
-    [((8, 3), 4, 0), ((4, 64), 8, 1), ((6, 5, 8), 4, 2), ((3, 5), 2, 0), ((7,), 4, 0), ((2, 3), 1, 0)],
-)
-def test_the_first_dim_that_divides_evenly_is_cut(shape, num_shards, dim):
-    assert shard_dim(shape, num_shards) == dim
 
 
 def _in_bfloat16(

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardwise.parallel.place import fill, fill_all, full_tensor, materialise
+from shardwise.parallel.place import fill, full_tensor, materialise, shard_dim
 from tests.distributed import run_ranks
 
 
@@ -41,9 +41,14 @@ def test_materialise_keeps_ties_flags_and_buffers():
     assert module["a"].scale.item() == 2.0
 
 
-def test_fill_all_names_what_it_filled_and_refuses_another_shape():
-    targets = {"a": torch.zeros(2), "b": torch.zeros(2)}
-    assert fill_all(targets, [("a", torch.ones(2))]) == {"a"}
-    assert targets["a"].tolist() == [1.0, 1.0]
+def test_fill_refuses_another_shape():
     with pytest.raises(AssertionError):
-        fill(targets["b"], torch.ones(1))
+        fill(torch.zeros(2), torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_shards", "dim"),
+    [((8, 3), 4, 0), ((4, 64), 8, 1), ((6, 5, 8), 4, 2), ((3, 5), 2, 0), ((7,), 4, 0), ((2, 3), 1, 0)],
+)
+def test_the_first_dim_that_divides_evenly_is_cut(shape, num_shards, dim):
+    assert shard_dim(shape, num_shards) == dim

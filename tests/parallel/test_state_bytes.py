@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.metrics.memory import state_bytes
-from shardwise.parallel.fsdp2 import shard_dim
 from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import shard_dim
 from shardwise.training.build import build
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.step import forward_backward

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -55,7 +55,7 @@ class Cell:
     """One point of the parity matrix."""
 
     family: str
-    layout: str  # single | ddp | fsdp2 | hsdp
+    layout: str  # as compose.LAYOUTS has it
     mode: str  # lora | full
     nproc: int = 1
     variant: str = ""  # "", or one more thing that differs from the plain cell: see `run_config` and `reference`
@@ -67,7 +67,7 @@ class Cell:
 
     def reference(self) -> Cell:
         """The same work on one process, plain where the variant must not change what is computed."""
-        variant = "" if self.variant in ("checkpointing", "operators", "keep-gathered") else self.variant
+        variant = self.variant if self.variant in ("dropout", "tied", "isolated") else ""
         return replace(self, layout="single", nproc=1, variant=variant)
 
 
@@ -103,6 +103,8 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             data="fsdp2" if hsdp else cell.layout,
             dp_replicate=2 if hsdp else 1,
             reshard_after_forward=cell.variant != "keep-gathered",
+            fsdp1_wrap="naive" if cell.variant == "naive" else "separate",
+            offload=cell.variant.removeprefix("offload-") if cell.variant.startswith("offload-") else "none",
         ),
         # Half of what the gradients of these models come to, so that clipping always acts.
         optimizer=Optimizer(name=optimizer, lr=1.0, lr_schedule="linear", weight_decay=0.01, max_grad_norm=MAX_NORM),
@@ -170,13 +172,14 @@ def run_cell(cell: Cell) -> Outcome:
     job = build(cfg, mesh, random_b(cfg))
     if cell.variant == "float16":
         job.loss_scale.scale = OVERFLOWING_SCALE
-    trained = [(name, p) for name, p in job.pm.named_parameters() if p.requires_grad]
     losses, norms, grads = [], [], {}
     # The first step's gradients are looked at once; then all steps are done as a run does them.
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
-    for name, parameter in job.pm.named_parameters():
+    # Whole parameters without their optimizer's shards, frozen ones too: what else has got a gradient.
+    named = [*job.pm.named_parameters(), *(pair for g in job.optimizer.param_groups for pair in _pairs(g))]
+    for name, parameter in named:
         if parameter.grad is not None:
-            grads[name] = full_tensor(parameter.grad).clone()
+            grads[name] = full_tensor(job.pm.to_portable(name, parameter.grad)).clone()
             parameter.grad = None
     for step in range(1, cfg.training.steps + 1):
         result = training_step(job, microbatches(cfg, mesh, step), mesh, cfg.optimizer.max_grad_norm)
@@ -186,8 +189,16 @@ def run_cell(cell: Cell) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         written = save_result(job, cfg, Path(folder))
         saved = {} if written is None else _read_safetensors(written)
-    params = {name: full_tensor(p.detach()).clone() for name, p in trained}
+    params = {
+        name: full_tensor(job.pm.to_portable(name, p)).clone()
+        for name, p in job.pm.named_parameters()
+        if p.requires_grad
+    }
     return Outcome(losses, norms, eval_loss, grads, params, saved)
+
+
+def _pairs(group: dict[str, Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    return zip(group["param_names"], group["params"])
 
 
 def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:

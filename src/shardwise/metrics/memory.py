@@ -39,15 +39,25 @@ def memory_in_use(device: torch.device) -> int:
 def state_bytes(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes this rank holds between steps: `weights`, `gradients` (those that are set) and `optimizer`.
 
-    `parameters` are all parameters, frozen ones too. `optimizer` is every tensor of its state, step counters included.
+    `parameters` are all parameters, frozen ones too. `optimizer` is every tensor of its state, step counters included,
+    and the copies of weights that it works on if they are not the model's own. Each storage counts once, at its first
+    place in this order.
     """
-    parameters = list(parameters)
+    weights = list(parameters)
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
     state = [value for entry in optimizer.state.values() for value in entry.values()]
-    return {
-        "weights": tensor_bytes(parameters),
-        "gradients": tensor_bytes(p.grad for p in parameters if p.grad is not None),
-        "optimizer": tensor_bytes(value for value in state if isinstance(value, torch.Tensor)),
+    held = {
+        "weights": weights,
+        "gradients": [p.grad for p in (*weights, *updated) if p.grad is not None],
+        "optimizer": [*updated, *(value for value in state if isinstance(value, torch.Tensor))],
     }
+    counted: set[int] = set()
+    sizes = {}
+    for name, tensors in held.items():
+        storages = _storages(tensors)
+        sizes[name] = sum(storage.nbytes() for key, storage in storages.items() if key not in counted)
+        counted |= storages.keys()
+    return sizes
 
 
 class PeakMemory:

@@ -125,9 +125,11 @@ def adapter_weights(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, to
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             continue
-        value = torch.zeros(parameter.shape)
+        factor = model.get_submodule(name.rpartition(".")[0])
+        assert isinstance(factor, nn.Linear)
+        value = torch.zeros(factor.out_features, factor.in_features)  # the parameter may be a piece of it, laid flat
         if ".lora_A." in name:
-            bound = 1.0 / math.sqrt(parameter.shape[1])
+            bound = 1.0 / math.sqrt(factor.in_features)
             value.uniform_(-bound, bound, generator=torch.Generator().manual_seed(stable_seed(seed, name)))
         yield name, value.to(parameter.dtype)
 

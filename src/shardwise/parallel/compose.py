@@ -9,21 +9,30 @@ from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.families import FAMILIES
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel import accumulate, activation_checkpoint, ddp, fsdp2
+from shardwise.parallel import accumulate, activation_checkpoint, ddp, fsdp1, fsdp2, zero
 
 Load = Callable[[ParallelModel], None]
 
 ORDER: tuple[tuple[str, Any], ...] = (
     ("activation checkpointing", activation_checkpoint.apply),  # inside the wrappers, so that their hooks lie outside
+    ("fsdp1", fsdp1.apply),  # gives memory to one unit of a model on meta after the other, and shards it
     ("fsdp2", fsdp2.apply),  # shards a model on meta: no rank ever holds it whole
     ("load", None),  # weights go into whatever each rank holds now
     ("ddp", ddp.apply),  # wraps real weights
+    ("zero1", zero.apply),  # the optimizer's shards are views into real weights
+    ("zero2", zero.apply),
     ("float32 accumulation", accumulate.apply),  # changes what the wrappers hand over, and to whom
 )
 
-COMPATIBLE: dict[str, frozenset[str]] = {family: frozenset({"single", "ddp", "fsdp2", "hsdp"}) for family in FAMILIES}
-"""Per family, the layouts that tests/parity proves; anything else is refused before memory is taken."""
-UNPROVEN = frozenset({"single", "ddp", "fsdp2", "hsdp"})
+LAYOUTS = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
+EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
+"""(family, layout) that is not proven although both are; each with the reason beside it."""
+
+COMPATIBLE: dict[str, frozenset[str]] = {
+    family: frozenset(layout for layout in LAYOUTS if (family, layout) not in EXCEPTIONS) for family in FAMILIES
+}
+"""Per proven family, the layouts that tests/parity proves; others are refused before memory is taken."""
+UNPROVEN = frozenset(LAYOUTS)
 """The layouts of a family that is not listed: those that ask nothing of a model's inside."""
 
 

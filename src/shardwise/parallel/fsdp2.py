@@ -10,7 +10,6 @@ Sources: Zhao et al., "PyTorch FSDP", arXiv 2304.11277; Rajbhandari et al., "ZeR
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.distributed.tensor import Shard
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
+from shardwise.parallel.place import shard_dim
 from shardwise.parallel.reduce import DATA_AXES, sum_gradients
 
 
@@ -76,11 +76,6 @@ def units(part: nn.Module, spec: ModelSpec) -> list[nn.Module | list[nn.Module]]
         return [*layers]
     embed, norm, head = (part.get_submodule(f"hf.{name}") for name in (spec.embed, spec.norm, spec.head))
     return [embed, *layers, [norm, head]]
-
-
-def shard_dim(shape: Sequence[int], num_shards: int) -> int:
-    """The dim to shard: 0 if it divides evenly, else the first that does, else 0 (the last ranks then hold less)."""
-    return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), 0)
 
 
 def odd_dtype_parameters(part: nn.Module) -> list[nn.Parameter]:

@@ -20,7 +20,7 @@ def build_mesh(cfg: RunConfig, device: torch.device) -> Mesh:
 
 
 def mesh_sizes(cfg: RunConfig, world_size: int) -> dict[str, int]:
-    """Axis sizes for `world_size` ranks: what other axes leave goes to dp_shard (fsdp2) or dp_replicate (ddp)."""
+    """Axis sizes for `world_size` ranks: what other axes leave goes to dp_shard (fsdp) or dp_replicate (ddp, zero)."""
     parallel, training = cfg.parallel, cfg.training
     sizes = dict.fromkeys(Mesh.AXES, 1)
     if parallel.data == "single":
@@ -29,7 +29,7 @@ def mesh_sizes(cfg: RunConfig, world_size: int) -> dict[str, int]:
                 f"parallel.data is single but there are {world_size} processes; "
                 "use --nproc 1, or parallel.data ddp or fsdp2"
             )
-    elif parallel.data == "ddp":
+    elif parallel.data in ("ddp", "zero1", "zero2"):
         sizes["dp_replicate"] = world_size
     else:
         if world_size % parallel.dp_replicate:

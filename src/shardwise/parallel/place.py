@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            if parameter is None:
+            if parameter is None or not parameter.is_meta:
                 continue
             if parameter not in made:
                 # fsdp2 picks the new parameters up at its first forward.
@@ -28,29 +28,35 @@ def materialise(module: nn.Module, device: torch.device) -> None:
                 owner._buffers[name] = buffer.to(device)
 
 
+def shard_dim(shape: Sequence[int], num_shards: int) -> int:
+    """The dim to shard: 0 if it divides evenly, else the first that does, else 0 (the last ranks then hold less)."""
+    return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), 0)
+
+
+def cut(full: torch.Tensor, dim: int, num_shards: int) -> list[torch.Tensor]:
+    """Views of `full`, one per rank, as DTensor cuts: ceil(size / n) long, the last ones shorter or empty."""
+    pieces = list(full.chunk(num_shards, dim))
+    return pieces + [full.narrow(dim, 0, 0)] * (num_shards - len(pieces))
+
+
 @torch.no_grad()
 def fill(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy the share of this rank of `full` into `target`; every rank has `full`, so nothing is sent or allocated."""
+    """Copy into `target`: the share of this rank where every rank has `full`, so that nothing is sent or allocated.
+
+    A DTensor that is placed as the target is copied as it is.
+    """
     assert target.shape == full.shape, (target.shape, full.shape)
-    if not isinstance(target, DTensor):
-        target.copy_(full)
-        return
-    for axis, placement in enumerate(target.placements):
-        if isinstance(placement, Shard):
-            # As DTensor cuts: pieces of ceil(size / n), the last ones smaller or empty.
-            pieces = full.chunk(target.device_mesh.size(axis), placement.dim)
-            mine = target.device_mesh.get_local_rank(axis)
-            full = pieces[mine] if mine < len(pieces) else full.narrow(placement.dim, 0, 0)
-    target.to_local().copy_(full)
-
-
-def fill_all(targets: Mapping[str, torch.Tensor], values: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Fill named targets from (name, full tensor) pairs, one at a time; return the names that were filled."""
-    filled = set()
-    for name, full in values:
-        fill(targets[name], full)
-        filled.add(name)
-    return filled
+    if isinstance(target, DTensor):
+        if isinstance(full, DTensor):
+            assert (full.device_mesh, full.placements) == (target.device_mesh, target.placements)
+            full = full.to_local()
+        else:
+            for axis, placement in enumerate(target.placements):
+                if isinstance(placement, Shard):
+                    pieces = cut(full, placement.dim, target.device_mesh.size(axis))
+                    full = pieces[target.device_mesh.get_local_rank(axis)]
+        target = target.to_local()
+    target.copy_(full)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

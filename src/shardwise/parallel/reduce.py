@@ -9,6 +9,10 @@ import torch.distributed as dist
 
 from shardwise.interfaces import Mesh
 
+# torch 2.13 renames them and warns at the old names.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Ranks along these hold different rows of a global batch."""
 

@@ -12,11 +12,12 @@ from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
+from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, family_of, spec_of, unproven_note
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel import compose
-from shardwise.parallel.place import fill_all, materialise
+from shardwise.parallel.place import fill, materialise
 from shardwise.training.loss_scale import LossScale
 from shardwise.training.optimizer import is_decayed, make_lr_schedule, make_optimizer
 
@@ -36,6 +37,8 @@ class Job:
     optimizer: torch.optim.Optimizer
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     spec: ModelSpec
+    parameters: Mapping[str, int]  # of the whole model: how many are trainable, frozen, and in total
+    counts: ModelCounts | None  # of the whole model; None where the family is not known
     coverage: lora.Coverage | None
     loss_scale: LossScale
     notes: tuple[str, ...] = ()  # what whoever reads the result must know; printed, and kept in the record
@@ -53,21 +56,34 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     spec = spec_of(hf_config, hf)
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     part = CausalLM(hf, spec, family_of(hf), cfg)
+    parameters = _sizes(hf)
+    counts = count_model(hf, spec) if spec.family in FAMILIES else None
     decayed = {name for name, parameter in hf.named_parameters() if is_decayed(name, parameter)}  # by whole shapes
 
     def load_parts(pm: ParallelModel) -> None:
         for part in pm.parts:
             materialise(part, mesh.device)
-            _fill_part(part, cfg, state or State())
+            _fill_part(pm, part, cfg, state or State())
 
     pm = ParallelModel(
-        parts=(part,), run=run_in_turn, make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed)
+        parts=(part,),
+        run=run_in_turn,
+        make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
+        from_portable=lambda name, held, portable: fill(held, portable),
     )
     pm = compose.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps)
     notes = () if spec.family in FAMILIES else (unproven_note(spec.family),)
-    return Job(pm, optimizer, lr_schedule, spec, coverage, LossScale.of(cfg.training.precision), notes)
+    return Job(
+        pm, optimizer, lr_schedule, spec, parameters, counts, coverage, LossScale.of(cfg.training.precision), notes
+    )
+
+
+def _sizes(hf: torch.nn.Module) -> dict[str, int]:
+    total = sum(p.numel() for p in hf.parameters())
+    trainable = sum(p.numel() for p in hf.parameters() if p.requires_grad)
+    return {"trainable": trainable, "frozen": total - trainable, "total": total}
 
 
 def run_in_turn(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
@@ -87,7 +103,7 @@ def run_in_turn(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: fl
     return total
 
 
-def _fill_part(part: Part, cfg: RunConfig, state: State) -> None:
+def _fill_part(pm: ParallelModel, part: Part, cfg: RunConfig, state: State) -> None:
     targets = dict(chain(part.hf.named_parameters(), part.hf.named_buffers()))
     # Two parameters may stand for one weight: `modules_to_save` keeps the original beside the copy that is trained.
     by_hf_name: dict[str, list[str]] = {}
@@ -100,6 +116,9 @@ def _fill_part(part: Part, cfg: RunConfig, state: State) -> None:
         lora.adapter_weights(part.hf, cfg.training.seed),
         state.parameters.items(),
     )
-    filled = fill_all(targets, initial)
+    filled = set()
+    for name, full in initial:  # one at a time
+        pm.from_portable(name, targets[name], full)
+        filled.add(name)
     missed = [name for name, _ in part.hf.named_parameters() if name not in filled]
     assert not missed, f"never filled: {missed}"

@@ -22,7 +22,7 @@ def save_result(job: Job, cfg: RunConfig, output_dir: Path) -> Path | None:
     Tensors are gathered one by one, and only rank 0 keeps them: adapters together, a model's up to one file's worth.
     """
     (part,) = job.pm.parts
-    whole = _whole_tensors(part.hf, trainable_only=cfg.lora is not None)
+    whole = _whole_tensors(job, trainable_only=cfg.lora is not None)
     if dist.get_rank() != 0:
         deque(whole, maxlen=0)  # takes part in the gathering
         return None
@@ -33,11 +33,12 @@ def save_result(job: Job, cfg: RunConfig, output_dir: Path) -> Path | None:
     return output_dir / "model"
 
 
-def _whole_tensors(hf: torch.nn.Module, trainable_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in hf.named_parameters():
+def _whole_tensors(job: Job, trainable_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in job.pm.named_parameters():
         if parameter.requires_grad or not trainable_only:
             # An all-gather of one parameter's shards, if it is sharded; every rank must come by here.
-            yield name, full_tensor(parameter.detach()).to("cpu", copy=True)
+            yield name, full_tensor(job.pm.to_portable(name, parameter)).to("cpu", copy=True)
     if not trainable_only:
-        persistent = hf.state_dict(keep_vars=True)
-        yield from ((name, buffer.cpu()) for name, buffer in hf.named_buffers() if name in persistent)
+        (part,) = job.pm.parts
+        persistent = part.hf.state_dict(keep_vars=True)
+        yield from ((name, buffer.cpu()) for name, buffer in part.hf.named_buffers() if name in persistent)

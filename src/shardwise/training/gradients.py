@@ -18,9 +18,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The mesh axes over which a tensor is cut into disjoint parts (along the others it is replicated)."""
+    """The mesh axes over which a tensor is cut into disjoint parts (along the others it is replicated).
+
+    A strategy that cuts parameters without DTensor says so in their attribute `sharded_axes`.
+    """
     if not isinstance(tensor, DTensor):
-        return ()
+        return getattr(tensor, "sharded_axes", ())
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None
     return tuple(name for name, placement in zip(names, tensor.placements) if isinstance(placement, Shard))
@@ -39,7 +42,8 @@ def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     total = torch.zeros((), device=mesh.device)
     for axes in sorted(gradients):
         norms = torch.stack(torch._foreach_norm(gradients[axes], 2, torch.float32))
-        total += sum_over(norms.square().sum(), mesh, axes)
+        # Gradients that are kept on the CPU are summed where the group can be reached.
+        total += sum_over(norms.square().sum().to(mesh.device), mesh, axes)
     return sum_over(total, mesh, ("pp",)).sqrt()
 
 

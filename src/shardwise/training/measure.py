@@ -18,8 +18,7 @@ from shardwise.metrics.hardware import environment, peak_flops
 from shardwise.metrics.memory import PeakMemory, state_bytes
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.record import RunRecord
-from shardwise.models.counts import count_model
-from shardwise.models.families import FAMILIES
+from shardwise.models.counts import ModelCounts
 from shardwise.training.build import Job
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.reporter import Reporter
@@ -41,7 +40,7 @@ def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: Run
         forward_backward(job.pm, microbatches, mesh, job.loss_scale.scale)
         clip_by_global_norm(job.trainable(), mesh, cfg.optimizer.max_grad_norm, job.loss_scale.scale)
         job.optimizer.step()
-    state = state_bytes([p for _, p in job.pm.named_parameters()], job.optimizer)
+    state = state_bytes(job.pm.stored(), job.optimizer)
     return Memory(_of_every_rank(peak.peak_bytes), _of_every_rank(state))
 
 
@@ -57,23 +56,16 @@ def write_record(
 
 
 def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, memory: Memory | None) -> RunRecord:
-    (part,) = job.pm.parts
-    trained = [p.numel() for p in part.hf.parameters() if p.requires_grad]
-    total = [p.numel() for p in part.hf.parameters()]
     seconds = meter.step_seconds()
     # Positions, not targets: the device computes the filled ones too.
     positions = cfg.training.global_batch_size * cfg.data.sequence_length / seconds["mean"] if seconds else None
-    figures = _flops(cfg, mesh, job, positions) if job.spec.family in FAMILIES else {}
+    figures = _flops(cfg, mesh, job.counts, positions) if job.counts else {}
     return RunRecord(
         status="ok",
         config=cfg.to_dict(),
         environment=environment(mesh.device),
         mesh={axis: mesh.size(axis) for axis in mesh.AXES},
-        parameters={
-            "trainable": sum(trained),
-            "frozen": sum(total) - sum(trained),
-            "total": sum(total),
-        },
+        parameters=dict(job.parameters),
         lora=job.coverage.to_dict() if job.coverage else None,
         losses=reporter.losses,
         grad_norms=reporter.grad_norms,
@@ -89,10 +81,8 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
     )
 
 
-def _flops(cfg: RunConfig, mesh: Mesh, job: Job, positions_per_second: float | None) -> dict[str, Any]:
-    """The fields of the record that come from counting the model's FLOPs; its units must all be known."""
-    (part,) = job.pm.parts
-    counts = count_model(part.hf, job.spec)
+def _flops(cfg: RunConfig, mesh: Mesh, counts: ModelCounts, positions_per_second: float | None) -> dict[str, Any]:
+    """The fields of the record that come from counting the model's FLOPs."""
     length, micro_batch = cfg.data.sequence_length, cfg.training.micro_batch_size
     model = model_flops_per_token(counts, length)
     hardware = hardware_flops_per_token(counts, length, micro_batch, cfg.training.checkpointing)

@@ -38,9 +38,7 @@ class Reporter:
         self._metrics: MetricsFile | None = None
         self._loggers: list[Logger] = []
         self._stack = contextlib.ExitStack()
-        trainable, total = (
-            sum(p.numel() for p in ps) for ps in (job.trainable(), dict(job.pm.named_parameters()).values())
-        )
+        trainable, total = job.parameters["trainable"], job.parameters["total"]
         self._progress.message(
             f"{job.spec.family} on {mesh}: {trainable:,} of {total:,} parameters are trained"
             + (f"\n{job.coverage}" if job.coverage else "")

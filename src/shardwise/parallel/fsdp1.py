@@ -1,0 +1,157 @@
+"""PyTorch's first fully sharded data parallel: the weights of a unit lie end to end in one flat parameter, cut in n.
+
+One unit per decoder layer, one for the embedding; the root takes norm and head (and a tied embedding). A unit's flat
+parameter is gathered before its forward and again before its backward ((n-1)/n of its bytes reach each rank each time),
+and its gradient is reduce-scattered in every micro-batch ((n-1)/n of its float32 bytes leave each rank).
+A flat parameter has one `requires_grad`: with a single trained weight in it, its gradient has memory, and is sent, for
+all of it. `parallel.fsdp1_wrap: separate` therefore makes units of their own of what is trained; `naive` does not.
+Source: Zhao et al., "PyTorch FSDP", arXiv 2304.11277.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft.tuners.lora import ParamWrapper
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._runtime_utils import _reshard
+
+from shardwise.config import RunConfig, UserError
+from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.models.spec import ModelSpec
+from shardwise.parallel.flat import portable
+from shardwise.parallel.place import materialise
+from shardwise.parallel.reduce import DATA_AXES, sum_gradients
+
+
+class Unit(nn.Module):
+    """Stands between a module and the wrapper that its calls go through.
+
+    The wrapper must hold what it calls, but the model keeps the bare module, and with it transformers' names.
+    """
+
+    def __init__(self, module: nn.Module, inner: list[FullyShardedDataParallel]) -> None:
+        super().__init__()
+        self.module = module
+        self.inner = nn.ModuleList(inner)  # where the wrapper of the whole model looks for the others
+        self.compute = module.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computed before its calls went through the wrapper."""
+        return self.compute(*args, **kwargs)
+
+
+def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
+    """Give memory to one unit of the model on `meta` after the other and shard it; weights go into the shards later."""
+    (part,) = pm.parts
+    _check(part, cfg, mesh)
+    ignored: list[nn.Parameter] = []
+    wrappers: list[FullyShardedDataParallel] = []
+    separate = cfg.parallel.fsdp1_wrap == "separate"
+    for module in _units(part, spec, separate):
+        materialise(module, mesh.device)
+        ignored += _odd_dtype(module)
+        unit = Unit(module, wrappers if module is part else [])
+        wrappers.append(_wrap(unit, mesh, ignored))
+        module.forward = _through(wrappers[-1])
+    root = wrappers[-1]
+    flat = [wrapper._handle.flat_param for wrapper in wrappers if wrapper._handle is not None]
+
+    def reshard_after_evaluation(*_: object) -> None:
+        # The root keeps its weights for the backward, and here none comes.
+        if not torch.is_grad_enabled() and root._handle is not None:
+            _reshard(root, root._handle, True)
+
+    def reduce() -> None:
+        sum_gradients([p for p in ignored if p.requires_grad], mesh, DATA_AXES)
+        for parameter in part.parameters():
+            # So that the optimizer has a state of every trained parameter on every rank.
+            if parameter.requires_grad and parameter.numel() == 0:
+                parameter.grad = torch.zeros_like(parameter)
+
+    part.register_forward_hook(reshard_after_evaluation)
+    to_portable, from_portable = portable(pm, part, flat, mesh)
+    return replace(
+        pm,
+        reduce_grads=(*pm.reduce_grads, reduce),
+        to_portable=to_portable,
+        from_portable=from_portable,
+        flat=tuple(flat),
+    )
+
+
+def _check(part: nn.Module, cfg: RunConfig, mesh: Mesh) -> None:
+    if mesh.size("dp_shard") == 1:
+        raise UserError("parallel.data is fsdp1 but there is one process, and nothing to shard over; use single")
+    if cfg.lora is None:
+        return
+    if cfg.parallel.fsdp1_wrap == "separate" and any(isinstance(module, ParamWrapper) for module in part.modules()):
+        raise UserError(
+            "parallel.data fsdp1: adapters on routed experts are read, not called, so none can be a unit of its own; "
+            "use fsdp2, or leave the experts out of lora.targets"
+        )
+    if cfg.parallel.fsdp1_wrap == "naive" and cfg.model.dtype != "float32" and cfg.lora.dtype == "float32":
+        raise UserError(
+            "parallel.fsdp1_wrap naive: a flat parameter has one dtype, but the adapters are float32 and the model is "
+            f"{cfg.model.dtype}; set lora.dtype to model, or parallel.fsdp1_wrap to separate"
+        )
+
+
+def _units(part: nn.Module, spec: ModelSpec, separate: bool) -> Iterator[nn.Module]:
+    """What is gathered and freed together; what lies inside another comes before it, the whole model last."""
+    names = [layer.name for layer in spec.layers] if spec.tied else [spec.embed, *(layer.name for layer in spec.layers)]
+    for module in (*(part.get_submodule(f"hf.{name}") for name in names), part):
+        if separate and not all(p.requires_grad for p in _new(module)):
+            yield from _trained(module)
+        yield module
+
+
+def _trained(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that are called and whose parameters are all trained."""
+    for child in module.children():
+        flags = {p.requires_grad for p in _new(child)}
+        if flags == {True} and not isinstance(child, nn.ModuleDict | nn.ModuleList):
+            yield child
+        elif True in flags:
+            yield from _trained(child)
+
+
+def _new(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that no unit has taken yet."""
+    return [p for p in module.parameters() if not getattr(p, "_fsdp_flattened", False)]
+
+
+def _odd_dtype(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters of a unit of another dtype than most of their elements have, such as float32 `A_log`.
+
+    A flat parameter has one dtype. These are a few numbers per head, so they stay whole on every rank.
+    """
+    new = _new(module)
+    size = Counter[torch.dtype]()
+    for parameter in new:
+        size[parameter.dtype] += parameter.numel()
+    return [p for p in new if p.dtype != size.most_common(1)[0][0]]
+
+
+def _wrap(unit: Unit, mesh: Mesh, ignored: list[nn.Parameter]) -> FullyShardedDataParallel:
+    wrapper = FullyShardedDataParallel(
+        unit,
+        process_group=mesh.dense.get_group("dp_shard"),
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        mixed_precision=MixedPrecision(reduce_dtype=torch.float32, cast_root_forward_inputs=False),
+        device_id=mesh.device,
+        ignored_states=ignored,
+        use_orig_params=True,
+    )
+    # Sums, not means.
+    wrapper._gradient_predivide_factor = wrapper._gradient_postdivide_factor = 1
+    return wrapper
+
+
+def _through(wrapper: FullyShardedDataParallel) -> Callable[..., Any]:
+    return lambda *args, **kwargs: wrapper(*args, **kwargs)
