@@ -29,8 +29,7 @@ VARIANTS = (
         for layout, mode in (("ddp", "lora"), ("fsdp2", "full"))
     ),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
-    Cell("llama", "ddp", "full", 2, "float16"),
-    Cell("llama", "fsdp2", "full", 2, "float16"),
+    *(Cell("llama", layout, "full", 2, "float16") for layout in LAYOUTS),
 )
 
 # At 2 processes hsdp has 1 shard and 2 replicas: still its own code path.

@@ -67,7 +67,8 @@ class Cell:
 
     def reference(self) -> Cell:
         """The same work on one process, plain where the variant must not change what is computed."""
-        variant = self.variant if self.variant in ("dropout", "tied", "isolated") else ""
+        same = ("checkpointing", "operators", "keep-gathered", "naive", "offload-optimizer", "offload-all")
+        variant = "" if self.variant in same else self.variant
         return replace(self, layout="single", nproc=1, variant=variant)
 
 
