@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import IGNORED, Batch, Part
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
+from shardwise.models.attention import use_kernel
 from shardwise.models.dropout import DropoutState, replace_dropouts
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.isolation import isolate, with_documents
@@ -37,6 +38,7 @@ class CausalLM(Part):
         self.autocast_dtype = None if cfg.training.precision == "float32" else getattr(torch, cfg.training.precision)
         self.dropout = DropoutState(cfg.training.seed)
         replace_dropouts(hf, self.dropout)
+        use_kernel(hf, spec, cfg.model.sdpa_backend)
         self.isolated = cfg.data.packing == "isolated"
         if self.isolated:
             isolate(hf, spec, family, self.dropout)

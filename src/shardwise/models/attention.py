@@ -1,0 +1,49 @@
+"""Which of torch's kernels compute a model's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shardwise.config import UserError
+from shardwise.models.spec import ModelSpec
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_NO_KERNEL = ("No viable backend", "No available kernel")  # what torch says on a CPU, on a GPU
+
+
+def use_kernel(hf: nn.Module, spec: ModelSpec, name: str) -> None:
+    """Let every layer's attention run on the kernel `name` alone (`auto`: what torch chooses).
+
+    Chosen within the layer, so that a layer that is computed again in the backward chooses the same; a backward itself
+    follows its forward. UserError in the first forward that the kernel cannot run.
+    """
+    if name != "auto":
+        for layer in spec.layers:
+            module = hf.get_submodule(layer.name)
+            module.forward = _with_kernel(module.forward, name)
+
+
+def _with_kernel(forward: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
+    def with_kernel(*args: Any, **kwargs: Any) -> torch.Tensor:
+        try:
+            with sdpa_kernel(BACKENDS[name]):
+                return forward(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(sign in str(error) for sign in _NO_KERNEL):
+                raise
+            raise UserError(
+                f"model.sdpa_backend is {name}, but that kernel cannot run this attention on this device in this "
+                "dtype; use auto or math"
+            ) from None
+
+    return with_kernel
