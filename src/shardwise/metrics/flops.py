@@ -59,6 +59,9 @@ def hardware_flops_per_token(
       through that of the stack, 2 n per token and active share, and the low-rank products themselves, which the
       model's FLOPs count, are not run.
 
+    The head counts on positions without a target too, which the chunked loss skips: how many there are is the data's
+    affair, and not known here.
+
     Left out: the K - 1 columns of padding that a convolution computes and drops; under `operators`, what a core
     computes elementwise (`models/cores.py`), which is run again.
     """

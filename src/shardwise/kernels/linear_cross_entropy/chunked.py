@@ -99,7 +99,7 @@ class _Loss(torch.autograd.Function):
                     z.mul_(slope)
                 narrow.copy_(z)
                 if dx is not None:
-                    torch.mul(narrow @ weight, 1 / lift, out=dx[start : start + size])
+                    dx[start : start + size].copy_(narrow @ weight).div_(lift)
                 if dw is not None:
                     _add_product(dw, narrow.t(), x / lift)
                 if db is not None:
