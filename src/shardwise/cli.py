@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -37,13 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: list[str]) -> int:
     """As `main`, but what goes wrong is raised."""
     # Overrides are taken out first: argparse takes one whose value has a space in it for a positional argument.
-    overrides = [a for a in arguments if a.startswith("--") and "=" in a and a.partition("=")[0] != "--nproc"]
+    own = ("--nproc", "--resume")
+    overrides = [a for a in arguments if a.startswith("--") and "=" in a and a.partition("=")[0] not in own]
     args, unknown = build_parser().parse_known_args([a for a in arguments if a not in overrides])
     if args.command != "train":
         unknown += overrides
     if unknown:
         raise UserError(f"unknown argument {unknown[0]}; see shardwise --help (an override is written {OVERRIDE})")
     if args.command == "train":
+        if args.resume is not None:
+            overrides.append(f"--training.resume={json.dumps(args.resume)}")
         return launch(load_config(args.run, overrides), args.nproc)
     return merge(*args.merge)
 
@@ -66,12 +70,18 @@ def build_parser() -> Parser:
     train = commands.add_parser(
         "train",
         help="train as a run file says",
-        usage=f"shardwise train RUN.yaml [--nproc N] [{OVERRIDE} ...]",
+        usage=f"shardwise train RUN.yaml [--nproc N] [--resume WHERE] [{OVERRIDE} ...]",
         description="Train as RUN.yaml says. Under torchrun or srun, join the processes that it started.",
         allow_abbrev=False,
     )
     train.add_argument("run", metavar="RUN.yaml", help=f"the run file; {OVERRIDE} replaces a value of it")
     train.add_argument("--nproc", type=int, metavar="N", help="processes to start on this machine (default 1)")
+
+    train.add_argument(
+        "--resume",
+        metavar="WHERE",
+        help="go on from a checkpoint: latest, latest-good (the newest that is whole), or its folder",
+    )
 
     export = commands.add_parser("export", help="write a trained model in another form", allow_abbrev=False)
     export.add_argument(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training, UserError
 from shardwise.metrics.record import RunRecord
@@ -25,22 +22,6 @@ from tests.models.unproven import write_config
 from tests.parity.harness import CONFIGS
 
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A corpus and a byte-level tokenizer of 256 tokens."""
-    path = tmp_path_factory.mktemp("run")
-    words = re.findall(r"\w+", "the state of a gated delta rule decays and is corrected by each key and value it meets")
-    lines = [json.dumps({"text": " ".join(words[(i * k) % len(words)] for k in range(40))}) for i in range(1, 60)]
-    (path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<|end|>": 0} | {symbol: i for i, symbol in enumerate(alphabet[:255], 1)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<|end|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(path / "tokenizer")
-    return path
 
 
 def config(folder: Path, name: str, layout: str = "single", *, lora: bool = True, **training: Any) -> RunConfig:

@@ -102,7 +102,7 @@ def stale_gradient_kept():
 
 
 def schedule_that_stands_still():
-    build.make_lr_schedule = lambda cfg, optimizer, steps: torch.optim.lr_scheduler.LambdaLR(
+    build.make_lr_schedule = lambda cfg, optimizer, steps, done: torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda done: 1.0
     )
 

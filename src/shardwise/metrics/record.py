@@ -47,6 +47,7 @@ class RunRecord:
     flops: dict[str, Any] | None = None  # per token (model, hardware), convention, peak and where it comes from
     sample: str | None = None
     notes: list[str] = field(default_factory=list)  # what a reader of these figures must know
+    resumed_from: dict[str, Any] | None = None  # folder, step of a checkpoint; times are of what followed
     schema_version: int = SCHEMA_VERSION
 
     def write(self, path: str | Path) -> None:

@@ -24,9 +24,12 @@ from shardwise.training.optimizer import is_decayed, make_lr_schedule, make_opti
 
 @dataclass(frozen=True)
 class State:
-    """What a run starts from beside its config: full tensors by parameter name, in place of the initial values."""
+    """What a run starts from beside its config."""
 
     parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Full tensors by parameter name, in place of the initial values."""
+    step: int = 0
+    """Steps done before; the learning rate is a function of it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Job:
 
 def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     """Build the part of this rank in the run that `cfg` describes; memory is taken after all checks."""
+    state = state or State()
     hf_config = load.read_config(cfg.model)
     compose.check(cfg, hf_config.model_type)
     hf = load.build_meta(cfg.model, hf_config)
@@ -63,7 +67,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     def load_parts(pm: ParallelModel) -> None:
         for part in pm.parts:
             materialise(part, mesh.device)
-            _fill_part(pm, part, cfg, state or State())
+            _fill_part(pm, part, cfg, state)
 
     pm = ParallelModel(
         parts=(part,),
@@ -73,7 +77,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     )
     pm = compose.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
-    lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps)
+    lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step)
     notes = () if spec.family in FAMILIES else (unproven_note(spec.family),)
     return Job(
         pm, optimizer, lr_schedule, spec, parameters, counts, coverage, LossScale.of(cfg.training.precision), notes

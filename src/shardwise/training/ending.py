@@ -19,6 +19,10 @@ PATIENCE_SECONDS = 2.0
 """How long a rank with an unexpected error waits before it ends: many times what a launcher takes to see an exit."""
 
 
+class RunError(RuntimeError):
+    """What ends a run though nobody made a mistake in code or config, such as a full disk: told in one line."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """What an exception comes to."""
@@ -36,6 +40,8 @@ def explain(error: BaseException, where: str = "") -> Ending:
     message = " ".join(str(error).split())
     if isinstance(error, UserError):
         return Ending(USER_ERROR, message, f"error: {message}")
+    if isinstance(error, RunError):
+        return Ending(FAILED, message, f"error: {message}")
     if is_out_of_memory(error):
         wanted = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
         reason = f"out of memory{where}" + (f": {wanted[0].lower()}" if wanted else "")

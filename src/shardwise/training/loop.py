@@ -12,11 +12,13 @@ from shardwise.interfaces import Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.record import RunRecord
 from shardwise.models import load
-from shardwise.training.build import build
-from shardwise.training.evaluate import evaluate, greedy_sample
+from shardwise.training.build import State, build
+from shardwise.training.checkpoint import Checkpointer, restore
+from shardwise.training.evaluate import Evaluation, evaluate, greedy_sample
 from shardwise.training.export import save_result
 from shardwise.training.measure import measure_memory, write_record
 from shardwise.training.reporter import Reporter
+from shardwise.training.resume import find_start
 from shardwise.training.step import NonFiniteLossError, training_step
 
 
@@ -24,18 +26,26 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     """Run the whole of `cfg` on this rank, with the process group up; rank 0 gets the record, which is on disk too."""
     tokenizer = load_tokenizer(cfg.model)
     load.check_vocabulary(load.read_config(cfg.model), len(tokenizer))
-    loaders = build_loaders(cfg, tokenizer, mesh.slots(cfg.training.global_batch_size))
-    job = build(cfg, mesh)
+    start = find_start(cfg)
+    loaders = build_loaders(cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader)
+    job = build(cfg, mesh, State(step=start.step))
+    restore(start, job, cfg)
     meter = Meter(cfg.measure.warmup_steps)
     steps, eval_every = cfg.training.steps, cfg.training.eval_every
-    with closing(loaders.train), Reporter(cfg, mesh, job) as reporter:
+    with (
+        closing(loaders.train),
+        Reporter(cfg, mesh, job, start) as reporter,
+        Checkpointer(cfg, job, loaders, start) as checkpointer,
+    ):
 
-        def run_evaluation(step: int) -> None:
-            if loaders.validation is not None:
-                reporter.evaluation(evaluate(job.pm, loaders.validation, mesh, step))
+        def run_evaluation(step: int) -> Evaluation | None:
+            if loaders.validation is None:
+                return None
+            return reporter.evaluation(evaluate(job.pm, loaders.validation, mesh, step))
 
-        run_evaluation(0)
-        for step in range(1, steps + 1):
+        if start.step == 0:
+            run_evaluation(0)
+        for step in range(start.step + 1, steps + 1):
             meter.start()  # what a run waits for its data counts
             microbatches = [batch.to(mesh.device) for batch in next(loaders.train)]
             if cfg.measure.reverse_microbatches:
@@ -47,8 +57,9 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
                 raise reporter.non_finite(step, microbatches, error) from None
             meter.stop(result.tokens)
             reporter.step(step, result, lr, meter)
-            if step == steps or (eval_every and step % eval_every == 0):
-                run_evaluation(step)
+            evaluated = step == steps or (eval_every and step % eval_every == 0)
+            checkpointer.after_step(step, run_evaluation(step) if evaluated else None)
+        checkpointer.wait()
         if cfg.training.sample is not None:
             reporter.sample(greedy_sample(job.pm, tokenizer, cfg.training.sample, mesh))
         save_result(job, cfg, Path(cfg.training.output_dir))

@@ -60,6 +60,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
     # Positions, not targets: the device computes the filled ones too.
     positions = cfg.training.global_batch_size * cfg.data.sequence_length / seconds["mean"] if seconds else None
     figures = _flops(cfg, mesh, job.counts, positions) if job.counts else {}
+    start = reporter.start
     return RunRecord(
         status="ok",
         config=cfg.to_dict(),
@@ -77,6 +78,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         state_bytes=memory.state_bytes if memory else None,
         sample=reporter.sample_text,
         notes=list(job.notes),
+        resumed_from={"folder": str(start.folder), "step": start.step} if start.folder else None,
         **figures,
     )
 

@@ -59,6 +59,12 @@ def lr_factor(cfg: Optimizer, step: int, steps: int) -> float:
     return (1 + math.cos(math.pi * progress)) / 2 if cfg.lr_schedule == "cosine" else 1 - progress
 
 
-def make_lr_schedule(cfg: Optimizer, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """A scheduler whose `step()` follows each optimizer step."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: lr_factor(cfg, min(done + 1, steps), steps))
+def make_lr_schedule(
+    cfg: Optimizer, optimizer: torch.optim.Optimizer, steps: int, done: int = 0
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A scheduler whose `step()` follows each optimizer step, of which `done` were done before."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # torch wants it of a schedule that does not start at 0
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: lr_factor(cfg, min(done + 1, steps), steps), last_epoch=done - 1
+    )

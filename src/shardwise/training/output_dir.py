@@ -8,11 +8,12 @@ from pathlib import Path
 
 from shardwise.config import RunConfig, UserError
 from shardwise.metrics.record import RunRecord
+from shardwise.training.checkpoint_folder import CHECKPOINTS, METRICS, complete
 
-RECORD, METRICS = "record.json", "metrics.jsonl"
+RECORD = "record.json"
 FILES = (RECORD, METRICS, "non-finite-step-*-rank-*.json")
 """The files that a run writes, as patterns."""
-FOLDERS = ("adapter", "model", "checkpoints", "tensorboard")
+FOLDERS = ("adapter", "model", CHECKPOINTS, "tensorboard")
 """The folders that a run writes."""
 
 
@@ -20,14 +21,17 @@ def claim(cfg: RunConfig, clear: bool) -> None:
     """Make the output folder; `clear` removes the run that is to be replaced, and nothing that no run wrote.
 
     Raises UserError where the folder holds a run and `training.overwrite` is off. A record of a run that was refused
-    before it began (status `unsupported`) holds nothing to lose: the next try replaces it.
+    before it began (status `unsupported`) holds nothing to lose: the next try replaces it. A run that goes on from a
+    checkpoint in this folder leaves everything as it is until the checkpoint is found whole: see `go_on`.
     """
     folder = Path(cfg.training.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"training.output_dir {folder}: cannot make the folder ({error.strerror})") from None
-    if not ((folder / RECORD).exists() or (folder / METRICS).exists()):
+    if _goes_on_here(cfg, folder):
+        return
+    if not ((folder / RECORD).exists() or (folder / METRICS).exists() or complete(folder)):
         return
     if not cfg.training.overwrite and not _was_refused(folder):
         raise UserError(
@@ -40,6 +44,15 @@ def claim(cfg: RunConfig, clear: bool) -> None:
                 path.unlink()
         for name in FOLDERS:
             shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def go_on(cfg: RunConfig, metrics: Path) -> None:
+    """Make the folder one of a run that stands where its checkpoint, whose metrics these are, was written."""
+    folder = Path(cfg.training.output_dir)
+    (folder / RECORD).unlink(missing_ok=True)
+    temporary = folder / f".{METRICS}.tmp"
+    shutil.copyfile(metrics, temporary)
+    temporary.replace(folder / METRICS)
 
 
 def record_failure(cfg: RunConfig, out_of_memory: bool, refused: bool, reason: str) -> None:
@@ -58,6 +71,13 @@ def record_failure(cfg: RunConfig, out_of_memory: bool, refused: bool, reason: s
         RunRecord(status, cfg.to_dict(), reason, environment()).write(folder / RECORD)
 
 
+def _goes_on_here(cfg: RunConfig, folder: Path) -> bool:
+    resume = cfg.training.resume
+    if resume is None or resume in ("latest", "latest-good"):
+        return resume is not None
+    return Path(resume).resolve().is_relative_to((folder / CHECKPOINTS).resolve())
+
+
 def _was_refused(folder: Path) -> bool:
     if (folder / METRICS).exists():
         return False
@@ -68,7 +88,8 @@ def _was_refused(folder: Path) -> bool:
 
 
 def _check_inputs_stay(cfg: RunConfig, folder: Path) -> None:
-    inputs = [Path(path).resolve() for path in (cfg.model.path, cfg.model.tokenizer) if path is not None]
+    paths = (cfg.model.path, cfg.model.tokenizer, cfg.training.resume)
+    inputs = [Path(path).resolve() for path in paths if path is not None]
     for name in FOLDERS:
         if any(path.is_relative_to((folder / name).resolve()) for path in inputs):
             raise UserError(

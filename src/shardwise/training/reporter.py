@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,24 +15,30 @@ from shardwise.interfaces import Batch, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.record import MetricsFile, dumps
+from shardwise.training import output_dir
 from shardwise.training.build import Job
+from shardwise.training.checkpoint_folder import METRICS
 from shardwise.training.evaluate import Evaluation
 from shardwise.training.loggers import Logger, open_loggers
 from shardwise.training.progress import Progress
+from shardwise.training.resume import Start
 from shardwise.training.step import NonFiniteLossError, StepResult
 
 
 class Reporter:
     """Collects what happens on every rank; shows and writes it on rank 0."""
 
-    def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job) -> None:
+    def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start) -> None:
         self.cfg = cfg
         self.mesh = mesh
+        self.start = start
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.skipped_steps = 0
         self.evaluations: list[Evaluation] = []
         self.sample_text: str | None = None
+        if start.folder is not None:
+            self._recall(start.folder / METRICS)
         self._main = dist.get_rank() == 0
         self._output_dir = Path(cfg.training.output_dir)
         self._progress = Progress(cfg.training.steps, show=self._main)
@@ -45,9 +52,15 @@ class Reporter:
         )
         for note in job.notes:
             self._progress.message(f"note: {note}")
+        for line in start.passed_over:
+            self._progress.message(line)
+        if start.folder is not None:
+            self._progress.message(f"going on after step {start.step}, from {start.folder}")
 
     def __enter__(self) -> Reporter:
         if self._main:
+            if self.start.folder is not None:
+                output_dir.go_on(self.cfg, self.start.folder / METRICS)
             self._metrics = self._stack.enter_context(MetricsFile(self._output_dir / "metrics.jsonl"))
             self._loggers = open_loggers(self.cfg.measure.trackers, self._output_dir, self.cfg.to_dict())
             for logger in self._loggers:
@@ -75,8 +88,8 @@ class Reporter:
             skipped_steps=self.skipped_steps,
         )
 
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """The validation set was evaluated."""
+    def evaluation(self, evaluation: Evaluation) -> Evaluation:
+        """The validation set was evaluated; returns what it was given."""
         self.evaluations.append(evaluation)
         self._progress.message(
             f"validation after step {evaluation.step}: loss {evaluation.loss:.4f}, "
@@ -84,6 +97,7 @@ class Reporter:
         )
         values = {"eval_loss": evaluation.loss, "eval_perplexity": evaluation.perplexity}
         self._write(evaluation.step, values, eval_tokens=evaluation.tokens)
+        return evaluation
 
     def sample(self, text: str) -> None:
         """The model has continued `training.sample`."""
@@ -104,6 +118,18 @@ class Reporter:
             f"step {step}: {error}; this rank's rows are in {path}: lower optimizer.lr, lengthen "
             "optimizer.warmup_steps or set training.precision=float32"
         )
+
+    def _recall(self, metrics: Path) -> None:
+        """Take up the history that a checkpoint keeps."""
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if "loss" in row:
+                self.losses.append(float(row["loss"]))  # "nan" and "inf" are strings there
+                self.grad_norms.append(float(row["grad_norm"]))
+                self.skipped_steps = row["skipped_steps"]
+            if "eval_loss" in row:
+                loss, perplexity = float(row["eval_loss"]), float(row["eval_perplexity"])
+                self.evaluations.append(Evaluation(row["step"], loss, perplexity, row["eval_tokens"]))
 
     def _write(self, step: int, values: dict[str, float], **counts: int) -> None:
         if self._metrics is not None:

@@ -1,0 +1,233 @@
+"""Save a run so that it can go on, under this layout or another, and put it back: torch.distributed.checkpoint inside.
+
+What is saved is known by parameter name and is a plain tensor or a DTensor, so that a layout reads what another wrote:
+`weights/NAME` (with LoRA the trained ones only) and `optimizer/NAME/STATE`. Each rank writes its shards, and of what
+several ranks hold one copy; nothing is gathered. Everything else stands in `checkpoint.json`.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from shardwise.config import RunConfig, UserError
+from shardwise.data.loader import Loaders
+from shardwise.data.state import merge_states
+from shardwise.training import checkpoint_folder as folders
+from shardwise.training.build import Job
+from shardwise.training.checkpoint_folder import METRICS, UNFINISHED, Manifest, folder_of
+from shardwise.training.ending import RunError
+from shardwise.training.evaluate import Evaluation
+from shardwise.training.resume import Start
+
+
+class Checkpointer:
+    """Saves a run while it goes on; on every rank, since each writes its share."""
+
+    def __init__(self, cfg: RunConfig, job: Job, loaders: Loaders, start: Start) -> None:
+        self._cfg, self._job, self._loaders = cfg, job, loaders
+        self._output_dir = Path(cfg.training.output_dir)
+        self._best_loss = math.inf if start.best_loss is None else start.best_loss
+        self._main = dist.get_rank() == 0
+        # Of its own: a save may go on beside the collectives of training, and has objects to send, not GPU tensors.
+        self._group = dist.new_group(backend="gloo")
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> Checkpointer:
+        if self._main:
+            folders.remove_unfinished(self._output_dir)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(wait=error is None)
+
+    def after_step(self, step: int, evaluation: Evaluation | None) -> None:
+        """Save if it is time to, or if the evaluation after this step is the best so far and that is to be kept."""
+        training = self._cfg.training
+        best = False
+        if training.keep_best and evaluation is not None and evaluation.loss < self._best_loss:
+            best, self._best_loss = True, evaluation.loss
+        due = training.save_every > 0 and (step % training.save_every == 0 or step == training.steps)
+        if due or best:
+            self.save(step, best)
+
+    def save(self, step: int, best: bool = False) -> None:
+        """Save the run as it is after `step`; with `async_save` while training goes on, from a copy in CPU memory.
+
+        RunError, the same on every rank, if it cannot be written; asynchronous, from the next call of `save` or `wait`.
+        """
+        self.wait()
+        loader: list[Any] = [None] * dist.get_world_size()
+        # A few numbers for each slot, from every rank to all.
+        dist.all_gather_object(loader, self._loaders.state(), group=self._group)
+        manifest = Manifest(
+            step=step,
+            config=self._cfg.to_dict(),
+            loader=merge_states(loader),
+            loss_scale=self._job.loss_scale.state_dict(),
+            best_loss=self._best_loss if math.isfinite(self._best_loss) else None,
+        )
+        tensors = portable_tensors(self._job, self._cfg)
+        metrics = (self._output_dir / METRICS).read_bytes() if self._main else b""
+        if not self._cfg.training.async_save:
+            self._write(manifest, tensors, metrics, best)
+            return
+        tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+        self._writing = self._thread.submit(self._write, manifest, tensors, metrics, best)
+
+    def wait(self) -> None:
+        """Wait until nothing is being written; raise what went wrong in writing."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, manifest: Manifest, tensors: dict[str, torch.Tensor], metrics: bytes, best: bool) -> None:
+        folder = folder_of(self._output_dir, manifest.step)
+        unfinished = folder.with_name(folder.name + UNFINISHED)
+        writer = dcp.FileSystemWriter(unfinished)  # waits for the disk, file by file
+
+        def write_metrics() -> None:
+            folders.write_synced(unfinished / METRICS, metrics)
+
+        def check() -> dict[str, dict[str, Any]]:
+            names = sorted(path.name for path in unfinished.iterdir())
+            return folders.checksums(unfinished, names[dist.get_rank() :: dist.get_world_size()])
+
+        def finish() -> None:
+            folders.write_manifest(unfinished, replace(manifest, files=files))
+            folders.publish(unfinished, folder)
+            if best:
+                folders.mark_best(folder)
+            folders.prune(self._output_dir, manifest.step, self._cfg.training.keep_last)
+
+        try:
+            self._on_main(lambda: unfinished.mkdir(parents=True), folder)
+            self._together(lambda: dcp.save(tensors, storage_writer=writer, process_group=self._group), folder)
+            self._on_main(write_metrics, folder)
+            files = {name: known for part in self._together(check, folder) for name, known in part.items()}
+            self._on_main(finish, folder)
+        except RunError:
+            if self._main:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    def _on_main(self, work: Callable[[], object], folder: Path) -> None:
+        self._together(work if self._main else lambda: None, folder)
+
+    def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
+        """What `work` gives on every rank, in rank order; RunError on every rank if it failed on one."""
+        result, reason = None, None
+        try:
+            result = work()
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            reason = _reason(error, folder)
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, (result, reason), group=self._group)
+        if reasons := [reason for _, reason in results if reason is not None]:
+            raise RunError(f"checkpoint {folder.name} could not be written: {min(reasons)[1]}")
+        return [result for result, _ in results]
+
+
+def restore(start: Start, job: Job, cfg: RunConfig) -> None:
+    """Put the tensors and the loss scale of a checkpoint into a job that was built after its step, under any layout.
+
+    UserError if they do not fit, before any is overwritten.
+    """
+    if start.folder is None or start.manifest is None:
+        return
+    job.loss_scale.load_state_dict(start.manifest.loss_scale)
+    reader = dcp.FileSystemReader(start.folder)
+    _make_optimizer_states(job.optimizer, reader.read_metadata())
+    tensors = portable_tensors(job, cfg)
+    try:
+        # Each rank reads its shards, from whatever files they lie in. In place, where a tensor is portable as it is.
+        dcp.load(tensors, storage_reader=reader)
+    except CheckpointException as error:
+        raise UserError(f"checkpoint {start.folder} does not fit this run: {_line(_failures(error)[0])}") from None
+    for key, name, held in _held(job, cfg):
+        if _is_translated(key, held):
+            job.pm.from_portable(name, held, tensors[key])
+
+
+def portable_tensors(job: Job, cfg: RunConfig) -> dict[str, torch.Tensor]:
+    """What is saved of a job, by key; plain tensors and DTensors that share the job's memory where they can."""
+    return {
+        key: job.pm.to_portable(name, held) if _is_translated(key, held) else held.detach()
+        for key, name, held in _held(job, cfg)
+    }
+
+
+def _held(job: Job, cfg: RunConfig) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(key, parameter's name, what this rank holds), in an order that is equal on every rank."""
+    full = cfg.lora is None
+    for name, parameter in job.pm.named_parameters():
+        if full or parameter.requires_grad:
+            yield f"weights/{name}", name, parameter
+    for part in job.pm.parts if full else ():
+        persistent = part.hf.state_dict(keep_vars=True)
+        yield from ((f"buffers/{name}", name, b) for name, b in part.hf.named_buffers() if name in persistent)
+    for name, parameter in _optimized(job.optimizer):
+        for state, tensor in job.optimizer.state[parameter].items():
+            yield f"optimizer/{name}/{state}", name, tensor
+
+
+def _is_translated(key: str, held: torch.Tensor) -> bool:
+    # Buffers are whole everywhere, and so is a number such as AdamW's count of steps.
+    return held.dim() > 0 and not key.startswith("buffers/")
+
+
+def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for group in optimizer.param_groups:
+        yield from zip(group["param_names"], group["params"], strict=True)
+
+
+def _make_optimizer_states(optimizer: torch.optim.Optimizer, metadata: Metadata) -> None:
+    """Give an optimizer that has not made a step the states that were saved, all zero."""
+    parameters = dict(_optimized(optimizer))
+    for key, saved in metadata.state_dict_metadata.items():
+        kind, _, name = key.partition("/")
+        if kind == "optimizer":
+            name, _, state = name.rpartition("/")
+            assert isinstance(saved, TensorStorageMetadata)
+            parameter, dtype = parameters[name], saved.properties.dtype
+            empty = torch.zeros_like(parameter, dtype=dtype) if saved.size else torch.zeros((), dtype=dtype)
+            optimizer.state[parameter][state] = empty
+
+
+def _failures(error: BaseException) -> list[BaseException]:
+    return [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+
+
+def _reason(error: BaseException, folder: Path) -> tuple[int, str]:
+    """Why a checkpoint could not be written, in a few words; the system's reasons (0) come before others (1)."""
+    failures = _failures(error)
+    try:
+        for failure in failures:
+            if isinstance(failure, OSError):
+                raise failure
+        # torch's writer finds its file too short and hides the system's error; a full disk has it for the next one too.
+        with tempfile.TemporaryFile(dir=folder.parent) as file:
+            file.write(bytes(2**20))
+    except OSError as system:
+        return 0, system.strerror or str(system)
+    return 1, _line(failures[0])
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

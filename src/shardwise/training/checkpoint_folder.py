@@ -1,0 +1,185 @@
+"""Checkpoints as folders on disk: whole, or found out before anything is read into a model. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.metrics.record import dumps
+
+FORMAT = 1
+CHECKPOINTS, MANIFEST, METRICS, BEST = "checkpoints", "checkpoint.json", "metrics.jsonl", "best"
+UNFINISHED = ".tmp"
+"""The end of the name of what is being written or removed: no run reads it, and the next one takes it away."""
+
+
+class DamagedError(Exception):
+    """A checkpoint is not whole: one line that names the file."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds beside tensors, and by which its files are known to be whole."""
+
+    step: int  # optimizer steps done; the learning rate is a function of it
+    config: dict[str, Any]
+    loader: dict[str, Any]  # where every slot of the global batch is in its stream
+    loss_scale: dict[str, Any]  # float16's, where it stands
+    best_loss: float | None = None  # lowest validation loss of a checkpoint of this run so far
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes, sha256
+    format: int = FORMAT
+
+
+def folder_of(output_dir: str | Path, step: int) -> Path:
+    """Where the checkpoint after `step` steps stands."""
+    return Path(output_dir) / CHECKPOINTS / f"step-{step}"
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def complete(output_dir: str | Path) -> list[Path]:
+    """The checkpoints of a run that were written to their end, newest first; whether they are whole is not asked."""
+    found = [path for path in (Path(output_dir) / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def newest_whole(output_dir: str | Path) -> Path | None:
+    """The newest checkpoint of a run whose every file is as it was written; None where there is none."""
+    return next((folder for folder in complete(output_dir) if damage(folder) is None), None)
+
+
+def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
+    """What is wrong with a checkpoint, in one line that names the file; None where nothing is.
+
+    With `num_parts` each of several processes reads a share of the files; the manifest is read by all.
+    """
+    try:
+        manifest = read_manifest(folder)
+        for name in sorted(manifest.files)[part::num_parts]:
+            _check_file(folder / name, **manifest.files[name])
+    except DamagedError as error:
+        return str(error)
+    return None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `checkpoint.json`; DamagedError where it is not what was written."""
+    path = folder / MANIFEST
+    try:
+        written = path.read_bytes()
+        content = json.loads(written)
+        content.pop("sha256")
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, AttributeError, KeyError):
+        raise DamagedError(f"{path} is truncated or altered") from None
+    if written != _encode(content):
+        raise DamagedError(f"{path} is altered: its checksum is another")
+    if content["format"] != FORMAT:
+        raise DamagedError(f"{path} has format {content['format']}, this program reads {FORMAT}")
+    return Manifest(**content)
+
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The size and checksum of these files, as a manifest has them."""
+    return {
+        name: {"num_bytes": (folder / name).stat().st_size, "sha256": _file_sha256(folder / name)} for name in names
+    }
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write `checkpoint.json`, with a checksum of its own."""
+    write_synced(folder / MANIFEST, _encode(dataclasses.asdict(manifest)))
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish(unfinished: Path, folder: Path) -> None:
+    """Give a written checkpoint its name, in place of one of this name (a damaged one that a run has passed over)."""
+    _sync_folder(unfinished)
+    replaced = _set_aside(folder) if folder.exists() else None
+    unfinished.rename(folder)
+    _sync_folder(folder.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
+
+
+def mark_best(folder: Path) -> None:
+    """Let the link `best` lead to this checkpoint."""
+    link = folder.with_name(BEST + UNFINISHED)
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    link.replace(folder.with_name(BEST))
+
+
+def prune(output_dir: str | Path, step: int, keep_last: int) -> None:
+    """Remove what is older than the `keep_last` newest checkpoints up to `step`, but not the best one.
+
+    Later ones are of a run that went on from an older checkpoint than its newest; it will replace them.
+    """
+    best = (Path(output_dir) / CHECKPOINTS / BEST).resolve()
+    reached = [folder for folder in complete(output_dir) if step_of(folder) <= step]
+    for folder in reached[keep_last:]:
+        if folder.resolve() != best:
+            shutil.rmtree(_set_aside(folder))
+
+
+def remove_unfinished(output_dir: str | Path) -> None:
+    """Remove what a run left that was ended while it wrote or removed a checkpoint."""
+    for path in (Path(output_dir) / CHECKPOINTS).glob(f"*{UNFINISHED}"):
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+
+
+def _set_aside(folder: Path) -> Path:
+    # Removing takes time: cut off in the middle, what is left must not be taken for a checkpoint.
+    return folder.rename(folder.with_name(f"{folder.name}.old{UNFINISHED}"))
+
+
+def _check_file(path: Path, num_bytes: int, sha256: str) -> None:
+    try:
+        size = path.stat().st_size
+        if size != num_bytes:
+            raise DamagedError(f"{path} has {size} bytes of {num_bytes}")
+        if _file_sha256(path) != sha256:
+            raise DamagedError(f"{path} is altered: its checksum is another")
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _encode(content: dict[str, Any]) -> bytes:
+    checksum = hashlib.sha256(dumps(content).encode()).hexdigest()
+    return (dumps({"sha256": checksum, **content}, indent=1) + "\n").encode()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,300 @@
+"""A checkpoint is complete or not there, whole or found out; what is kept, and what goes wrong on a disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from shardwise.config import RunConfig, UserError
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import full_tensor
+from shardwise.training import checkpoint, checkpoint_folder
+from shardwise.training.build import Job, build
+from shardwise.training.checkpoint import Checkpointer, portable_tensors, restore
+from shardwise.training.checkpoint_folder import complete, damage, mark_best, newest_whole, prune, read_manifest
+from shardwise.training.ending import Ending, RunError, explain
+from shardwise.training.evaluate import Evaluation
+from shardwise.training.resume import Start, find_start
+from shardwise.training.step import training_step
+from tests.distributed import run_ranks
+from tests.parity.harness import Cell, microbatches, run_config
+
+
+class NoLoader:
+    """In the place of a run's loaders: these tests make their batches themselves."""
+
+    def state(self) -> dict[str, Any]:
+        return {"step": 0, "read_from": {}, "slots": {}}
+
+
+def config(folder: Path, **training: Any) -> RunConfig:
+    cfg = run_config(Cell("llama", "single", "lora"), "adamw")
+    return replace(cfg, training=replace(cfg.training, output_dir=str(folder), **training))
+
+
+def start_run(cfg: RunConfig) -> tuple[Job, Callable[[int], None], Checkpointer]:
+    """A job, what makes its step, and what saves it."""
+    Path(cfg.training.output_dir, "metrics.jsonl").touch()
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    return (
+        job,
+        lambda step: training_step(job, microbatches(cfg, mesh, step), mesh, None) and None,
+        Checkpointer(cfg, job, NoLoader(), Start()),
+    )
+
+
+def values(job: Job, cfg: RunConfig) -> dict[str, torch.Tensor]:
+    return {key: full_tensor(tensor).clone() for key, tensor in portable_tensors(job, cfg).items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def steps_on_disk(folder: Path) -> list[int]:
+    return [checkpoint_folder.step_of(path) for path in complete(folder)]
+
+
+def save_steps(cfg: RunConfig, num_steps: int) -> dict[str, torch.Tensor]:
+    job, make_step, checkpointer = start_run(cfg)
+    with checkpointer:
+        for step in range(1, num_steps + 1):
+            make_step(step)
+            checkpointer.save(step)
+        checkpointer.wait()
+    return values(job, cfg)
+
+
+def test_what_is_kept(tmp_path):
+    losses = {2: 5.0, 3: 3.0, 5: 4.0, 7: 2.0}  # of the evaluations after these steps
+
+    def body() -> list[list[int]]:
+        cfg = config(tmp_path, steps=8, save_every=3, keep_last=2, keep_best=True)
+        _, make_step, checkpointer = start_run(cfg)
+        seen = []
+        with checkpointer:
+            make_step(1)
+            for step in range(1, 9):
+                loss = losses.get(step)
+                checkpointer.after_step(step, None if loss is None else Evaluation(step, loss, 1.0, 1))
+                seen.append(steps_on_disk(tmp_path))
+        return seen
+
+    # Saved are 3 and 6, 8 (the last), and 2, 3, 7 (each the best so far); the two newest stay, and the best.
+    (seen,) = run_ranks(1, body)
+    assert seen == [[], [2], [3, 2], [3, 2], [3, 2], [6, 3], [7, 6], [8, 7]]
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step-7"
+    assert read_manifest(tmp_path / "checkpoints" / "step-8").best_loss == 2.0
+
+
+def test_later_checkpoints_do_not_push_out_what_is_saved_after_going_back(tmp_path):
+    for step in (2, 4, 6, 30, 40):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    mark_best(tmp_path / "checkpoints" / "step-2")
+    prune(tmp_path, step=6, keep_last=1)
+    assert steps_on_disk(tmp_path) == [40, 30, 6, 2]
+
+
+def test_async_saves_what_the_run_was_when_it_was_asked(tmp_path):
+    def body() -> bool:
+        cfg = config(tmp_path, async_save=True)
+        job, make_step, checkpointer = start_run(cfg)
+        may_write, save = threading.Event(), dcp.save
+        dcp.save = lambda *args, **kwargs: may_write.wait() and save(*args, **kwargs)
+        with checkpointer:
+            make_step(1)
+            job.loss_scale.scale = 4.0
+            asked = values(job, cfg)
+            checkpointer.save(1)
+            job.loss_scale.scale = 1.0
+            make_step(2)
+            assert complete(tmp_path) == []
+            may_write.set()
+            checkpointer.wait()
+        assert not equal(values(job, cfg), asked)
+        start = find_start(replace(cfg, training=replace(cfg.training, resume="latest")))
+        restore(start, job, cfg)
+        return equal(values(job, cfg), asked) and job.loss_scale.scale == 4.0
+
+    assert run_ranks(1, body) == [True]
+
+
+def fill_the_disk(limit: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_error_is_one_line_and_leaves_the_older_checkpoints(asynchronous, tmp_path):
+    def body() -> str:
+        cfg = replace(
+            config(tmp_path, async_save=asynchronous), parallel=replace(config(tmp_path).parallel, data="ddp")
+        )
+        _, make_step, checkpointer = start_run(cfg)
+        with checkpointer:
+            make_step(1)
+            checkpointer.save(1)
+            checkpointer.wait()
+            if dist.get_rank() == 1:
+                fill_the_disk(20_000)  # less than a rank's share of the tensors
+            try:
+                checkpointer.save(2)
+                checkpointer.wait()
+            except RunError as error:
+                return explain(error)
+        raise AssertionError("written to a full disk")
+
+    reason = "checkpoint step-2 could not be written: File too large"
+    assert run_ranks(2, body) == [Ending(1, reason, f"error: {reason}")] * 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+    assert damage(tmp_path / "checkpoints" / "step-1") is None
+
+
+def test_killed_while_saving(tmp_path):
+    def body() -> None:
+        checkpoint_folder.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        save_steps(config(tmp_path), 1)
+
+    with pytest.raises(RuntimeError, match="died without a word"):
+        run_ranks(1, body)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1.tmp"]
+    assert newest_whole(tmp_path) is None
+    run_ranks(1, save_steps, config(tmp_path), 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A run of two ranks with checkpoints after steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    cfg = config(folder)
+    run_ranks(2, save_steps, replace(cfg, parallel=replace(cfg.parallel, data="fsdp2")), 2)
+    return folder
+
+
+FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json", "metrics.jsonl")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes() or b"\n")
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] if path.stat().st_size else b"longer")
+
+
+DAMAGES = (Path.unlink, truncate, flip)
+
+
+def test_every_file_of_a_checkpoint_is_known(saved):
+    assert {path.name for path in (saved / "checkpoints" / "step-2").iterdir()} == set(FILES)
+    assert damage(saved / "checkpoints" / "step-2") is None
+
+
+def test_damage_is_found_before_anything_is_overwritten(saved):
+    def body() -> list[str]:
+        cfg = config(saved)
+        cfg = replace(cfg, parallel=replace(cfg.parallel, data="ddp"), training=replace(cfg.training, resume="latest"))
+        mesh = build_mesh(cfg, torch.device("cpu"))
+        job = build(cfg, mesh)
+        before, told = values(job, cfg), []
+        for file in FILES:
+            path = saved / "checkpoints" / "step-2" / file
+            for harm in DAMAGES:
+                if dist.get_rank() == 0:
+                    shutil.copyfile(path, saved / "whole")
+                    harm(path)
+                dist.barrier()
+                with pytest.raises(UserError) as error:
+                    restore(find_start(cfg), job, cfg)
+                told.append(str(error.value))
+                assert equal(values(job, cfg), before)
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    shutil.move(saved / "whole", path)
+        dist.barrier()
+        restore(find_start(cfg), job, cfg)
+        assert not equal(values(job, cfg), before)
+        return told
+
+    told, other = run_ranks(2, body)
+    assert told == other
+    assert len(told) == len(FILES) * len(DAMAGES)
+    for i, line in enumerate(told):
+        file, harm = FILES[i // len(DAMAGES)], DAMAGES[i % len(DAMAGES)]
+        assert line.startswith(f"checkpoint step-2 is damaged: {saved}/checkpoints/step-2/{file} "), line
+        assert line.endswith("; --resume latest-good goes back to the last whole one"), line
+        assert "\n" not in line
+        assert ("missing" in line) == (harm is Path.unlink)
+
+
+def test_latest_good_goes_back_and_says_so(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    flip(tmp_path / "checkpoints" / "step-2" / "__0_0.distcp")
+    assert newest_whole(tmp_path) == tmp_path / "checkpoints" / "step-1"
+    good = config(tmp_path, resume="latest-good")
+    (start,) = run_ranks(1, find_start, good)
+    assert start.step == 1
+    (line,) = start.passed_over
+    assert line.startswith("step-2 is passed over")
+    assert "__0_0.distcp is altered" in line
+    flip(tmp_path / "checkpoints" / "step-1" / "checkpoint.json")
+    with pytest.raises(
+        RuntimeError, match=r"UserError: .*holds no whole checkpoint \(step-2 .*step-1 .*leave resume out"
+    ):
+        run_ranks(1, find_start, good)
+
+
+@pytest.mark.parametrize("resume", ["latest", "latest-good"])
+def test_no_checkpoint_to_go_on_from(resume, tmp_path):
+    with pytest.raises(RuntimeError, match=rf"UserError: training\.resume is {resume}, but .* holds no checkpoint"):
+        run_ranks(1, find_start, config(tmp_path, resume=resume))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("training", "seed", 7, "training.seed is 7, but checkpoint .* was trained with 0"),
+        ("training", "global_batch_size", 4, "training.global_batch_size is 4, .* with 8"),
+        ("training", "steps", 9, r"training.steps is 9, .* with 3 \(the linear schedule depends on it\)"),
+        ("lora", "r", 2, "lora.r is 2, .* with 4"),
+        ("model", "path", "other", "model.path is other"),
+        ("optimizer", "lr", 0.5, "optimizer.lr is 0.5, .* with 1.0"),
+        ("data", "sequence_length", 9, "data.sequence_length is 9"),
+    ],
+)
+def test_a_run_of_other_work_is_refused(section, key, value, message, saved):
+    cfg = config(saved, resume="latest")
+    cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: value})})
+    with pytest.raises(RuntimeError, match=f"UserError: {message}"):
+        run_ranks(1, find_start, cfg)
+
+
+def test_full_training_does_not_go_on_from_adapters(saved):
+    with pytest.raises(RuntimeError, match=r"UserError: lora is left out, but checkpoint .* was trained with given"):
+        run_ranks(1, find_start, replace(config(saved, resume="latest"), lora=None))
+
+
+def test_lora_saves_adapters_only(saved):
+    metadata = dcp.FileSystemReader(saved / "checkpoints" / "step-2").read_metadata().state_dict_metadata
+    weights = {key.partition("/")[2] for key in metadata if key.startswith("weights/")}
+    assert weights
+    assert all("lora_" in name for name in weights)
+    assert metadata.keys() - {f"weights/{name}" for name in weights} == {
+        f"optimizer/{name}/{state}" for name in weights for state in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert checkpoint.CheckpointException.__mro__[1] is BaseException  # or the code that catches it can be simpler
