@@ -45,6 +45,7 @@ _FIXED = (
     Cell("llama", "fsdp1", "lora", 2),
     Cell("qwen3_next", "ddp", "lora", 2),
     Cell("olmo_hybrid", "fsdp2", "lora", 2),
+    Cell("granitemoehybrid", "fsdp2", "lora", 2),
     Cell("qwen3_next", "fsdp1", "lora", 2, "checkpointing"),
     Cell("qwen3_5_text", "ddp", "lora", 4, "dropout"),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "tied"),

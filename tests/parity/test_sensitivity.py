@@ -187,6 +187,11 @@ def ignored_rows_counted():
     )
 
 
+def scale_of_the_logits_applied_twice():
+    loss = causal_lm.linear_cross_entropy
+    causal_lm.linear_cross_entropy = lambda *args, scale, **options: loss(*args, scale=scale**2, **options)
+
+
 def last_microbatch_only():
     run = build.run_in_turn
     build.run_in_turn = lambda pm, microbatches, scale, train: run(pm, microbatches[-1:], scale, train)
@@ -215,6 +220,7 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (boundaries_of_an_earlier_micro_batch, Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated")),
     (router_loss_pooled_over_the_forward, Cell("qwen3_next", "ddp", "lora", 2)),
     (ignored_rows_counted, Cell("llama", "fsdp2", "full", 2)),
+    (scale_of_the_logits_applied_twice, Cell("granitemoehybrid", "fsdp2", "lora", 2)),
     (last_microbatch_only, Cell("llama", "ddp", "lora", 2)),
 )
 
