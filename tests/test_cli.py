@@ -13,6 +13,7 @@ from shardwise import __version__, cli
 from shardwise.config import Model, RunConfig
 from shardwise.models import adapter
 
+MODELS = Path(__file__).parents[1] / "configs" / "models"
 RUN = """
 model: {path: no-such-model, init: random}
 data: {train: no-such-corpus.jsonl}
@@ -130,3 +131,17 @@ def test_export_merges_an_adapter(monkeypatch, capsys):
     assert cli.main(["export", "--merge", "base", "run/adapter", "merged"]) == 0
     assert calls == [(Model("base"), "run/adapter", "merged")]
     assert capsys.readouterr().out == "merged run/adapter into base: merged\n"
+
+
+def test_models_prints_the_families_and_one_model(folder):
+    done = shardwise("models", COLUMNS="100")
+    assert done.returncode == 0, done.stderr
+    assert "qwen3_5_text  gated_delta_net, dense" in done.stdout
+    assert "proven under" in done.stdout
+    assert done.stderr == ""
+    one = shardwise("models", str(MODELS / "tiny-nemotron_h"), COLUMNS="100")
+    assert one.returncode == 0, one.stderr
+    assert "nemotron_h, 153,304 parameters" in one.stdout
+    missing = shardwise("models", "./none")
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+    assert "no such folder" in missing.stderr

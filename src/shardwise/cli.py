@@ -49,7 +49,28 @@ def run(arguments: list[str]) -> int:
         if args.resume is not None:
             overrides.append(f"--training.resume={json.dumps(args.resume)}")
         return launch(load_config(args.run, overrides), args.nproc)
+    if args.command == "models":
+        return models(args.path)
     return merge(*args.merge)
+
+
+def models(path: str | None) -> int:
+    """Print the families that are proven, or the layers of one model."""
+    from rich.console import Console
+    from transformers.utils import logging
+
+    from shardwise.models.catalogue import families_table, model_table
+    from shardwise.models.load import read_config
+    from shardwise.parallel.compose import COMPATIBLE, UNPROVEN
+
+    logging.set_verbosity_error()  # nothing is trained here, so no advice on that
+    if path is None:
+        table = families_table(COMPATIBLE)
+    else:
+        model = Model(path)
+        table = model_table(model, COMPATIBLE.get(read_config(model).model_type, UNPROVEN))
+    Console().print(table)
+    return 0
 
 
 def merge(model: str, adapter: str, out: str) -> int:
@@ -82,6 +103,14 @@ def build_parser() -> Parser:
         metavar="WHERE",
         help="go on from a checkpoint: latest, latest-good (the newest that is whole), or its folder",
     )
+
+    models = commands.add_parser(
+        "models",
+        help="list the proven families, or show a model's layers",
+        description="List the proven families: their layer kinds, what LoRA reaches, the layouts. Or show one model.",
+        allow_abbrev=False,
+    )
+    models.add_argument("path", nargs="?", metavar="MODEL", help="a model folder, or a hub id")
 
     export = commands.add_parser("export", help="write a trained model in another form", allow_abbrev=False)
     export.add_argument(

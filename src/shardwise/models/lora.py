@@ -10,7 +10,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -77,7 +77,7 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     UserError: a name that adapts nothing; dropout on experts; modules to save that are tied.
     """
     family = family_of(model)
-    candidates = {path: layer for layer in spec.layers for path in _adaptable(model, layer, family)}
+    candidates = _candidates(model, spec, family)
     saved = _saved_modules(model, lora, spec)
     chosen = [
         path
@@ -114,6 +114,12 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
             factor.to(torch.float32 if lora.dtype == "float32" else model.config.dtype)
     trained = {path for path in candidates if any(f"{path}.".startswith(f"{module}.") for module in saved)}
     return _coverage(model, {p: layer for p, layer in candidates.items() if p not in trained}, layers.keys())
+
+
+def reach(model: PreTrainedModel, spec: ModelSpec, targets: Literal["auto", "attention", "all-linear"]) -> list[str]:
+    """What `inject` would adapt on a model without adapters, by path and in the order of the layers."""
+    family = family_of(model)
+    return _choose(_candidates(model, spec, family), Lora(targets=targets), spec, family)
 
 
 def adapter_weights(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -163,6 +169,10 @@ def peft_config(
         target_parameters=parameters or None,
         modules_to_save=saved or None,
     )
+
+
+def _candidates(model: PreTrainedModel, spec: ModelSpec, family: Family) -> dict[str, LayerSpec]:
+    return {path: layer for layer in spec.layers for path in _adaptable(model, layer, family)}
 
 
 def _adaptable(model: PreTrainedModel, layer: LayerSpec, family: Family) -> list[str]:

@@ -109,7 +109,9 @@ class Shards:
             for entry, mine in zip(bucket.entries, bucket.places(summed, [entry.local for entry in bucket.entries])):
                 gradient = entry.shard.grad
                 if gradient is None:
-                    entry.shard.grad = _placed_like(entry.shard, mine.to(entry.shard.grad_dtype or mine.dtype, copy=True))
+                    entry.shard.grad = _placed_like(
+                        entry.shard, mine.to(entry.shard.grad_dtype or mine.dtype, copy=True)
+                    )
                 else:
                     assert isinstance(gradient, DTensor)
                     gradient.to_local().add_(mine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwise.models.families.base import HYBRID_MIXERS, Family
+from shardwise.models.families.base import HYBRID, HYBRID_MIXERS, Family
 from shardwise.models.families.falcon_h1 import FALCON_H1
 from shardwise.models.families.gpt2 import GPT2
 from shardwise.models.families.granitemoehybrid import GRANITEMOEHYBRID
@@ -20,7 +20,10 @@ from shardwise.models.spec import LayerSpec, ModelSpec
 
 __all__ = ["FAMILIES", "Family", "family_of", "spec_of", "unproven_note"]
 
-_COMMON = [Family(name, token_mixers=HYBRID_MIXERS) for name in ("llama", "qwen3", "qwen3_5_text", "olmo_hybrid")]
+_COMMON = (
+    *(Family(name, token_mixers=HYBRID_MIXERS) for name in ("llama", "qwen3")),
+    *(Family(name, mixers=HYBRID, token_mixers=HYBRID_MIXERS) for name in ("qwen3_5_text", "olmo_hybrid")),
+)
 _PROVEN = (
     *_COMMON,
     QWEN3_MOE,

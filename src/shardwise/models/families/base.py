@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
-HYBRID = {
-    "full_attention": "full_attention",
-    "sliding_attention": "sliding_attention",
-    "linear_attention": "gated_delta_net",
-}
+SOFTMAX = {"full_attention": "full_attention", "sliding_attention": "sliding_attention"}
+"""`Family.mixers` of families with attention only."""
+HYBRID = {"linear_attention": "gated_delta_net", "full_attention": "full_attention"}
+"""Those of hybrids with Gated DeltaNet."""
 ATTENTION = ("full_attention", "sliding_attention", "attention_and_mamba2")
 """Layer kinds with softmax attention: what `lora.targets: attention` means."""
 HYBRID_MIXERS = {
@@ -31,7 +30,7 @@ class Family:
     layers: str = "model.layers"
     norm: str = "model.norm"
     head: str = "lm_head"
-    mixers: Mapping[str, str] = field(default_factory=lambda: HYBRID)
+    mixers: Mapping[str, str] = field(default_factory=lambda: SOFTMAX)
     """From the entries of `config.layer_types` to layer kinds."""
     feed_forward: tuple[str, ...] = ("mlp",)
     """Modules of a layer that come after its mixer, those of them that it has: an MLP or a mixture of experts."""

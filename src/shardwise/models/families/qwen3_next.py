@@ -1,9 +1,10 @@
 """Qwen3-Next: Gated DeltaNet and full attention, a mixture of experts with a shared one after each mixer."""
 
-from shardwise.models.families.base import HYBRID_MIXERS, Family
+from shardwise.models.families.base import HYBRID, HYBRID_MIXERS, Family
 
 QWEN3_NEXT = Family(
     "qwen3_next",
+    mixers=HYBRID,
     token_mixers=HYBRID_MIXERS,
     router="Qwen3NextTopKRouter",
     experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),

@@ -1,0 +1,149 @@
+"""What `shardwise models` shows: the listed families, or one model folder; read off models that are built on meta."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from rich.box import SIMPLE
+from rich.table import Table
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from shardwise.config import Model
+from shardwise.models.families import FAMILIES, Family, family_of, spec_of, unproven_note
+from shardwise.models.isolation import TOKENWISE
+from shardwise.models.load import build_meta, read_config
+from shardwise.models.lora import reach
+
+_LEGEND = (
+    "3-D: experts stacked in one parameter; isolated: `data.packing: isolated` is proven to keep documents apart\n"
+)
+_LORA = "LoRA auto (+ what all-linear adds)"
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What one decoder layer is made of."""
+
+    number: int
+    kind: str
+    feed_forward: str
+    parameters: int
+    auto: tuple[str, ...]  # what `lora.targets: auto` puts adapters on, as a list of targets could name it
+    all_linear: tuple[str, ...]  # what `all-linear` has beyond that; a stack of experts is marked
+    isolated: bool  # `data.packing: isolated` keeps documents apart in it
+
+
+def layer_facts(model: PreTrainedModel) -> list[LayerFacts]:
+    """The facts of every layer of a model without adapters, on any device, in order."""
+    family, spec = family_of(model), spec_of(model.config, model)
+    auto, everything = reach(model, spec, "auto"), reach(model, spec, "all-linear")
+    more = [path for path in everything if path not in set(auto)]
+
+    def within(layer: str, paths: list[str]) -> tuple[str, ...]:
+        names = [path.removeprefix(f"{layer}.") for path in paths if path.startswith(f"{layer}.")]
+        return tuple(name.partition(".")[2] + " (3-D)" * (name in family.experts) for name in names)
+
+    return [
+        LayerFacts(
+            number=number,
+            kind=layer.kind,
+            feed_forward=layer.feed_forward,
+            parameters=sum(p.numel() for p in model.get_submodule(layer.name).parameters()),
+            auto=within(layer.name, auto),
+            all_linear=within(layer.name, more),
+            isolated=layer.kind in family.token_mixers or layer.kind in TOKENWISE,
+        )
+        for number, layer in enumerate(spec.layers)
+    ]
+
+
+def families_table(proven: Mapping[str, Iterable[str]]) -> Table:
+    """All listed families, a row for each layer kind; `proven` has the layouts of each family."""
+    table = _table("family", "layers", _LORA, "isolated")
+    for name, family in FAMILIES.items():
+        facts = layer_facts(build_meta(Model(name, init="random"), every_kind(family)))
+        for kind in dict.fromkeys(row.kind for row in facts):
+            rows = [row for row in facts if row.kind == kind]
+            after = "/".join(dict.fromkeys(row.feed_forward for row in rows))
+            table.add_row(
+                name if kind == facts[0].kind else "",
+                _layer(kind, after),
+                _reached([t for row in rows for t in row.auto], [t for row in rows for t in row.all_linear]),
+                "yes" if rows[0].isolated else "no",
+            )
+        table.add_section()
+    alike: dict[str, list[str]] = {}
+    for name in FAMILIES:
+        alike.setdefault(" ".join(sorted(proven[name])), []).append(name)
+    table.caption = _LEGEND + "\n".join(
+        f"proven under {layouts}: {', '.join(names)}" for layouts, names in alike.items()
+    )
+    return table
+
+
+def model_table(model: Model, layouts: Iterable[str]) -> Table:
+    """One model's layers in order, neighbours that are alike in one row; UserError if the model cannot be read.
+
+    `layouts`: those that its family may run under.
+    """
+    built = build_meta(model, read_config(model))
+    spec = spec_of(built.config, built)
+    table = _table("number", "layers", _LORA, "isolated", "parameters")
+    table.title = f"{spec.family}, {built.num_parameters():,} parameters{', tied embeddings' if spec.tied else ''}"
+    table.caption = f"{_LEGEND}may run under {' '.join(sorted(layouts))}"
+    if spec.family not in FAMILIES:
+        table.caption += f"\nnote: {unproven_note(spec.family)}"
+    for alike, group in groupby(layer_facts(built), key=lambda row: replace(row, number=0)):
+        numbers = [row.number for row in group]
+        table.add_row(
+            "-".join(dict.fromkeys(str(number) for number in (numbers[0], numbers[-1]))),
+            _layer(alike.kind, alike.feed_forward),
+            _reached(alike.auto, alike.all_linear),
+            "yes" if alike.isolated else "no",
+            f"{alike.parameters:,}",
+        )
+    return table
+
+
+def every_kind(family: Family) -> PretrainedConfig:
+    """The config that transformers has for a family, changed so that each of the family's kinds of layers is there."""
+    config = AutoConfig.for_model(family.model_type)
+    types = getattr(config, "layer_types", None)
+    if types and len(set(types)) < len(family.mixers):
+        config.layer_types = [[*family.mixers][i % len(family.mixers)] for i in range(len(types))]
+    if hasattr(config, "mlp_only_layers"):  # a mixture of experts in all other layers
+        config.mlp_only_layers = [0]
+    return config
+
+
+def _table(*columns: str) -> Table:
+    table = Table(title_justify="left", caption_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=column != _LORA, overflow="fold")
+    return table
+
+
+def _layer(kind: str, feed_forward: str) -> str:
+    return kind if feed_forward == "none" else f"{kind}, {feed_forward}"
+
+
+def _reached(auto: Iterable[str], all_linear: Iterable[str]) -> str:
+    more = _braced(all_linear)
+    return _braced(auto) + (f"\n+ {more}" if more else "")
+
+
+def _braced(targets: Iterable[str]) -> str:
+    """Names without repetition, those that differ in one part only as one: `{q,k,v,o}_proj`."""
+    groups: dict[str, list[str]] = {}
+    for target in dict.fromkeys(targets):
+        parts = re.fullmatch(r"(.*\.|in_proj_|)(.+?)(_proj(?: \(3-D\))?|)", target)
+        assert parts is not None
+        start, middle, end = parts.groups()
+        groups.setdefault(f"{start}%s{end}" if start or end else target, []).append(middle)
+    return " ".join(
+        form.replace("%s", middles[0] if len(middles) == 1 else f"{{{','.join(middles)}}}")
+        for form, middles in groups.items()
+    )
