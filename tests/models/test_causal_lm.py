@@ -75,6 +75,24 @@ def test_router_loss_of_one_row_and_layer_is_transformers_own():
     torch.testing.assert_close(loss(row), 0.1 * 12 * load_balancing_loss_func((logits,), 4, 2))
 
 
+@pytest.mark.parametrize("family", [name for name, facts in FAMILIES.items() if facts.router])
+def test_router_loss_of_one_row_and_layer_is_the_familys_own(family):
+    cfg = run_config(Cell(family, "single", "full"))
+    cfg = replace(cfg, model=replace(cfg.model, router_aux_loss_coef=0.5))
+    config = load.read_config(cfg.model)
+    config.num_hidden_layers = 1
+    if family == "jamba":  # which sort a layer is of follows from where the first of that sort lies
+        config.expert_layer_offset = 0
+    elif hasattr(config, "layer_types"):
+        config.layer_types = config.layer_types[:1]
+    hf = load.load_whole(cfg.model, config)
+    lm, row = CausalLM(hf, spec_of(config, hf), family_of(hf), cfg), batch(rows=1, ignored=0)
+    with torch.no_grad():
+        routed = lm.train()(row) - lm.eval()(row)
+        theirs = hf(input_ids=row.input_ids, output_router_logits=True).aux_loss
+    torch.testing.assert_close(routed, 0.5 * 12 * theirs, rtol=1e-5, atol=0)  # 12 targets
+
+
 def test_router_loss_where_there_is_no_router():
     with pytest.raises(UserError, match=r"router_aux_loss_coef is 0.5, but llama has no router"):
         model("llama", coefficient=0.5)
