@@ -252,7 +252,7 @@ def test_not_asked_for_nothing_is_wrapped():
 
 def test_a_layer_kind_without_proof_is_refused():
     lm = model("qwen3_5_text", "concat")
-    family = replace(FAMILIES["qwen3_5_text"], token_mixers={"full_attention": "self_attn"})
+    family = replace(FAMILIES["qwen3_5_text"], token_mixers={"full_attention": ("self_attn",)})
     with pytest.raises(UserError, match=r"qwen3_5_text's layers \(gated_delta_net\) .* use concat or none"):
         isolate(lm.hf, lm.spec, family, lm.dropout)
 

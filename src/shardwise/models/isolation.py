@@ -101,8 +101,9 @@ def isolate(hf: PreTrainedModel, spec: ModelSpec, family: Family, state: Dropout
         )
     for layer in spec.layers:
         if layer.kind not in TOKENWISE:
-            mixer = hf.get_submodule(f"{layer.name}.{family.token_mixers[layer.kind]}")
-            mixer.forward = _isolated(mixer.forward, state)
+            for name in family.token_mixers[layer.kind]:
+                mixer = hf.get_submodule(f"{layer.name}.{name}")
+                mixer.forward = _isolated(mixer.forward, state)
 
 
 def with_documents(batch: Batch) -> IsolatedBatch:

@@ -14,9 +14,9 @@ HYBRID = {"linear_attention": "gated_delta_net", "full_attention": "full_attenti
 ATTENTION = ("full_attention", "sliding_attention", "attention_and_mamba2")
 """Layer kinds with softmax attention: what `lora.targets: attention` means."""
 HYBRID_MIXERS = {
-    "full_attention": "self_attn",
-    "sliding_attention": "self_attn",
-    "gated_delta_net": "linear_attn",
+    "full_attention": ("self_attn",),
+    "sliding_attention": ("self_attn",),
+    "gated_delta_net": ("linear_attn",),
 }
 """`Family.token_mixers` of families that call them so."""
 
@@ -36,8 +36,8 @@ class Family:
     """Modules of a layer that come after its mixer, those of them that it has: an MLP or a mixture of experts."""
     positions: str | None = None
     """A learned embedding of positions that is added to that of tokens."""
-    token_mixers: Mapping[str, str] = field(default_factory=dict)
-    """From layer kinds to the module of a layer that carries something from one token to the next, for the kinds that
+    token_mixers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """From layer kinds to the modules of a layer that carry something from one token to the next, where they
     are proven to keep documents apart (tests/models/test_isolation.py); `data.packing: isolated` refuses the others."""
     router: str | None = None
     """Class of the routers that are trained with a load-balancing loss, called with hidden states."""

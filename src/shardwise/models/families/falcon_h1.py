@@ -7,6 +7,7 @@ FALCON_H1 = Family(
     norm="model.final_layernorm",
     logits_multiplied_by="lm_head_multiplier",
     mixers={"hybrid": "attention_and_mamba2"},
+    token_mixers={"attention_and_mamba2": ("self_attn", "mamba")},
     feed_forward=("feed_forward",),
     # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
     bypassed=("mamba.out_proj",),

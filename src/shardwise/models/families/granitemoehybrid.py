@@ -5,7 +5,7 @@ from shardwise.models.families.base import Family
 GRANITEMOEHYBRID = Family(
     "granitemoehybrid",
     mixers={"linear_attention": "mamba2", "full_attention": "full_attention"},
-    token_mixers={"mamba2": "mamba", "full_attention": "self_attn"},
+    token_mixers={"mamba2": ("mamba",), "full_attention": ("self_attn",)},
     feed_forward=("block_sparse_moe", "shared_mlp"),
     router="GraniteMoeHybridTopKRouter",
     logits_divided_by="logits_scaling",

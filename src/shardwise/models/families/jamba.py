@@ -6,7 +6,7 @@ JAMBA = Family(
     "jamba",
     norm="model.final_layernorm",
     mixers={"linear_attention": "mamba", "full_attention": "full_attention"},
-    token_mixers={"mamba": "mamba", "full_attention": "self_attn"},
+    token_mixers={"mamba": ("mamba",), "full_attention": ("self_attn",)},
     feed_forward=("feed_forward",),
     router="JambaTopKRouter",
     experts=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),

@@ -5,7 +5,7 @@ from shardwise.models.families.base import Family
 KIMI_LINEAR = Family(
     "kimi_linear",
     mixers={"linear_attention": "kda", "full_attention": "full_attention"},
-    token_mixers={"kda": "self_attn", "full_attention": "self_attn"},
+    token_mixers={"kda": ("self_attn",), "full_attention": ("self_attn",)},
     # No router: its load is balanced by a bias on the scores (e_score_correction_bias), not by a loss.
     experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 )

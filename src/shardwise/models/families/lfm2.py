@@ -6,6 +6,6 @@ LFM2 = Family(
     "lfm2",
     norm="model.embedding_norm",
     mixers={"conv": "short_convolution", "full_attention": "full_attention"},
-    token_mixers={"short_convolution": "conv", "full_attention": "self_attn"},
+    token_mixers={"short_convolution": ("conv",), "full_attention": ("self_attn",)},
     feed_forward=("feed_forward",),
 )

@@ -8,7 +8,7 @@ NEMOTRON_H = Family(
     norm="model.norm_f",
     mixers={"linear_attention": "mamba2", "full_attention": "full_attention", "mlp": "mlp", "moe": "moe"},
     feed_forward=(),  # a block of its own
-    token_mixers={"mamba2": "mixer", "full_attention": "mixer"},
+    token_mixers={"mamba2": ("mixer",), "full_attention": ("mixer",)},
     # No router: its load is balanced by a bias on the scores (e_score_correction_bias), not by a loss.
     attention="mixer",
     experts=("mixer.experts.up_proj", "mixer.experts.down_proj"),
