@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.metrics.memory import state_bytes
+from shardwise.parallel import zero
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import shard_dim
 from shardwise.training.build import build
 from shardwise.training.gradients import clip_by_global_norm
-from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config
 
@@ -25,7 +28,8 @@ class Measured:
     """One rank after a step, its gradients still there, and the sizes that the formula needs."""
 
     state: dict[str, int]
-    shapes: list[tuple[tuple[int, ...], int, bool]]  # global shape, bytes per element, trainable
+    after_backward: int  # bytes of gradients before they are reduced, where a strategy waits with that
+    shapes: dict[str, tuple[tuple[int, ...], int, bool]]  # by name: global shape, bytes per element, trainable
     reduce_scattered: int  # elements given to reduce-scatter in the backward
 
 
@@ -33,63 +37,183 @@ def measure(cell: Cell) -> Measured:
     cfg = run_config(cell, optimizer="adamw")
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
+    named = list(job.pm.named_parameters())
+    shapes = {n: (tuple(job.pm.to_portable(n, p).shape), p.element_size(), p.requires_grad) for n, p in named}
     elements = []
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch 2.13
     reduce_scatter = getattr(dist, name)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        elements.append(kwargs["input"].numel())
+        elements.append((kwargs["input"] if "input" in kwargs else args[1]).numel())
         return reduce_scatter(*args, **kwargs)
 
     setattr(dist, name, counting)  # this process ends with the measurement
-    forward_backward(job.pm, microbatches(cfg, mesh, 1)[:1], mesh)
+    zero.reduce_scatter = counting
+    job.pm.run(job.pm, microbatches(cfg, mesh, 1)[:1], 1.0, True)
+    after_backward = state_bytes(job.pm.stored(), job.optimizer)["gradients"]
+    for reduce in job.pm.reduce_grads:
+        reduce()
     clip_by_global_norm(job.trainable(), mesh, 1.0)
     job.optimizer.step()
-    named = list(job.pm.named_parameters())
-    shapes = [(tuple(p.shape), p.element_size(), p.requires_grad) for _, p in named]
-    return Measured(state_bytes([p for _, p in named], job.optimizer), shapes, sum(elements))
+    return Measured(state_bytes(job.pm.stored(), job.optimizer), after_backward, shapes, sum(elements))
 
 
-def expected(measured: Measured, num_shards: int, rank_in_shards: int) -> dict[str, int]:
+def share(shape: tuple[int, ...], num_shards: int, rank: int) -> tuple[int, int]:
+    """Elements of a rank's share of a tensor, rounded up to whole rows, and those that it really holds."""
+    dim = shard_dim(shape, num_shards)
+    row = prod(shape) // shape[dim]
+    rows = -(-shape[dim] // num_shards)
+    return rows * row, max(0, min(rows, shape[dim] - rank * rows)) * row
+
+
+def by_dim(measured: Measured, num_shards: int, rank: int) -> dict[str, int]:
     """Weights: every parameter's share, rounded up to whole rows; gradients: the same of what is trained; AdamW: two
     moments of what this rank really holds of that, and a 4-byte step counter per parameter."""
     result = {"weights": 0, "gradients": 0, "optimizer": 0}
-    for shape, size, trainable in measured.shapes:
-        dim = shard_dim(shape, num_shards)
-        row = prod(shape) // shape[dim]
-        rows = -(-shape[dim] // num_shards)
-        held = max(0, min(rows, shape[dim] - rank_in_shards * rows))
-        result["weights"] += rows * row * size
+    for shape, size, trainable in measured.shapes.values():
+        padded, held = share(shape, num_shards, rank)
+        result["weights"] += padded * size
         if trainable:
-            result["gradients"] += rows * row * size
-            result["optimizer"] += 2 * held * row * size + 4
+            result["gradients"] += padded * size
+            result["optimizer"] += 2 * held * size + 4
     return result
 
 
+def by_zero(measured: Measured, num_shards: int, rank: int) -> dict[str, int]:
+    """All weights; of what is trained, gradients and two moments of this rank's share, and a counter per parameter."""
+    result = {"weights": 0, "gradients": 0, "optimizer": 0}
+    for shape, size, trainable in measured.shapes.values():
+        result["weights"] += prod(shape) * size
+        if trainable:
+            _, held = share(shape, num_shards, rank)
+            result["gradients"] += held * size
+            result["optimizer"] += 2 * held * size + 4
+    return result
+
+
+def with_copies(measured: Measured, num_shards: int, rank: int) -> dict[str, int]:
+    """fsdp2 with the optimizer offloaded: beside its states, a copy of each trained shard (see `Measured.state`)."""
+    result = by_dim(measured, num_shards, rank)
+    trained = [(shape, size) for shape, size, trainable in measured.shapes.values() if trainable]
+    held = sum(share(shape, num_shards, rank)[1] * size for shape, size in trained)
+    return {**result, "gradients": held, "optimizer": result["optimizer"] + held}
+
+
+def flat_units(names: Iterable[str], wrap: str) -> dict[str, list[str]]:
+    """Which parameters lie in one flat one, in their order: those of a layer, of the embedding, and the rest.
+
+    `separate`: each LoRA factor is alone in its own."""
+    units: dict[str, list[str]] = {}
+    for name in names:
+        layer = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
+        unit = name if wrap == "separate" and ".lora_" in name else layer.group() if layer else "rest"
+        units.setdefault(unit, []).append(name)
+    return units
+
+
+def by_flat(measured: Measured, num_shards: int, rank: int, wrap: str) -> dict[str, int]:
+    """Each flat parameter: its parameters end to end, every one from a multiple of 16 bytes, rounded up to n equal
+    pieces. Gradients: all of every flat parameter with something trained in it. AdamW: two moments of what lies in this
+    rank's piece of what is trained, and a counter per parameter, also where that is nothing."""
+    result = {"weights": 0, "gradients": 0, "optimizer": 0}
+    for unit in flat_units(measured.shapes, wrap).values():
+        end, spans = 0, []
+        for shape, size, trainable in map(measured.shapes.get, unit):
+            assert size == 4
+            start = -(-end // 4) * 4
+            end = start + prod(shape)
+            spans.append((start, end, trainable))
+        piece = -(-end // num_shards)
+        result["weights"] += 4 * piece
+        result["gradients"] += 4 * piece * any(trainable for *_, trainable in spans)
+        for start, stop, trainable in spans:
+            held = max(0, min(stop, (rank + 1) * piece) - max(start, rank * piece))
+            result["optimizer"] += (2 * 4 * held + 4) * trainable
+    return result
+
+
+FORMULAS: dict[tuple[str, str], Callable[[Measured, int, int], dict[str, int]]] = {
+    ("zero1", ""): by_zero,
+    ("zero2", ""): by_zero,
+    ("fsdp1", ""): partial(by_flat, wrap="separate"),
+    ("fsdp1", "naive"): partial(by_flat, wrap="naive"),
+    ("fsdp2", "offload-optimizer"): with_copies,
+}
+
 CELLS = [
-    Cell("qwen3_5_text", layout, mode, nproc)
-    for layout, nproc in (("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4))
-    for mode in ("lora", "full")
+    *(
+        Cell("qwen3_5_text", layout, mode, nproc)
+        for layout, nproc in (
+            ("single", 1),
+            ("ddp", 2),
+            ("zero1", 2),
+            ("zero2", 4),
+            ("fsdp2", 2),
+            ("fsdp2", 4),
+            ("hsdp", 4),
+        )
+        for mode in ("lora", "full")
+    ),
+    *(Cell("qwen3_5_text", "fsdp1", mode, nproc) for mode, nproc in (("lora", 2), ("lora", 4), ("full", 4))),
+    *(Cell("qwen3_5_text", "fsdp1", "lora", nproc, "naive") for nproc in (2, 4)),
+    *(Cell("qwen3_5_text", "fsdp2", mode, 2, "offload-optimizer") for mode in ("lora", "full")),
+    Cell("qwen3_5_text", "fsdp2", "full", 2, "offload-all"),
 ]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_state_bytes_equal_the_formula(cell, capsys):
-    num_shards = {"fsdp2": cell.nproc, "hsdp": cell.nproc // 2}.get(cell.layout, 1)
+    num_shards = {"single": 1, "ddp": 1, "hsdp": cell.nproc // 2}.get(cell.layout, cell.nproc)
+    formula = FORMULAS.get((cell.layout, cell.variant), by_dim)
     measured = run_ranks(cell.nproc, measure, cell)
     for rank, one in enumerate(measured):
-        assert one.state == expected(one, num_shards, rank % num_shards), f"rank {rank}"
+        assert one.state == formula(one, num_shards, rank % num_shards), f"rank {rank}"
     with capsys.disabled():
         row = measured[0].state
-        print(f"\n{cell.id:28} " + " ".join(f"{key} {value:>9,} B" for key, value in row.items()), end="")
+        print(f"\n{cell.id:42} " + " ".join(f"{key} {value:>9,} B" for key, value in row.items()), end="")
+
+
+def trained_bytes(measured: Measured) -> int:
+    return sum(prod(shape) * size for shape, size, trainable in measured.shapes.values() if trainable)
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_frozen_weights_are_not_reduce_scattered(mode):
     for one in run_ranks(2, measure, Cell("qwen3_5_text", "fsdp2", mode, 2)):
-        trained = sum(
-            2 * -(-shape[shard_dim(shape, 2)] // 2) * (prod(shape) // shape[shard_dim(shape, 2)])
-            for shape, _, trainable in one.shapes
-            if trainable
-        )
+        trained = sum(2 * share(shape, 2, 0)[0] for shape, _, trainable in one.shapes.values() if trainable)
         assert one.reduce_scattered == trained > 0
+
+
+def test_zero1_keeps_whole_gradients_until_the_last_backward_and_zero2_does_not():
+    for rank, one in enumerate(run_ranks(2, measure, Cell("qwen3_5_text", "zero1", "full", 2))):
+        assert one.after_backward == trained_bytes(one)
+        assert one.state["gradients"] == by_zero(one, 2, rank)["gradients"]
+    for rank, one in enumerate(run_ranks(2, measure_small_buckets, Cell("qwen3_5_text", "zero2", "full", 2))):
+        # Of the last buckets (one for each dtype would be one; all here is float32) the sum is still on its way.
+        assert one.after_backward <= by_zero(one, 2, rank)["gradients"]
+        assert one.after_backward > 0
+
+
+def measure_small_buckets(cell: Cell) -> Measured:
+    zero.BUCKET_BYTES = 4096
+    return measure(cell)
+
+
+def test_what_the_naive_wrap_of_fsdp1_wastes(capsys):
+    """Gradients that no optimizer reads: the naive wrap keeps and sends them for frozen weights."""
+    wraps = {}
+    for wrap, variant in (("separate", ""), ("naive", "naive")):
+        ranks = run_ranks(4, measure, Cell("qwen3_5_text", "fsdp1", "lora", 4, variant))
+        kept, sent = sum(one.state["gradients"] for one in ranks), 4 * ranks[0].reduce_scattered
+        wraps[wrap] = kept, sent
+        trained = trained_bytes(ranks[0])
+    with capsys.disabled():
+        print(f"\n  trained: {trained:,} B of parameters")
+        for wrap, (kept, sent) in wraps.items():
+            print(
+                f"  {wrap:9} gradients {kept:>9,} B over 4 ranks, reduce-scattered {sent:>9,} B a micro-batch", end="\n"
+            )
+    (kept, sent), (naive_kept, naive_sent) = wraps["separate"], wraps["naive"]
+    # Each factor's flat parameter is rounded up to 4 equal pieces: fewer than 4 elements for each.
+    assert trained <= kept == sent < trained * 1.05
+    assert naive_kept == naive_sent > 4 * trained

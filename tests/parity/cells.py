@@ -23,6 +23,12 @@ VARIANTS = (
     *(Cell("llama", layout, "lora", 2, "head") for layout in LAYOUTS),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
     *(
+        Cell(family, layout, mode, 2, variant)
+        for family in ("llama", "qwen3_next")
+        for layout, mode in (("fsdp2", "full"), ("fsdp2", "lora"), ("hsdp", "lora"))
+        for variant in ("offload-optimizer", "offload-all")
+    ),
+    *(
         Cell(family, layout, mode, 2, "isolated")
         for family in FAMILIES
         if FAMILY_FACTS[family].token_mixers
@@ -46,6 +52,8 @@ _FIXED = (
     Cell("qwen3_next", "ddp", "lora", 2),
     Cell("olmo_hybrid", "fsdp2", "lora", 2),
     Cell("granitemoehybrid", "fsdp2", "lora", 2),
+    Cell("olmo_hybrid", "zero2", "full", 4),
+    Cell("nemotron_h", "hsdp", "lora", 4),
     Cell("qwen3_next", "fsdp1", "lora", 2, "checkpointing"),
     Cell("qwen3_5_text", "ddp", "lora", 4, "dropout"),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "tied"),
@@ -53,12 +61,13 @@ _FIXED = (
     Cell("qwen3_5_text", "fsdp1", "lora", 2, "tied"),
     Cell("olmo_hybrid", "fsdp1", "lora", 2, "naive"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
+    Cell("llama", "fsdp2", "full", 2, "offload-optimizer"),
+    Cell("llama", "hsdp", "lora", 2, "offload-all"),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated"),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
     Cell("llama", "ddp", "full", 2, "float16"),
     Cell("llama", "fsdp2", "full", 2, "float16"),
 )
-_PROCESSES = {"zero2": 4, "hsdp": 4}
 
 
 def pairs(cell: Cell) -> set[tuple[str, ...]]:
@@ -71,7 +80,7 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
 
 def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:
     """`chosen`, and plain cells until every pair is covered: each time one that covers most, of the rarest layout."""
-    plain = [cell for cell in ALL if not cell.variant and cell.nproc == _PROCESSES.get(cell.layout, 2)]
+    plain = [cell for cell in ALL if not cell.variant and cell.nproc == 2]
     left = set().union(*map(pairs, plain)) - set().union(*map(pairs, chosen))
     while left:
         layouts = Counter(cell.layout for cell in chosen)

@@ -9,7 +9,7 @@ from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.families import FAMILIES
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel import accumulate, activation_checkpoint, ddp, fsdp1, fsdp2, zero
+from shardwise.parallel import accumulate, activation_checkpoint, ddp, fsdp1, fsdp2, offload, zero
 
 Load = Callable[[ParallelModel], None]
 
@@ -18,6 +18,7 @@ ORDER: tuple[tuple[str, Any], ...] = (
     ("fsdp1", fsdp1.apply),  # gives memory to one unit of a model on meta after the other, and shards it
     ("fsdp2", fsdp2.apply),  # shards a model on meta: no rank ever holds it whole
     ("load", None),  # weights go into whatever each rank holds now
+    ("offload", offload.apply),  # copies real shards
     ("ddp", ddp.apply),  # wraps real weights
     ("zero1", zero.apply),  # the optimizer's shards are views into real weights
     ("zero2", zero.apply),
@@ -51,6 +52,8 @@ def check(cfg: RunConfig, family: str) -> None:
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: Load) -> ParallelModel:
     """Apply every strategy that the run asks for, in ORDER."""
     asked = {"activation checkpointing", "load", cfg.parallel.data}
+    if cfg.parallel.offload != "none":
+        asked.add("offload")
     if cfg.training.accumulation == "float32":
         asked.add("float32 accumulation")
     for name, strategy in ORDER:

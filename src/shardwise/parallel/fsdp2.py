@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.place import shard_dim
+from shardwise.parallel.place import materialise, shard_dim
 from shardwise.parallel.reduce import DATA_AXES, sum_gradients
 
 
@@ -37,6 +37,9 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         "shard_placement_fn": lambda parameter: Shard(shard_dim(parameter.shape, mesh.size("dp_shard"))),
         "ignored_params": set(replicated),
     }
+    if cfg.parallel.offload == "all":
+        # Sharded weights and gradients live on the CPU; a unit is copied to the device to be gathered, and freed there.
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     for unit in units(part, spec):
         # The last unit's backward follows its forward at once: to free its weights between the two gains nothing.
         last = not isinstance(unit, nn.Module)
@@ -47,6 +50,9 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         # Sums, not means; gloo knows no other reduction.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+    if cfg.parallel.offload == "all":
+        materialise(part, torch.device("cpu"), only=DTensor)  # what is not sharded goes to the device as usual
 
     def set_sync(sync: bool) -> None:
         # Every micro-batch is reduce-scattered, so no rank ever keeps whole gradients; replicas are added up once.

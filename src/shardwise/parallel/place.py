@@ -9,15 +9,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 
-def materialise(module: nn.Module, device: torch.device) -> None:
-    """Replace parameters on `meta` by uninitialised memory on `device`: the local shard where they are sharded.
+def materialise(module: nn.Module, device: torch.device, only: type[torch.Tensor] = torch.Tensor) -> None:
+    """Replace parameters on `meta` (of type `only`) by uninitialised memory on `device`: the local shard where sharded.
 
     Tied parameters stay one parameter (nn.Module.to_empty would part them). Buffers are real already: they only move.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            if parameter is None or not parameter.is_meta:
+            if parameter is None or not parameter.is_meta or not isinstance(parameter, only):
                 continue
             if parameter not in made:
                 # fsdp2 picks the new parameters up at its first forward.
@@ -57,6 +57,14 @@ def fill(target: torch.Tensor, full: torch.Tensor) -> None:
                     full = pieces[target.device_mesh.get_local_rank(axis)]
         target = target.to_local()
     target.copy_(full)
+
+
+def placed_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """A DTensor of this local tensor, on any device, that is cut as `like` is."""
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

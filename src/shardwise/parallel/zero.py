@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.place import cut, shard_dim
+from shardwise.parallel.place import cut, placed_like, shard_dim
 from shardwise.parallel.reduce import all_gather, reduce_scatter
 
 BUCKET_BYTES = 25 * 2**20
@@ -109,9 +109,8 @@ class Shards:
             for entry, mine in zip(bucket.entries, bucket.places(summed, [entry.local for entry in bucket.entries])):
                 gradient = entry.shard.grad
                 if gradient is None:
-                    entry.shard.grad = _placed_like(
-                        entry.shard, mine.to(entry.shard.grad_dtype or mine.dtype, copy=True)
-                    )
+                    kept = mine.to(entry.shard.grad_dtype or mine.dtype, copy=True)
+                    entry.shard.grad = placed_like(entry.shard, kept)
                 else:
                     assert isinstance(gradient, DTensor)
                     gradient.to_local().add_(mine)
@@ -166,13 +165,6 @@ def _trained(whole: nn.Parameter, mesh: DeviceMesh) -> Trained:
     local = cut(whole.detach(), dim, mesh.size())[mesh.get_local_rank()]
     placed = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
     return Trained(whole, nn.Parameter(placed), dim)
-
-
-def _placed_like(shard: torch.Tensor, local: torch.Tensor) -> DTensor:
-    assert isinstance(shard, DTensor)
-    return DTensor.from_local(
-        local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
-    )
 
 
 def _buckets(trained: Iterable[Trained], group: dist.ProcessGroup) -> list[Bucket]:

@@ -61,5 +61,6 @@ def clip_by_global_norm(
     if max_norm is not None or loss_scale != 1.0:
         for parameter in parameters:
             if parameter.grad is not None:
-                local(parameter.grad).mul_(scale / loss_scale)
+                gradient = local(parameter.grad)
+                gradient.mul_((scale / loss_scale).to(gradient.device))  # which may be the CPU of a GPU's run
     return norm
