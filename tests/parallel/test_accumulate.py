@@ -29,7 +29,7 @@ def _summed(layout: str, accumulation: str) -> tuple[Grads, set[torch.dtype], bo
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
-    named = [(n, p) for n, p in job.pm.named_parameters() if p.requires_grad]
+    named = [pair for group in job.optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
     grads = {n: full_tensor(p.grad).float().clone() for n, p in named}
     dtypes = {p.grad.dtype for _, p in named}
     job.optimizer.zero_grad(set_to_none=True)
@@ -81,6 +81,8 @@ def test_sums_of_bfloat16_lose_bits(reference):
     [
         ("single", 1, 16 * 2**-24),  # 15 float32 roundings
         ("ddp", 2, 16 * 2**-24),
+        ("zero1", 2, 16 * 2**-24),
+        ("zero2", 2, 16 * 2**-24),
         ("hsdp", 2, 2**-8),  # one rounding to bfloat16, of the sum
         ("fsdp2", 2, 2**-8),  # of each micro-batch's sum over ranks
     ],

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardwise.parallel import zero
 from shardwise.parallel.fsdp2 import odd_dtype_parameters
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
@@ -28,15 +29,17 @@ def _in_bfloat16(
     job = build(cfg, mesh, random_b(cfg))
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
     named = dict(job.pm.named_parameters())
-    grads = {name: full_tensor(p.grad).float() for name, p in named.items() if p.grad is not None}
+    groups = job.optimizer.param_groups
+    updated = {name: p for group in groups for name, p in zip(group["param_names"], group["params"])}
+    grads = {name: full_tensor(job.pm.to_portable(name, p.grad)).float() for name, p in updated.items()}
     job.optimizer.zero_grad()
     training_step(job, microbatches(cfg, mesh, 2), mesh, 1.0)
-    kept = {name: full_tensor(p.detach()).clone() for name, p in named.items() if name.endswith("A_log")}
+    kept = {n: full_tensor(job.pm.to_portable(n, p)).clone() for n, p in named.items() if n.endswith("A_log")}
     dtypes = {name: p.dtype for name, p in named.items()}
     return grads, dtypes, {name: isinstance(p, DTensor) for name, p in named.items()}, kept
 
 
-@pytest.mark.parametrize(("layout", "nproc"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("layout", "nproc"), [("ddp", 2), ("zero2", 2), ("fsdp1", 2), ("fsdp2", 2), ("hsdp", 4)])
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_a_model_of_two_dtypes_is_not_cast_down(layout, nproc, mode):
     ((reference, *_),) = run_ranks(1, _in_bfloat16, Cell("olmo_hybrid", "single", mode))
@@ -51,7 +54,8 @@ def test_a_model_of_two_dtypes_is_not_cast_down(layout, nproc, mode):
     assert len(logs) == 3
     assert {dtypes[name] for name in logs} == {torch.float32}
     assert torch.bfloat16 in dtypes.values()
-    assert all(sharded[name] == (layout != "ddp" and mode == "lora") for name in logs)  # trained odd ones stay whole
+    # Frozen odd ones are sharded by fsdp2, which flattens nothing; trained ones stay whole.
+    assert all(sharded[name] == (layout in ("fsdp2", "hsdp") and mode == "lora") for name in logs)
     for _, _, _, other in outcomes:
         assert all(torch.equal(other[name], kept[name]) for name in logs)
 
@@ -72,20 +76,21 @@ def _reduced_in(layout: str) -> set[torch.dtype]:
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     seen: set[torch.dtype] = set()
-    for name in ("all_reduce", "reduce_scatter_single", "reduce_scatter_tensor"):
-        if collective := getattr(dist, name, None):
+    names = ("all_reduce", "reduce_scatter_single", "reduce_scatter_tensor")
+    for owner, name in (*((dist, name) for name in names), (zero, "reduce_scatter")):
+        if collective := getattr(owner, name, None):
 
             def spy(*args: Any, collective: Any = collective, **kwargs: Any) -> Any:
-                tensor = kwargs.get("input", args[0] if args else None)
+                tensor = kwargs.get("input", args[-1] if args else None)  # (tensor) or (output, input)
                 seen.update({tensor.dtype} if tensor.numel() > 1 else ())  # scalars are counts and losses
                 return collective(*args, **kwargs)
 
-            setattr(dist, name, spy)
+            setattr(owner, name, spy)
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
     assert {p.grad.dtype for p in job.trainable()} == {torch.bfloat16}
     return seen
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp1", "fsdp2"])
 def test_bfloat16_gradients_are_added_up_in_float32(layout):
     assert run_ranks(2, _reduced_in, layout) == [{torch.float32}] * 2

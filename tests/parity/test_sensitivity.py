@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.interfaces import Mesh
 from shardwise.models import causal_lm, dropout, isolation, lora
-from shardwise.parallel import compose, ddp, fsdp2, place
+from shardwise.parallel import compose, ddp, flat, fsdp1, fsdp2, offload, place, zero
 from shardwise.training import build, export, gradients, step
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
@@ -47,6 +47,79 @@ def fsdp_mean_instead_of_sum():
         return pm
 
     after_fsdp2(change)
+
+
+def flat_mean_instead_of_sum():
+    wrap = fsdp1._wrap
+
+    def dividing(unit, mesh, ignored):
+        wrapper = wrap(unit, mesh, ignored)
+        wrapper._gradient_postdivide_factor = mesh.data_size
+        return wrapper
+
+    fsdp1._wrap = dividing
+
+
+def norm_of_this_ranks_flat_pieces_only():
+    pieces = flat._pieces
+
+    def unmarked(part, flat_parameters):
+        found = pieces(part, flat_parameters)
+        for parameter in part.parameters():
+            parameter.sharded_axes = ()
+        return found
+
+    flat._pieces = unmarked
+
+
+def updated_shards_not_gathered():
+    zero.Shards.gather = lambda self: None
+
+
+def last_gradient_kept_instead_of_added():
+    finish = zero.Shards.finish
+
+    def replacing(self):
+        for bucket, _, _ in self.pending:
+            for entry in bucket.entries:
+                entry.shard.grad = None
+        finish(self)
+
+    zero.Shards.finish = replacing
+
+
+def states_under_the_names_of_other_parameters():
+    apply = zero.apply
+
+    def swapping(pm, mesh, cfg, spec):
+        make = pm.make_optimizer
+
+        def make_optimizer(named):
+            by_shape = {}
+            for name, shard in named:
+                by_shape.setdefault(shard.shape, []).append(name)
+            turned = {name: names[i - 1] for names in by_shape.values() for i, name in enumerate(names)}
+            return make([(turned[name], shard) for name, shard in named])
+
+        return apply(replace(pm, make_optimizer=make_optimizer), mesh, cfg, spec)
+
+    compose.ORDER = tuple((name, swapping if name == "zero1" else strategy) for name, strategy in compose.ORDER)
+
+
+def whole_gradients_left_on_every_rank():
+    reduce = zero.Shards.reduce
+
+    def leaving(self, bucket):
+        gradients = [entry.whole.grad.clone() for entry in bucket.entries]
+        reduce(self, bucket)
+        for entry, gradient in zip(bucket.entries, gradients):
+            entry.whole.grad = gradient
+
+    zero.Shards.reduce = leaving
+
+
+def offloaded_update_not_copied_back():
+    offload.Copies.update_weights = lambda self: None
 
 
 def adapters_not_reduced():
@@ -142,7 +215,7 @@ def adapter_dropped_from_the_save():
 
 def weights_one_row_off_in_the_shards():
     fill = place.fill
-    place.fill = lambda target, full: fill(target, full.roll(1, 0) if isinstance(target, DTensor) else full)
+    build.fill = lambda target, full: fill(target, full.roll(1, 0) if isinstance(target, DTensor) else full)
 
 
 def mask_by_place_instead_of_slot():
@@ -200,6 +273,13 @@ def last_microbatch_only():
 BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (missing_world_size_factor, Cell("llama", "ddp", "lora", 2)),
     (fsdp_mean_instead_of_sum, Cell("llama", "fsdp2", "full", 2)),
+    (flat_mean_instead_of_sum, Cell("llama", "fsdp1", "lora", 2)),
+    (norm_of_this_ranks_flat_pieces_only, Cell("llama", "fsdp1", "lora", 2)),
+    (updated_shards_not_gathered, Cell("llama", "zero1", "full", 2)),
+    (last_gradient_kept_instead_of_added, Cell("llama", "zero2", "lora", 2)),
+    (states_under_the_names_of_other_parameters, Cell("llama", "zero1", "full", 2)),
+    (whole_gradients_left_on_every_rank, Cell("llama", "zero2", "lora", 2)),
+    (offloaded_update_not_copied_back, Cell("llama", "fsdp2", "full", 2, "offload-optimizer")),
     (adapters_not_reduced, Cell("llama", "ddp", "lora", 2)),
     (replicas_not_reduced, Cell("llama", "hsdp", "lora", 4)),
     (frozen_parameter_given_a_gradient, Cell("qwen3_next", "ddp", "lora", 2)),
