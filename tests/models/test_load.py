@@ -1,5 +1,6 @@
 import json
 import logging
+import shutil
 import weakref
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from shardwise.config import Model, UserError
 from shardwise.models import load
 from shardwise.models.load import build_meta, check_vocabulary, load_whole, read_config, weights
 from shardwise.models.save import save_model
-from tests.models.tiny import TINY, entries, on_meta, same, tiny
+from tests.models.tiny import CONFIGS, TINY, entries, on_meta, same, tiny
 
 
 @pytest.fixture
@@ -303,3 +304,13 @@ def test_tied_weights_in_the_file_must_be_equal(tmp_path: Path) -> None:
         entries(Model(str(tmp_path)))
     rewrite(tmp_path, lm_head__weight=embedding.clone(), model__embed_tokens__weight=None)
     assert same(entries(Model(str(tmp_path))), state)
+
+
+def test_gpt2_as_the_hub_has_it(tmp_path: Path) -> None:
+    # Without the prefix of the whole model, and with the causal masks that old versions saved.
+    saved = entries(tiny("tiny-gpt2"))
+    files = {name.removeprefix("transformer."): value for name, value in saved.items()}
+    files |= {f"h.{i}.attn.bias": torch.ones(1, 1, 1024, 1024) for i in range(4)}
+    save_file(files, tmp_path / "model.safetensors")
+    shutil.copy(CONFIGS / "tiny-gpt2" / "config.json", tmp_path)
+    assert same(entries(Model(str(tmp_path))), saved)

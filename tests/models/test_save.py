@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,9 +6,10 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.config import Model
+from shardwise.models.families import spec_of
 from shardwise.models.load import load_whole, read_config
 from shardwise.models.save import save_model
-from tests.models.tiny import PLAIN, TINY, entries, loaded_by_transformers, logits, on_meta, same, tiny
+from tests.models.tiny import CONFIGS, PLAIN, TINY, entries, loaded_by_transformers, logits, on_meta, same, tiny
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 200_000])
@@ -26,6 +28,20 @@ def test_what_is_saved_is_what_transformers_and_we_load(name: str, shard_bytes: 
     assert torch.equal(logits(theirs), logits(whole))
     assert theirs.config.use_cache is True
     assert same(entries(Model(str(tmp_path))), saved)
+
+
+@pytest.mark.parametrize("name", ["tiny-lfm2", "tiny-gpt2"])
+def test_families_that_are_tied_by_default_can_be_untied(name: str, tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / name / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = Model(str(tmp_path), init="random")
+    saved = entries(model)
+    assert not spec_of(on_meta(model).config, on_meta(model)).tied
+    save_model(on_meta(model), saved.items(), tmp_path / "out")
+    theirs = loaded_by_transformers(tmp_path / "out")
+    assert torch.equal(logits(theirs), logits(load_whole(model, read_config(model))))
+    head, embedding = theirs.get_output_embeddings().weight, theirs.get_input_embeddings().weight
+    assert not torch.equal(head, embedding)
 
 
 def test_our_files_are_byte_by_byte_what_transformers_writes(tmp_path: Path) -> None:

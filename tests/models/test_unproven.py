@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter import save_adapter
-from shardwise.models.families import FAMILIES, family_of, spec_of
+from shardwise.models.families import FAMILIES, family_of, spec_of, unproven
 from shardwise.models.families.unproven import inspect_family
 from shardwise.models.load import weights
 from shardwise.models.lora import adapter_layers
@@ -47,6 +48,13 @@ def test_inspection_finds_what_is_written_of_the_listed_families(name: str) -> N
 def _inside(model: PreTrainedModel) -> set[str]:
     layers = [layer.name for layer in spec_of(model.config, model).layers]
     return {name for layer in layers for name, _ in model.get_submodule(layer).named_parameters()}
+
+
+def test_checkpoints_that_could_not_be_written_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = WeightConverter(["qkv"], ["q", "k", "v"], operations=[Chunk(dim=0)])
+    monkeypatch.setattr(unproven, "get_model_conversion_mapping", lambda *args, **kwargs: [split])
+    with pytest.raises(UserError, match="an entry of its checkpoints is made of several weights"):
+        inspect_family(on_meta(tiny("tiny-llama")))
 
 
 def test_layers_are_named_and_auto_reaches_every_projection(model: Model) -> None:

@@ -6,6 +6,8 @@ import re
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from shardwise.config import UserError
 from shardwise.models.families.base import ATTENTION, Family
@@ -58,6 +60,9 @@ def inspect_family(model: PreTrainedModel) -> Family:
     shared = [name for name in model.all_tied_weights_keys if not name.startswith(f"{head}.")]
     if shared:
         raise _not_standard(model, f"{shared[0]} is shared with another part of the model")
+    for transform in get_model_conversion_mapping(model, add_legacy=False):
+        if isinstance(transform, WeightConverter) and len(transform.target_patterns) > 1:
+            raise _not_standard(model, "an entry of its checkpoints is made of several weights")
 
     types = getattr(model.config, "layer_types", None) or []
     if types and len(types) != len(modules):
