@@ -120,6 +120,12 @@ def test_train_passes_overrides_and_processes_on(folder, launched):
     assert (cfg.lora.r, cfg.lora.alpha) == (4, 8)
 
 
+@pytest.mark.parametrize("arguments", [["--resume", "latest-good"], ["--resume=latest-good"]])
+def test_resume_sets_the_key_of_the_run_file(arguments, folder, launched):
+    assert cli.main(["train", "run.yaml", *arguments]) == 3
+    assert launched[0][0].training.resume == "latest-good"
+
+
 def test_train_leaves_the_number_of_processes_open(folder, launched):
     assert cli.main(["train", "run.yaml"]) == 3
     assert launched[0][1] is None

@@ -57,7 +57,7 @@ def start_run(cfg: RunConfig) -> tuple[Job, Callable[[int], None], Checkpointer]
 
 
 def values(job: Job, cfg: RunConfig) -> dict[str, torch.Tensor]:
-    return {key: full_tensor(tensor).clone() for key, tensor in portable_tensors(job, cfg).items()}
+    return {key: full_tensor(tensor).clone() for key, tensor in portable_tensors(job, cfg)}
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError, parse_config
 from shardwise.metrics.record import RunRecord
-from shardwise.training.output_dir import claim, record_failure
+from shardwise.training.output_dir import claim, go_on, record_failure
 
 
 def config(folder: Path, model: str = "unused", **training: Any) -> RunConfig:
@@ -72,6 +72,37 @@ def test_overwrite_does_not_remove_the_model_that_the_run_reads(tmp_path):
     ):
         claim(config(tmp_path, str(tmp_path / "checkpoints" / "step-3"), overwrite=True), clear=True)
     assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize("resume", ["latest", "latest-good", "checkpoints/step-3"])
+def test_a_run_that_goes_on_here_needs_no_overwrite_and_changes_nothing_yet(resume, tmp_path):
+    leave_a_run(tmp_path)
+    before = names(tmp_path)
+    resume = str(tmp_path / resume) if "/" in resume else resume
+    claim(config(tmp_path, resume=resume, overwrite=True), clear=True)
+    assert names(tmp_path) == before
+    assert names(tmp_path / "checkpoints") == {"step-3"}
+
+
+def test_a_run_that_goes_on_elsewhere_does_not_replace_another(tmp_path):
+    leave_a_run(tmp_path)
+    with pytest.raises(UserError, match="holds another run"):
+        claim(config(tmp_path, resume="elsewhere/checkpoints/step-3"), clear=True)
+
+
+def test_checkpoints_alone_are_a_run(tmp_path):
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds another run"):
+        claim(config(tmp_path), clear=True)
+
+
+def test_to_go_on_takes_the_metrics_of_the_checkpoint_and_removes_the_record(tmp_path):
+    (tmp_path / "record.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("1\n2\n3\n")
+    (tmp_path / "at-step-2").write_text("1\n2\n")
+    go_on(config(tmp_path), tmp_path / "at-step-2")
+    assert names(tmp_path) == {"metrics.jsonl", "at-step-2"}
+    assert (tmp_path / "metrics.jsonl").read_text() == "1\n2\n"
 
 
 def test_a_refused_run_does_not_stand_in_the_way_of_the_next(tmp_path):

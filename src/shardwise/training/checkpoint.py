@@ -83,13 +83,13 @@ class Checkpointer:
             loss_scale=self._job.loss_scale.state_dict(),
             best_loss=self._best_loss if math.isfinite(self._best_loss) else None,
         )
-        tensors = portable_tensors(self._job, self._cfg)
+        portable = portable_tensors(self._job, self._cfg)
         metrics = (self._output_dir / METRICS).read_bytes() if self._main else b""
-        if not self._cfg.training.async_save:
-            self._write(manifest, tensors, metrics, best)
-            return
-        tensors = {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
-        self._writing = self._thread.submit(self._write, manifest, tensors, metrics, best)
+        if self._cfg.training.async_save:
+            copies = {key: tensor.to("cpu", copy=True) for key, tensor in portable}
+            self._writing = self._thread.submit(self._write, manifest, copies, metrics, best)
+        else:
+            self._write(manifest, dict(portable), metrics, best)
 
     def wait(self) -> None:
         """Wait until nothing is being written; raise what went wrong in writing."""
@@ -154,7 +154,7 @@ def restore(start: Start, job: Job, cfg: RunConfig) -> None:
     job.loss_scale.load_state_dict(start.manifest.loss_scale)
     reader = dcp.FileSystemReader(start.folder)
     _make_optimizer_states(job.optimizer, reader.read_metadata())
-    tensors = portable_tensors(job, cfg)
+    tensors = dict(portable_tensors(job, cfg))
     try:
         # Each rank reads its shards, from whatever files they lie in. In place, where a tensor is portable as it is.
         dcp.load(tensors, storage_reader=reader)
@@ -165,12 +165,10 @@ def restore(start: Start, job: Job, cfg: RunConfig) -> None:
             job.pm.from_portable(name, held, tensors[key])
 
 
-def portable_tensors(job: Job, cfg: RunConfig) -> dict[str, torch.Tensor]:
-    """What is saved of a job, by key; plain tensors and DTensors that share the job's memory where they can."""
-    return {
-        key: job.pm.to_portable(name, held) if _is_translated(key, held) else held.detach()
-        for key, name, held in _held(job, cfg)
-    }
+def portable_tensors(job: Job, cfg: RunConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is saved of a job, by key: plain tensors and DTensors that share the job's memory where they can."""
+    for key, name, held in _held(job, cfg):
+        yield key, job.pm.to_portable(name, held) if _is_translated(key, held) else held.detach()
 
 
 def _held(job: Job, cfg: RunConfig) -> Iterator[tuple[str, str, torch.Tensor]]:
