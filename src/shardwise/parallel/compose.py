@@ -9,11 +9,12 @@ from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.families import FAMILIES
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel import accumulate, activation_checkpoint, ddp, fsdp1, fsdp2, offload, zero
+from shardwise.parallel import accumulate, activation_checkpoint, compile, ddp, fsdp1, fsdp2, offload, zero
 
 Load = Callable[[ParallelModel], None]
 
 ORDER: tuple[tuple[str, Any], ...] = (
+    ("compile", compile.apply),  # inside checkpointing, which runs compiled layers again
     ("activation checkpointing", activation_checkpoint.apply),  # inside the wrappers, so that their hooks lie outside
     ("fsdp1", fsdp1.apply),  # gives memory to one unit of a model on meta after the other, and shards it
     ("fsdp2", fsdp2.apply),  # shards a model on meta: no rank ever holds it whole
@@ -54,6 +55,8 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: 
     asked = {"activation checkpointing", "load", cfg.parallel.data}
     if cfg.parallel.offload != "none":
         asked.add("offload")
+    if cfg.training.compile != "none":
+        asked.add("compile")
     if cfg.training.accumulation == "float32":
         asked.add("float32 accumulation")
     for name, strategy in ORDER:

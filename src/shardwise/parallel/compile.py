@@ -1,0 +1,45 @@
+"""torch.compile, one decoder layer at a time: layers of one kind share compiled code, and wrappers stay outside."""
+
+from __future__ import annotations
+
+import importlib
+from types import MethodType
+from typing import Any
+
+import torch
+
+from shardwise.config import RunConfig, UserError
+from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.models.dropout import SlotDropout
+from shardwise.models.spec import ModelSpec
+
+BACKENDS = {"inductor": "inductor", "aot_eager": "aot_eager_decomp_partition"}
+"""torch's plain aot_eager takes softplus's gradient for contiguous, which it is not: Gated DeltaNet's backward fails.
+This one takes the gradient apart, as inductor does, and runs what it has traced operator by operator too."""
+
+
+def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
+    """Compile the forward of every decoder layer, and with it its backward, on `training.compile`'s backend.
+
+    A layer's forward is replaced rather than the layer wrapped, so names stay. Within activation checkpointing: what is
+    computed again runs compiled too. UserError with `operators`, whose policy cannot see operators in compiled code.
+    """
+    if cfg.training.checkpointing == "operators":
+        raise UserError(
+            "training.checkpointing operators chooses among operators that training.compile fuses; "
+            "use full, none or a list of layer kinds, or compile none"
+        )
+    # Layers share a code object: one version for each kind, shape and mode of them, and more is an error, not slow.
+    dynamo: Any = importlib.import_module("torch._dynamo").config  # seconds that only a compiled run has to wait
+    dynamo.recompile_limit = 8 * len(spec.layers)
+    dynamo.fail_on_recompile_limit_hit = True
+    # Masks are drawn outside: a seed that depends on step and slot must not become a constant.
+    eager_dropout: Any = torch.compiler.disable(SlotDropout.forward)
+    for part in pm.parts:
+        for module in part.modules():
+            if isinstance(module, SlotDropout):
+                module.forward = MethodType(eager_dropout, module)
+        for layer in spec.layers:
+            module = part.get_submodule(f"hf.{layer.name}")
+            module.forward = torch.compile(module.forward, backend=BACKENDS[cfg.training.compile], dynamic=False)
+    return pm
