@@ -36,6 +36,11 @@ VARIANTS = (
     ),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
     *(Cell("llama", layout, "full", 2, "float16") for layout in LAYOUTS),
+    *(
+        Cell(family, layout, "lora", 2, "compile")
+        for family in ("llama", "qwen3_5_text")
+        for layout in ("ddp", "fsdp2")
+    ),
 )
 
 # At 2 processes hsdp has 1 shard and 2 replicas: still its own code path.
@@ -67,6 +72,7 @@ _FIXED = (
     Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
     Cell("llama", "ddp", "full", 2, "float16"),
     Cell("llama", "fsdp2", "full", 2, "float16"),
+    Cell("qwen3_5_text", "fsdp2", "lora", 2, "compile"),
 )
 
 

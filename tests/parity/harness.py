@@ -67,7 +67,7 @@ class Cell:
 
     def reference(self) -> Cell:
         """The same work on one process, plain where the variant must not change what is computed."""
-        same = ("checkpointing", "operators", "keep-gathered", "naive", "offload-optimizer", "offload-all")
+        same = ("checkpointing", "operators", "compile", "keep-gathered", "naive", "offload-optimizer", "offload-all")
         variant = "" if self.variant in same else self.variant
         return replace(self, layout="single", nproc=1, variant=variant)
 
@@ -115,6 +115,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             global_batch_size=GLOBAL_BATCH,
             micro_batch_size=1 if cell.nproc > 2 else 2,
             checkpointing={"checkpointing": "full", "operators": "operators"}.get(cell.variant, "none"),
+            compile="aot_eager" if cell.variant == "compile" else "none",
             precision="float16" if cell.variant == "float16" else "float32",
             device="cpu",
         ),
