@@ -6,8 +6,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.config import Lora
 from shardwise.models.families import FAMILIES, family_of, spec_of
-from shardwise.models.load import load_whole, read_config
+from shardwise.models.load import build_meta, load_whole, read_config
+from shardwise.models.lora import inject
 from tests.models.tiny import PLAIN, TINY, on_meta, tiny, tokens
 
 KINDS = {
@@ -50,6 +52,19 @@ def test_spec_names_every_layer_and_its_kind(name: str) -> None:
 def test_spec_sees_tied_embeddings() -> None:
     model = on_meta(tiny("tiny-qwen3_5-tied"))
     assert spec_of(model.config, model).tied
+
+
+def test_a_granite_hybrid_without_experts_has_its_shared_mlp() -> None:
+    config = read_config(tiny("tiny-granitemoehybrid"))
+    config.num_local_experts = 0
+    model = build_meta(tiny("tiny-granitemoehybrid"), config)
+    spec = spec_of(config, model)
+    assert [layer.feed_forward for layer in spec.layers] == ["dense", "dense"]
+    rows = inject(model, Lora(), spec).rows
+    assert [(row.kind, row.weights, row.frozen) for row in rows] == [
+        ("mamba2", 4, ("mamba.out_proj",)),
+        ("full_attention", 6, ()),
+    ]
 
 
 def test_the_tiny_configs_are_of_all_families() -> None:
