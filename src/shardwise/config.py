@@ -222,13 +222,13 @@ class Training(Section):
     eval_batches: int = 0
     """Global batches in an evaluation (0: the whole validation set)."""
     save_every: int = 0
-    """Steps between checkpoints (0: none)."""
+    """Steps between checkpoints; the last step has one too (0: none)."""
     keep_last: int = 2
     """How many of the latest checkpoints are kept."""
     keep_best: bool = False
-    """Keep the checkpoint of the lowest validation loss too."""
+    """Save after each evaluation that is the best so far, and keep that checkpoint; `checkpoints/best` leads to it."""
     async_save: bool = False
-    """Write checkpoints while training goes on."""
+    """Write checkpoints while training goes on, from a copy in CPU memory."""
     resume: str | None = None
     """`latest`: go on from the newest checkpoint in `output_dir`; `latest-good`: from the newest that is whole; or the
     folder of a checkpoint."""
@@ -286,6 +286,12 @@ class RunConfig(Section):
     parallel: Parallel = field(default_factory=Parallel)
     optimizer: Optimizer = field(default_factory=Optimizer)
     measure: Measure = field(default_factory=Measure)
+
+    def __post_init__(self) -> None:
+        _require(
+            not self.training.keep_best or self.data.validation != 0,
+            "training.keep_best needs a validation loss; set data.validation",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved config as plain data: `parse_config(cfg.to_dict()) == cfg`."""

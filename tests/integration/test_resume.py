@@ -33,7 +33,7 @@ def config(folder: Path, name: str, layout: str = "single", *, lora: bool = True
         model=Model(str(CONFIGS / "tiny-qwen3_5"), init="random", tokenizer=str(folder / "tokenizer")),
         lora=Lora(r=4, dropout=0.1) if lora else None,
         data=Data(str(folder / "corpus.jsonl"), validation=0.2, sequence_length=32),
-        parallel=Parallel(layout),
+        parallel=Parallel("fsdp2", offload="optimizer") if layout == "offload" else Parallel(layout),
         optimizer=Optimizer(lr=1e-2, warmup_steps=1, weight_decay=0.1),
         training=Training(
             **{
@@ -126,6 +126,7 @@ def whole(folder) -> Callable[[str, int, bool], RunConfig]:
         ("ddp", 2, False),
         ("fsdp2", 2, True),
         ("fsdp2", 2, False),
+        ("offload", 2, True),  # the optimizer has copies of the weights
         ("fsdp1", 2, True),
         ("zero1", 2, False),
         ("zero2", 2, True),

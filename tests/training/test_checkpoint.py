@@ -41,7 +41,9 @@ class NoLoader:
 
 def config(folder: Path, **training: Any) -> RunConfig:
     cfg = run_config(Cell("llama", "single", "lora"), "adamw")
-    return replace(cfg, training=replace(cfg.training, output_dir=str(folder), **training))
+    return replace(
+        cfg, data=replace(cfg.data, validation=0.1), training=replace(cfg.training, output_dir=str(folder), **training)
+    )
 
 
 def start_run(cfg: RunConfig) -> tuple[Job, Callable[[int], None], Checkpointer]:
@@ -98,6 +100,12 @@ def test_what_is_kept(tmp_path):
     assert seen == [[], [2], [3, 2], [3, 2], [3, 2], [6, 3], [7, 6], [8, 7]]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-7"
     assert read_manifest(tmp_path / "checkpoints" / "step-8").best_loss == 2.0
+
+
+def test_the_best_is_not_kept_where_none_is_known(tmp_path):
+    cfg = config(tmp_path, keep_best=True)
+    with pytest.raises(UserError, match=r"training\.keep_best needs a validation loss; set data\.validation"):
+        replace(cfg, data=replace(cfg.data, validation=0.0))
 
 
 def test_later_checkpoints_do_not_push_out_what_is_saved_after_going_back(tmp_path):

@@ -18,6 +18,7 @@ MAY_DIFFER = frozenset(
         "measure",
         "data.train",  # what is in it is compared by the loaders, and so is the tokenizer
         "model.tokenizer",
+        "model.sdpa_backend",
         "data.workers",
         "training.output_dir",
         "training.micro_batch_size",
