@@ -1,4 +1,4 @@
-"""Under fsdp2 no rank ever holds the whole model: weights go from safetensors straight into the shards."""
+"""Under fsdp no rank ever holds the whole model: weights go from safetensors straight into the shards."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.parity.harness import CONFIGS
 NPROC = 4
 
 
-def _config(path: Path, lora: bool, dtype: str = "float32") -> RunConfig:
+def _config(path: Path, lora: bool, dtype: str = "float32", layout: str = "fsdp2") -> RunConfig:
     return RunConfig(
         Model(str(path), dtype=dtype),
         Data("unused"),
         Training("unused", global_batch_size=NPROC, device="cpu"),
         lora=Lora() if lora else None,
-        parallel=Parallel("fsdp2"),
+        parallel=Parallel(layout),
     )
 
 
@@ -43,7 +43,8 @@ def _load(cfg: RunConfig) -> tuple[int, int, int, dict[str, torch.Tensor]]:
     assert memory.entry_bytes is not None
     named = dict(job.pm.named_parameters())
     held = tensor_bytes(named.values())
-    whole = {name: full_tensor(p.detach()) for name, p in named.items() if not p.requires_grad or cfg.lora is None}
+    kept = [(name, p) for name, p in named.items() if not p.requires_grad or cfg.lora is None]
+    whole = {name: full_tensor(job.pm.to_portable(name, p)) for name, p in kept}
     return memory.peak_bytes - memory.entry_bytes, held, memory.entry_bytes, whole
 
 
@@ -57,7 +58,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, capsys):
+@pytest.mark.parametrize(("layout", "copies"), [("fsdp2", 1), ("fsdp1", 2)])
+def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, layout, copies, capsys):
+    """fsdp1 holds a unit twice while it flattens it: as parameters, and end to end, each from a multiple of 16 bytes."""
     model = Model(str(folder))
     saved = dict(load.weights(load.build_meta(model, load.read_config(model)), model, seed=0))
     total = tensor_bytes(saved.values())
@@ -65,16 +68,17 @@ def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, capsys):
     units = [[t for n, t in saved.items() if f".layers.{i}." in n] for i in set(layers)]
     units += [[saved["model.embed_tokens.weight"]], [saved["model.norm.weight"], saved["lm_head.weight"]]]
     largest = max(tensor_bytes(unit) for unit in units)
-    outcomes = run_ranks(NPROC, _load, _config(folder, lora))
+    padding = 0 if layout == "fsdp2" else copies * 16 * max(map(len, units))
+    outcomes = run_ranks(NPROC, _load, _config(folder, lora, layout=layout))
     with capsys.disabled():
         peak, held, _, _ = outcomes[0]
         print(
-            f"\n  {'lora' if lora else 'full'}: peak while loading {peak:,} B of a model of {total:,} B on {NPROC} "
-            f"ranks; share + largest unit {total // NPROC + largest:,} B; held after {held:,} B",
+            f"\n  {layout} {'lora' if lora else 'full'}: peak while loading {peak:,} B of a model of {total:,} B on "
+            f"{NPROC} ranks; share + largest unit {total // NPROC + copies * largest:,} B; held after {held:,} B",
             end="",
         )
     for peak, held, _, whole in outcomes:
-        assert peak <= total / NPROC + largest + (held - total / NPROC if lora else 0)
+        assert peak <= total / NPROC + copies * largest + padding + (held - total / NPROC if lora else 0)
         for name, tensor in whole.items():
             assert torch.equal(tensor, saved[name.replace(".base_layer", "")]), name
 

@@ -1,0 +1,61 @@
+"""Offload: the optimizer's copies are distinct from the weights, and follow them when they are loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import full_tensor
+from shardwise.training.build import Job, build
+from shardwise.training.gradients import local
+from shardwise.training.step import forward_backward, training_step
+from tests.distributed import run_ranks
+from tests.parity.harness import Cell, microbatches, run_config
+
+
+def _job(offload: str, mode: str = "full") -> tuple[Job, Any, Any]:
+    cfg = run_config(Cell("llama", "fsdp2", mode, 2, f"offload-{offload}"), optimizer="adamw")
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    return build(cfg, mesh), cfg, mesh
+
+
+def _updated(job: Job) -> dict[str, torch.Tensor]:
+    return {n: p for group in job.optimizer.param_groups for n, p in zip(group["param_names"], group["params"])}
+
+
+def _distinct() -> tuple[bool, bool, bool]:
+    job, cfg, mesh = _job("optimizer")
+    weights, copies = dict(job.pm.named_parameters()), _updated(job)
+    apart = all(local(weights[n]).data_ptr() != local(copy).data_ptr() for n, copy in copies.items())
+    forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
+    moved = all(weights[n].grad is None and copy.grad is not None for n, copy in copies.items())
+    job.optimizer.zero_grad(set_to_none=True)
+    training_step(job, microbatches(cfg, mesh, 1), mesh, 1.0)
+    return apart, moved, all(torch.equal(local(weights[n]), local(copy)) for n, copy in copies.items())
+
+
+def test_gradients_go_to_copies_and_updates_come_back():
+    assert run_ranks(2, _distinct) == [(True, True, True)] * 2
+
+
+def _loaded(offload: str) -> bool:
+    job, cfg, mesh = _job(offload)
+    training_step(job, microbatches(cfg, mesh, 1), mesh, 1.0)
+    copies = _updated(job)
+    right = True
+    for name, weight in job.pm.named_parameters():
+        new = torch.arange(weight.numel(), dtype=torch.float32).view(weight.shape)
+        job.pm.from_portable(name, weight, new)
+        moment = job.optimizer.state[copies[name]]["exp_avg"]
+        job.pm.from_portable(name, moment, job.pm.to_portable(name, moment) + 1)  # must leave the weight alone
+        right &= torch.equal(full_tensor(job.pm.to_portable(name, weight)), new)
+        right &= torch.equal(full_tensor(copies[name].detach()), new)
+    return right
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_copies_follow_weights_that_are_loaded(offload):
+    assert all(run_ranks(2, _loaded, offload))

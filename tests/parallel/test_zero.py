@@ -1,0 +1,71 @@
+"""ZeRO's shards are views into the weights, uneven ones too, and buckets of any size give the same sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardwise.interfaces import Mesh
+from shardwise.parallel import zero
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import full_tensor
+from shardwise.training.build import build
+from shardwise.training.step import forward_backward
+from tests.distributed import run_ranks
+from tests.parity.harness import Cell, microbatches, run_config
+
+SHAPES = ((7, 5), (2,), (3, 4), (1, 1))  # on 3 ranks: rows 3, 3, 1; an empty shard; even; two empty shards
+
+
+def _sums(bucket_bytes: int) -> bool:
+    zero.BUCKET_BYTES = bucket_bytes
+    mesh = Mesh(init_device_mesh("cpu", (1, 3, 1, 1, 1), mesh_dim_names=Mesh.AXES), torch.device("cpu"))
+    rank = mesh.dense.get_local_rank("dp_replicate")
+    dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+    wholes = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in zip(SHAPES, dtypes)]
+    trained = [zero._trained(whole, mesh.dense["dp_replicate"]) for whole in wholes]
+    shards = zero.Shards(zero._buckets(trained, mesh.dense.get_group("dp_replicate")))
+    right = True
+    for repeat in (1, 2):  # the second time gradients are added to those of the first
+        for whole in wholes:
+            places = torch.arange(whole.numel(), dtype=whole.dtype).view(whole.shape)
+            whole.grad = places * (rank + 1)
+        shards.reduce_all()
+        for entry in trained:
+            assert isinstance(entry.shard.grad, DTensor)
+            expected = torch.arange(entry.whole.numel(), dtype=entry.whole.dtype).view(entry.whole.shape) * 6 * repeat
+            right &= torch.equal(full_tensor(entry.shard.grad), expected)  # 1 + 2 + 3
+            right &= entry.whole.grad is None
+    for entry in trained:
+        assert isinstance(entry.shard, DTensor)
+        within = entry.whole.untyped_storage().data_ptr() == entry.shard.to_local().untyped_storage().data_ptr()
+        right &= within or entry.local.numel() == 0
+        with torch.no_grad():
+            entry.local.fill_(rank)
+    shards.gather()
+    for entry in trained:
+        right &= torch.equal(entry.whole.detach(), full_tensor(entry.shard.detach()))
+    return right
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 150, 2**20])  # alone, by twos, all of a dtype together
+def test_uneven_shards_are_summed_and_gathered(bucket_bytes):
+    assert all(run_ranks(3, _sums, bucket_bytes))
+
+
+def _one_without_a_gradient(stage: str) -> None:
+    cfg = run_config(Cell("llama", stage, "full", 2))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    (part,) = job.pm.parts
+    part.hf.get_submodule("model.layers.1").forward = lambda hidden, *args, **kwargs: hidden
+    forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_a_trained_parameter_without_a_gradient_is_an_error(stage):
+    with pytest.raises(RuntimeError, match="a trained parameter has no gradient"):
+        run_ranks(2, _one_without_a_gradient, stage)
