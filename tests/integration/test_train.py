@@ -90,7 +90,7 @@ def noise(folder, single) -> RunRecord:
     return record
 
 
-@pytest.mark.parametrize(("layout", "nproc"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("layout", "nproc"), [("ddp", 2), ("zero2", 2), ("fsdp1", 2), ("fsdp2", 2), ("hsdp", 4)])
 def test_every_layout_follows_the_same_curve(folder, single, noise, layout, nproc):
     record = run_on(nproc, config(folder, layout, layout, micro_batch_size=1))
     # Under AdamW rounding grows from step to step: as much as the noise control shows, ten times over, is allowed,

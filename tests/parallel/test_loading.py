@@ -60,7 +60,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(("layout", "copies"), [("fsdp2", 1), ("fsdp1", 2)])
 def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, layout, copies, capsys):
-    """fsdp1 holds a unit twice while it flattens it: as parameters, and end to end, each from a multiple of 16 bytes."""
+    """fsdp1 holds a unit twice while it flattens it: as parameters and end to end, each from a multiple of 16 bytes."""
     model = Model(str(folder))
     saved = dict(load.weights(load.build_meta(model, load.read_config(model)), model, seed=0))
     total = tensor_bytes(saved.values())
