@@ -22,7 +22,15 @@ def config(data: str = "single", dp_replicate: int = 1, global_batch: int = 8, m
 
 @pytest.mark.parametrize(
     ("data", "dp_replicate", "world", "expected"),
-    [("single", 1, 1, (1, 1)), ("ddp", 1, 4, (4, 1)), ("fsdp2", 1, 4, (1, 4)), ("fsdp2", 2, 4, (2, 2))],
+    [
+        ("single", 1, 1, (1, 1)),
+        ("ddp", 1, 4, (4, 1)),
+        ("zero1", 1, 4, (4, 1)),
+        ("zero2", 1, 2, (2, 1)),
+        ("fsdp1", 1, 4, (1, 4)),
+        ("fsdp2", 1, 4, (1, 4)),
+        ("fsdp2", 2, 4, (2, 2)),
+    ],
 )
 def test_what_is_left_of_the_world(data, dp_replicate, world, expected):
     sizes = mesh_sizes(config(data, dp_replicate), world)
