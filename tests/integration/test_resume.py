@@ -30,7 +30,7 @@ Values = dict[str, torch.Tensor]
 def config(folder: Path, name: str, layout: str = "single", *, lora: bool = True, **training: Any) -> RunConfig:
     """All that a resume could forget: Adam's moments, a falling learning rate, dropout, a shuffled corpus."""
     return RunConfig(
-        model=Model(str(CONFIGS / "tiny-qwen3_5"), init="random", tokenizer=str(folder / "tokenizer")),
+        model=Model(str(CONFIGS / "tiny-llama"), init="random", tokenizer=str(folder / "tokenizer")),
         lora=Lora(r=4, dropout=0.1) if lora else None,
         data=Data(str(folder / "corpus.jsonl"), validation=0.2, sequence_length=32),
         parallel=Parallel("fsdp2", offload="optimizer") if layout == "offload" else Parallel(layout),
