@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
-from shardwise.data.text import permutation
+from shardwise.data.order import permutation
 from shardwise.interfaces import IGNORED, Batch
 
 Row = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -342,7 +342,7 @@ def test_validation_without_a_target(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     cfg = run_config(write_corpus(["abc"]), validation=write_corpus(["", "x"]), packing="none")
-    with pytest.raises(UserError, match=r"^data\.validation: no document holds two tokens"):
+    with pytest.raises(UserError, match=r"^data\.validation: no document has anything to predict \(left out: 2 no tar"):
         build_loaders(cfg, tokenizer, range(1))
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, UserError
-from shardwise.data.packing import Document, Encoder, empty_row, pack_joined, pack_none, to_batch
+from shardwise.data.formats import Encoder
+from shardwise.data.packing import Document, empty_row, pack_joined, pack_none, to_batch
 from shardwise.data.state import SlotState
 from shardwise.interfaces import IGNORED, Batch
 
@@ -114,7 +115,7 @@ def test_encoder_ends_documents_where_they_are_joined(
         ("the<eos>", [the, 1]),  # a document that ends with the token itself gets no second one
         ("", []),
     ):
-        document = encoder.document(text, SlotState())
+        document = encoder.document({"text": text}, SlotState())
         assert document.tokens.tolist() == tokens
         assert document.targets.tolist() == [True] * len(tokens)
 
@@ -124,7 +125,7 @@ def test_long_document_gives_no_warning(
 ) -> None:
     short = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", model_max_length=4)
     encoder = Encoder.of(short, Data(train="unused"))
-    assert len(encoder.document("abcdefgh", SlotState())) == 9
+    assert len(encoder.document({"text": "abcdefgh"}, SlotState())) == 9
     assert (caplog.records, capfd.readouterr().err) == ([], "")
 
 
@@ -148,7 +149,9 @@ def test_isolated_documents_do_not_predict_one_anothers_first_token(tokenizer: P
     # c must not be predicted, and goes on with c, from which d is. The third row ends before e, its target if joined.
     encoder = Encoder.of(tokenizer, Data(train="unused", packing="isolated", sequence_length=2))
     a, b, c, d, e, f = tokenizer("abcdef")["input_ids"]
-    documents = [encoder.document(text, SlotState(place=place)) for place, text in enumerate(("ab", "cd", "ef"))]
+    documents = [
+        encoder.document({"text": text}, SlotState(place=place)) for place, text in enumerate(("ab", "cd", "ef"))
+    ]
     batch = batch_of([row for row, _ in encoder.rows(documents)])
     assert batch.input_ids.tolist() == [[a, b], [1, c], [d, 1], [e, f]]
     assert batch.labels.tolist() == [[b, 1], [IGNORED, d], [1, IGNORED], [f, 1]]
@@ -161,7 +164,7 @@ def test_isolated_rows_are_those_of_concat(tokenizer: PreTrainedTokenizerFast, s
     rows = {}
     for packing in ("concat", "isolated"):
         encoder = Encoder.of(tokenizer, Data(train="unused", packing=packing, sequence_length=sequence_length))
-        documents = [encoder.document(text, SlotState(place=place)) for place, text in enumerate(texts)]
+        documents = [encoder.document({"text": text}, SlotState(place=place)) for place, text in enumerate(texts)]
         rows[packing] = [(batch_of([row]), at) for row, at in encoder.rows(documents)]
     assert len(rows["isolated"]) == len(rows["concat"])  # at these lengths no row is left without a target
     for (isolated, at), (concat, at_concat) in zip(rows["isolated"], rows["concat"]):

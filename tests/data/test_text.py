@@ -2,22 +2,17 @@ import json
 import pickle
 from pathlib import Path
 
-import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Model, UserError
-from shardwise.data.text import Corpus, find_files, index_corpus, load_tokenizer, permutation, split
+from shardwise.data.text import find_files, index_files, load_tokenizer
 
 
 def write(path: Path, content: bytes | str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
-
-
-def corpus_of(num_documents: int) -> Corpus:
-    return Corpus((), np.zeros(num_documents, np.int32), np.zeros(num_documents, np.int64), "text")
 
 
 def test_folder_gives_text_files_at_any_depth_sorted(tmp_path: Path) -> None:
@@ -51,7 +46,7 @@ def test_existing_path_with_glob_characters_is_taken_literally(tmp_path: Path) -
     [
         ("gone.txt", "data.train: gone.txt matches no file; give existing files, folders or glob patterns"),
         (["here.txt", "*.jsonl"], r"data.train: \*.jsonl matches no file; .*"),
-        ("empty", "data.train: empty holds no text file; .*"),
+        ("empty", "data.train: empty holds no file of text, JSONL or Parquet; .*"),
         ([], "data.train is an empty list; .*"),
     ],
 )
@@ -75,122 +70,72 @@ def test_documents_are_lines_and_whole_files(tmp_path: Path) -> None:
     jsonl = write(tmp_path / "a.jsonl", "\n".join(lines) + "\r\n" + json.dumps({"text": ""}))  # no newline at the end
     text = write(tmp_path / "b.txt", "first line\r\nsecond line\n")
     empty = write(tmp_path / "c.txt", "")
-    corpus = index_corpus([jsonl, text, empty])
-    assert [corpus[i] for i in range(len(corpus))] == ["one\ntwo", "drei äöü", "", "first line\r\nsecond line\n"]
+    corpus = index_files([jsonl, text, empty])
+    assert [corpus[i]["text"] for i in range(len(corpus))] == [
+        "one\ntwo",
+        "drei äöü",
+        "",
+        "first line\r\nsecond line\n",
+    ]
 
 
 def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     jsonl = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "a"}\n')
     text = write(tmp_path / "b.txt", b"\xef\xbb\xbfb")
-    corpus = index_corpus([jsonl, text])
-    assert [corpus[0], corpus[1]] == ["a", "b"]
+    corpus = index_files([jsonl, text])
+    assert [corpus[0], corpus[1]] == [{"text": "a"}, {"text": "b"}]
 
 
 def test_index_holds_no_text(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "".join(json.dumps({"text": "x" * 10_000}) + "\n" for _ in range(100)))
-    corpus = index_corpus([path])
-    assert corpus[99] == "x" * 10_000
-    assert len(pickle.dumps(corpus)) < 3_000  # 100 documents of 12 bytes, and the names; the text is 1 MB
+    corpus = index_files([path])
+    assert corpus[99] == {"text": "x" * 10_000}
+    assert len(pickle.dumps(corpus)) < 3_000  # 100 documents of 8 bytes, and the names; the text is 1 MB
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ('{"text": "a"', "not JSON .*; mend or remove the line"),
-        ('["a"]', "a JSON list, not an object; mend or remove the line"),
-        ('{"content": "a", "id": 1}', "no field 'text'; set data.text_field to one of the line's fields: content, id"),
-        ('{"text": null}', "field 'text' holds a NoneType, not a string; mend or remove the line"),
-        (r'{"text": "\ud800"}', "field 'text' escapes half a surrogate pair; mend or remove the line"),
-        (b'{"text": "\xff"}', r"not UTF-8 \(byte 11\); convert the file, for example with iconv"),
-    ],
-)
-def test_bad_line_is_named_by_file_and_line(tmp_path: Path, line: str | bytes, problem: str) -> None:
-    content = b'{"text": "a"}\n\n' + (line.encode() if isinstance(line, str) else line) + b'\n{"text": "b"}\n'
-    path = write(tmp_path / "a.jsonl", content)
-    corpus = index_corpus([path])
-    assert (corpus[0], corpus[2]) == ("a", "b")
-    with pytest.raises(UserError, match=f"^{path}:3: {problem}$"):  # the blank line 2 counts as a line
-        corpus[1]
+def test_documents_have_a_place(tmp_path: Path) -> None:
+    # 30,000 lines of 67 bytes lie before the one asked for: 2 MB, so newlines are counted over several reads.
+    line = json.dumps({"text": "x" * 54}) + "\n"
+    jsonl = write(tmp_path / "a.jsonl", line * 20_000 + "\n" + line * 10_001)  # a blank line counts as a line
+    text = write(tmp_path / "b.txt", "b")
+    corpus = index_files([jsonl, text])
+    assert [corpus.where(i) for i in (0, 30_000, 30_001)] == [f"{jsonl}:1", f"{jsonl}:30002", str(text)]
 
 
-def test_line_number_far_into_a_file(tmp_path: Path) -> None:
-    # 30,000 lines of 67 bytes lie before the bad one: 2 MB, so newlines are counted over several reads.
-    path = write(tmp_path / "a.jsonl", (json.dumps({"text": "x" * 54}) + "\n") * 30_000 + "bad\n")
-    with pytest.raises(UserError, match=r"a\.jsonl:30001: not JSON"):
-        index_corpus([path])[30_000]
+def test_plain_text_is_the_field_that_is_asked_for(tmp_path: Path) -> None:
+    assert index_files([write(tmp_path / "a.txt", "a")], text_field="body")[0] == {"body": "a"}
 
 
-def test_text_file_that_is_not_utf8(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", b"gr\xfc\xdfe")
-    with pytest.raises(UserError, match=rf"^{path}: not UTF-8 \(byte 3\); convert the file, for example with iconv$"):
-        index_corpus([path])[0]
+def test_fingerprint_is_that_of_the_places(tmp_path: Path) -> None:
+    def fingerprint(name: str, *contents: str) -> str:
+        paths = [write(tmp_path / name / f"{i}.jsonl", content) for i, content in enumerate(contents)]
+        return index_files(paths).fingerprint()
 
-
-def test_text_field_is_configurable(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", '{"text": "a", "body": "b"}')
-    assert index_corpus([path], text_field="body")[0] == "b"
-
-
-def test_empty_corpus(tmp_path: Path) -> None:
-    files = [write(tmp_path / "a.jsonl", "\n  \n"), write(tmp_path / "b.txt", "")]
-    with pytest.raises(UserError, match=r"^data\.train: no document in 2 files; give files that are not empty$"):
-        index_corpus(files)
+    same = fingerprint("a", '{"text": "a"}\n{"text": "b"}\n')
+    assert fingerprint("b", '{"text": "c"}\n{"text": "d"}\n') == same
+    others = [
+        fingerprint("c", '{"text": "a"}\n', '{"text": "b"}\n'),
+        fingerprint("d", '{"text": "aa"}\n{"text": "b"}\n'),
+        fingerprint("e", '{"text": "a"}\n{"text": "bb"}\n'),
+        fingerprint("f", '{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n'),
+    ]
+    assert len({same, *others}) == 5
 
 
 def test_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.json: \.json is not read; rename it to \.jsonl"):
-        index_corpus([write(tmp_path / "a.json", "[]")])
+        index_files([write(tmp_path / "a.json", "[]")])
 
 
 def test_file_that_vanishes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "a")
-    corpus = index_corpus([path])
+    corpus = index_files([path])
     path.unlink()
     message = f"^{path}: cannot read the file \\(No such file or directory\\); check the path and its permissions$"
     with pytest.raises(UserError, match=message):
         corpus[0]
     with pytest.raises(UserError, match=message):
-        index_corpus([path])
-
-
-def test_permutation_is_a_function_of_seed_and_epoch() -> None:
-    orders = [permutation(50, seed, epoch).tolist() for seed in (0, 1, -1) for epoch in (0, 1, 2)]
-    assert all(sorted(order) == list(range(50)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 9
-    assert permutation(50, 1, 2).tolist() == permutation(50, 1, 2).tolist()
-
-
-def test_permutation_is_pinned() -> None:
-    # Not derived: the value at the first release. A change of it changes the batches of everybody's runs.
-    assert permutation(8, seed=0, epoch=1).tolist() == [7, 4, 5, 1, 6, 2, 0, 3]
-
-
-def test_permutation_is_uniform() -> None:
-    # 6 orders of 3 numbers over 6,000 epochs: 1,000 each, standard deviation sqrt(6000 * 1/6 * 5/6) = 29.
-    counts: dict[tuple[int, ...], int] = {}
-    for epoch in range(6_000):
-        order = tuple(permutation(3, 0, epoch).tolist())
-        counts[order] = counts.get(order, 0) + 1
-    assert len(counts) == 6
-    assert all(abs(count - 1_000) < 6 * 29 for count in counts.values())
-
-
-@pytest.mark.parametrize(("size", "share", "held_out"), [(100, 0.02, 2), (10, 0.01, 1), (2, 0.9, 1), (3, 0.99, 2)])
-def test_split_parts_the_documents(size: int, share: float, held_out: int) -> None:
-    train, validation = split(corpus_of(size), share, seed=0)
-    assert len(validation) == held_out
-    assert sorted([*train, *validation]) == list(range(size))
-    again = split(corpus_of(size), share, seed=0)
-    assert (again[0].tolist(), again[1].tolist()) == (train.tolist(), validation.tolist())
-
-
-def test_split_is_drawn_by_the_seed() -> None:
-    assert len({tuple(split(corpus_of(100), 0.1, seed)[1].tolist()) for seed in range(5)}) == 5
-
-
-def test_split_of_one_document() -> None:
-    with pytest.raises(UserError, match=r"the whole corpus is one document; give validation files of their own, or 0$"):
-        split(corpus_of(1), 0.5, seed=0)
+        index_files([path])
 
 
 def test_load_tokenizer_from_the_model_folder_or_its_own(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -2,8 +2,9 @@
 
 Slot j of every global batch reads its own stream of documents, and a rank reads the streams of its slots. In each
 epoch all documents are put into an order drawn by (seed, epoch), and slot j takes those at places j, j + G, j + 2G, ...
-(G: the global batch size), so that an epoch holds each document once. When a slot has read its share it goes on with
-its share of the next epoch, without waiting for the other slots.
+(G: the global batch size), so that an epoch holds each document once (with `data.weights` see `Order`). When a slot has
+read its share it goes on with its share of the next epoch, without waiting for the other slots. A document that is left
+out leaves its place empty: no other document moves to another slot for it.
 
 Where a slot is in its stream travels with its rows, so what is saved (`Loaders.state`) belongs to the last batch handed
 out, however far workers have read ahead; a resume goes on there, on any number of ranks, without reading what lies
@@ -16,8 +17,9 @@ import itertools
 import multiprocessing
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,9 +27,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shardwise.config import RunConfig, UserError
-from shardwise.data.packing import Document, Encoder, Row, empty_row, to_batch
-from shardwise.data.state import LoaderState, SlotState, loader_state, read_from, starts
-from shardwise.data.text import Corpus, find_files, index_corpus, permutation, split
+from shardwise.data.corpus import Corpus, join, open_corpus
+from shardwise.data.formats import NO_TARGET, WHOLE, Encoder, Piece
+from shardwise.data.order import Order, split
+from shardwise.data.packing import Document, Row, empty_row, to_batch
+from shardwise.data.state import Counts, LoaderState, SlotState, describe, loader_state, read_from, starts
+from shardwise.data.text import BadDocument
 from shardwise.interfaces import Batch
 
 if TYPE_CHECKING:
@@ -45,6 +50,8 @@ class Loaders:
     """For each optimizer step, from 1, this rank's micro-batches; `close()` ends the worker processes."""
     validation: list[list[Batch]] | None
     """For each global batch this rank's micro-batches (`step` is 0); as many on every rank. None: nothing held out."""
+    validation_read: Counts | None
+    """What was read for it, on every rank the same."""
     state: Callable[[], LoaderState]
     """Where this rank's slots are after the last step that `train` has handed out; plain data, safe for JSON."""
 
@@ -69,38 +76,71 @@ def build_loaders(
             f"training.global_batch_size {batch_size}; change one of them"
         )
     encoder = Encoder.of(tokenizer, cfg.data)
-    corpus, train, held_out = _documents(cfg)
-    source = read_from(cfg, corpus, len(train), tokenizer)
+    corpus, order, held_out = _documents(cfg)
+    if len(order) < batch_size and cfg.data.format != "text":
+        raise UserError(
+            f"data.train: {len(order)} documents are fewer than the {batch_size} rows of training.global_batch_size, "
+            f"and with data.format {cfg.data.format} rows cannot share one; give more documents or a smaller batch"
+        )
+    source = read_from(cfg, corpus, len(order), tokenizer)
     step, begin = starts(state, source, slots)
-    stream = TrainStream(corpus, train, encoder, batch_size, cfg.training.seed, begin)
+    stream = TrainStream(corpus, order, encoder, batch_size, begin)
     reading = _Reading(step, begin)
-    validation = None
+    validation, read = None, None
     if held_out is not None:
-        rows = _validation_rows(*held_out, encoder, batch_size, slots, cfg.training.eval_batches)
+        rows, read = _validation_rows(*held_out, encoder, batch_size, slots, cfg.training.eval_batches)
         steps = range(0, len(rows), len(slots))
         validation = [_microbatches(rows[i : i + len(slots)], slots, micro_batch_size, step=0) for i in steps]
     return Loaders(
         _train_batches(stream, reading, min(cfg.data.workers, len(slots)), micro_batch_size),
         validation,
+        read,
         lambda: loader_state(reading.step, source, reading.slots),
     )
 
 
-def _documents(cfg: RunConfig) -> tuple[Corpus, np.ndarray, tuple[Corpus, np.ndarray] | None]:
+def _documents(cfg: RunConfig) -> tuple[Corpus, Order, tuple[Corpus, np.ndarray] | None]:
     """The corpus and the documents to train on, and the same for validation."""
-    data = cfg.data
-    files = find_files(data.train)
-    corpus = index_corpus(files, data.text_field)
-    if isinstance(data.validation, (int, float)):
-        if data.validation == 0:
-            return corpus, np.arange(len(corpus)), None
-        train, held_out = split(corpus, data.validation, cfg.training.seed)
-        return corpus, train, (corpus, held_out)
-    validation_files = find_files(data.validation, "data.validation")
-    if shared := {file.resolve() for file in files} & {file.resolve() for file in validation_files}:
-        raise UserError(f"data.validation: {min(shared)} is in data.train too; take it out of one of them")
-    validation = index_corpus(validation_files, data.text_field, "data.validation")
-    return corpus, np.arange(len(corpus)), (validation, np.arange(len(validation)))
+    data, seed = cfg.data, cfg.training.seed
+    if data.weights is None:
+        corpus = open_corpus(data.train, data)
+        ends, weights = [len(corpus)], None
+    else:
+        entries = [data.train] if isinstance(data.train, str) else data.train
+        corpora = [open_corpus(entry, data) for entry in entries]
+        corpus, weights = join(corpora), tuple(data.weights)
+        ends = list(itertools.accumulate(map(len, corpora)))
+    train, held_out = np.arange(len(corpus)), None
+    if isinstance(data.validation, str | list):
+        validation = open_corpus(data.validation, data, "data.validation")
+        if shared := corpus.origins & validation.origins:
+            raise UserError(f"data.validation: {min(shared)} is in data.train too; take it out of one of them")
+        held_out = validation, np.arange(len(validation))
+    elif data.validation > 0:
+        train, numbers = split(len(corpus), data.validation, seed)
+        held_out = corpus, numbers
+    groups = tuple(np.split(train, np.searchsorted(train, ends[:-1])))
+    if not all(map(len, groups)):
+        raise UserError(
+            "data.validation: all documents of an entry of data.train are held out; give files of their own"
+        )
+    return corpus, Order(groups, weights, seed), held_out
+
+
+def read_document(
+    corpus: Corpus, number: int, encoder: Encoder, start: SlotState, piece: Piece = WHOLE
+) -> Document | str:
+    """A document of the corpus (`Encoder.document`), or why it is left out.
+
+    UserError, which names its place, for one that cannot be used, unless `data.on_error` is skip.
+    """
+    try:
+        document = encoder.document(corpus[number], start, piece)
+    except BadDocument as error:
+        if encoder.data.on_error == "fail":
+            raise UserError(f"{corpus.where(number)}: {error}") from None
+        return error.reason
+    return document if document.targets[1:].any() else NO_TARGET
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +152,9 @@ class TrainStream(IterableDataset):
     """
 
     corpus: Corpus
-    documents: np.ndarray  # the corpus's documents that are trained on
+    order: Order
     encoder: Encoder
     global_batch_size: int
-    seed: int
     begin: Mapping[int, SlotState]  # by slot
 
     def __iter__(self) -> Iterator[SlotRows | UserError]:
@@ -131,41 +170,39 @@ class TrainStream(IterableDataset):
 
     def _documents(self, slot: int) -> Iterator[Document]:
         """The slot's documents that have something to predict; of the first one what is left of it."""
-        barren = 0  # documents in a row without; a slot can meet a few, but must not look for ever
-        cut = self.begin[slot].token
-        for start, text in self._texts(slot):
-            document = self.encoder.document(text, start)
-            if document.targets[1:].any():
-                barren = 0
+        begin = self.begin[slot]
+        skipped, cut = Counter(begin.skipped), begin.token
+        barren = 0  # documents in a row that were left out; a slot can meet a few, but must not look for ever
+        for count, (epoch, place, number, piece) in enumerate(self._places(slot, begin), begin.documents):
+            start = SlotState(epoch, place, 0, count, dict(skipped))
+            document = read_document(self.corpus, number, self.encoder, start, piece)
+            if isinstance(document, Document):
                 yield document.after(cut)
-                cut = 0
+                cut = barren = 0
                 continue
             barren += 1
-            if barren > len(self.documents) + 100:
+            skipped[document] += 1
+            if barren > len(self.order) + 100:
                 raise UserError(
-                    f"data.train: {len(self.documents)} documents are too few or too short for slot {slot} of "
-                    f"training.global_batch_size {self.global_batch_size} to read; give more text or a smaller batch"
+                    f"data.train: {len(self.order)} documents are too few or too short for slot {slot} of "
+                    f"training.global_batch_size {self.global_batch_size} to read (left out: {describe(skipped)}); "
+                    "give more text or a smaller batch"
                 )
 
-    def _texts(self, slot: int) -> Iterator[tuple[SlotState, str]]:
-        """The slot's documents, epoch after epoch, and where each begins.
+    def _places(self, slot: int, begin: SlotState) -> Iterator[tuple[int, int, int, Piece]]:
+        """What the slot reads, epoch after epoch: (epoch, place in its share, document, which piece of it).
 
         With fewer documents than slots, the slots at places p, p + n, p + 2n, ... (n documents) share the document at
         place p: each reads one of as many equal pieces of its characters, so an epoch still holds each document once.
         """
-        n, begin = len(self.documents), self.begin[slot]
+        n = len(self.order)
         num_places = max(n, self.global_batch_size)
         places = range(slot, num_places, self.global_batch_size)
-        at = replace(begin, token=0)
         for epoch in itertools.count(begin.epoch):
-            # Indexing copies: many of these streams run side by side, and each keeps its own share of the order only.
-            share = permutation(n, self.seed, epoch)[np.array(places) % n]
-            for index in range(at.place, len(places)):
-                text = self.corpus[self.documents[share[index]]]
-                piece, num_pieces = places[index] // n, len(range(places[index] % n, num_places, n))
-                yield at, text[len(text) * piece // num_pieces : len(text) * (piece + 1) // num_pieces]
-                at = replace(at, place=index + 1, documents=at.documents + 1)
-            at = replace(at, epoch=epoch + 1, place=0)
+            share = self.order.documents(epoch, np.array(places) % n)
+            for place in range(begin.place if epoch == begin.epoch else 0, len(places)):
+                piece = places[place] // n, len(range(places[place] % n, num_places, n))
+                yield epoch, place, int(share[place]), piece
 
 
 def _start(stream: TrainStream, num_workers: int) -> Iterator[SlotRows | UserError]:
@@ -244,21 +281,34 @@ def _microbatches(rows: list[np.ndarray], slots: Sequence[int], micro_batch_size
 
 def _validation_rows(
     corpus: Corpus, documents: np.ndarray, encoder: Encoder, batch_size: int, slots: range, eval_batches: int
-) -> list[np.ndarray]:
+) -> tuple[list[np.ndarray], Counts]:
     """The rank's rows [3, T+1] of the validation set: row r of all goes to slot r mod G of global batch r // G.
 
     The number of rows, equal on every rank, is known only after tokenising: every rank tokenises all the documents
     (or `eval_batches` global batches of them), once, and keeps its own rows. Missing ones at the end are empty.
     """
-    read = (encoder.document(corpus[document], SlotState(place=i)) for i, document in enumerate(documents))
-    rows = encoder.rows(document for document in read if document.targets[1:].any())
+    count, skipped = 0, Counter[str]()
+
+    def read() -> Iterator[Document]:
+        nonlocal count
+        for number in documents:
+            count += 1
+            document = read_document(corpus, int(number), encoder, SlotState())
+            if isinstance(document, Document):
+                yield document
+            else:
+                skipped[document] += 1
+
     mine, num_rows = [], 0
-    for row, _ in itertools.islice(rows, eval_batches * batch_size or None):
+    for row, _ in itertools.islice(encoder.rows(read()), eval_batches * batch_size or None):
         if num_rows % batch_size in slots:
             mine.append(row)
         num_rows += 1
     if num_rows == 0:
-        raise UserError("data.validation: no document holds two tokens, there is nothing to predict; give more text")
+        raise UserError(
+            f"data.validation: no document has anything to predict (left out: {describe(skipped)}); give more text"
+        )
     num_batches = -(-num_rows // batch_size)
     missing = num_batches * len(slots) - len(mine)
-    return mine + [empty_row(encoder.data.sequence_length, encoder.fill)] * missing
+    rows = mine + [empty_row(encoder.data.sequence_length, encoder.fill)] * missing
+    return rows, Counts(count, dict(skipped))

@@ -1,4 +1,4 @@
-"""From tokens to rows of one length, and from rows to batches.
+"""From documents to rows of one length, and from rows to batches.
 
 A row is an int32 array [3, sequence_length + 1]: the tokens; for each the number of its document within the row
 (counted from 0), or -1 where the row is filled up; and whether it is a target, 1 or 0. Each row begins with the last
@@ -10,17 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from shardwise.config import Data, UserError
 from shardwise.data.state import SlotState
 from shardwise.interfaces import IGNORED, Batch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FILLED = -1
 """The document number of a position that holds no document."""
@@ -50,51 +45,6 @@ class Document:
 
 Row = tuple[np.ndarray, SlotState]
 """A row [3, T+1], and where the next one of its slot begins."""
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """From text to rows: the tokenizer, and how its tokens are packed."""
-
-    tokenizer: PreTrainedTokenizerBase
-    data: Data
-    fill: int  # token that fills up a row
-    end_of_text: int | None  # token after each document, where documents are joined
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, data: Data) -> Encoder:
-        """An encoder for `data.packing`; UserError if the tokenizer lacks the special tokens that it takes."""
-        pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-        joined = data.packing != "none"
-        if joined and eos is None:
-            raise UserError(
-                f"data.packing {data.packing} joins documents by eos_token, which the tokenizer lacks; use none"
-            )
-        fill = pad if pad is not None else eos
-        if fill is None:
-            raise UserError("the tokenizer has neither pad_token nor eos_token to fill up rows with; give it one")
-        return cls(tokenizer, data, fill, eos if joined else None)
-
-    def document(self, text: str, start: SlotState) -> Document:
-        """One document as tokens, with the special tokens that the tokenizer itself adds; none for no text.
-
-        With `isolated` packing its first token is no target: it would be predicted from the document before.
-        """
-        tokens: list[int] = []
-        if text:
-            encoded = self.tokenizer(text, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-            tokens = encoded["input_ids"]
-            if self.end_of_text is not None and tokens[-1:] != [self.end_of_text]:
-                tokens.append(self.end_of_text)
-        targets = np.ones(len(tokens), bool)
-        if self.data.packing == "isolated":
-            targets[:1] = False
-        return Document(np.array(tokens, np.int32), targets, start)
-
-    def rows(self, documents: Iterable[Document]) -> Iterator[Row]:
-        """The rows of these documents."""
-        pack = pack_none if self.data.packing == "none" else pack_joined
-        return pack(documents, self.data.sequence_length, self.fill)
 
 
 def pack_none(documents: Iterable[Document], sequence_length: int, fill: int) -> Iterator[Row]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import RunConfig, UserError
-from shardwise.data.text import Corpus
+from shardwise.data.corpus import Corpus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +31,35 @@ class SlotState:
     """How many the slot has read before that one, over all epochs, those that were left out among them."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """How many of them were left out, by reason."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many documents were read, each as often as it was, and how many of them were left out, by reason."""
+
+    documents: int
+    skipped: Mapping[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the record of a run has it."""
+        return {"documents": self.documents, "skipped": sum(self.skipped.values()), "by_reason": dict(self.skipped)}
+
+    def __str__(self) -> str:
+        left_out = f", {sum(self.skipped.values()):,} left out ({describe(self.skipped)})" if self.skipped else ""
+        return f"{self.documents:,} documents read{left_out}"
+
+
+def describe(skipped: Mapping[str, int]) -> str:
+    """The reasons why documents were left out, with their numbers."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items())) or "none"
+
+
+def counts(state: LoaderState) -> Counts:
+    """What the slots of a state have read; documents of which the next rows still take tokens do not count yet."""
+    skipped: Counter[str] = Counter()
+    for slot in state["slots"].values():
+        skipped.update(slot["skipped"])
+    return Counts(sum(slot["documents"] for slot in state["slots"].values()), dict(skipped))
 
 
 def merge_states(states: Iterable[LoaderState]) -> LoaderState:
@@ -71,6 +101,9 @@ def read_from(cfg: RunConfig, corpus: Corpus, num_documents: int, tokenizer: Pre
         "training.global_batch_size": cfg.training.global_batch_size,
         "data.sequence_length": cfg.data.sequence_length,
         "data.packing": cfg.data.packing,
+        "data.format": cfg.data.format,
+        "data.text_field": cfg.data.text_field,
+        "data.weights": cfg.data.weights,
         "the tokenizer": _tokenizer_fingerprint(tokenizer),
     }
 

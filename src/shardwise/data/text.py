@@ -1,4 +1,4 @@
-"""Text on disk: which files, which documents in them, and the tokenizer. The text itself is never kept in memory."""
+"""Text files: which files, which documents in them, and the tokenizer. The text itself is never kept in memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,21 @@ from shardwise.config import Model, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Record = dict[str, Any]
+"""A document as it is stored: its fields by name."""
+
+
+class BadDocument(UserError):
+    """A document that cannot be used, and the kind of mistake; `data.on_error` says what follows."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 # fmt: off
 SUFFIXES = frozenset({
-    ".jsonl", ".txt", ".md", ".rst", ".tex",
+    ".jsonl", ".parquet", ".txt", ".md", ".rst", ".tex",
     ".py", ".c", ".h", ".cpp", ".cu", ".go", ".java", ".js", ".rs", ".sh", ".ts",
 })
 # fmt: on
@@ -41,7 +53,7 @@ def find_files(patterns: str | Sequence[str], key: str = "data.train") -> list[P
         matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path), recursive=True)]
         files = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
         if not files:
-            what = "holds no text file" if path.is_dir() else "matches no file"
+            what = "holds no file of text, JSONL or Parquet" if path.is_dir() else "matches no file"
             raise UserError(f"{key}: {pattern} {what}; give existing files, folders or glob patterns")
         found.update((file.resolve(), file) for file in files)
     if not found:
@@ -60,88 +72,82 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus:
-    """Documents by number: `corpus[i]` reads document i from its file; only places are kept (12 bytes a document)."""
+class TextFiles:
+    """The documents of text files by number; only their places are kept, 8 bytes a document."""
 
     files: tuple[Path, ...]
-    file_of: np.ndarray  # [documents] int32: index into `files`
+    ends: np.ndarray  # [files] int64: how many documents there are up to the end of each file
     offsets: np.ndarray  # [documents] int64: where the document's line begins, in bytes; 0 for a file of plain text
-    text_field: str
+    text_field: str  # the name of the one field that a document of plain text has
 
     def __len__(self) -> int:
         return len(self.offsets)
 
-    def fingerprint(self) -> str:
-        """A short hash of where the documents lie; it sees no change of text that moves no document."""
-        content = hashlib.blake2b(np.bincount(self.file_of).tobytes(), digest_size=8)
-        content.update(self.offsets.tobytes())
-        return content.hexdigest()
-
-    def __getitem__(self, document: int) -> str:
-        path, offset = self.files[self.file_of[document]], int(self.offsets[document])
-        jsonl = _is_jsonl(path)
+    def __getitem__(self, document: int) -> Record:
+        path, offset = self._place(document)
+        jsonl = is_jsonl(path)
         try:
             with path.open("rb") as file:
                 file.seek(offset)
                 raw = file.readline() if jsonl else file.read()
         except OSError as error:
             _unreadable(path, error)
-        try:
-            return _field(_decode(raw), self.text_field) if jsonl else _decode(raw)
-        except UserError as error:
-            place = f"{path}:{_line_number(path, offset)}" if jsonl else path
-            raise UserError(f"{place}: {error}") from None
+        return _object(_decode(raw)) if jsonl else {self.text_field: _decode(raw)}
+
+    def where(self, document: int) -> str:
+        """The file and line of a document, for an error; it reads the file up to there."""
+        path, offset = self._place(document)
+        return f"{path}:{_line_number(path, offset)}" if is_jsonl(path) else str(path)
+
+    def fingerprint(self) -> str:
+        """A short hash of where the documents lie; it sees no change of text that moves no document."""
+        content = hashlib.blake2b(self.ends.tobytes() + self.offsets.tobytes(), digest_size=8)
+        content.update(repr([file.stat().st_size for file in self.files]).encode())
+        return content.hexdigest()
+
+    def _place(self, document: int) -> tuple[Path, int]:
+        return self.files[int(np.searchsorted(self.ends, document, side="right"))], int(self.offsets[document])
 
 
-def _field(line: str, name: str) -> str:
+def _object(line: str) -> Record:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise UserError(f"not JSON ({error}); mend or remove the line") from None
+        raise BadDocument("not JSON", f"not JSON ({error}); mend or remove the line") from None
     if not isinstance(record, dict):
-        raise UserError(f"a JSON {type(record).__name__}, not an object; mend or remove the line")
-    if name not in record:
-        raise UserError(f"no field {name!r}; set data.text_field to one of the line's fields: {', '.join(record)}")
-    text = record[name]
-    if not isinstance(text, str):
-        raise UserError(f"field {name!r} holds a {type(text).__name__}, not a string; mend or remove the line")
-    try:
-        text.encode()  # JSON can escape half a surrogate pair, which no tokenizer takes
-    except UnicodeEncodeError:
-        raise UserError(f"field {name!r} escapes half a surrogate pair; mend or remove the line") from None
-    return text
+        raise BadDocument("not JSON", f"a JSON {type(record).__name__}, not an object; mend or remove the line")
+    return record
 
 
-def index_corpus(files: Iterable[Path], text_field: str = "text", key: str = "data.train") -> Corpus:
+def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
     """Find the documents of these files: each line of a `.jsonl` file that is not blank; any other file as a whole.
 
-    Text is not checked here but when a document is read. UserError for a file that cannot be read, for `.json`
-    (one value, not a document a line), and where there is no document at all (empty files hold none).
+    Text is not checked here but when a document is read. UserError for a file that cannot be read, and for `.json`
+    (one value, not a document a line).
     """
     files = tuple(files)
-    file_of, offsets = array("i"), array("q")
-    for index, path in enumerate(files):
+    ends, offsets = array("q"), array("q")
+    for path in files:
         if path.suffix == ".json":
             raise UserError(f"{path}: .json is not read; rename it to .jsonl if it holds one object a line")
         try:
-            starts = _line_starts(path) if _is_jsonl(path) else array("q", [0] if path.stat().st_size else [])
+            if is_jsonl(path):
+                _add_line_starts(path, offsets)
+            elif path.stat().st_size:
+                offsets.append(0)
         except OSError as error:
             _unreadable(path, error)
-        offsets.extend(starts)
-        file_of.extend([index] * len(starts))
-    if not offsets:
-        raise UserError(f"{key}: no document in {len(files)} files; give files that are not empty")
-    return Corpus(files, np.array(file_of, np.int32), np.array(offsets, np.int64), text_field)
+        ends.append(len(offsets))
+    return TextFiles(files, np.frombuffer(ends, np.int64), np.frombuffer(offsets, np.int64), text_field)
 
 
-def _line_starts(path: Path) -> array[int]:
-    starts, offset = array("q"), 0
+def _add_line_starts(path: Path, starts: array[int]) -> None:
+    offset = 0
     with path.open("rb") as file:
         for line in file:
             if not line.isspace():
                 starts.append(offset)
             offset += len(line)
-    return starts
 
 
 def _line_number(path: Path, offset: int) -> int:
@@ -154,7 +160,8 @@ def _line_number(path: Path, offset: int) -> int:
     return number
 
 
-def _is_jsonl(path: Path) -> bool:
+def is_jsonl(path: Path) -> bool:
+    """Whether the file holds a document a line."""
     return path.suffix == ".jsonl"
 
 
@@ -162,36 +169,12 @@ def _decode(raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig")  # some editors begin a file with a byte order mark, which is no text
     except UnicodeDecodeError as error:
-        raise UserError(f"not UTF-8 (byte {error.start + 1}); convert the file, for example with iconv") from None
+        message = f"not UTF-8 (byte {error.start + 1}); convert the file, for example with iconv"
+        raise BadDocument("not UTF-8", message) from None
 
 
 def _unreadable(path: Path, error: OSError) -> NoReturn:
     raise UserError(f"{path}: cannot read the file ({error.strerror}); check the path and its permissions") from None
-
-
-def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """The numbers 0 .. size-1 in an order that is a function of (seed, epoch) alone: [size] int64.
-
-    They are sorted by raw 64-bit draws of PCG64, a stream that numpy keeps across versions; it makes no such promise
-    for `Generator.permutation`, nor torch for `randperm`.
-    """
-    keys = np.random.PCG64(np.random.SeedSequence((seed % 2**64, epoch))).random_raw(size)
-    return np.argsort(keys, kind="stable")
-
-
-def split(corpus: Corpus, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Part the document numbers into (train, validation), sorted: `share` of them, drawn by `seed`, are held out.
-
-    The count is rounded and kept between one document and all but one. UserError for a corpus of one document.
-    """
-    if len(corpus) < 2:
-        raise UserError(
-            f"data.validation: a share of {share} cannot be held out, the whole corpus is one document; "
-            "give validation files of their own, or 0"
-        )
-    held_out = min(max(round(share * len(corpus)), 1), len(corpus) - 1)
-    order = permutation(len(corpus), seed, epoch=0)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:

@@ -1,0 +1,160 @@
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from shardwise.config import Data, RunConfig, UserError
+from shardwise.data.corpus import Corpus, open_corpus
+from shardwise.data.loader import build_loaders
+from tests.data.test_loader import predicted, rows_of
+from tests.data.test_text import write
+
+MakeConfig = Callable[..., RunConfig]
+
+
+@pytest.fixture(autouse=True)
+def datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def parquet(path: Path, columns: dict[str, Any], row_group_size: int = 2) -> Path:
+    pq.write_table(pa.table(columns), path, row_group_size=row_group_size)
+    return path
+
+
+def saved(path: Path, columns: dict[str, Any]) -> Path:
+    datasets.disable_progress_bar()
+    datasets.Dataset.from_dict(columns).save_to_disk(str(path))
+    datasets.enable_progress_bar()
+    return path
+
+
+def texts(corpus: Corpus) -> list[str]:
+    return [corpus[i]["text"] for i in range(len(corpus))]
+
+
+def data(**keys: Any) -> Data:
+    return Data(train="unused", **keys)
+
+
+def test_sources_of_every_kind_are_one_corpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    files = tmp_path / "files"
+    write(files / "b.jsonl", '{"text": "in JSONL"}\n')
+    parquet(files / "a.parquet", {"id": [1, 2, 3], "text": ["p0", "p1", "p2"]})
+    write(files / "c.txt", "plain")
+    write(tmp_path / "builder" / "rows.csv", "text,id\nc0,1\nc1,2\n")
+    saved(tmp_path / "saved", {"text": ["s0", "s1"], "id": [1, 2]})
+    capfd.readouterr()
+    corpus = open_corpus([str(tmp_path / name) for name in ("saved", "files", "builder")], data())
+    assert texts(corpus) == ["in JSONL", "plain", "p0", "p1", "p2", "s0", "s1", "c0", "c1"]
+    assert [corpus.where(i).removeprefix(f"{tmp_path}/") for i in (0, 1, 3, 6)] == [
+        "files/b.jsonl:1",
+        "files/c.txt",
+        "files/a.parquet: row 1",
+        "saved: row 1",
+    ]
+    again = pickle.loads(pickle.dumps(corpus))  # as a worker process gets it
+    assert texts(again) == texts(corpus)
+    assert again.fingerprint() == corpus.fingerprint()
+    assert capfd.readouterr() == ("", "")  # no progress bar of datasets
+
+
+def test_a_pickled_table_holds_no_rows(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", {"text": ["x" * 10_000] * 100}, row_group_size=10)
+    corpus = open_corpus(str(path), data())
+    assert corpus[99] == {"text": "x" * 10_000}
+    assert len(pickle.dumps(corpus)) < 4_000
+
+
+def test_folder_of_a_dataset_that_its_readme_describes(tmp_path: Path) -> None:
+    write(tmp_path / "data" / "rows.jsonl", '{"text": "of the train split"}\n')
+    write(tmp_path / "data" / "other.jsonl", '{"text": "of another"}\n')
+    files = "  data_files:\n  - split: train\n    path: data/rows.jsonl\n"
+    write(tmp_path / "README.md", f"---\nconfigs:\n- config_name: default\n{files}---\n# Rows\n")
+    assert texts(open_corpus(str(tmp_path), data())) == ["of the train split"]
+
+
+def test_saved_dataset_with_splits_gives_its_train_split(tmp_path: Path) -> None:
+    splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "test")}
+    datasets.disable_progress_bar()
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
+    datasets.DatasetDict(test=splits["test"]).save_to_disk(str(tmp_path / "one"))
+    datasets.enable_progress_bar()
+    assert texts(open_corpus(str(tmp_path / "both"), data())) == ["train"]
+    assert texts(open_corpus(str(tmp_path / "both" / "test"), data())) == ["test"]
+    with pytest.raises(UserError, match=r"one has no split train, only test; save the one you mean alone$"):
+        open_corpus(str(tmp_path / "one"), data())
+
+
+def test_batches_are_those_of_the_same_rows_in_jsonl_also_from_workers(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
+) -> None:
+    rows = [f"row {i} " * (i % 5 + 1) for i in range(30)]
+    path = parquet(tmp_path / "a.parquet", {"text": rows}, row_group_size=7)
+    jsonl = write(tmp_path / "b.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in rows))
+    read = []
+    for train, workers in ((path, 0), (path, 2), (jsonl, 0)):
+        cfg = run_config(str(train), workers=workers, sequence_length=8, global_batch_size=4)
+        loaders = build_loaders(cfg, tokenizer, range(4))
+        read.append([rows_of(batches) for batches in islice(loaders.train, 12)])
+        loaders.train.close()
+    assert read[0] == read[1] == read[2]
+    assert predicted(read[0][0])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"no parquet", r"a\.parquet: cannot be read as Parquet \(.*\); mend or remove it$"),
+        ({"body": ["a"]}, r"a\.parquet: no column 'text', only body; set data\.format and data\.text_field to what it"),
+        ({"text": []}, r"a\.parquet: a Parquet file without rows; remove it$"),
+    ],
+)
+def test_bad_parquet(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(content) if isinstance(content, bytes) else parquet(path, content)
+    with pytest.raises(UserError, match=message):
+        open_corpus(str(path), data())
+
+
+def test_hub_name_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        open_corpus("owner/name", data())
+    message = str(caught.value)
+    assert message.startswith("data.train: owner/name: datasets cannot load it (")
+    assert message.endswith("; give existing files, folders or glob patterns, or the name or folder of a dataset")
+    assert "\n" not in message
+
+
+def test_plain_text_is_no_dialogue(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "hi")
+    with pytest.raises(
+        UserError, match=rf"^data\.train: {path} is plain text, which data\.format chat cannot use; give"
+    ):
+        open_corpus(str(path), data(format="chat"))
+
+
+def test_empty_corpus(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", "\n  \n"), write(tmp_path / "b.txt", "")
+    with pytest.raises(UserError, match=r"^data\.train: no document in 2 files; give files that are not empty$"):
+        open_corpus(str(tmp_path), data())
+
+
+def test_reading_tables_without_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = parquet(tmp_path / "a.parquet", {"text": ["a"]})
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"reading it takes the package datasets; pip install 'shardwise\[data\]'$"):
+        open_corpus(str(path), data())

@@ -1,0 +1,211 @@
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from shardwise.config import Data, UserError
+from shardwise.data.formats import Encoder
+from shardwise.data.packing import to_batch
+from shardwise.data.state import SlotState
+from shardwise.data.text import BadDocument
+from shardwise.interfaces import IGNORED
+from tests.data.templates import CHATML, HEADERS, INST, LAST_TURN_DIFFERS, MARKED
+
+
+def chat_tokenizer(tokenizer: PreTrainedTokenizerFast, template: str | None) -> PreTrainedTokenizerFast:
+    special = {"bos_token": "<pad>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+
+
+def marked(
+    tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], data_format: str = "chat", packing: str = "none"
+) -> str:
+    """The document as text, with « and » around the runs of tokens that are targets."""
+    data = Data(train="unused", format=data_format, packing=packing)
+    document = Encoder.of(tokenizer, data).document(record, SlotState())
+    text, inside = "", False
+    for token, target in zip(document.tokens, document.targets):
+        if target != inside:
+            text += "«" if target else "»"
+            inside = target
+        text += tokenizer.decode([token])
+    return text + ("»" if inside else "")
+
+
+def dialogue(*turns: str, system: str | None = None) -> dict[str, Any]:
+    """Turns of user and assistant, one after the other."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return {"messages": messages + [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(turns)]}
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_chatml(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    # By hand: after each header of the assistant, down to the end of its turn; not the line feed after it.
+    expected = (
+        "<|im_start|>system\nbe brief<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«hello!<|im_end|>»\n"
+        "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n«  no\n<|im_end|>»\n"
+    )
+    record = dialogue("hi", "hello!", "and?", "  no\n", system="be brief")
+    assert marked(chat_tokenizer(tokenizer, template), record) == expected
+
+
+def test_llama_3_style_headers(tokenizer: PreTrainedTokenizerFast) -> None:
+    def header(role: str) -> str:
+        return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
+
+    expected = (
+        f"<pad>{header('system')}be brief<|eot_id|>{header('user')}hi<|eot_id|>{header('assistant')}«hello!<|eot_id|>»"
+        f"{header('user')}and?<|eot_id|>{header('assistant')}«no<|eot_id|>»"  # the template trims the turn
+    )
+    record = dialogue("hi", "hello!", "and?", " no ", system="be brief")
+    assert marked(chat_tokenizer(tokenizer, HEADERS), record) == expected
+
+
+def test_inst_style(tokenizer: PreTrainedTokenizerFast) -> None:
+    # The template writes a space before the assistant's words: it is added for the turn, so the model must say it.
+    expected = "<pad>[INST] hi [/INST]« hello!<eos>»[INST] and? [/INST]« no<eos>»"
+    tokenizer = chat_tokenizer(tokenizer, INST)
+    assert marked(tokenizer, dialogue("hi", "hello!", "and?", "no")) == expected
+    assert (
+        marked(tokenizer, dialogue("hi", "hello!", "and?", "no"), packing="concat") == expected
+    )  # ends with it already
+    with pytest.raises(
+        BadDocument, match=r"^the chat template refuses it \(roles must alternate user/assistant\); mend"
+    ):
+        marked(tokenizer, dialogue("hi", "hello!", system="be brief"))
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«<|im_end|>»\n"),
+        (MARKED, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«<|im_end|>»\n"),
+        (INST, "<pad>[INST] hi [/INST]« <eos>»"),
+    ],
+)
+def test_empty_turn_of_the_assistant_is_its_end(
+    tokenizer: PreTrainedTokenizerFast, template: str, expected: str
+) -> None:
+    assert marked(chat_tokenizer(tokenizer, template), dialogue("hi", "")) == expected
+
+
+@pytest.mark.parametrize("packing", ["concat", "isolated"])
+def test_joined_dialogues_end_with_eos_which_nobody_said(tokenizer: PreTrainedTokenizerFast, packing: str) -> None:
+    tokenizer = chat_tokenizer(tokenizer, CHATML)
+    text = marked(tokenizer, dialogue("hi", "yes"), packing=packing)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n<eos>"
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_dialogue_without_the_assistant_has_no_target(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    assert "«" not in marked(chat_tokenizer(tokenizer, template), dialogue("hi"))
+
+
+def test_template_that_rewrites_the_beginning_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    message = (
+        "^the tokenizer's chat template writes the beginning of a dialogue otherwise than the whole, so the "
+        r"assistant's turns cannot be found; mark them in it by {% generation %} and {% endgeneration %}$"
+    )
+    with pytest.raises(UserError, match=message) as caught:
+        marked(chat_tokenizer(tokenizer, LAST_TURN_DIFFERS), dialogue("hi", "yes", "and?", "no"))
+    assert not isinstance(caught.value, BadDocument)  # no document is to blame, so none may be left out for it
+
+
+def test_long_dialogue_is_cut_into_rows(tokenizer: PreTrainedTokenizerFast) -> None:
+    # <pad>[INST] hi [/INST] yes<eos> is 1 + 17 + 4 + 1 tokens, of which " yes<eos>" are the targets 18 to 22. Rows of 6
+    # are positions 0-6, 6-12, 12-18, 18-23: the first two predict nothing and are left out.
+    tokenizer = chat_tokenizer(tokenizer, INST)
+    encoder = Encoder.of(tokenizer, Data(train="unused", format="chat", packing="none", sequence_length=6))
+    document = encoder.document(dialogue("hi", "yes"), SlotState())
+    assert len(document) == 23
+    batches = [to_batch(row[None], [0], 1) for row, _ in encoder.rows([document])]
+    shown = [
+        (tokenizer.decode(b.input_ids[0]), [tokenizer.decode([t]) if t >= 0 else "" for t in b.labels[0]])
+        for b in batches
+    ]
+    assert shown == [
+        ("/INST]", ["", "", "", "", "", " "]),
+        (" yes<eos><pad>", ["y", "e", "s", "<eos>", "", ""]),
+    ]
+    assert batches[1].labels[0].tolist()[4:] == [IGNORED, IGNORED]
+
+
+@pytest.mark.parametrize("packing", ["none", "concat"])
+def test_completion(tokenizer: PreTrainedTokenizerFast, packing: str) -> None:
+    # "the" is one token; one that begins in the prompt holds a character of the completion, and is a target.
+    for prompt, completion, expected in (
+        ("2+2=", " 4", "2+2=« 4<eos>»"),
+        ("", "so", "«so<eos>»"),
+        ("say th", "e", "say «the<eos>»"),
+        ("say ä", "ö", "say \ufffd\ufffd«\ufffd\ufffd<eos>»"),  # two tokens a letter, none of which is one by itself
+        ("no", "", "no<eos>"),  # nothing to learn
+        ("so ", "it ends<eos>", "so «it ends<eos>»"),
+    ):
+        assert marked(tokenizer, {"prompt": prompt, "completion": completion}, "completion", packing) == expected
+
+
+@given(st.lists(st.text("ab \n", max_size=6), min_size=1, max_size=7), st.sampled_from([CHATML, HEADERS, INST, MARKED]))
+@settings(deadline=None, max_examples=80, derandomize=True)
+def test_what_the_assistant_says_is_what_is_learnt(
+    tokenizer: PreTrainedTokenizerFast, turns: list[str], template: str
+) -> None:
+    text = marked(chat_tokenizer(tokenizer, template), dialogue(*turns))
+    ends = {CHATML: "<|im_end|>", MARKED: "<|im_end|>", HEADERS: "<|eot_id|>", INST: "<eos>"}
+    begins = {INST: " "}
+    said = [turn.strip() if template is HEADERS else turn for turn in turns[1::2]]
+    assert re.findall("«([^»]*)»", text) == [begins.get(template, "") + turn + ends[template] for turn in said]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "message"),
+    [
+        (
+            {"text": "a"},
+            "missing field",
+            "no field 'messages'; its fields are text; mend or remove the line, or set data",
+        ),
+        ({"messages": "hi"}, "bad chat", "field 'messages' is not a list of objects; mend or remove the line"),
+        ({"messages": []}, "bad chat", "field 'messages' is not a list of objects; mend or remove the line"),
+        ({"messages": [{"role": "user"}]}, "bad chat", "message 1 has no field 'content'; mend or remove the line"),
+        (
+            {"messages": [{"role": "user", "content": ["hi"]}]},
+            "wrong type",
+            "field 'content' of message 1 holds a list, not a string; mend or remove the line",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "bad chat",
+            "the dialogue begins with the assistant; mend",
+        ),
+    ],
+)
+def test_broken_chat(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], reason: str, message: str) -> None:
+    with pytest.raises(BadDocument, match=f"^{re.escape(message)}") as caught:
+        marked(chat_tokenizer(tokenizer, CHATML), record)
+    assert caught.value.reason == reason
+
+
+def test_fields_that_only_other_rows_have_are_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if 'name' in m %}({{ m.name }}){% endif %}:{{ m.content }};{% endfor %}"
+    )
+    record = {
+        "messages": [{"role": "user", "content": "a", "name": None}, {"role": "assistant", "content": "b", "name": "c"}]
+    }
+    assert marked(chat_tokenizer(tokenizer, template), record) == "user:a;«assistant(c):b;»"
+
+
+def test_what_a_format_takes_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(
+        UserError, match=r"^data\.format chat takes a tokenizer with one chat template; give it a chat_t"
+    ):
+        Encoder.of(chat_tokenizer(tokenizer, None), Data(train="unused", format="chat"))
