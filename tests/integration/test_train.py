@@ -122,6 +122,28 @@ def test_whole_runs_of_other_shapes(folder, family):
     assert record.notes == []
 
 
+def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, capfd):
+    lines = ["not JSON" if i % 5 == 0 else json.dumps({"text": "the state"}) for i in range(20)]
+    (folder / "broken.jsonl").write_text("\n".join(lines))
+    (folder / "held-out.jsonl").write_text("\n".join(lines[:6]))
+    data = Data(str(folder / "broken.jsonl"), validation=str(folder / "held-out.jsonl"), sequence_length=32)
+    data = replace(data, on_error="skip", packing="none")
+    one, two = (
+        run_on(nproc, replace(replace_measure(config(folder, f"broken-{nproc}", layout), memory=True), data=data))
+        for nproc, layout in ((1, "single"), (2, "ddp"))
+    )
+    assert one.data == two.data
+    assert one.data["validation"] == {"documents": 6, "skipped": 2, "by_reason": {"not JSON": 2}}
+    # A row holds one document: 6 steps of 8 rows took 48, and the step that memory is measured in does not count.
+    read = one.data["train"]
+    assert read["documents"] - read["skipped"] == 48
+    assert read["by_reason"] == {"not JSON": read["skipped"]}
+    assert read["skipped"] > 0
+    shown = capfd.readouterr().out
+    assert shown.count(f"data.train: {48 + read['skipped']} documents read, {read['skipped']} left out") == 2
+    assert shown.count("data.validation: 6 documents read, 2 left out (2 not JSON)") == 2
+
+
 def test_a_run_of_a_family_that_is_not_listed_says_so(folder, tmp_path, capfd):
     cfg = config(folder, "mistral", "ddp", steps=2, eval_every=2, sample="the state")
     record = run_on(2, replace(cfg, model=replace(cfg.model, path=str(write_config("mistral", tmp_path)))))

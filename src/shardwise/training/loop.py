@@ -16,7 +16,7 @@ from shardwise.training.build import State, build
 from shardwise.training.checkpoint import Checkpointer, restore
 from shardwise.training.evaluate import Evaluation, evaluate, greedy_sample
 from shardwise.training.export import save_result
-from shardwise.training.measure import measure_memory, write_record
+from shardwise.training.measure import documents_read, measure_memory, write_record
 from shardwise.training.reporter import Reporter
 from shardwise.training.resume import find_start
 from shardwise.training.step import NonFiniteLossError, training_step
@@ -60,6 +60,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             evaluated = step == steps or (eval_every and step % eval_every == 0)
             checkpointer.after_step(step, run_evaluation(step) if evaluated else None)
         checkpointer.wait()
+        reporter.data(documents_read(loaders))
         if cfg.training.sample is not None:
             reporter.sample(greedy_sample(job.pm, tokenizer, cfg.training.sample, mesh))
         save_result(job, cfg, Path(cfg.training.output_dir))

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import RunConfig
+from shardwise.data.loader import Loaders
+from shardwise.data.state import Counts, counts, merge_states
 from shardwise.interfaces import Batch, Mesh
 from shardwise.metrics.flops import CONVENTION, hardware_flops_per_token, model_flops_per_token, utilization
 from shardwise.metrics.hardware import environment, peak_flops
@@ -44,6 +46,13 @@ def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: Run
     return Memory(_of_every_rank(peak.peak_bytes), _of_every_rank(state))
 
 
+def documents_read(loaders: Loaders) -> dict[str, Counts]:
+    """What was read for training, from the first step of the run on, and for validation; on every rank the same."""
+    # A few numbers for each slot, from every rank to all.
+    read = {"train": counts(merge_states(_of_every_rank(loaders.state())))}
+    return read if loaders.validation_read is None else {**read, "validation": loaders.validation_read}
+
+
 def write_record(
     cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, memory: Memory | None
 ) -> RunRecord | None:
@@ -72,6 +81,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         grad_norms=reporter.grad_norms,
         skipped_steps=reporter.skipped_steps,
         eval=[dataclasses.asdict(evaluation) for evaluation in reporter.evaluations],
+        data={name: read.to_dict() for name, read in reporter.documents.items()},
         tokens_per_second=meter.tokens_per_second(),
         step_seconds=seconds,
         peak_memory_bytes=memory.peak_bytes if memory else None,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
 from shardwise.config import RunConfig, UserError
+from shardwise.data.state import Counts
 from shardwise.interfaces import Batch, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
@@ -36,6 +37,7 @@ class Reporter:
         self.grad_norms: list[float] = []
         self.skipped_steps = 0
         self.evaluations: list[Evaluation] = []
+        self.documents: Mapping[str, Counts] = {}
         self.sample_text: str | None = None
         if start.folder is not None:
             self._recall(start.folder / METRICS)
@@ -98,6 +100,12 @@ class Reporter:
         values = {"eval_loss": evaluation.loss, "eval_perplexity": evaluation.perplexity}
         self._write(evaluation.step, values, eval_tokens=evaluation.tokens)
         return evaluation
+
+    def data(self, documents: Mapping[str, Counts]) -> None:
+        """The last step is done, and this was read for it all."""
+        self.documents = documents
+        for name, read in documents.items():
+            self._progress.message(f"data.{name}: {read}")
 
     def sample(self, text: str) -> None:
         """The model has continued `training.sample`."""
