@@ -292,6 +292,11 @@ class RunConfig(Section):
             not self.training.keep_best or self.data.validation != 0,
             "training.keep_best needs a validation loss; set data.validation",
         )
+        _require(
+            self.data.packing != "isolated" or self.training.compile == "none",
+            f"training.compile is {self.training.compile}, but with data.packing isolated layers meet new shapes in "
+            "every micro-batch and would be compiled for each; set compile to none, or packing to concat or none",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved config as plain data: `parse_config(cfg.to_dict()) == cfg`."""

@@ -12,11 +12,11 @@ import yaml
 from shardwise.cli import main
 from shardwise.config import Parallel, UserError
 from shardwise.parallel import compose
-from tests.integration.test_train import CONFIGS, config, folder  # noqa: F401 (a fixture)
+from tests.integration.test_train import CONFIGS, config
 
 
 @pytest.fixture
-def run_file(folder, tmp_path) -> Path:  # noqa: F811
+def run_file(folder, tmp_path) -> Path:
     cfg = config(folder, "unused")
     path = tmp_path / "run.yaml"
     content = cfg.to_dict()
@@ -63,6 +63,10 @@ CASES = {
     "target trained in full": (
         ["--lora.targets=[q_proj,k_proj]", "--lora.modules_to_save=[q_proj]"],
         r"lora.targets: q_proj lies in lora.modules_to_save too",
+    ),
+    "compiled for every shape": (
+        ["--data.packing=isolated", "--training.compile=aot_eager"],
+        r"training.compile is aot_eager, but with data.packing isolated .*set compile to none",
     ),
     "empty prompt": (["--training.sample=''", "--training.steps=1"], r"training.sample '' has no tokens"),
 }
@@ -124,7 +128,7 @@ def _tokenizer(run_file: Path) -> str:
     return yaml.safe_load(run_file.read_text())["model"]["tokenizer"]
 
 
-def test_family_and_layout_that_are_not_proven_together(run_file, folder, monkeypatch, capfd):  # noqa: F811
+def test_family_and_layout_that_are_not_proven_together(run_file, folder, monkeypatch, capfd):
     monkeypatch.setitem(compose.COMPATIBLE, "qwen3_5_text", frozenset({"single", "ddp"}))
     assert "fsdp2 is not proven for qwen3_5_text; use one of ddp, single" in refused(
         capfd, run_file, "--parallel.data=fsdp2"

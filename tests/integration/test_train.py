@@ -156,6 +156,15 @@ def test_a_run_of_a_family_that_is_not_listed_says_so(folder, tmp_path, capfd):
     assert f"note: {note}" in " ".join(capfd.readouterr().out.split())
 
 
+def test_mfu_is_null_where_documents_are_isolated(folder):
+    cfg = config(folder, "isolated", steps=2)
+    record = run_on(1, replace(cfg, data=replace(cfg.data, packing="isolated")))
+    assert len(record.losses) == 2
+    assert (record.mfu, record.hfu, record.flops) == (None, None, None)
+    (note,) = record.notes
+    assert note.startswith("data.packing isolated: no FLOPs are counted")
+
+
 def test_full_training_in_bfloat16_with_checkpointing_memory_and_a_sample(folder):
     cfg = config(folder, "full", "fsdp2", lora=False, precision="bfloat16", checkpointing="full", sample="the state")
     record = run_on(2, replace_measure(cfg, memory=True, trackers=["tensorboard"]))

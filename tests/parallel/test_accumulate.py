@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.config import UserError
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.training.build import build
@@ -94,6 +95,21 @@ def test_sums_of_float32_keep_them(reference, layout, nproc, limit):
         assert _worst(grads, *reference) <= limit
         assert moved
         assert empty
+
+
+def _refused(dtype: str) -> str:
+    cfg = _config("fsdp1", "float32")
+    cfg = replace(cfg, model=replace(cfg.model, dtype=dtype))
+    try:
+        build(cfg, build_mesh(cfg, torch.device("cpu")))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_fsdp1_refuses_bfloat16_weights_only():
+    assert all("use fsdp2, or set model.dtype to float32" in said for said in run_ranks(2, _refused, "bfloat16"))
+    assert run_ranks(2, _refused, "float32") == ["", ""]  # their gradients are float32 already
 
 
 def test_a_sum_by_hand():

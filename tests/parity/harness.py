@@ -92,7 +92,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
         model=Model(
             str(CONFIGS / name),
             init="random",
-            router_aux_loss_coef=0.0 if families.FAMILIES[cell.family].router is None else 0.01,
+            router_aux_loss_coef=0.01 if getattr(families.FAMILIES.get(cell.family), "router", None) else 0.0,
         ),
         lora=None if cell.mode == "full" else _lora(cell.variant),
         data=Data(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.parallel import compose
 from tests.distributed import run_ranks
 from tests.models.unproven import write_config
 from tests.parity import harness
@@ -13,7 +14,10 @@ from tests.parity.harness import Cell, compare, run_cell, verdict
 
 CELLS = (
     Cell("mistral", "ddp", "lora", 2),
-    Cell("olmo3", "ddp", "full", 2),
+    Cell("mistral", "fsdp1", "lora", 2),
+    Cell("mistral", "zero1", "full", 2),
+    Cell("olmo3", "zero2", "full", 2),
+    Cell("granite", "hsdp", "lora", 2),
     Cell("granite", "fsdp2", "lora", 2, "checkpointing"),
     Cell("gemma3_text", "fsdp2", "full", 2),
     Cell("mixtral", "ddp", "full", 2),
@@ -26,3 +30,7 @@ def test_equals_one_process(cell: Cell, tmp_path: Path, monkeypatch: pytest.Monk
     (reference,) = run_ranks(1, run_cell, cell.reference())
     errors = compare(run_ranks(cell.nproc, run_cell, cell)[0], reference)
     assert not verdict(errors), errors
+
+
+def test_every_layout_that_is_offered_is_tried():
+    assert {cell.layout for cell in CELLS} == compose.UNPROVEN - {"single"}

@@ -24,15 +24,15 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     Float32 weights need nothing. single, zero: autograd adds up in float32. ddp: it does, and the wrapper, whose
     buckets have the weights' dtype, is left idle; the sums are all-reduced after the last backward, 4 bytes an element.
     fsdp2: each micro-batch's shards are moved into float32 ones; its reduce-scatter adds up ranks in float32 but hands
-    over the weights' dtype, so each micro-batch's sum over ranks is rounded once.
+    over the weights' dtype, so each micro-batch's sum over ranks is rounded once. UserError under fsdp1.
     """
+    if all(p.dtype == torch.float32 for p in _trained(pm)):
+        return pm
     if cfg.parallel.data == "fsdp1":
         raise UserError(
             "training.accumulation is float32, but fsdp1 keeps the gradients of bfloat16 weights in bfloat16; "
             "use fsdp2, or set model.dtype to float32"
         )
-    if all(p.dtype == torch.float32 for p in _trained(pm)):
-        return pm
     pm = replace(pm, make_optimizer=_rounding_once(pm.make_optimizer))
     if cfg.parallel.data == "fsdp2":
         return replace(pm, run=_moving_shards(pm.run))

@@ -41,7 +41,7 @@ class Job:
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     spec: ModelSpec
     parameters: Mapping[str, int]  # of the whole model: how many are trainable, frozen, and in total
-    counts: ModelCounts | None  # of the whole model; None where the family is not known
+    counts: ModelCounts | None  # of the whole model; None where FLOPs cannot be counted, as a note says
     coverage: lora.Coverage | None
     loss_scale: LossScale
     notes: tuple[str, ...] = ()  # what whoever reads the result must know; printed, and kept in the record
@@ -61,7 +61,8 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     part = CausalLM(hf, spec, family_of(hf), cfg)
     parameters = _sizes(hf)
-    counts = count_model(hf, spec) if spec.family in FAMILIES else None
+    notes = _notes(cfg, spec)
+    counts = None if notes else count_model(hf, spec)
     decayed = {name for name, parameter in hf.named_parameters() if is_decayed(name, parameter)}  # by whole shapes
 
     def load_parts(pm: ParallelModel) -> None:
@@ -78,10 +79,20 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     pm = compose.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step)
-    notes = () if spec.family in FAMILIES else (unproven_note(spec.family),)
     return Job(
         pm, optimizer, lr_schedule, spec, parameters, counts, coverage, LossScale.of(cfg.training.precision), notes
     )
+
+
+def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
+    """Why FLOPs cannot be counted; empty where they can."""
+    notes = () if spec.family in FAMILIES else (unproven_note(spec.family),)
+    if cfg.data.packing == "isolated":
+        notes += (
+            "data.packing isolated: no FLOPs are counted (mfu and hfu are null), since attention's depend on where the "
+            "documents end",
+        )
+    return notes
 
 
 def _sizes(hf: torch.nn.Module) -> dict[str, int]:
