@@ -13,6 +13,7 @@ before.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -161,19 +162,24 @@ class TrainStream(IterableDataset):
         worker, slots = get_worker_info(), list(self.begin)
         if worker is not None:
             slots = slots[worker.id :: worker.num_workers]
-        streams = {slot: self.encoder.rows(self._documents(slot)) for slot in slots}
+        # Drawing an epoch takes a second for a million documents: once for all slots, which are in the same one mostly.
+        drawn = functools.lru_cache(maxsize=1)(self._epoch)
+        streams = {slot: self.encoder.rows(self._documents(slot, drawn)) for slot in slots}
         try:
             while True:
                 yield {slot: next(stream) for slot, stream in streams.items()}
         except UserError as error:
             yield error
 
-    def _documents(self, slot: int) -> Iterator[Document]:
+    def _epoch(self, epoch: int) -> np.ndarray:
+        return self.order.documents(epoch, np.arange(len(self.order)))
+
+    def _documents(self, slot: int, drawn: Callable[[int], np.ndarray]) -> Iterator[Document]:
         """The slot's documents that have something to predict; of the first one what is left of it."""
         begin = self.begin[slot]
         skipped, cut = Counter(begin.skipped), begin.token
         barren = 0  # documents in a row that were left out; a slot can meet a few, but must not look for ever
-        for count, (epoch, place, number, piece) in enumerate(self._places(slot, begin), begin.documents):
+        for count, (epoch, place, number, piece) in enumerate(self._places(slot, begin, drawn), begin.documents):
             start = SlotState(epoch, place, 0, count, dict(skipped))
             document = read_document(self.corpus, number, self.encoder, start, piece)
             if isinstance(document, Document):
@@ -189,7 +195,9 @@ class TrainStream(IterableDataset):
                     "give more text or a smaller batch"
                 )
 
-    def _places(self, slot: int, begin: SlotState) -> Iterator[tuple[int, int, int, Piece]]:
+    def _places(
+        self, slot: int, begin: SlotState, drawn: Callable[[int], np.ndarray]
+    ) -> Iterator[tuple[int, int, int, Piece]]:
         """What the slot reads, epoch after epoch: (epoch, place in its share, document, which piece of it).
 
         With fewer documents than slots, the slots at places p, p + n, p + 2n, ... (n documents) share the document at
@@ -199,7 +207,7 @@ class TrainStream(IterableDataset):
         num_places = max(n, self.global_batch_size)
         places = range(slot, num_places, self.global_batch_size)
         for epoch in itertools.count(begin.epoch):
-            share = self.order.documents(epoch, np.array(places) % n)
+            share = drawn(epoch)[np.array(places) % n]
             for place in range(begin.place if epoch == begin.epoch else 0, len(places)):
                 piece = places[place] // n, len(range(places[place] % n, num_places, n))
                 yield epoch, place, int(share[place]), piece
