@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
-from shardwise.data.order import permutation
+from shardwise.data.order import Order, permutation
 from shardwise.interfaces import IGNORED, Batch
 
 Row = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -336,6 +336,19 @@ def test_validation_files_that_are_trained_on(
         UserError, match=rf"^data\.validation: {path} is in data\.train too; take it out of one of them$"
     ):
         build_loaders(run_config(path, validation=[path]), tokenizer, range(1))
+
+
+def test_an_epoch_is_drawn_once_for_all_slots(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig, monkeypatch
+) -> None:
+    documents, epochs = Order.documents, []
+    monkeypatch.setattr(
+        Order, "documents", lambda order, epoch, places: epochs.append(epoch) or documents(order, epoch, places)
+    )
+    # Eight documents of one row each for four slots: two steps an epoch.
+    cfg = run_config(write_corpus(["ab"] * 8), packing="none", sequence_length=1, global_batch_size=4)
+    train_rows(cfg, tokenizer, range(4), num_steps=4)
+    assert epochs == [1, 2]
 
 
 def test_validation_without_a_target(
