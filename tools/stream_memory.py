@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def read(folder: Path, corpus: str, workers: int, batches: int) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def sampled() -> Iterator[list[int]]:
+def sampled() -> Generator[list[int], None, None]:
     """Resident bytes, again and again while the block runs."""
     samples, done = [resident()], threading.Event()
 
