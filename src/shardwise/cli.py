@@ -101,7 +101,7 @@ def build_parser() -> Parser:
     train.add_argument(
         "--resume",
         metavar="WHERE",
-        help="go on from a checkpoint: latest, latest-good (the newest that is whole), or its folder",
+        help="go on from a checkpoint: latest, latest-good (the newest that is whole), auto (or anew), or its folder",
     )
 
     models = commands.add_parser(

@@ -230,8 +230,8 @@ class Training(Section):
     async_save: bool = False
     """Write checkpoints while training goes on, from a copy in CPU memory."""
     resume: str | None = None
-    """`latest`: go on from the newest checkpoint in `output_dir`; `latest-good`: from the newest that is whole; or the
-    folder of a checkpoint."""
+    """`latest`: go on from the newest checkpoint in `output_dir`; `latest-good`: from the newest that is whole; `auto`:
+    the same, or from the start where there is none yet (the same command may run again); or a checkpoint's folder."""
     max_restarts: int = 0
     """How often a group of processes is started again, from the last checkpoint, after one of them died."""
     timeout_seconds: float = 600.0

@@ -13,8 +13,13 @@ from transformers import PreTrainedTokenizerFast
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A corpus and a byte-level tokenizer of 256 tokens."""
     path = tmp_path_factory.mktemp("run")
+    make_corpus(path)
+    return path
+
+
+def make_corpus(path: Path) -> None:
+    """A corpus and a byte-level tokenizer of 256 tokens."""
     words = re.findall(r"\w+", "the state of a gated delta rule decays and is corrected by each key and value it meets")
     lines = [json.dumps({"text": " ".join(words[(i * k) % len(words)] for k in range(40))}) for i in range(1, 60)]
     (path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
@@ -24,4 +29,3 @@ def folder(tmp_path_factory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(path / "tokenizer")
-    return path

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
 
 from shardwise.config import UserError
-from shardwise.training.ending import Ending, explain, guarded
+from shardwise.training.ending import Ending, Stopped, explain, guarded
 
 
 def raised_by(call) -> BaseException:
@@ -20,7 +21,13 @@ def raised_by(call) -> BaseException:
 def test_a_users_mistake_is_one_line():
     ending = explain(UserError("data.train: no file\n  matches x*; check the pattern"), " on rank 0 of 2")
     message = "data.train: no file matches x*; check the pattern"
-    assert ending == Ending(2, message, f"error: {message}")
+    assert ending == Ending(2, message, f"error: {message}", "unsupported")
+
+
+def test_a_run_that_was_asked_to_stop_says_how_to_go_on():
+    ending = explain(Stopped(signal.SIGTERM, 12, "runs/x/checkpoints/step-12"))
+    message = "stopped by SIGTERM after step 12, saved as runs/x/checkpoints/step-12; go on with --resume latest"
+    assert ending == Ending(128 + 15, message, message, "stopped")
 
 
 def test_the_cpus_allocator_is_recognised_for_real():
@@ -40,6 +47,7 @@ def test_the_cpus_allocator_is_recognised_for_real():
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0 has 79.10 GiB in all."),
             "out of memory: tried to allocate 20.50 mib",
         ),
+        (RuntimeError("std::bad_alloc"), "out of memory"),
         (RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"), "out of memory"),
     ],
 )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardwise.config import Data, Measure, Model, Parallel, RunConfig, Training, UserError
 from shardwise.interfaces import Mesh
+from shardwise.training.ending import Stopped
 from shardwise.training.launch import World, find_world, first_host, launch, pick_device
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
@@ -77,6 +78,16 @@ def killed_on_last(cfg: RunConfig, mesh: Mesh) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
+
+
+def hang_on_last(cfg: RunConfig, mesh: Mesh) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(60)
+    dist.barrier()
+
+
+def stopped(cfg: RunConfig, mesh: Mesh) -> None:
+    raise Stopped(signal.SIGTERM, 3, "checkpoints/step-3")
 
 
 def sleep(cfg: RunConfig, mesh: Mesh) -> None:
@@ -245,6 +256,29 @@ def test_the_first_failure_of_two_processes_is_the_one_told(
         assert told.startswith("error on rank 1 of 2:\nTraceback (most recent call last):\n")
         assert "in bug_on_last" in told
         assert told.endswith("\nKeyError: 'a bug of ours'\n")
+
+
+def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, capfd):
+    # 10 seconds: less than the test may take, more than two processes take to meet on a busy machine.
+    assert launch(config(tmp_path, timeout_seconds=10), 2, hang_on_last) == 1
+    reason = "nothing was finished for 10 seconds (training.timeout_seconds)"
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["status"], record["reason"]) == ("timeout", reason)
+    told = capfd.readouterr().err
+    assert told.endswith(f"error: {reason}; see the stacks of every rank in {tmp_path}\n")
+    hanging, waiting = (told.split(f"stacks on rank {rank} of 2:\n")[1].partition("stacks on")[0] for rank in (1, 0))
+    for stack in (hanging, waiting):
+        assert "in hang_on_last" in stack
+    assert "in barrier" in waiting
+    assert "in barrier" not in hanging
+    assert (tmp_path / "stacks-rank-1.txt").exists()
+
+
+def test_processes_that_were_asked_to_stop_have_not_failed(tmp_path, capfd):
+    assert launch(config(tmp_path, max_restarts=3), 2, stopped) == 128 + signal.SIGTERM
+    assert json.loads((tmp_path / "record.json").read_text())["status"] == "stopped"
+    message = "stopped by SIGTERM after step 3, saved as checkpoints/step-3; go on with --resume latest\n"
+    assert capfd.readouterr().err == message
 
 
 START = """

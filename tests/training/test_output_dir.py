@@ -107,38 +107,38 @@ def test_to_go_on_takes_the_metrics_of_the_checkpoint_and_removes_the_record(tmp
 
 def test_a_refused_run_does_not_stand_in_the_way_of_the_next(tmp_path):
     cfg = config(tmp_path)
-    record_failure(cfg, out_of_memory=False, refused=True, reason="no such family")
+    record_failure(cfg, "unsupported", "no such family")
     assert RunRecord.read(tmp_path / "record.json").status == "unsupported"
     claim(cfg, clear=True)
     assert names(tmp_path) == set()
 
 
 @pytest.mark.parametrize(
-    ("out_of_memory", "refused", "began", "status"),
+    ("status", "began", "recorded"),
     [
-        (True, False, True, "oom"),
-        (False, False, False, "failed"),
-        (False, True, False, "unsupported"),
-        (False, True, True, "failed"),
+        ("oom", True, "oom"),
+        ("failed", False, "failed"),
+        ("unsupported", False, "unsupported"),
+        ("unsupported", True, "failed"),
     ],
 )
-def test_how_a_failure_is_recorded(out_of_memory, refused, began, status, tmp_path):
+def test_how_a_failure_is_recorded(status, began, recorded, tmp_path):
     if began:
         (tmp_path / "metrics.jsonl").write_text("")
     cfg = config(tmp_path)
-    record_failure(cfg, out_of_memory, refused, "because")
+    record_failure(cfg, status, "because")
     record = RunRecord.read(tmp_path / "record.json")
-    assert (record.status, record.reason, parse_config(record.config)) == (status, "because", cfg)
+    assert (record.status, record.reason, parse_config(record.config)) == (recorded, "because", cfg)
     assert "torch" in str(record.environment)
 
 
 def test_the_first_reason_stays(tmp_path):
     cfg = config(tmp_path)
-    record_failure(cfg, out_of_memory=True, refused=False, reason="the cause")
-    record_failure(cfg, out_of_memory=False, refused=False, reason="a rank that lost a peer")
+    record_failure(cfg, "oom", "the cause")
+    record_failure(cfg, "failed", "a rank that lost a peer")
     assert RunRecord.read(tmp_path / "record.json").reason == "the cause"
 
 
 def test_a_record_that_cannot_be_written_does_not_hide_the_error(tmp_path):
-    record_failure(config(tmp_path / "gone"), out_of_memory=True, refused=False, reason="because")
+    record_failure(config(tmp_path / "gone"), "oom", "because")
     assert not (tmp_path / "gone").exists()

@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 
 _FIGURES = ("losses", "grad_norms", "eval")  # what may hold NaN or an infinity, written as a string
 
-Status = Literal["ok", "oom", "failed", "timeout", "unsupported"]
+Status = Literal["ok", "oom", "failed", "timeout", "unsupported", "stopped"]
 
 
 @dataclass(frozen=True)

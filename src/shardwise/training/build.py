@@ -20,6 +20,7 @@ from shardwise.parallel import compose
 from shardwise.parallel.place import fill, materialise
 from shardwise.training.loss_scale import LossScale
 from shardwise.training.optimizer import is_decayed, make_lr_schedule, make_optimizer
+from shardwise.training.watchdog import beat
 
 
 @dataclass(frozen=True)
@@ -135,5 +136,6 @@ def _fill_part(pm: ParallelModel, part: Part, cfg: RunConfig, state: State) -> N
     for name, full in initial:  # one at a time
         pm.from_portable(name, targets[name], full)
         filled.add(name)
+        beat()
     missed = [name for name, _ in part.hf.named_parameters() if name not in filled]
     assert not missed, f"never filled: {missed}"

@@ -46,6 +46,7 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+        self._saved = 0
 
     def __enter__(self) -> Checkpointer:
         if self._main:
@@ -73,6 +74,7 @@ class Checkpointer:
         RunError, the same on every rank, if it cannot be written; asynchronous, from the next call of `save` or `wait`.
         """
         self.wait()
+        self._saved = step
         loader: list[Any] = [None] * dist.get_world_size()
         # A few numbers for each slot, from every rank to all.
         dist.all_gather_object(loader, self._loaders.state(), group=self._group)
@@ -90,6 +92,14 @@ class Checkpointer:
             self._writing = self._thread.submit(self._write, manifest, copies, metrics, best)
         else:
             self._write(manifest, dict(portable), metrics, best)
+
+    def stop(self, step: int) -> Path:
+        """The checkpoint after `step`, written to its end: saved now, if it has not been."""
+        folder = folder_of(self._output_dir, step)
+        if self._saved != step:
+            self.save(step)
+        self.wait()
+        return folder
 
     def wait(self) -> None:
         """Wait until nothing is being written; raise what went wrong in writing."""

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.config import UserError
+from shardwise.metrics.record import Status
 
 USER_ERROR, OUT_OF_MEMORY, FAILED = 2, 3, 1
 """Exit codes."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that ask a run to finish its step, save and end."""
 PATIENCE_SECONDS = 2.0
 """How long a rank with an unexpected error waits before it ends: many times what a launcher takes to see an exit."""
 
@@ -30,6 +33,16 @@ class Ending:
     exit_code: int
     reason: str  # one line, for the record
     text: str  # for stderr
+    status: Status = "failed"  # in the record; a run that is refused before it begins is `unsupported`
+
+
+class Stopped(Exception):
+    """The run was asked to end by signal `number`, has finished step `step` and saved it as `checkpoint`."""
+
+    def __init__(self, number: int, step: int, checkpoint: object) -> None:
+        name = signal.Signals(number).name
+        super().__init__(f"stopped by {name} after step {step}, saved as {checkpoint}; go on with --resume latest")
+        self.number = number
 
 
 def explain(error: BaseException, where: str = "") -> Ending:
@@ -39,14 +52,16 @@ def explain(error: BaseException, where: str = "") -> Ending:
     """
     message = " ".join(str(error).split())
     if isinstance(error, UserError):
-        return Ending(USER_ERROR, message, f"error: {message}")
+        return Ending(USER_ERROR, message, f"error: {message}", "unsupported")
     if isinstance(error, RunError):
         return Ending(FAILED, message, f"error: {message}")
+    if isinstance(error, Stopped):
+        return Ending(128 + error.number, message, message, "stopped")
     if is_out_of_memory(error):
         wanted = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
         reason = f"out of memory{where}" + (f": {wanted[0].lower()}" if wanted else "")
         way_out = "lower training.micro_batch_size or data.sequence_length, or set training.checkpointing=full"
-        return Ending(OUT_OF_MEMORY, reason, f"error: {reason}; {way_out}")
+        return Ending(OUT_OF_MEMORY, reason, f"error: {reason}; {way_out}", "oom")
     trace = "".join(traceback.format_exception(error)).rstrip()
     text = f"error{where}:\n{trace}" if where else trace
     return Ending(FAILED, f"{type(error).__name__}{where}: {message}", text)
@@ -62,6 +77,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         "DefaultCPUAllocator: can't allocate memory",
         "DefaultCPUAllocator: not enough memory",
         "CUDA error: out of memory",
+        "std::bad_alloc",
     )
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 

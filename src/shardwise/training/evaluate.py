@@ -13,6 +13,7 @@ from shardwise.config import UserError
 from shardwise.interfaces import IGNORED, Batch, Mesh, ParallelModel
 from shardwise.parallel.reduce import sum_over
 from shardwise.training.step import LOSS_AXES, count_targets
+from shardwise.training.watchdog import beat
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ def evaluate(pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, 
         microbatches = [batch.to(mesh.device) for batch in microbatches]
         total += pm.run(pm, microbatches, 1.0, False)
         tokens += count_targets(microbatches, mesh)
+        beat()
     loss = (sum_over(total, mesh, LOSS_AXES) / tokens).item()
     if not math.isfinite(loss):
         raise UserError(f"validation loss after step {step} is {loss}; lower optimizer.lr or look at the weights")

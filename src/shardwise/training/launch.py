@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -12,15 +14,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import RunConfig, UserError
-from shardwise.training import output_dir
-from shardwise.training.ending import FAILED, OUT_OF_MEMORY, PATIENCE_SECONDS, USER_ERROR, Ending, explain, guarded
+from shardwise.training import output_dir, watchdog
+from shardwise.training.ending import FAILED, PATIENCE_SECONDS, SIGNALS, Ending, explain, guarded
 from shardwise.training.loggers import check_installed
 
 # torch, and what needs it, is imported inside functions: the user's mistakes are told before that takes its seconds.
@@ -31,9 +33,6 @@ if TYPE_CHECKING:
 
 Train = Callable[[RunConfig, "Mesh"], object]
 """What each rank runs, with the process group up."""
-
-TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others in a collective: longer than one of them may take to read weights."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,17 @@ class World:
         return f" on rank {self.rank} of {self.size}" if self.size > 1 else ""
 
 
-INTERRUPTED = Ending(FAILED, "interrupted by a signal", "interrupted")
-"""Ctrl-C or a request to end, from the terminal or a scheduler."""
+INTERRUPTED = Ending(FAILED, "interrupted by a signal", "", "stopped")
+"""Ctrl-C or a request to end, from the terminal or a scheduler, while there was no step to finish."""
 ALONE = World(rank=0, size=1, local_rank=0, init_method=None)
 
 
 def launch(cfg: RunConfig, nproc: int | None = None, train: Train | None = None) -> int:
     """Run `cfg` on `nproc` (default 1) processes of this machine, or as one of those that a launcher started.
 
-    Returns the exit code: 0 ok, 2 the user's mistake, 3 out of memory, 130 Ctrl-C, 1 anything else; stderr has been
-    told. `train` (default: `shardwise.training.loop.train`) has to be importable, since new processes look it up.
+    Returns the exit code: 0 ok, 2 the user's mistake, 3 out of memory, 128 + the number of a signal that asked the run
+    to stop (Ctrl-C: 130), 1 anything else; stderr has been told. `train` (default: `shardwise.training.loop.train`) has
+    to be importable, since new processes look it up.
     """
     return guarded(lambda: _launch(cfg, nproc, train))
 
@@ -111,22 +111,44 @@ def first_host(node_list: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
 
 
-def run_rank(cfg: RunConfig, world: World, train: Train | None = None) -> None:
-    """Be one rank: process group up, mesh, train, group down. An error is recorded in the output folder and raised."""
+def _to_stderr(ending: Ending) -> None:
+    print(ending.text, file=sys.stderr, flush=True)
+
+
+def run_rank(
+    cfg: RunConfig, world: World, train: Train | None = None, tell: Callable[[Ending], None] = _to_stderr
+) -> None:
+    """Be one rank: process group up, mesh, train, group down. An error is recorded in the output folder and raised.
+
+    A rank that hangs cannot raise: it records that, calls `tell`, and its process ends with exit code 1.
+    """
     import torch.distributed as dist
 
-    try:
-        device = pick_device(cfg, world)
-        _init_process_group(device, world)
-        from shardwise.parallel.mesh import build_mesh
+    if world.size == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # with peers it may wait in C
+    stacks = Path(cfg.training.output_dir, f"stacks-rank-{world.rank}.txt")
 
-        if train is None:
-            from shardwise.training.loop import train
-        train(cfg, build_mesh(cfg, device))
-    except KeyboardInterrupt:
+    def hanging() -> None:
+        # Every rank's stack goes to the log: the one that hangs stands elsewhere than those that wait for it.
+        print(f"stacks{world.where}:\n{stacks.read_text(encoding='utf-8')}", file=sys.stderr, flush=True)
+        reason = f"nothing was finished for {cfg.training.timeout_seconds:g} seconds (training.timeout_seconds)"
+        ending = Ending(FAILED, reason, f"error: {reason}; see the stacks of every rank in {stacks.parent}", "timeout")
+        _record(cfg, ending)
+        tell(ending)
+        time.sleep(PATIENCE_SECONDS)  # the others are as late as this one, and have their say too
+
+    try:
+        with watchdog.watch(cfg.training.timeout_seconds, stacks, hanging):
+            device = pick_device(cfg, world)
+            _init_process_group(cfg, device, world)
+            watchdog.beat()
+            from shardwise.parallel.mesh import build_mesh
+
+            if train is None:
+                from shardwise.training.loop import train
+            train(cfg, build_mesh(cfg, device))
+    except (KeyboardInterrupt, SystemExit):
         _record(cfg, INTERRUPTED)
-        raise
-    except SystemExit:
         raise
     except BaseException as error:  # torch has errors that are no Exception
         ending = explain(error, world.where)
@@ -135,7 +157,8 @@ def run_rank(cfg: RunConfig, world: World, train: Train | None = None) -> None:
             # connections stay open, nobody fails of it): the launcher sees the cause first, and ends the others.
             time.sleep(PATIENCE_SECONDS)
         _record(cfg, ending)
-        if world.size == 1 and dist.is_initialized():  # with peers it may wait for one that is lost
+        # With peers it may wait for one that is lost, but where all have stopped together.
+        if dist.is_initialized() and (world.size == 1 or ending.status == "stopped"):
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
@@ -165,7 +188,7 @@ def _device_type(cfg: RunConfig) -> str:
     return cfg.training.device
 
 
-def _init_process_group(device: torch.device, world: World) -> None:
+def _init_process_group(cfg: RunConfig, device: torch.device, world: World) -> None:
     import torch
     import torch.distributed as dist
 
@@ -174,21 +197,22 @@ def _init_process_group(device: torch.device, world: World) -> None:
         torch.cuda.set_device(device)
         options["device_id"] = device
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=TIMEOUT, **options)
+    # Longer than the watchdog waits: its end comes with stacks, a collective's own does not.
+    timeout = timedelta(seconds=2 * cfg.training.timeout_seconds)
+    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout, **options)
     dist.barrier()  # nobody writes into the output folder before everybody has claimed it
 
 
 def _record(cfg: RunConfig, ending: Ending) -> None:
-    code = ending.exit_code
-    output_dir.record_failure(cfg, code == OUT_OF_MEMORY, code == USER_ERROR, ending.reason)
+    output_dir.record_failure(cfg, ending.status, ending.reason)
 
 
 def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> int:
-    """Run `cfg` on `nproc` new processes and return the exit code of the one that ended the run, once it is told."""
+    """Run `cfg` on `nproc` new processes, and again after one of them died (`training.max_restarts`).
+
+    Returns the exit code of the one that ended the run, once it is told.
+    """
     import torch
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if _device_type(cfg) == "cuda" and nproc > torch.cuda.device_count():
         raise UserError(
@@ -196,13 +220,35 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> i
             "lower it, or set training.device=cpu"
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment = {
-        # More threads than cores spin against each other: 2 ranks of 2 threads on 2 cores are 5 times slower than of 1.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // nproc)),
-        # Else the ranks meet in the launcher's own store, where a restart finds dead addresses (pytorch issue 135712).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder, _launcher(environment):
+    # More threads than cores spin against each other: 2 ranks of 2 threads on 2 cores are 5 times slower than of 1.
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // nproc))}
+    restarts = cfg.training.max_restarts
+    with _launcher(environment) as asked:
+        for attempt in range(restarts + 1):
+            ending = _run_group(cfg, nproc, train, asked)
+            if ending is None:
+                return 0
+            again = ending.status in ("failed", "timeout") and attempt < restarts and not asked
+            tail = f"; starting again from the last checkpoint ({attempt + 1} of {restarts})" if again else ""
+            if sys.stdout.isatty():
+                print()  # rank 0 may have been ended in the middle of the line of its progress bar
+            if ending.text:
+                print(f"{ending.text}{tail}", file=sys.stderr, flush=True)
+            if not again:
+                break
+            cfg = replace(cfg, training=replace(cfg.training, resume="auto"))
+            output_dir.claim(cfg, clear=True)
+    _record(cfg, ending)
+    return ending.exit_code
+
+
+def _run_group(cfg: RunConfig, nproc: int, train: Train | None, asked: list[int]) -> Ending | None:
+    """One group of processes, from start to end; None if all went well."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -211,32 +257,25 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> i
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",  # a free port
             local_addr="localhost",
+            # A restart is a new group with a rendezvous of its own. Elastic's keeps the store of the dead one, in which
+            # gloo finds dead addresses (pytorch issue 135712), and also starts again after the user's own mistakes.
             max_restarts=0,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C stays Python's
+            signals_to_handle="SIGHUP,SIGQUIT",  # SIGTERM and Ctrl-C are handed on by `_launcher`
         )
+        rank = 0
         try:
             elastic_launch(config, _process_main)(cfg, train, folder)
-        except SignalException as signalled:
-            _record(cfg, INTERRUPTED)
-            return 128 + signalled.sigval
-        except KeyboardInterrupt:
-            _record(cfg, INTERRUPTED)
-            raise
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            report = _report_path(folder, rank)
-            if sys.stdout.isatty():
-                print()  # rank 0 may have been ended in the middle of the line of its progress bar
-            if report.exists():
-                print(report.read_text(encoding="utf-8"), file=sys.stderr, flush=True)
-                return failure.exitcode
-            reason = f"rank {rank} of {nproc} {_how_it_died(failure.exitcode)}"
-            print(f"error: {reason}", file=sys.stderr, flush=True)
-            _record(cfg, Ending(FAILED, reason, reason))
-            return FAILED
-    return 0
+            if not _report_path(folder, rank).exists():
+                if asked:
+                    return replace(INTERRUPTED, exit_code=128 + asked[0])
+                reason = f"rank {rank} of {nproc} {_how_it_died(failure.exitcode)}"
+                return Ending(FAILED, reason, f"error: {reason}")
+        report = _report_path(folder, rank)
+        return Ending(**json.loads(report.read_text(encoding="utf-8"))) if report.exists() else None
 
 
 def _process_main(cfg: RunConfig, train: Train | None, folder: str) -> None:
@@ -244,20 +283,25 @@ def _process_main(cfg: RunConfig, train: Train | None, folder: str) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     world = find_world(os.environ)
     assert world is not None, "torch elastic sets RANK and the rest"
+
+    def report(ending: Ending) -> None:
+        _report_path(folder, world.rank).write_text(json.dumps(asdict(ending)), encoding="utf-8")
+
     try:
-        run_rank(cfg, world, train)
+        run_rank(cfg, world, train, report)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         ending = explain(error, world.where)
-        _report_path(folder, world.rank).write_text(ending.text, encoding="utf-8")
+        report(ending)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(ending.exit_code)  # an orderly exit could wait on the device for a collective that no peer joins
+        if ending.status != "stopped":  # that is no failure, for which the launcher would kill the others
+            os._exit(ending.exit_code)  # an orderly exit could wait on the device for a collective that no peer joins
 
 
 def _report_path(folder: str, rank: int) -> Path:
-    return Path(folder, f"rank-{rank}.txt")
+    return Path(folder, f"rank-{rank}.json")
 
 
 def _how_it_died(exit_code: int) -> str:
@@ -268,28 +312,40 @@ def _how_it_died(exit_code: int) -> str:
 
 
 @contextlib.contextmanager
-def _launcher(environment: Mapping[str, str]) -> Generator[None]:
+def _launcher(environment: Mapping[str, str]) -> Generator[list[int]]:
     """What holds while this process only watches others: their environment, no log lines of torch elastic's.
 
-    Ctrl-C goes to every process of a terminal. The new ones inherit it blocked, or those still importing would each
-    print a traceback; here it gets through by a thread that does not block it, and this process ends the others.
+    Yields the signals that have asked this process to end. The first is handed on, and the others finish their step and
+    save; the second ends them at once. Ctrl-C goes to every process of a terminal. The new ones inherit it blocked, or
+    those still importing would each print a traceback; here it gets through by a thread that does not block it.
     """
     os_environ, logging_disabled = dict(os.environ), logging.root.manager.disable
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    handlers = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP, signal.SIGQUIT)}
     resource_tracker.ensure_running()  # multiprocessing's helper, which would unblock SIGINT when it is started later
     over = threading.Event()
     threading.Thread(target=over.wait, daemon=True).start()
+    asked: list[int] = []
+
+    def hand_on(number: int, frame: object) -> None:
+        asked.append(number)
+        for process in multiprocessing.active_children():
+            process.terminate() if len(asked) == 1 else process.kill()
+
+    main = threading.current_thread() is threading.main_thread()  # Python sets handlers in no other
+    if main:
+        for number in SIGNALS:
+            signal.signal(number, hand_on)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.environ.update(environment)
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        yield asked
     finally:
         logging.disable(logging_disabled)
         os.environ.clear()
         os.environ.update(os_environ)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         over.set()
-        if threading.current_thread() is threading.main_thread():  # torch elastic has set them in no other
+        if main:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

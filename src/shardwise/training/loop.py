@@ -14,12 +14,15 @@ from shardwise.metrics.record import RunRecord
 from shardwise.models import load
 from shardwise.training.build import State, build
 from shardwise.training.checkpoint import Checkpointer, restore
+from shardwise.training.ending import Stopped
 from shardwise.training.evaluate import Evaluation, evaluate, greedy_sample
 from shardwise.training.export import save_result
 from shardwise.training.measure import documents_read, measure_memory, write_record
 from shardwise.training.reporter import Reporter
 from shardwise.training.resume import find_start
 from shardwise.training.step import NonFiniteLossError, training_step
+from shardwise.training.stop import StopRequest
+from shardwise.training.watchdog import beat
 
 
 def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
@@ -36,6 +39,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         closing(loaders.train),
         Reporter(cfg, mesh, job, start) as reporter,
         Checkpointer(cfg, job, loaders, start) as checkpointer,
+        StopRequest() as stop,
     ):
 
         def run_evaluation(step: int) -> Evaluation | None:
@@ -59,6 +63,9 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             reporter.step(step, result, lr, meter)
             evaluated = step == steps or (eval_every and step % eval_every == 0)
             checkpointer.after_step(step, run_evaluation(step) if evaluated else None)
+            beat()
+            if step < steps and (signalled := stop.agreed(mesh)):
+                raise Stopped(signalled, step, checkpointer.stop(step))
         checkpointer.wait()
         reporter.data(documents_read(loaders))
         if cfg.training.sample is not None:

@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 
 from shardwise.config import RunConfig, UserError
-from shardwise.metrics.record import RunRecord
+from shardwise.metrics.record import RunRecord, Status
 from shardwise.training.checkpoint_folder import CHECKPOINTS, METRICS, complete
 
 RECORD = "record.json"
-FILES = (RECORD, METRICS, "non-finite-step-*-rank-*.json")
+FILES = (RECORD, METRICS, "non-finite-step-*-rank-*.json", "stacks-rank-*.txt")
 """The files that a run writes, as patterns."""
 FOLDERS = ("adapter", "model", CHECKPOINTS, "tensorboard")
 """The folders that a run writes."""
@@ -31,9 +31,10 @@ def claim(cfg: RunConfig, clear: bool) -> None:
         raise UserError(f"training.output_dir {folder}: cannot make the folder ({error.strerror})") from None
     if _goes_on_here(cfg, folder):
         return
+    again = cfg.training.resume == "auto"  # of a run that died before its first checkpoint nothing is kept
     if not ((folder / RECORD).exists() or (folder / METRICS).exists() or complete(folder)):
         return
-    if not cfg.training.overwrite and not _was_refused(folder):
+    if not (cfg.training.overwrite or again or _was_refused(folder)):
         raise UserError(
             f"training.output_dir {folder} holds another run; choose another folder, or set training.overwrite=true"
         )
@@ -55,24 +56,26 @@ def go_on(cfg: RunConfig, metrics: Path) -> None:
     temporary.replace(folder / METRICS)
 
 
-def record_failure(cfg: RunConfig, out_of_memory: bool, refused: bool, reason: str) -> None:
+def record_failure(cfg: RunConfig, status: Status, reason: str) -> None:
     """Record why the run did not succeed, unless another rank has done so: the first reason is the cause.
 
-    `refused` is a user's mistake: `unsupported`, if the run had not begun. Torch must be importable.
+    A user's mistake is `unsupported` if the run had not begun, else `failed`. Torch must be importable.
     """
     from shardwise.metrics.hardware import environment
 
     folder = Path(cfg.training.output_dir)
     if (folder / RECORD).exists():
         return
-    refused = refused and not (folder / METRICS).exists()
-    status = "oom" if out_of_memory else "unsupported" if refused else "failed"
+    if status == "unsupported" and (folder / METRICS).exists():
+        status = "failed"
     with contextlib.suppress(OSError):  # a full disk, two ranks at once: what matters is the error that is told next
         RunRecord(status, cfg.to_dict(), reason, environment()).write(folder / RECORD)
 
 
 def _goes_on_here(cfg: RunConfig, folder: Path) -> bool:
     resume = cfg.training.resume
+    if resume == "auto":
+        return bool(complete(folder))
     if resume is None or resume in ("latest", "latest-good"):
         return resume is not None
     return Path(resume).resolve().is_relative_to((folder / CHECKPOINTS).resolve())

@@ -74,8 +74,10 @@ def find_start(cfg: RunConfig) -> Start:
     wanted = cfg.training.resume
     if wanted is None:
         return Start()
-    by_name = wanted not in ("latest", "latest-good")
+    by_name = wanted not in ("latest", "latest-good", "auto")
     found = _agreed([Path(wanted)] if by_name else complete(cfg.training.output_dir))[0]
+    if wanted == "auto" and not found:
+        return Start()
     passed_over: list[str] = []
     for folder in found:
         damages = _agreed(damage(folder, dist.get_rank(), dist.get_world_size()))
@@ -84,7 +86,7 @@ def find_start(cfg: RunConfig) -> Start:
             manifest = read_manifest(folder)
             _check_fits(cfg, manifest, folder)
             return Start(folder, manifest, tuple(passed_over))
-        if wanted != "latest-good":
+        if wanted not in ("latest-good", "auto"):
             raise UserError(
                 f"checkpoint {folder.name} is damaged: {problem}; --resume latest-good goes back to the last whole one"
             )
