@@ -19,7 +19,7 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: setup  ## train a small hybrid model, then LoRA-tune it under single, ddp and fsdp2; prints one table
+demo: setup  ## train a small hybrid model, then LoRA-tune it under six strategies; prints one table
 	$(BIN)/python examples/demo.py
 
 test: setup  ## the tests, in minutes on two cores
