@@ -44,6 +44,25 @@ def test_make_targets_exist():
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
 
 
+def links(page: Path) -> set[Path]:
+    """The files and folders of the project that a page leads to."""
+    targets = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+    return {(page.parent / target).resolve() for target in targets if "://" not in target}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert not [str(target) for target in links(page) if not target.exists()]
+
+
+def test_the_index_has_every_page():
+    index = ROOT / "docs" / "README.md"
+    found = {page for page in links(index) if page.is_file()} | {
+        page for folder in links(index) if folder.is_dir() for page in folder.iterdir()
+    }
+    assert set((ROOT / "docs").rglob("*.md")) - {index} == found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_shown_commands_parse_and_shown_run_files_hold(page):
     for block in blocks("yaml", page):
