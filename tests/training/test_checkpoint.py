@@ -23,7 +23,7 @@ from shardwise.parallel.place import full_tensor
 from shardwise.training import checkpoint, checkpoint_folder
 from shardwise.training.build import Job, build
 from shardwise.training.checkpoint import Checkpointer, portable_tensors, restore
-from shardwise.training.checkpoint_folder import complete, damage, mark_best, newest_whole, prune, read_manifest
+from shardwise.training.checkpoint_folder import complete, damage, mark_best, prune, read_manifest
 from shardwise.training.ending import Ending, RunError, explain
 from shardwise.training.evaluate import Evaluation
 from shardwise.training.resume import Start, find_start
@@ -178,7 +178,6 @@ def test_killed_while_saving(tmp_path):
     with pytest.raises(RuntimeError, match="died without a word"):
         run_ranks(1, body)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1.tmp"]
-    assert newest_whole(tmp_path) is None
     run_ranks(1, save_steps, config(tmp_path), 2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2"]
 
@@ -253,7 +252,6 @@ def test_damage_is_found_before_anything_is_overwritten(saved):
 def test_latest_good_goes_back_and_says_so(saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     flip(tmp_path / "checkpoints" / "step-2" / "__0_0.distcp")
-    assert newest_whole(tmp_path) == tmp_path / "checkpoints" / "step-1"
     good = config(tmp_path, resume="latest-good")
     (start,) = run_ranks(1, find_start, good)
     assert start.step == 1

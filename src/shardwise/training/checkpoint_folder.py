@@ -54,11 +54,6 @@ def complete(output_dir: str | Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def newest_whole(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint of a run whose every file is as it was written; None where there is none."""
-    return next((folder for folder in complete(output_dir) if damage(folder) is None), None)
-
-
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
     """What is wrong with a checkpoint, in one line that names the file; None where nothing is.
 
