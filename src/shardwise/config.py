@@ -254,7 +254,7 @@ class Training(Section):
         )
         _require(self.keep_last >= 1, f"training.keep_last is {self.keep_last}; give at least 1")
         _require(
-            self.timeout_seconds > 0, f"training.timeout_seconds is {self.timeout_seconds}; give a positive number"
+            0 < self.timeout_seconds <= 1e6, f"training.timeout_seconds is {self.timeout_seconds}; give at most 1e6"
         )
 
 
@@ -327,7 +327,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         data = yaml.load(path.read_text(encoding="utf-8"), _NoDuplicates)
     except OSError as error:
         raise UserError(f"{path}: cannot read the run file ({error.strerror}); give the path of a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # bytes that are no text, dates that are none
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     _require(isinstance(data, dict), f"{path}: a run file is a mapping of sections; see docs/reference/config.md")
     for override in overrides or []:
@@ -352,7 +352,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     _require(bool(equals and section), f"{override}: write an override as --section.key=value")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         raise UserError(f"{override}: the value is not valid YAML; quote it") from None
     if not name:
         data[section] = value  # a whole section, such as --lora=null

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from shardwise.cli import main
 from shardwise.config import Parallel, UserError
@@ -68,6 +69,12 @@ CASES = {
         ["--data.packing=isolated", "--training.compile=aot_eager"],
         r"training.compile is aot_eager, but with data.packing isolated .*set compile to none",
     ),
+    "no time limit": (["--training.timeout_seconds=.inf"], r"training.timeout_seconds is inf; give at most 1e6"),
+    "a date that is none": (["--training.seed=2024-06-31"], r"the value is not valid YAML; quote it"),
+    "more positions than learned": (
+        [f"--model.path={CONFIGS / 'tiny-gpt2'}", "--data.sequence_length=5000"],
+        r"data.sequence_length is 5000, but gpt2 has learned only \d+ positions; lower it",
+    ),
     "empty prompt": (["--training.sample=''", "--training.steps=1"], r"training.sample '' has no tokens"),
 }
 
@@ -75,6 +82,17 @@ CASES = {
 @pytest.mark.parametrize(("arguments", "message"), CASES.values(), ids=CASES)
 def test_one_line_and_a_way_out(run_file, capfd, arguments, message):
     assert re.search(message, refused(capfd, run_file, *arguments))
+
+
+def test_dropout_that_no_seed_reaches(run_file, capfd, tmp_path):
+    AutoConfig.for_model(
+        "starcoder2", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=256, residual_dropout=0.3,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    line = refused(
+        capfd, run_file, f"--model.path={tmp_path}", "--model.init=random", "--model.tokenizer=" + _tokenizer(run_file)
+    )
+    assert "residual_dropout is 0.3 in the model's config.json; set it to 0.0" in line
 
 
 def test_missing_run_file(capfd):

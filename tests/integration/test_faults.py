@@ -40,7 +40,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     outcome = kill.kill_once(path, tmp_path / "out", reference, seed)
     assert outcome["joined"], outcome
     assert "was killed by SIGKILL" in outcome["told"]
-    assert outcome["told"].endswith("starting again from the last checkpoint (1 of 1)")
+    assert outcome["told"].endswith("starting again (1 of 1)")
 
 
 @pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])

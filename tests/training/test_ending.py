@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 
@@ -58,6 +59,15 @@ def test_out_of_memory(error, reason):
 @pytest.mark.parametrize("error", [RuntimeError("no memory of it"), ValueError("CUDA error: out of memory"), OSError()])
 def test_other_errors_are_not_out_of_memory(error):
     assert explain(error).exit_code == 1
+
+
+def test_a_full_disk_is_one_line():
+    ending = explain(OSError(errno.ENOSPC, "No space left on device", "runs/x/metrics.jsonl"))
+    assert (ending.exit_code, ending.status) == (1, "failed")
+    assert ending.text == (
+        "error: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'; "
+        "make room, then go on with --resume latest-good"
+    )
 
 
 def test_anything_else_comes_with_its_traceback():

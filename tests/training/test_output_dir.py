@@ -68,10 +68,16 @@ def test_overwrite_does_not_remove_the_model_that_the_run_reads(tmp_path):
     leave_a_run(tmp_path)
     before = names(tmp_path)
     with pytest.raises(
-        UserError, match=r"would remove .*/checkpoints, which this run reads; choose another output_dir"
+        UserError, match=r"this run reads .*/checkpoints, where it would write; choose another output_dir"
     ):
         claim(config(tmp_path, str(tmp_path / "checkpoints" / "step-3"), overwrite=True), clear=True)
     assert names(tmp_path) == before
+
+
+def test_a_base_model_is_not_written_over_where_there_is_no_run_yet(tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match=r"this run reads .*/model, where it would write; choose another output_dir"):
+        claim(config(tmp_path, str(tmp_path / "model")), clear=True)
 
 
 @pytest.mark.parametrize("resume", ["latest", "latest-good", "checkpoints/step-3"])

@@ -112,7 +112,7 @@ class TextFiles:
 def _object(line: str) -> Record:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadDocument("not JSON", f"not JSON ({error}); mend or remove the line") from None
     if not isinstance(record, dict):
         raise BadDocument("not JSON", f"a JSON {type(record).__name__}, not an object; mend or remove the line")

@@ -26,8 +26,10 @@ class CausalLM(Part):
 
     def __init__(self, hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig) -> None:
         super().__init__()
-        for key in _ATTENTION_DROPOUTS:
-            # Drawn inside the fused attention from torch's global generator: no seed of ours reaches it.
+        # Drawn inside the fused attention from torch's global generator: no seed of ours reaches it. What a family that
+        # is not listed calls dropout may be such a function too, rather than a module.
+        keys = _ATTENTION_DROPOUTS if family.model_type in FAMILIES else [k for k in hf.config.to_dict() if "drop" in k]
+        for key in keys:
             if getattr(hf.config, key, 0):
                 raise UserError(
                     f"{key} is {getattr(hf.config, key)} in the model's config.json; set it to 0.0: "

@@ -78,7 +78,7 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
             built = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
             )
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, KeyError, ArithmeticError, NotImplementedError) as error:
         raise UserError(f"{model.path}: transformers cannot build a causal model of it ({_one_line(error)})") from None
     for pattern, kept_dtype in built._get_dtype_plan(dtype).items():
         _cast(built, re.compile(pattern.replace("*", ".*")), kept_dtype)

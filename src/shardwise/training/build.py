@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from shardwise.config import RunConfig
+from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
@@ -59,6 +59,11 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     compose.check(cfg, hf_config.model_type)
     hf = load.build_meta(cfg.model, hf_config)
     spec = spec_of(hf_config, hf)
+    if spec.positions is not None and cfg.data.sequence_length > hf_config.max_position_embeddings:
+        raise UserError(
+            f"data.sequence_length is {cfg.data.sequence_length}, but {spec.family} has learned only "
+            f"{hf_config.max_position_embeddings} positions; lower it"
+        )
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     part = CausalLM(hf, spec, family_of(hf), cfg)
     parameters = _sizes(hf)

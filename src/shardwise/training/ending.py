@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -57,6 +58,8 @@ def explain(error: BaseException, where: str = "") -> Ending:
         return Ending(FAILED, message, f"error: {message}")
     if isinstance(error, Stopped):
         return Ending(128 + error.number, message, message, "stopped")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Ending(FAILED, message, f"error{where}: {message}; make room, then go on with --resume latest-good")
     if is_out_of_memory(error):
         wanted = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
         reason = f"out of memory{where}" + (f": {wanted[0].lower()}" if wanted else "")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import RunConfig, UserError
 from shardwise.training import output_dir, watchdog
+from shardwise.training.checkpoint_folder import complete
 from shardwise.training.ending import FAILED, PATIENCE_SECONDS, SIGNALS, Ending, explain, guarded
 from shardwise.training.loggers import check_installed
 
@@ -229,14 +230,17 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> i
             if ending is None:
                 return 0
             again = ending.status in ("failed", "timeout") and attempt < restarts and not asked
-            tail = f"; starting again from the last checkpoint ({attempt + 1} of {restarts})" if again else ""
+            tail = f"; starting again ({attempt + 1} of {restarts})" if again else ""
             if sys.stdout.isatty():
                 print()  # rank 0 may have been ended in the middle of the line of its progress bar
             if ending.text:
                 print(f"{ending.text}{tail}", file=sys.stderr, flush=True)
             if not again:
                 break
-            cfg = replace(cfg, training=replace(cfg.training, resume="auto"))
+            if complete(cfg.training.output_dir):
+                cfg = replace(cfg, training=replace(cfg.training, resume="auto"))
+            else:  # it died before its first checkpoint: once more from where it began
+                cfg = replace(cfg, training=replace(cfg.training, overwrite=True))
             output_dir.claim(cfg, clear=True)
     _record(cfg, ending)
     return ending.exit_code
@@ -267,6 +271,8 @@ def _run_group(cfg: RunConfig, nproc: int, train: Train | None, asked: list[int]
         rank = 0
         try:
             elastic_launch(config, _process_main)(cfg, train, folder)
+        except SystemExit:  # asked to end before there was a process to ask
+            return replace(INTERRUPTED, exit_code=128 + asked[0])
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if not _report_path(folder, rank).exists():
@@ -328,7 +334,10 @@ def _launcher(environment: Mapping[str, str]) -> Generator[list[int]]:
 
     def hand_on(number: int, frame: object) -> None:
         asked.append(number)
-        for process in multiprocessing.active_children():
+        ranks = multiprocessing.active_children()
+        if not ranks:
+            sys.exit(128 + number)
+        for process in ranks:
             process.terminate() if len(asked) == 1 else process.kill()
 
     main = threading.current_thread() is threading.main_thread()  # Python sets handlers in no other

@@ -68,8 +68,8 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
                 raise Stopped(signalled, step, checkpointer.stop(step))
         checkpointer.wait()
         reporter.data(documents_read(loaders))
+        save_result(job, cfg, Path(cfg.training.output_dir))  # before anything that could go wrong
         if cfg.training.sample is not None:
             reporter.sample(greedy_sample(job.pm, tokenizer, cfg.training.sample, mesh))
-        save_result(job, cfg, Path(cfg.training.output_dir))
         memory = measure_memory(job, next(loaders.train), mesh, cfg) if cfg.measure.memory else None
         return write_record(cfg, mesh, job, reporter, meter, memory)

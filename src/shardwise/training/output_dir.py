@@ -11,8 +11,8 @@ from shardwise.metrics.record import RunRecord, Status
 from shardwise.training.checkpoint_folder import CHECKPOINTS, METRICS, complete
 
 RECORD = "record.json"
-FILES = (RECORD, METRICS, "non-finite-step-*-rank-*.json", "stacks-rank-*.txt")
-"""The files that a run writes, as patterns."""
+FILES = (RECORD, METRICS, "non-finite-step-*-rank-*.json")
+"""The files that a run writes, as patterns, but for stacks: a rank may have its file open before another clears."""
 FOLDERS = ("adapter", "model", CHECKPOINTS, "tensorboard")
 """The folders that a run writes."""
 
@@ -29,6 +29,7 @@ def claim(cfg: RunConfig, clear: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"training.output_dir {folder}: cannot make the folder ({error.strerror})") from None
+    _check_inputs_stay(folder, cfg.model.path, cfg.model.tokenizer)
     if _goes_on_here(cfg, folder):
         return
     again = cfg.training.resume == "auto"  # of a run that died before its first checkpoint nothing is kept
@@ -38,7 +39,7 @@ def claim(cfg: RunConfig, clear: bool) -> None:
         raise UserError(
             f"training.output_dir {folder} holds another run; choose another folder, or set training.overwrite=true"
         )
-    _check_inputs_stay(cfg, folder)
+    _check_inputs_stay(folder, cfg.training.resume)
     if clear:
         for pattern in FILES:
             for path in folder.glob(pattern):
@@ -90,11 +91,10 @@ def _was_refused(folder: Path) -> bool:
         return False
 
 
-def _check_inputs_stay(cfg: RunConfig, folder: Path) -> None:
-    paths = (cfg.model.path, cfg.model.tokenizer, cfg.training.resume)
+def _check_inputs_stay(folder: Path, *paths: str | None) -> None:
     inputs = [Path(path).resolve() for path in paths if path is not None]
     for name in FOLDERS:
         if any(path.is_relative_to((folder / name).resolve()) for path in inputs):
             raise UserError(
-                f"training.overwrite would remove {folder / name}, which this run reads; choose another output_dir"
+                f"training.output_dir: this run reads {folder / name}, where it would write; choose another output_dir"
             )

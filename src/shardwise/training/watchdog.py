@@ -61,4 +61,4 @@ def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Gener
             over.set()
             thread.join()
             faulthandler.cancel_dump_traceback_later()
-            stacks.unlink()
+            stacks.unlink(missing_ok=True)
