@@ -20,6 +20,7 @@ RECORD = RunRecord(
     eval=[{"step": 3, "loss": math.nan, "perplexity": math.inf, "tokens": 7}],
     tokens_per_second=12.5,
     peak_memory_bytes=[10, 20],
+    memory_parts=[{"weights": 1, "gradients": 2, "optimizer": 3, "activations": 4, "temporary": 0}] * 2,
     state_bytes=[{"weights": 1, "gradients": 2, "optimizer": 3}] * 2,
 )
 

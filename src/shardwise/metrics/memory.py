@@ -6,7 +6,8 @@ import ctypes
 import gc
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,13 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from shardwise.metrics.memory_parts import Event, Mark, parts_at_peak
+
 _LEFT = "shardwise.left:"  # name of a marker in the profiler's timeline: the block at this address has been freed
+_MARK = "shardwise.mark"  # the same, for a call of `PeakMemory.mark`
+
+Held = Mapping[str, Iterable[torch.Tensor]]
+"""Tensors by the part of memory that they are: weights, gradients, optimizer."""
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -36,26 +43,29 @@ def memory_in_use(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
-def state_bytes(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes this rank holds between steps: `weights`, `gradients` (those that are set) and `optimizer`.
+def state_tensors(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> Held:
+    """What a rank holds between steps: `weights`, `gradients` (those that are set) and `optimizer`.
 
     `parameters` are all parameters, frozen ones too. `optimizer` is every tensor of its state, step counters included,
-    and the copies of weights that it works on if they are not the model's own. Each storage counts once, at its first
-    place in this order.
+    and what it works on if that is not the model's own.
     """
     weights = list(parameters)
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     state = [value for entry in optimizer.state.values() for value in entry.values()]
-    held = {
+    return {
         "weights": weights,
         "gradients": [p.grad for p in (*weights, *updated) if p.grad is not None],
         "optimizer": [*updated, *(value for value in state if isinstance(value, torch.Tensor))],
     }
+
+
+def state_bytes(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of `state_tensors` on this rank; each storage counts once, at its first place in their order."""
     counted: set[int] = set()
     sizes = {}
-    for name, tensors in held.items():
+    for part, tensors in state_tensors(parameters, optimizer).items():
         storages = _storages(tensors)
-        sizes[name] = sum(storage.nbytes() for key, storage in storages.items() if key not in counted)
+        sizes[part] = sum(storage.nbytes() for key, storage in storages.items() if key not in counted)
         counted |= storages.keys()
     return sizes
 
@@ -63,7 +73,10 @@ def state_bytes(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optim
 class PeakMemory:
     """Bytes of tensors alive on `device` around a `with` block: `entry_bytes`, `exit_bytes` and the most, `peak_bytes`.
 
-    On CUDA these are the caching allocator's own figures.
+    `parts` says what the peak was made of (see `parts_at_peak`). For that, `held` gives the tensors of weights,
+    gradients and optimizer at entry, at exit and whenever `mark` is called.
+
+    On CUDA these are the caching allocator's own figures, and `parts` follows its history of allocations.
 
     On a CPU they are exact too. To the bytes alive at entry is added what torch's allocator counts and reports to the
     profiler: each allocation and free, temporaries inside an operator and `storage.resize_` included (by the latter
@@ -82,43 +95,83 @@ class PeakMemory:
     distributed runs may differ by a buffer from one time to the next, as the memory does.
 
     It costs about 15 microseconds per allocation or free, 1.5 s for 10^5, most of it at exit: use it in a step that is
-    not timed. It cannot be nested, nor used inside a profiler. All three figures stay None until the block ends.
+    not timed. It cannot be nested, nor used inside a profiler. All figures stay None until the block ends.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, held: Callable[[], Held] = dict) -> None:
         assert device.type in ("cpu", "cuda"), f"PeakMemory knows cpu and cuda, not {device}"
         self.device = device
         self.entry_bytes: int | None = None
         self.exit_bytes: int | None = None
         self.peak_bytes: int | None = None
+        self.parts: dict[str, int] | None = None
+        self._held = held
+        self._marks: list[Mark] = []
         self._recorder = _CudaRecorder(device) if device.type == "cuda" else _CpuRecorder()
 
     def __enter__(self) -> PeakMemory:
         """Start to measure."""
         self._recorder.start()
+        self.mark()
         return self
+
+    def mark(self, ends_forward: bool = False) -> None:
+        """Look what is held now; before each micro-batch's forward, and after it with `ends_forward`."""
+        held: dict[int, tuple[str, int]] = {}
+        for part, tensors in self._held().items():
+            for storage in _storages(tensors).values():
+                if storage.device.type == self.device.type and storage.nbytes():
+                    held.setdefault(storage.data_ptr(), (part, storage.nbytes()))
+        self._marks.append(Mark(held, ends_forward))
+        self._recorder.mark()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop, and set the figures, also where the block ends in an exception."""
-        self.entry_bytes, self.exit_bytes, self.peak_bytes = self._recorder.stop()
+        self.mark()
+        events, self.entry_bytes, self.exit_bytes, self.peak_bytes = self._recorder.stop()
+        marks = iter(self._marks)
+        timeline = [event or next(marks) for event in events]
+        self.parts = parts_at_peak(timeline, self.entry_bytes, self.peak_bytes)
+
+
+Recorded = tuple[list[Event | None], int, int, int]
+"""Events in order, None for a mark; bytes at entry, at exit, at the peak."""
 
 
 class _CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.entry_bytes = 0
+        self.marks: list[int] = []
 
     def start(self) -> None:
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.entry_bytes = torch.cuda.memory_allocated(self.device)
+        torch.cuda.memory._record_memory_history(context=None)
 
-    def stop(self) -> tuple[int, int, int]:
+    def mark(self) -> None:
+        stats = torch.cuda.memory_stats(self.device)
+        self.marks.append(stats["allocation.all.allocated"] + stats["allocation.all.freed"])
+
+    def stop(self) -> Recorded:
         torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device)
-        return self.entry_bytes, torch.cuda.memory_allocated(self.device), peak
+        peak, exit_bytes = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        history = torch.cuda.memory._snapshot()["device_traces"][index]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        changes = [entry for entry in history if entry["action"] in ("alloc", "free_requested")]
+        events: list[Event | None] = []
+        alive = self.entry_bytes  # from here on without what the allocator rounds up
+        for begin, end in pairwise(mark - self.marks[0] for mark in self.marks):
+            events.append(None)
+            for entry in changes[begin:end]:
+                size = entry["size"] if entry["action"] == "alloc" else -entry["size"]
+                alive += size
+                events.append(Event(entry["addr"], size, alive))
+        return [*events, None], self.entry_bytes, exit_bytes, peak
 
 
 class _CpuRecorder:
@@ -136,7 +189,11 @@ class _CpuRecorder:
         _count_all_threads(True)
         self.probe = torch.empty(1)  # makes the first event and, when it is freed, the last one
 
-    def stop(self) -> tuple[int, int, int]:
+    def mark(self) -> None:
+        with record_function(_MARK):
+            pass
+
+    def stop(self) -> Recorded:
         probe_bytes = self.probe.nbytes
         del self.probe
         _count_all_threads(False)
@@ -145,17 +202,23 @@ class _CpuRecorder:
         for finalizer in self.watched.values():
             finalizer.detach()
         results: Any = self.profile.kineto_results
-        events = sorted(_events(results.experimental_event_tree()), key=lambda e: e.start_time_ns)
+        timeline = sorted(_events(results.experimental_event_tree()), key=lambda e: e.start_time_ns)
         from_before = set(self.at_entry)
         # DistributedDataParallel's buckets, see PeakMemory.
-        allocated = {e.extra_fields.ptr for e in events if e.tag == _EventType.Allocation}
+        allocated = {e.extra_fields.ptr for e in timeline if e.tag == _EventType.Allocation}
         gradients = {s.data_ptr(): s.nbytes() for s in _storages(_gradients(_reachable_tensors())).values()}
         buckets = sum(gradients[ptr] for ptr in gradients.keys() - self.at_entry.keys() - allocated)
         entry = alive = peak = sum(self.at_entry.values()) + buckets
         count_at_start, left, mistaken = None, 0, 0
-        for event in events:
+        events: list[Event | None] = []
+        for event in timeline:
+            if event.name == _MARK:
+                events.append(None)
+                continue
             if event.name.startswith(_LEFT):
-                left += self.at_entry[int(event.name.removeprefix(_LEFT))]
+                address = int(event.name.removeprefix(_LEFT))
+                left += self.at_entry[address]
+                events.append(Event(address, 0, alive))
                 continue
             if event.tag != _EventType.Allocation or event.extra_fields.device.type != "cpu":
                 continue
@@ -169,7 +232,8 @@ class _CpuRecorder:
                 mistaken += max(0, -block.alloc_size)
             alive = entry + block.total_allocated - count_at_start - left + mistaken
             peak = max(peak, alive)
-        return entry, alive + probe_bytes, peak
+            events.append(Event(block.ptr, block.alloc_size, alive))
+        return events, entry, alive + probe_bytes, peak
 
     def _watched_resize(self) -> Any:
         resize = torch.UntypedStorage.resize_

@@ -42,6 +42,7 @@ class RunRecord:
     tokens_per_second: float | None = None  # global
     step_seconds: dict[str, float] | None = None  # mean, p10, p50, p90, max; and steps, how many were timed
     peak_memory_bytes: list[int] | None = None
+    memory_parts: list[dict[str, int]] | None = None  # state_bytes' three, activations, temporary
     state_bytes: list[dict[str, int]] | None = None  # weights, gradients, optimizer
     mfu: float | None = None
     hfu: float | None = None

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Counts, counts, merge_states
-from shardwise.interfaces import Batch, Mesh
+from shardwise.interfaces import Batch, Mesh, Part
 from shardwise.metrics.flops import CONVENTION, hardware_flops_per_token, model_flops_per_token, utilization
 from shardwise.metrics.hardware import environment, peak_flops
-from shardwise.metrics.memory import PeakMemory, state_bytes
+from shardwise.metrics.memory import PeakMemory, state_bytes, state_tensors
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.record import RunRecord
 from shardwise.models.counts import ModelCounts
@@ -32,18 +33,30 @@ class Memory:
     """Bytes of every rank, in rank order."""
 
     peak_bytes: list[int]
+    parts: list[dict[str, int]]  # of the peak
     state_bytes: list[dict[str, int]]
 
 
 def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: RunConfig) -> Memory:
     """Peak and state bytes of a whole step, which changes the model: call it when everything is saved and timed."""
     microbatches = [batch.to(mesh.device) for batch in microbatches]
-    with PeakMemory(mesh.device) as peak:
-        forward_backward(job.pm, microbatches, mesh, job.loss_scale.scale)
+    with PeakMemory(mesh.device, lambda: state_tensors(job.pm.stored(), job.optimizer)) as peak:
+        hooks = [hook for part in job.pm.parts for hook in _mark_forwards(part, peak)]
+        pm = replace(job.pm, reduce_grads=(peak.mark, *job.pm.reduce_grads))
+        forward_backward(pm, microbatches, mesh, job.loss_scale.scale)
+        peak.mark()
         clip_by_global_norm(job.trainable(), mesh, cfg.optimizer.max_grad_norm, job.loss_scale.scale)
         job.optimizer.step()
+        for hook in hooks:
+            hook.remove()
     state = state_bytes(job.pm.stored(), job.optimizer)
-    return Memory(_of_every_rank(peak.peak_bytes), _of_every_rank(state))
+    return Memory(_of_every_rank(peak.peak_bytes), _of_every_rank(peak.parts), _of_every_rank(state))
+
+
+def _mark_forwards(part: Part, peak: PeakMemory) -> tuple[RemovableHandle, RemovableHandle]:
+    # Outside of the hooks of wrappers, so that what they allocate for a forward lies between the two.
+    begin = part.register_forward_pre_hook(lambda *_: peak.mark(), prepend=True)
+    return begin, part.register_forward_hook(lambda *_: peak.mark(ends_forward=True))
 
 
 def documents_read(loaders: Loaders) -> dict[str, Counts]:
@@ -85,6 +98,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         tokens_per_second=meter.tokens_per_second(),
         step_seconds=seconds,
         peak_memory_bytes=memory.peak_bytes if memory else None,
+        memory_parts=memory.parts if memory else None,
         state_bytes=memory.state_bytes if memory else None,
         sample=reporter.sample_text,
         notes=list(job.notes),
