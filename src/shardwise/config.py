@@ -170,8 +170,8 @@ class Optimizer(Section):
     eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.0
-    """On weight matrices, LoRA factors among them; norms, biases, linears to a single gate and recurrent scalars
-    (parameters with one dim longer than 1) are not decayed."""
+    """On weight matrices, LoRA factors among them; not on norms, biases, recurrent scalars, and the linears that route
+    tokens (of experts) or set how fast a state decays and is written (such as Gated DeltaNet's a and b)."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly: lr / warmup_steps in the first, lr in the last of them."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -338,12 +338,14 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
 class _NoDuplicates(yaml.SafeLoader):
     """YAML's plain data, but a key given twice is an error: the second would win without a word."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        # As written: later what `<<` merges stands beside a mapping's own keys, which go before it.
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.YAMLError(f"the key {key} is given twice")
-        return super().construct_mapping(node, deep)
+        return node
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.config import Lora, Model, UserError
+from shardwise.models import adapter
 from shardwise.models.adapter import merge_adapter, save_adapter
 from shardwise.models.load import read_config, weights
 from shardwise.models.save import save_model
@@ -149,7 +150,9 @@ def test_saving_wants_every_trainable_parameter(tmp_path: Path) -> None:
         save_adapter(model, Lora(r=3), state, tmp_path, "base")
 
 
-def test_merge_refuses_what_does_not_fit_and_what_would_be_lost(tmp_path: Path) -> None:
+def test_merge_refuses_what_does_not_fit_and_what_would_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llama = tiny("tiny-llama")
     config = read_config(llama)
     config.save_pretrained(tmp_path / "base")
@@ -163,6 +166,17 @@ def test_merge_refuses_what_does_not_fit_and_what_would_be_lost(tmp_path: Path) 
     with pytest.raises(UserError, match="is there already and not an empty folder"):
         merge_adapter(base, tmp_path / "adapter", tmp_path / "base")
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    monkeypatch.setattr(adapter, "load_whole", None)  # nothing is loaded before the place is known to do
+    for out in (in_the_way, in_the_way / "merged", in_the_way / "deep" / "merged"):
+        with pytest.raises(UserError, match=r"cannot be written \(.*file: not a folder\)"):
+            merge_adapter(base, tmp_path / "adapter", out)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: path != tmp_path)  # who runs tests as root may write everywhere
+        with pytest.raises(UserError, match="no write permission"):
+            merge_adapter(base, tmp_path / "adapter", tmp_path / "deep" / "merged")
+    monkeypatch.undo()
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file(dict(list(tensors.items())[:4]), file)

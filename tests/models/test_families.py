@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.config import Lora
+from shardwise.config import Lora, UserError
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.load import build_meta, load_whole, read_config
 from shardwise.models.lora import inject
@@ -100,6 +100,20 @@ def test_linears_whose_weight_is_read_past_the_module_are_known(name: str) -> No
                 for linear in linears & used
             }
     assert read == set(family_of(model).bypassed)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_linears_that_gate_are_there(name: str) -> None:
+    names = [parameter_name for parameter_name, _ in on_meta(tiny(name)).named_parameters()]
+    for gate in family_of(on_meta(tiny(name))).gating:
+        assert any(parameter_name.endswith(f".{gate}.weight") for parameter_name in names), gate
+
+
+def test_an_unknown_kind_of_layer() -> None:
+    config = read_config(tiny("tiny-llama"))
+    config.layer_types = ["full_attention", "sideways"]
+    with pytest.raises(UserError, match="has 'sideways', which llama does not know here; it may have full_attention, "):
+        FAMILIES["llama"].kinds(config)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

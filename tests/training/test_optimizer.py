@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.config import Lora, Optimizer
-from shardwise.models.families import spec_of
+from shardwise.models.families import family_of, spec_of
 from shardwise.models.lora import inject
 from shardwise.training.optimizer import is_decayed, lr_factor, make_lr_schedule, make_optimizer
 from tests.models.tiny import on_meta, tiny
@@ -65,26 +65,35 @@ DELTA_NET = {"linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weigh
 QK_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 NOT_DECAYED = {
     "tiny-llama": PLAIN_NORMS,
-    "tiny-qwen3_5": {*PLAIN_NORMS, *DELTA_NET, *QK_NORMS},
-    "tiny-qwen3_next": {*PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "mlp.shared_expert_gate.weight"},
+    "tiny-qwen3_moe": {*PLAIN_NORMS, *QK_NORMS, "mlp.gate.weight"},
+    "tiny-qwen3_5": {
+        *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight",
+    },
+    "tiny-qwen3_next": {
+        *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "mlp.shared_expert_gate.weight",
+        "mlp.gate.weight", "linear_attn.in_proj_ba.weight",
+    },
     "tiny-olmo_hybrid": {
         *PLAIN_NORMS, *QK_NORMS, "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.o_norm.weight",
-        "post_feedforward_layernorm.weight",
+        "linear_attn.a_proj.weight", "linear_attn.b_proj.weight", "post_feedforward_layernorm.weight",
     },
     "tiny-nemotron_h": {
         "norm.weight", "mixer.norm.weight", "norm_f.weight", "mixer.A_log", "mixer.dt_bias", "mixer.D",
-        "mixer.conv1d.bias",
+        "mixer.conv1d.bias", "mixer.gate.weight",
     },
     "tiny-granitemoehybrid": {
         *PLAIN_NORMS, "mamba.norm.weight", "mamba.A_log", "mamba.dt_bias", "mamba.D", "mamba.conv1d.bias",
+        "block_sparse_moe.router.weight",
     },
     "tiny-kimi_linear": {
         *PLAIN_NORMS, "self_attn.forget_gate.A_log", "self_attn.forget_gate.dt_bias", "self_attn.o_norm.weight",
-        "self_attn.kv_a_layernorm.weight",
+        "self_attn.kv_a_layernorm.weight", "self_attn.forget_gate.f_a_proj.weight", "self_attn.b_proj.weight",
+        "self_attn.forget_gate.f_b_proj.weight", "mlp.gate.weight",
     },
     "tiny-jamba": {
         "input_layernorm.weight", "pre_ff_layernorm.weight", "final_layernorm.weight", "mamba.A_log", "mamba.D",
-        "mamba.conv1d.bias", "mamba.dt_proj.bias", *(f"mamba.{x}_layernorm.weight" for x in ("dt", "b", "c")),
+        "mamba.conv1d.bias", "mamba.dt_proj.bias", "mamba.dt_proj.weight", "feed_forward.router.weight",
+        *(f"mamba.{x}_layernorm.weight" for x in ("dt", "b", "c")),
     },
 }  # fmt: skip
 
@@ -92,12 +101,24 @@ NOT_DECAYED = {
 @pytest.mark.parametrize("name", NOT_DECAYED)
 def test_weight_decay_by_name(name):
     model = on_meta(tiny(name))
-    spared = {re.sub(r"^model\.(layers\.\d+\.)?", "", n) for n, p in model.named_parameters() if not is_decayed(n, p)}
+    family = family_of(model)
+    spared = {n for n, p in model.named_parameters() if not is_decayed(n, p, family)}
+    spared = {re.sub(r"^model\.(layers\.\d+\.)?", "", n) for n in spared}
     assert spared == NOT_DECAYED[name]
     inject(model, Lora(r=1, targets="all-linear"), spec_of(model.config, model))
     factors = [(n, p) for n, p in model.named_parameters() if ".lora_" in n]
     assert factors
-    assert all(is_decayed(n, p) for n, p in factors)  # of rank 1 too
+    assert all(is_decayed(n, p, family) for n, p in factors)  # of rank 1 too
+
+
+def test_a_copy_of_a_router_is_left_alone_like_the_router():
+    model = on_meta(tiny("tiny-qwen3_moe"))
+    inject(model, Lora(r=1, modules_to_save=["lm_head"]), spec_of(model.config, model))
+    family, matrix = family_of(model), torch.empty(8, 64)
+    assert not is_decayed("model.layers.0.mlp.gate.modules_to_save.default.weight", matrix, family)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n}
+    assert trained.keys() == {"lm_head.modules_to_save.default.weight"}
+    assert all(is_decayed(n, p, family) for n, p in trained.items())
 
 
 def test_only_named_parameters_decay():

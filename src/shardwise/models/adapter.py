@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -75,7 +76,11 @@ def merge_adapter(base: Model, adapter_folder: str | Path, out_folder: str | Pat
     for name in (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME):
         if not (folder / name).is_file():
             raise UserError(f"{folder}: no {name} here; give the folder of a PEFT adapter")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.exists(path))
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        reason = "no write permission" if place.is_dir() else "not a folder"
+        raise UserError(f"{out}: cannot be written ({place}: {reason}); give another place for the merged model")
+    if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is there already and not an empty folder; give another place for the merged model")
     config = read_config(base)
     if config.dtype in (torch.float32, torch.bfloat16):  # the merged model is stored as its base is

@@ -65,11 +65,12 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
             f"{hf_config.max_position_embeddings} positions; lower it"
         )
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
-    part = CausalLM(hf, spec, family_of(hf), cfg)
+    family = family_of(hf)
+    part = CausalLM(hf, spec, family, cfg)
     parameters = _sizes(hf)
     notes = _notes(cfg, spec)
     counts = None if notes else count_model(hf, spec)
-    decayed = {name for name, parameter in hf.named_parameters() if is_decayed(name, parameter)}  # by whole shapes
+    decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, family)}  # by whole shapes
 
     def load_parts(pm: ParallelModel) -> None:
         for part in pm.parts:

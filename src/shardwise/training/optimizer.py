@@ -10,19 +10,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.config import Optimizer
-from shardwise.models.names import is_adapter
+from shardwise.models.families import Family
+from shardwise.models.names import hf_name, is_adapter
 
 
-def is_decayed(name: str, parameter: nn.Parameter) -> bool:
+def is_decayed(name: str, parameter: nn.Parameter, family: Family) -> bool:
     """Whether weight decay acts on a whole (not sharded) parameter: LoRA factors, and what has two dims longer than 1.
 
-    Left alone are norms, biases, rates of decay (`A_log`, in Mamba one per channel and state; `dt_bias`, `D`) and
-    linears to one gate ([1, D]): their size is no sign of overfitting, and pulled to 0 they change what the layer is (a
-    norm of 0, a forgotten state).
-    Convolutions ([C, 1, K]) and routers ([E, D]) are weights of a product like any other. So is a factor of rank 1.
+    Left alone are norms, biases, rates of decay (`A_log`, in Mamba one per channel and state; `dt_bias`, `D`), and the
+    linears that make gates and rates out of the input (`Family.gating`): their size is no sign of overfitting, and
+    pulled to 0 they change what the layer is (a norm of 0, a forgotten state, a router that does not choose).
+    Convolutions ([C, 1, K]) and the gate of an MLP are weights of a product like any other. So is a factor of rank 1.
     """
-    matrix = sum(size > 1 for size in parameter.shape) > 1 and name.rpartition(".")[2] != "A_log"
-    return is_adapter(name) or matrix
+    if is_adapter(name):
+        return True
+    module, _, own = hf_name(name).rpartition(".")
+    if own == "A_log" or any(module.endswith(f".{gate}") for gate in family.gating):
+        return False
+    return sum(size > 1 for size in parameter.shape) > 1
 
 
 def make_optimizer(

@@ -22,7 +22,18 @@ __all__ = ["FAMILIES", "Family", "family_of", "spec_of", "unproven_note"]
 
 _COMMON = (
     *(Family(name, token_mixers=HYBRID_MIXERS) for name in ("llama", "qwen3")),
-    *(Family(name, mixers=HYBRID, token_mixers=HYBRID_MIXERS) for name in ("qwen3_5_text", "olmo_hybrid")),
+    Family(
+        "qwen3_5_text",
+        mixers=HYBRID,
+        token_mixers=HYBRID_MIXERS,
+        gating=("linear_attn.in_proj_a", "linear_attn.in_proj_b"),
+    ),
+    Family(
+        "olmo_hybrid",
+        mixers=HYBRID,
+        token_mixers=HYBRID_MIXERS,
+        gating=("linear_attn.a_proj", "linear_attn.b_proj"),
+    ),
 )
 _PROVEN = (
     *_COMMON,

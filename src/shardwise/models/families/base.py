@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from transformers import PretrainedConfig
 
+from shardwise.config import UserError
+
 SOFTMAX = {"full_attention": "full_attention", "sliding_attention": "sliding_attention"}
 """`Family.mixers` of families with attention only."""
 HYBRID = {"linear_attention": "gated_delta_net", "full_attention": "full_attention"}
@@ -55,6 +57,9 @@ class Family:
     """Parameters of a layer that stack the weights of all routed experts, [E, out, in]."""
     gates: tuple[str, ...] = ()
     """Linears of a layer that give a score rather than a projection; `lora.targets: auto` leaves them frozen."""
+    gating: tuple[str, ...] = ()
+    """Linears of a layer whose output only routes tokens or sets how fast a state decays and is written; weight decay
+    leaves them alone. (The gate of an MLP or of a mixer's output weighs features: it is a weight like any other.)"""
     bypassed: tuple[str, ...] = ()
     """Linears of a layer whose weight is read past the module, by a fused GPU kernel or by the layer itself, so that an
     adapter would do nothing."""
@@ -62,7 +67,16 @@ class Family:
     """Last parts of linears' names that PEFT takes for the names of routed experts (see `lora.save_adapter`)."""
 
     def kinds(self, config: PretrainedConfig) -> list[str]:
-        """The kind of every layer, in order (see LayerSpec); the same attention in all where the config lists none."""
+        """The kind of every layer, in order (see LayerSpec); the same attention in all where the config lists none.
+
+        UserError for an entry that is none of `mixers`.
+        """
         attention = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
         types = getattr(config, "layer_types", None) or [attention] * config.num_hidden_layers
+        for layer_type in types:
+            if layer_type not in self.mixers:
+                raise UserError(
+                    f"layer_types in config.json has {layer_type!r}, which {self.model_type} does not know here; "
+                    f"it may have {', '.join(self.mixers)}"
+                )
         return [self.mixers[layer_type] for layer_type in types]

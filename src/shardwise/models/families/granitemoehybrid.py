@@ -10,6 +10,7 @@ GRANITEMOEHYBRID = Family(
     router="GraniteMoeHybridTopKRouter",
     logits_divided_by="logits_scaling",
     experts=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
+    gating=("block_sparse_moe.router",),
     # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
     bypassed=("mamba.out_proj",),
 )

@@ -10,6 +10,7 @@ JAMBA = Family(
     feed_forward=("feed_forward",),
     router="JambaTopKRouter",
     experts=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+    gating=("mamba.dt_proj", "feed_forward.router"),
     # The mixer multiplies by the weight itself, to add the bias only inside the scan.
     bypassed=("mamba.dt_proj",),
 )

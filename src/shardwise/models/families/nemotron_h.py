@@ -12,6 +12,7 @@ NEMOTRON_H = Family(
     # No router: its load is balanced by a bias on the scores (e_score_correction_bias), not by a loss.
     attention="mixer",
     experts=("mixer.experts.up_proj", "mixer.experts.down_proj"),
+    gating=("mixer.gate",),
     # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
     bypassed=("mixer.out_proj",),
 )

@@ -7,5 +7,6 @@ QWEN3_MOE = Family(
     token_mixers=HYBRID_MIXERS,
     router="Qwen3MoeTopKRouter",
     experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    gating=("mlp.gate",),
     renamed_by_peft=("gate_proj", "up_proj", "down_proj"),
 )

@@ -9,5 +9,6 @@ QWEN3_NEXT = Family(
     router="Qwen3NextTopKRouter",
     experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
     gates=("mlp.shared_expert_gate",),
+    gating=("linear_attn.in_proj_ba", "mlp.gate", "mlp.shared_expert_gate"),
     renamed_by_peft=("gate_proj", "up_proj", "down_proj"),
 )

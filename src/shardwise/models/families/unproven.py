@@ -15,6 +15,7 @@ from shardwise.models.names import hf_name, is_adapter
 
 _FEED_FORWARD = ("mlp", "feed_forward", "ffn", "moe")
 _SCORES = ("gate", "router", "shared_expert_gate")
+_RATES = ("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj", "dt_proj")
 _READ_PAST = ("out_proj", "dt_proj")
 _RENAMED = ("gate_proj", "up_proj", "down_proj", "gate")
 
@@ -87,6 +88,7 @@ def inspect_family(model: PreTrainedModel) -> Family:
         attention=next((name for name in reversed(children) if "attn" in name or "attention" in name), ""),
         experts=experts,
         gates=tuple(name for name in linears if _ends_with(name, _SCORES) or re.search(r"(^|\.)experts\.\d+\.", name)),
+        gating=tuple(name for name in linears if _ends_with(name, (*_SCORES, *_RATES))),
         bypassed=tuple(name for name in linears if _ends_with(name, _READ_PAST)) if set(types) - set(ATTENTION) else (),
         renamed_by_peft=_RENAMED if experts else (),
     )
