@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import json
 import logging
 import re
@@ -22,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.initialization import no_init_weights
+from transformers.utils import cached_file
 
 from shardwise.config import Model, UserError
 from shardwise.models.initialise import initialise_buffers, random_weights
@@ -128,6 +130,35 @@ def fill(hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]]) 
     hf_model.tie_weights()
     left = [name for name, parameter in hf_model.named_parameters() if parameter.is_meta]
     assert not left, f"no value for {left[:5]}"
+
+
+def fingerprint(model: Model, weights: bool) -> dict[str, str]:
+    """A checksum by file name: of `config.json` and, with `weights`, of a sample of each safetensors file.
+
+    The sample is the file's size, its header, and up to 4 KiB from the middle of each tensor: a few MB of a model of
+    100 GB, and other weights differ everywhere. Random weights need none. UserError if the files cannot be read.
+    """
+    if weights and model.init == "weights":
+        folder = _weight_folder(model.path)
+        files = sorted(set(_files_by_key(folder).values()))
+    else:
+        folder, files = Path(str(cached_file(model.path, "config.json"))).parent, []
+    config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
+    return {"config.json": config, **{str(file.relative_to(folder)): _sample(file) for file in files}}
+
+
+def _sample(file: Path) -> str:
+    _keys_in(file)  # its header is right, then
+    with file.open("rb") as opened:
+        begin = 8 + int.from_bytes(opened.read(8), "little")
+        header = opened.read(begin - 8)
+        digest = hashlib.sha256(header + str(file.stat().st_size).encode())
+        for name, entry in json.loads(header).items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                opened.seek(begin + max(first, (first + last) // 2 - 2048))
+                digest.update(opened.read(min(4096, last - first)))
+    return digest.hexdigest()
 
 
 def load_whole(model: Model, hf_config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
@@ -279,11 +310,15 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
             f"{folder}: no model.safetensors and no {INDEX} here; give a folder with safetensors weights, "
             "or start from random ones (model.init: random)"
         )
+    return dict.fromkeys(_keys_in(single), single)
+
+
+def _keys_in(file: Path) -> list[str]:
     try:
-        with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single)
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{single}: not a whole safetensors file ({_one_line(error)}); fetch it again") from None
+        raise UserError(f"{file}: not a whole safetensors file ({_one_line(error)}); fetch it again") from None
 
 
 def _cast(built: PreTrainedModel, pattern: re.Pattern[str], dtype: torch.dtype) -> None:

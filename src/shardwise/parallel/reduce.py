@@ -1,8 +1,12 @@
-"""Sums over mesh axes: the one place where gradients, losses and counts are added up by our own collectives."""
+"""Sums over mesh axes: the one place where gradients, losses and counts are added up by our own collectives.
+
+And what every rank has to say, where that is no tensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,3 +39,10 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, axes: It
         flat = sum_over(torch.cat([g.flatten().float() for g in gradients]), mesh, axes)
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
             gradient.copy_(summed.view_as(gradient))
+
+
+def of_every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of every rank, in rank order: small plain data, pickled, from each rank to all."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values

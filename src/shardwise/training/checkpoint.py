@@ -26,12 +26,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import Loaders
 from shardwise.data.state import merge_states
+from shardwise.parallel.reduce import of_every_rank
 from shardwise.training import checkpoint_folder as folders
 from shardwise.training.build import Job
 from shardwise.training.checkpoint_folder import METRICS, UNFINISHED, Manifest, folder_of
 from shardwise.training.ending import RunError
 from shardwise.training.evaluate import Evaluation
-from shardwise.training.resume import Start
+from shardwise.training.resume import Start, fingerprint
 
 
 class Checkpointer:
@@ -40,17 +41,21 @@ class Checkpointer:
     def __init__(self, cfg: RunConfig, job: Job, loaders: Loaders, start: Start) -> None:
         self._cfg, self._job, self._loaders = cfg, job, loaders
         self._output_dir = Path(cfg.training.output_dir)
-        self._best_loss = math.inf if start.best_loss is None else start.best_loss
         self._main = dist.get_rank() == 0
+        self._model = fingerprint(cfg) if self._main else {}  # now, while the files are those that were loaded
         # Of its own: a save may go on beside the collectives of training, and has objects to send, not GPU tensors.
         self._group = dist.new_group(backend="gloo")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self._saved = 0
+        self._saved = start.step
+        best = start.manifest.best if start.manifest else None
+        # One that is gone, or in another folder, cannot be kept: the next is the best again.
+        there = best is not None and folder_of(self._output_dir, best["step"]).is_dir()
+        self._best: dict[str, Any] | None = best if of_every_rank(there, self._group)[0] else None
 
     def __enter__(self) -> Checkpointer:
         if self._main:
-            folders.remove_unfinished(self._output_dir)
+            folders.take_over(self._output_dir, self._saved, self._best["step"] if self._best else None)
         return self
 
     def __exit__(
@@ -61,37 +66,38 @@ class Checkpointer:
     def after_step(self, step: int, evaluation: Evaluation | None) -> None:
         """Save if it is time to, or if the evaluation after this step is the best so far and that is to be kept."""
         training = self._cfg.training
-        best = False
-        if training.keep_best and evaluation is not None and evaluation.loss < self._best_loss:
-            best, self._best_loss = True, evaluation.loss
+        bound = self._best["loss"] if self._best else math.inf
+        if training.keep_best and evaluation is not None and evaluation.loss < bound:
+            self._best = {"step": step, "loss": evaluation.loss}
+        best = self._best is not None and self._best["step"] == step
         due = training.save_every > 0 and (step % training.save_every == 0 or step == training.steps)
         if due or best:
-            self.save(step, best)
+            self.save(step)
 
-    def save(self, step: int, best: bool = False) -> None:
+    def save(self, step: int) -> None:
         """Save the run as it is after `step`; with `async_save` while training goes on, from a copy in CPU memory.
 
         RunError, the same on every rank, if it cannot be written; asynchronous, from the next call of `save` or `wait`.
         """
         self.wait()
         self._saved = step
-        loader: list[Any] = [None] * dist.get_world_size()
         # A few numbers for each slot, from every rank to all.
-        dist.all_gather_object(loader, self._loaders.state(), group=self._group)
+        loader = of_every_rank(self._loaders.state(), self._group)
         manifest = Manifest(
             step=step,
             config=self._cfg.to_dict(),
             loader=merge_states(loader),
             loss_scale=self._job.loss_scale.state_dict(),
-            best_loss=self._best_loss if math.isfinite(self._best_loss) else None,
+            model=self._model,
+            best=self._best,
         )
         portable = portable_tensors(self._job, self._cfg)
         metrics = (self._output_dir / METRICS).read_bytes() if self._main else b""
         if self._cfg.training.async_save:
             copies = {key: tensor.to("cpu", copy=True) for key, tensor in portable}
-            self._writing = self._thread.submit(self._write, manifest, copies, metrics, best)
+            self._writing = self._thread.submit(self._write, manifest, copies, metrics)
         else:
-            self._write(manifest, dict(portable), metrics, best)
+            self._write(manifest, dict(portable), metrics)
 
     def stop(self, step: int) -> Path:
         """The checkpoint after `step`, written to its end: saved now, if it has not been."""
@@ -107,7 +113,7 @@ class Checkpointer:
         if writing is not None:
             writing.result()
 
-    def _write(self, manifest: Manifest, tensors: dict[str, torch.Tensor], metrics: bytes, best: bool) -> None:
+    def _write(self, manifest: Manifest, tensors: dict[str, torch.Tensor], metrics: bytes) -> None:
         folder = folder_of(self._output_dir, manifest.step)
         unfinished = folder.with_name(folder.name + UNFINISHED)
         writer = dcp.FileSystemWriter(unfinished)  # waits for the disk, file by file
@@ -122,7 +128,7 @@ class Checkpointer:
         def finish() -> None:
             folders.write_manifest(unfinished, replace(manifest, files=files))
             folders.publish(unfinished, folder)
-            if best:
+            if manifest.best is not None and manifest.best["step"] == manifest.step:
                 folders.mark_best(folder)
             folders.prune(self._output_dir, manifest.step, self._cfg.training.keep_last)
 
@@ -147,8 +153,7 @@ class Checkpointer:
             result = work()
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             reason = _reason(error, folder)
-        results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(results, (result, reason), group=self._group)
+        results = of_every_rank((result, reason), self._group)
         if reasons := [reason for _, reason in results if reason is not None]:
             raise RunError(f"checkpoint {folder.name} could not be written: {min(reasons)[1]}")
         return [result for result, _ in results]
@@ -161,9 +166,8 @@ def restore(start: Start, job: Job, cfg: RunConfig) -> None:
     """
     if start.folder is None or start.manifest is None:
         return
-    job.loss_scale.load_state_dict(start.manifest.loss_scale)
     reader = dcp.FileSystemReader(start.folder)
-    _make_optimizer_states(job.optimizer, reader.read_metadata())
+    _make_optimizer_states(job.optimizer, reader.read_metadata(), start.folder)
     tensors = dict(portable_tensors(job, cfg))
     try:
         # Each rank reads its shards, from whatever files they lie in. In place, where a tensor is portable as it is.
@@ -173,6 +177,7 @@ def restore(start: Start, job: Job, cfg: RunConfig) -> None:
     for key, name, held in _held(job, cfg):
         if _is_translated(key, held):
             job.pm.from_portable(name, held, tensors[key])
+    job.loss_scale.load_state_dict(start.manifest.loss_scale)
 
 
 def portable_tensors(job: Job, cfg: RunConfig) -> Iterator[tuple[str, torch.Tensor]]:
@@ -205,7 +210,7 @@ def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Te
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
-def _make_optimizer_states(optimizer: torch.optim.Optimizer, metadata: Metadata) -> None:
+def _make_optimizer_states(optimizer: torch.optim.Optimizer, metadata: Metadata, folder: Path) -> None:
     """Give an optimizer that has not made a step the states that were saved, all zero."""
     parameters = dict(_optimized(optimizer))
     for key, saved in metadata.state_dict_metadata.items():
@@ -213,6 +218,8 @@ def _make_optimizer_states(optimizer: torch.optim.Optimizer, metadata: Metadata)
         if kind == "optimizer":
             name, _, state = name.rpartition("/")
             assert isinstance(saved, TensorStorageMetadata)
+            if name not in parameters:
+                raise UserError(f"checkpoint {folder} does not fit this run: {name} was trained, and is not here")
             parameter, dtype = parameters[name], saved.properties.dtype
             empty = torch.zeros_like(parameter, dtype=dtype) if saved.size else torch.zeros((), dtype=dtype)
             optimizer.state[parameter][state] = empty

@@ -15,10 +15,12 @@ from typing import Any
 
 from shardwise.metrics.record import dumps
 
-FORMAT = 1
+FORMAT = 2
 CHECKPOINTS, MANIFEST, METRICS, BEST = "checkpoints", "checkpoint.json", "metrics.jsonl", "best"
 UNFINISHED = ".tmp"
 """The end of the name of what is being written or removed: no run reads it, and the next one takes it away."""
+ABANDONED = ".abandoned"
+"""The end of the name of a checkpoint that its run has gone back behind: it stays until the run is there again."""
 
 
 class DamagedError(Exception):
@@ -33,7 +35,8 @@ class Manifest:
     config: dict[str, Any]
     loader: dict[str, Any]  # where every slot of the global batch is in its stream
     loss_scale: dict[str, Any]  # float16's, where it stands
-    best_loss: float | None = None  # lowest validation loss of a checkpoint of this run so far
+    model: dict[str, str]  # by which the files of `model.path` are known
+    best: dict[str, Any] | None = None  # step and loss of this run's checkpoint with the lowest validation loss so far
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes, sha256
     format: int = FORMAT
 
@@ -45,13 +48,12 @@ def folder_of(output_dir: str | Path, step: int) -> Path:
 
 def step_of(folder: Path) -> int:
     """The step in a checkpoint's name."""
-    return int(folder.name.removeprefix("step-"))
+    return int(folder.name.removeprefix("step-").removesuffix(ABANDONED))
 
 
 def complete(output_dir: str | Path) -> list[Path]:
     """The checkpoints of a run that were written to their end, newest first; whether they are whole is not asked."""
-    found = [path for path in (Path(output_dir) / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    return _checkpoints(output_dir, "")
 
 
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
@@ -109,13 +111,10 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def publish(unfinished: Path, folder: Path) -> None:
-    """Give a written checkpoint its name, in place of one of this name (a damaged one that a run has passed over)."""
+    """Give a written checkpoint its name."""
     _sync_folder(unfinished)
-    replaced = _set_aside(folder) if folder.exists() else None
     unfinished.rename(folder)
     _sync_folder(folder.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced)
 
 
 def mark_best(folder: Path) -> None:
@@ -127,26 +126,43 @@ def mark_best(folder: Path) -> None:
 
 
 def prune(output_dir: str | Path, step: int, keep_last: int) -> None:
-    """Remove what is older than the `keep_last` newest checkpoints up to `step`, but not the best one.
-
-    Later ones are of a run that went on from an older checkpoint than its newest; it will replace them.
-    """
+    """Remove what is older than the `keep_last` newest, but not the best; and up to `step` what was abandoned."""
     best = (Path(output_dir) / CHECKPOINTS / BEST).resolve()
-    reached = [folder for folder in complete(output_dir) if step_of(folder) <= step]
-    for folder in reached[keep_last:]:
-        if folder.resolve() != best:
-            shutil.rmtree(_set_aside(folder))
+    older = [folder for folder in complete(output_dir)[keep_last:] if folder.resolve() != best]
+    reached = [folder for folder in _checkpoints(output_dir, ABANDONED) if step_of(folder) <= step]
+    for folder in older + reached:
+        _remove(folder)
 
 
-def remove_unfinished(output_dir: str | Path) -> None:
-    """Remove what a run left that was ended while it wrote or removed a checkpoint."""
-    for path in (Path(output_dir) / CHECKPOINTS).glob(f"*{UNFINISHED}"):
+def take_over(output_dir: str | Path, step: int, best_step: int | None) -> None:
+    """Leave the checkpoints of a run that stands after `step`, whatever the runs before it were killed in.
+
+    What they were writing or removing goes. Later checkpoints than `step` are abandoned: "latest" must not lead to
+    them once this run has begun another way. `best` leads to that of this run, which a run may have written but not
+    marked.
+    """
+    folder = Path(output_dir) / CHECKPOINTS
+    for path in folder.glob(f"*{UNFINISHED}"):
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    for later in [path for path in complete(output_dir) if step_of(path) > step]:
+        abandoned = later.with_name(later.name + ABANDONED)
+        if abandoned.exists():  # this step was reached again before
+            _remove(abandoned)
+        later.rename(abandoned)
+    if best_step is not None:
+        mark_best(folder_of(output_dir, best_step))
+    else:
+        (folder / BEST).unlink(missing_ok=True)
 
 
-def _set_aside(folder: Path) -> Path:
-    # Removing takes time: cut off in the middle, what is left must not be taken for a checkpoint.
-    return folder.rename(folder.with_name(f"{folder.name}.old{UNFINISHED}"))
+def _checkpoints(output_dir: str | Path, ending: str) -> list[Path]:
+    folders = (Path(output_dir) / CHECKPOINTS).glob(f"step-*{ending}")
+    return sorted((f for f in folders if re.fullmatch(rf"step-\d+{ending}", f.name)), key=step_of, reverse=True)
+
+
+def _remove(folder: Path) -> None:
+    # That takes time: cut off in the middle, what is left must not be taken for a checkpoint.
+    shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.removed{UNFINISHED}")))
 
 
 def _check_file(path: Path, num_bytes: int, sha256: str) -> None:

@@ -224,6 +224,7 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> i
     # More threads than cores spin against each other: 2 ranks of 2 threads on 2 cores are 5 times slower than of 1.
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // nproc))}
     restarts = cfg.training.max_restarts
+    before = _published(cfg)
     with _launcher(environment) as asked:
         for attempt in range(restarts + 1):
             ending = _run_group(cfg, nproc, train, asked)
@@ -237,13 +238,18 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> i
                 print(f"{ending.text}{tail}", file=sys.stderr, flush=True)
             if not again:
                 break
-            if complete(cfg.training.output_dir):
+            if _published(cfg) - before:
                 cfg = replace(cfg, training=replace(cfg.training, resume="auto"))
             else:  # it died before its first checkpoint: once more from where it began
                 cfg = replace(cfg, training=replace(cfg.training, overwrite=True))
             output_dir.claim(cfg, clear=True)
     _record(cfg, ending)
     return ending.exit_code
+
+
+def _published(cfg: RunConfig) -> set[tuple[Path, int]]:
+    """The checkpoints in the output folder, with the time in nanoseconds: one may take the name of another."""
+    return {(path, path.stat().st_mtime_ns) for path in complete(cfg.training.output_dir)}
 
 
 def _run_group(cfg: RunConfig, nproc: int, train: Train | None, asked: list[int]) -> Ending | None:

@@ -22,6 +22,7 @@ from shardwise.metrics.memory import PeakMemory, state_bytes, state_tensors
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.record import RunRecord
 from shardwise.models.counts import ModelCounts
+from shardwise.parallel.reduce import of_every_rank
 from shardwise.training.build import Job
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.reporter import Reporter
@@ -50,7 +51,7 @@ def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: Run
         for hook in hooks:
             hook.remove()
     state = state_bytes(job.pm.stored(), job.optimizer)
-    return Memory(_of_every_rank(peak.peak_bytes), _of_every_rank(peak.parts), _of_every_rank(state))
+    return Memory(of_every_rank(peak.peak_bytes), of_every_rank(peak.parts), of_every_rank(state))
 
 
 def _mark_forwards(part: Part, peak: PeakMemory) -> tuple[RemovableHandle, RemovableHandle]:
@@ -62,7 +63,7 @@ def _mark_forwards(part: Part, peak: PeakMemory) -> tuple[RemovableHandle, Remov
 def documents_read(loaders: Loaders) -> dict[str, Counts]:
     """What was read for training, from the first step of the run on, and for validation; on every rank the same."""
     # A few numbers for each slot, from every rank to all.
-    read = {"train": counts(merge_states(_of_every_rank(loaders.state())))}
+    read = {"train": counts(merge_states(of_every_rank(loaders.state())))}
     return read if loaders.validation_read is None else {**read, "validation": loaders.validation_read}
 
 
@@ -131,9 +132,3 @@ def _flops(cfg: RunConfig, mesh: Mesh, counts: ModelCounts, positions_per_second
             "peak_source": peak.source,
         },
     }
-
-
-def _of_every_rank(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from shardwise.config import RunConfig, UserError, parse_config
 from shardwise.data.state import LoaderState
-from shardwise.training.checkpoint_folder import Manifest, complete, damage, read_manifest
+from shardwise.models import load
+from shardwise.parallel.reduce import of_every_rank
+from shardwise.training.checkpoint_folder import ABANDONED, Manifest, complete, damage, read_manifest, step_of
 
 MAY_DIFFER = frozenset(
     (
@@ -48,7 +50,7 @@ class Start:
 
     folder: Path | None = None
     manifest: Manifest | None = None
-    passed_over: tuple[str, ...] = ()  # newer checkpoints that are damaged, a line for each
+    passed_over: tuple[str, ...] = ()  # newer checkpoints, a line for each
 
     @property
     def step(self) -> int:
@@ -60,11 +62,6 @@ class Start:
         """Where every slot of the global batch is in its stream."""
         return self.manifest.loader if self.manifest else None
 
-    @property
-    def best_loss(self) -> float | None:
-        """Lowest validation loss of a checkpoint so far."""
-        return self.manifest.best_loss if self.manifest else None
-
 
 def find_start(cfg: RunConfig) -> Start:
     """What `training.resume` asks for, checked by all ranks together: each reads a share of the files.
@@ -75,16 +72,18 @@ def find_start(cfg: RunConfig) -> Start:
     if wanted is None:
         return Start()
     by_name = wanted not in ("latest", "latest-good", "auto")
-    found = _agreed([Path(wanted)] if by_name else complete(cfg.training.output_dir))[0]
+    found = of_every_rank([Path(wanted)] if by_name else complete(cfg.training.output_dir))[0]
     if wanted == "auto" and not found:
         return Start()
     passed_over: list[str] = []
     for folder in found:
-        damages = _agreed(damage(folder, dist.get_rank(), dist.get_world_size()))
+        damages = of_every_rank(damage(folder, dist.get_rank(), dist.get_world_size()))
         problem = next((problem for problem in damages if problem is not None), None)
         if problem is None:
             manifest = read_manifest(folder)
             _check_fits(cfg, manifest, folder)
+            later = [path.name for path in complete(cfg.training.output_dir) if step_of(path) > manifest.step]
+            passed_over += [f"{name} is later; it is set aside as {name}{ABANDONED}" for name in later if by_name]
             return Start(folder, manifest, tuple(passed_over))
         if wanted not in ("latest-good", "auto"):
             raise UserError(
@@ -95,13 +94,6 @@ def find_start(cfg: RunConfig) -> Start:
         f"training.resume is {wanted}, but {cfg.training.output_dir} holds no {'whole ' * bool(found)}checkpoint"
         f"{''.join(f' ({line})' for line in passed_over)}; leave resume out to start anew"
     )
-
-
-def _agreed(value: Any) -> list[Any]:
-    """The value of every rank, in rank order."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
@@ -116,8 +108,20 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
                 f"{key} is {now.get(key)}, but checkpoint {folder} was trained with {before.get(key)}{hint}; "
                 "set it back, or start anew without training.resume"
             )
+    model = fingerprint(cfg)
+    for name in sorted(model.keys() | manifest.model.keys()):
+        if model.get(name) != manifest.model.get(name):
+            raise UserError(
+                f"model.path {cfg.model.path}: {name} is not what checkpoint {folder} was trained on; "
+                "put that file back, or start anew without training.resume"
+            )
     if manifest.step > cfg.training.steps:
         raise UserError(f"training.steps is {cfg.training.steps}, but checkpoint {folder} has done {manifest.step}")
+
+
+def fingerprint(cfg: RunConfig) -> dict[str, str]:
+    """By which the model's files are known: with LoRA its weights too, which no checkpoint holds."""
+    return load.fingerprint(cfg.model, weights=cfg.lora is not None)
 
 
 def _keys(cfg: RunConfig) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""Where a run may start: what fits a checkpoint and what does not, and where a restart goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwise.config import RunConfig, UserError
+from shardwise.models import load
+from shardwise.parallel.mesh import build_mesh
+from shardwise.training import launch
+from shardwise.training.build import build
+from shardwise.training.checkpoint import restore
+from shardwise.training.checkpoint_folder import folder_of, take_over
+from shardwise.training.ending import Ending
+from shardwise.training.resume import find_start
+from tests.distributed import run_ranks
+from tests.parity.harness import Cell, run_config
+from tests.training.test_checkpoint import config, make_checkpoints, save_steps
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A run that has saved step 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(1, save_steps, config(folder), 2)
+    return folder
+
+
+@pytest.mark.parametrize("resume", ["latest", "latest-good"])
+def test_no_checkpoint_to_go_on_from(resume, tmp_path):
+    with pytest.raises(RuntimeError, match=rf"UserError: training\.resume is {resume}, but .* holds no checkpoint"):
+        run_ranks(1, find_start, config(tmp_path, resume=resume))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("training", "seed", 7, "training.seed is 7, but checkpoint .* was trained with 0"),
+        ("training", "global_batch_size", 4, "training.global_batch_size is 4, .* with 8"),
+        ("training", "steps", 9, r"training.steps is 9, .* with 3 \(the linear schedule depends on it\)"),
+        ("lora", "r", 2, "lora.r is 2, .* with 4"),
+        ("model", "path", "other", "model.path is other"),
+        ("optimizer", "lr", 0.5, "optimizer.lr is 0.5, .* with 1.0"),
+        ("data", "sequence_length", 9, "data.sequence_length is 9"),
+    ],
+)
+def test_a_run_of_other_work_is_refused(section, key, value, message, saved):
+    cfg = config(saved, resume="latest")
+    cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: value})})
+    with pytest.raises(RuntimeError, match=f"UserError: {message}"):
+        run_ranks(1, find_start, cfg)
+
+
+def run_of_a_model(folder: Path, mode: str) -> RunConfig:
+    """A run that has saved step 1, of a model with weights in two files."""
+    cfg = run_config(Cell("llama", "single", mode), "adamw")
+    load.load_whole(cfg.model, load.read_config(cfg.model)).save_pretrained(folder / "model", max_shard_size="100KB")
+    assert len(list((folder / "model").glob("*.safetensors"))) > 1
+    cfg = replace(cfg, model=replace(cfg.model, path=str(folder / "model"), init="weights"))
+    cfg = replace(cfg, training=replace(cfg.training, output_dir=str(folder)))
+    run_ranks(1, save_steps, cfg, 1)
+    return replace(cfg, training=replace(cfg.training, resume="latest"))
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_adapters_do_not_go_on_upon_another_base_model(mode, tmp_path):
+    cfg = run_of_a_model(tmp_path, mode)
+    file = max((tmp_path / "model").glob("*.safetensors"))
+    tensors = load_file(file)
+    last = sorted(tensors)[-1]
+    tensors[last].view(-1)[tensors[last].numel() // 2] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    if mode == "full":  # the checkpoint has every weight
+        assert run_ranks(1, find_start, cfg)[0].step == 1
+    else:
+        message = (
+            rf"UserError: model\.path {tmp_path}/model: {file.name} is not what .*/step-1 was trained on; put that"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            run_ranks(1, find_start, cfg)
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_no_run_goes_on_with_another_model_config(mode, tmp_path):
+    cfg = run_of_a_model(tmp_path, mode)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(
+        RuntimeError, match=r"UserError: model\.path .*/model: config\.json is not what .* was trained on"
+    ):
+        run_ranks(1, find_start, cfg)
+
+
+def test_states_of_a_parameter_that_is_not_there(saved):
+    def body() -> str:
+        cfg = config(saved, resume="latest")
+        job = build(cfg, build_mesh(cfg, torch.device("cpu")))
+        for group in job.optimizer.param_groups:
+            group["param_names"] = [f"other.{name}" for name in group["param_names"]]
+        with pytest.raises(UserError) as error:
+            restore(find_start(cfg), job, cfg)
+        return str(error.value)
+
+    (told,) = run_ranks(1, body)
+    assert re.fullmatch(r"checkpoint .*/step-2 does not fit this run: \S*lora_\S* was trained, and is not here", told)
+
+
+def test_full_training_does_not_go_on_from_adapters(saved):
+    with pytest.raises(RuntimeError, match=r"UserError: lora is left out, but checkpoint .* was trained with given"):
+        run_ranks(1, find_start, replace(config(saved, resume="latest"), lora=None))
+
+
+@pytest.mark.parametrize("resume", [None, "auto", "latest", "older"])
+def test_a_restart_goes_on_from_where_the_run_stands(resume, tmp_path, monkeypatch):
+    """The first attempt dies before it saves, the second after; `older`: by hand, from the older of two checkpoints."""
+    if resume is not None:
+        make_checkpoints(tmp_path, "step-2", "step-4")
+    resume = str(folder_of(tmp_path, 2)) if resume == "older" else resume
+    given = []
+
+    def run_group(cfg: RunConfig, *_: Any) -> Ending | None:
+        given.append(cfg.training.resume)
+        if len(given) == 2:
+            take_over(tmp_path, 2, None)
+            make_checkpoints(tmp_path, "step-4")  # of the same name as one that was there
+        return None if len(given) == 4 else Ending(1, "died", "error: died")
+
+    monkeypatch.setattr(launch, "_run_group", run_group)
+    cfg = config(tmp_path, resume=resume, max_restarts=3)
+    assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 0
+    assert given == [resume, resume, "auto", "auto"]
