@@ -39,7 +39,7 @@ def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         ((), "the following arguments are required: COMMAND; see shardwise --help"),
         (("trian",), "argument COMMAND: invalid choice: 'trian'"),
         (("train",), "the following arguments are required: RUN.yaml; see shardwise train --help"),
-        (("train", "none.yaml"), "none.yaml: cannot read the run file (No such file or directory)"),
+        (("train", "none.yaml"), "none.yaml: cannot read the file (No such file or directory)"),
         (("train", "broken.yaml"), "broken.yaml: not valid YAML"),
         (("train", "list.yaml"), "list.yaml: a run file is a mapping of sections"),
         (("train", "unknown.yaml"), "unknown.yaml: unknown key training.step; did you mean steps?"),

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(arguments: list[str]) -> int:
     """As `main`, but what goes wrong is raised."""
     # Overrides are taken out first: argparse takes one whose value has a space in it for a positional argument.
-    own = ("--nproc", "--resume")
+    own = ("--nproc", "--resume", "--out", "--only", "--rerun")
     overrides = [a for a in arguments if a.startswith("--") and "=" in a and a.partition("=")[0] not in own]
     args, unknown = build_parser().parse_known_args([a for a in arguments if a not in overrides])
     if args.command != "train":
@@ -51,6 +51,8 @@ def run(arguments: list[str]) -> int:
         return launch(load_config(args.run, overrides), args.nproc)
     if args.command == "models":
         return models(args.path)
+    if args.command == "bench":
+        return bench(args.sweep, args.out, args.only, args.rerun)
     return merge(*args.merge)
 
 
@@ -82,6 +84,21 @@ def merge(model: str, adapter: str, out: str) -> int:
     return 0
 
 
+def bench(sweep: str, out: str, only: Sequence[str], rerun: Sequence[str]) -> int:
+    """Run a sweep and print its rows: 0, or 1 where no cell went well; 128 + the signal that ended it."""
+    from shardwise.benchmark.progress import result_table
+    from shardwise.benchmark.runner import Interrupted
+    from shardwise.benchmark.runner import bench as run_bench
+
+    try:
+        records = run_bench(sweep, out, only, rerun)
+    except Interrupted as interrupted:
+        print(f"{interrupted}; the same command goes on, with --out {out}", file=sys.stderr)
+        return 128 + interrupted.number
+    print(f"{result_table(records)}\nto see it in figures: shardwise report {out}")
+    return 0 if any(record.status == "ok" for record in records) else 1
+
+
 def build_parser() -> Parser:
     """The subcommands and their options."""
     parser = Parser(prog="shardwise", description="Fine-tune hybrid-attention language models.", allow_abbrev=False)
@@ -103,6 +120,21 @@ def build_parser() -> Parser:
         metavar="WHERE",
         help="go on from a checkpoint: latest, latest-good (the newest that is whole), auto (or anew), or its folder",
     )
+
+    bench = commands.add_parser(
+        "bench",
+        help="compare strategies, or anything else, on equal work",
+        description="Run the cells of a sweep file in rounds, each in a process of its own. Started again with the "
+        "same sweep and folder, it goes on.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("sweep", metavar="SWEEP.yaml", help="the sweep file: a base run and axes that vary it")
+    bench.add_argument("--out", required=True, metavar="DIR", help="folder for everything the bench leaves")
+    for option, told in (
+        ("--only", "run only the cells whose id matches one of these patterns, such as 'ddp-*'"),
+        ("--rerun", "forget what the matching cells have done, and run them anew"),
+    ):
+        bench.add_argument(option, nargs="+", action="extend", default=[], metavar="ID", help=told)
 
     models = commands.add_parser(
         "models",

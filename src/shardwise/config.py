@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
@@ -322,17 +323,22 @@ def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a run file and apply `--section.key=value` overrides (values are YAML, so `null` and `[a, b]` work)."""
-    path = Path(path)
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _NoDuplicates)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the run file ({error.strerror}); give the path of a YAML file") from None
-    except (yaml.YAMLError, ValueError) as error:  # bytes that are no text, dates that are none
-        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
-    _require(isinstance(data, dict), f"{path}: a run file is a mapping of sections; see docs/reference/config.md")
+    data = read_yaml(path, "a run file is a mapping of sections; see docs/reference/config.md")
     for override in overrides or []:
         _apply_override(data, override)
     return parse_config(data, source=str(path))
+
+
+def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
+    """Read a YAML file whose content has to be a mapping; `what` tells the user so. A key given twice is an error."""
+    try:
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), _NoDuplicates)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the file ({error.strerror}); give the path of a YAML file") from None
+    except (yaml.YAMLError, ValueError) as error:  # bytes that are no text, dates that are none
+        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    _require(isinstance(data, dict), f"{path}: {what}")
+    return data
 
 
 class _NoDuplicates(yaml.SafeLoader):
@@ -370,10 +376,7 @@ def _first_problem(error: Any) -> str:
     location = [str(part) for part in problem["loc"]]
     key = ".".join(part for part in location[:2])
     if problem["type"] == "unexpected_keyword_argument":
-        known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-        return f"unknown key {'.'.join(location)}; {hint}"
+        return f"unknown key {'.'.join(location)}; {nearest(location[-1], known_keys(*location[:-1]))}"
     if problem["type"] in ("missing", "missing_argument"):
         return f"{'.'.join(location)} is missing; add it"
     if problem["type"] == "value_error":
@@ -384,7 +387,14 @@ def _first_problem(error: Any) -> str:
     return f"{key} is {problem['input']!r}: {wanted[:1].lower()}{wanted[1:]}"
 
 
-def _known_keys(section: list[str]) -> list[str]:
+def nearest(name: str, known: Sequence[str], what: str = "keys") -> str:
+    """What to tell somebody who wrote `name` where only `known` names would do."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"known {what}: {', '.join(known)}"
+
+
+def known_keys(*section: str) -> list[str]:
+    """The keys of a section of the run file; without an argument the sections."""
     cls: Any = RunConfig
     for part in section:
         hint = get_type_hints(cls)[part]

@@ -96,7 +96,7 @@ def test_dropout_that_no_seed_reaches(run_file, capfd, tmp_path):
 
 
 def test_missing_run_file(capfd):
-    assert "nowhere.yaml: cannot read the run file" in refused(capfd, "nowhere.yaml")
+    assert "nowhere.yaml: cannot read the file" in refused(capfd, "nowhere.yaml")
 
 
 def test_a_key_given_twice(capfd, tmp_path):

@@ -15,7 +15,12 @@ from shardwise.config import UserError
 
 SCHEMA_VERSION = 1
 
-_FIGURES = ("losses", "grad_norms", "eval")  # what may hold NaN or an infinity, written as a string
+_FIGURES = (
+    "losses",
+    "grad_norms",
+    "eval",
+    "largest_round_difference",
+)  # what may hold NaN or an infinity, written as a string
 
 Status = Literal["ok", "oom", "failed", "timeout", "unsupported", "stopped"]
 

@@ -1,0 +1,284 @@
+"""Runs a sweep: rounds of `shardwise train` in processes of their own, each with a time limit, each leaving a row."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import fnmatch
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from shardwise.benchmark.cells import CellState, cell_record
+from shardwise.benchmark.progress import Display
+from shardwise.benchmark.sweep import Cell, Sweep, read_sweep
+from shardwise.config import UserError, read_yaml
+from shardwise.metrics.cell import LOG, RECORD, RUN_FILE, SWEEP, CellRecord, Round
+from shardwise.metrics.record import RunRecord, Status, dumps
+
+TRAIN = (sys.executable, "-m", "shardwise", "train")
+LEASH = 'exec 3<&0 </dev/null; ({ cat <&3; kill -KILL 0; } >/dev/null 2>&1 &); exec "$@" 3<&-'
+"""Becomes the command "$@", beside a process that ends its whole group as soon as standard input closes: which it does
+when the bench dies, even of SIGKILL."""
+WEIGHTS = ("model", "checkpoints")
+"""What a round leaves that may be large and tells nothing of speed or memory."""
+
+
+class Interrupted(BaseException):
+    """The bench was asked to end by signal `number`; like KeyboardInterrupt no Exception."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+def bench(
+    path: str | Path,
+    out: str | Path,
+    only: Sequence[str] = (),
+    rerun: Sequence[str] = (),
+    train: Sequence[str] = TRAIN,
+) -> list[CellRecord]:
+    """Run the cells of a sweep file, `only` those whose id matches a pattern, into the folder `out`; return their rows.
+
+    What `out` has of the same sweep is kept and gone on with, but for cells that match `rerun`. `train` is the command
+    of a run, to which the run file and options are added. Raises UserError, and Interrupted on SIGTERM or SIGINT, which
+    ends the run in hand and leaves no row of it.
+    """
+    out = Path(out)
+    command = ["shardwise", "bench", str(path), "--out", str(out)]
+    sweep = read_sweep(path, out, command)
+    selected = _matching(sweep.cells, only, "--only") if only else sweep.cells
+    again = _matching(selected, rerun, "--rerun")
+    with _signals(), _locked(out):
+        _prepare(out, sweep, again)
+        cells = [_known(cell, out / cell.plan.id, sweep.record.rounds) for cell in selected]
+        rounds = sweep.record.rounds
+        with Display(sweep.record.title, cells, rounds) as display:
+            for number in range(1, rounds + 1):
+                for state in cells:
+                    if number in state.remaining(rounds)[:1]:
+                        display.start(state)
+                        _run_round(state, number, sweep.record.timeout_seconds, train)
+                        display.end(state)
+    return [state.record for state in cells if state.record is not None]
+
+
+def _matching(cells: Sequence[Cell], patterns: Sequence[str], option: str) -> list[Cell]:
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(cell.plan.id, pattern) for cell in cells):
+            raise UserError(f"{option} {pattern} matches no cell of {', '.join(cell.plan.id for cell in cells)}")
+    return [c for c in cells if any(fnmatch.fnmatchcase(c.plan.id, pattern) for pattern in patterns)]
+
+
+# ----------------------------------------------------------------------------------------------------------- the folder
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Generator[None]:
+    """Make the folder and keep other benches out of it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot make the folder ({error.strerror})") from None
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UserError(f"--out {out}: another bench is running in it; wait for it, or choose another folder") from None
+    finally:
+        os.close(handle)
+
+
+def _prepare(out: Path, sweep: Sweep, again: Sequence[Cell]) -> None:
+    """Write the sweep and the run files, or check that they are those of the sweep that is there."""
+    if (out / SWEEP).exists():
+        _check_same(out, sweep)
+    elif any(out.iterdir()):
+        raise UserError(f"--out {out} holds something else than a bench; choose another folder")
+    _write(out / SWEEP, dumps(asdict(sweep.record), indent=1) + "\n")
+    for cell in sweep.cells:
+        folder = out / cell.plan.id
+        folder.mkdir(exist_ok=True)
+        _write(folder / RUN_FILE, yaml.safe_dump(cell.run, sort_keys=False))
+        if cell in again:
+            (folder / RECORD).unlink(missing_ok=True)
+            for round_folder in folder.glob("round-*"):
+                shutil.rmtree(round_folder)
+
+
+def _check_same(out: Path, sweep: Sweep) -> None:
+    """Raise UserError where the folder holds another sweep; the number of rounds and the time limit may be others."""
+    way_out = "choose another --out"
+    try:
+        before = json.loads((out / SWEEP).read_text(encoding="utf-8"))
+        ids_before = [plan["id"] for plan in before["cells"]]
+    except (OSError, ValueError, TypeError, KeyError):
+        raise UserError(f"{out / SWEEP} is damaged, or not a bench's; {way_out}") from None
+    now = json.loads(dumps(asdict(sweep.record)))
+    ids = [plan["id"] for plan in now["cells"]]
+    for one, other, whose in ((ids_before, ids, "there"), (ids, ids_before, "in the sweep file")):
+        if missing := [cell_id for cell_id in one if cell_id not in other]:
+            raise UserError(f"--out {out} holds another sweep: the cell {missing[0]} is only {whose}; {way_out}")
+    for key in ("axes", "cells"):
+        if before[key] != now[key]:
+            raise UserError(f"--out {out} holds another sweep: its {key} are others; {way_out}")
+    for cell in sweep.cells:
+        path = out / cell.plan.id / RUN_FILE
+        if path.exists():
+            _check_same_run(out, cell, read_yaml(path, f"not a run file; {way_out}"))
+
+
+def _check_same_run(out: Path, cell: Cell, before: dict[str, Any]) -> None:
+    now = yaml.safe_load(yaml.safe_dump(cell.run))
+    for section in before | now:
+        old, new = before.get(section), now.get(section)
+        if not isinstance(old, dict) or not isinstance(new, dict):
+            old, new = {"": old}, {"": new}
+        for key in old | new:
+            if key != "output_dir" and old.get(key) != new.get(key):
+                name = f"{section}.{key}".rstrip(".")
+                raise UserError(
+                    f"--out {out} holds another sweep: {name} of {cell.plan.id} is {old.get(key)!r} there and "
+                    f"{new.get(key)!r} in the sweep file; choose another --out"
+                )
+
+
+def _known(cell: Cell, folder: Path, rounds: int) -> CellState:
+    """What the folder has of a cell; a refused cell gets its row."""
+    state = CellState(cell, folder)
+    if cell.refusal:
+        state.record = CellRecord("unsupported", cell.run, cell.refusal, cell=asdict(cell.plan))
+        state.record.write(folder / RECORD)
+    elif (folder / RECORD).exists():
+        found = CellRecord.read(folder / RECORD)
+        assert isinstance(found, CellRecord)
+        for number, entry in enumerate(found.rounds[:rounds], 1):
+            if not (folder / f"round-{number}" / RECORD).exists():
+                break
+            state.rounds.append(Round(**entry))
+            state.records.append(RunRecord.read(folder / f"round-{number}" / RECORD))
+        if state.rounds:
+            state.record = cell_record(cell.plan, state.rounds, state.records, found.command, found.environment)
+    return state
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+# ---------------------------------------------------------------------------------------------------------------- a run
+
+
+def _run_round(state: CellState, number: int, limit: float, train: Sequence[str]) -> None:
+    """Run a cell once and write its row."""
+    folder, plan = state.folder / f"round-{number}", state.cell.plan
+    if folder.exists():  # of a bench that was ended
+        shutil.rmtree(folder)
+    folder.mkdir()
+    output_dir = json.dumps(str(folder), ensure_ascii=False)
+    arguments = [str(state.folder / RUN_FILE), f"--training.output_dir={output_dir}"]
+    arguments += [f"--nproc={plan.nproc}"] if plan.nproc > 1 else []
+    started = datetime.now(UTC).isoformat(timespec="milliseconds")
+    begin = time.monotonic()
+    code = _run([*train, *arguments], folder / LOG, limit)
+    seconds = time.monotonic() - begin
+    record = _outcome(folder, code, limit, state.cell.run)
+    for name in WEIGHTS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    state.records.append(record)
+    state.rounds.append(
+        Round(record.status, record.reason, record.tokens_per_second, record.step_seconds, seconds, started)
+    )
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
+    command = ["shardwise", "train", *arguments]
+    state.record = cell_record(plan, state.rounds, state.records, command, threads)
+    state.record.write(state.folder / RECORD)
+
+
+def _run(command: Sequence[str], log: Path, limit: float) -> int | None:
+    """Run a command in a process group of its own, no process of which outlives this call; its exit code, or None
+    where it took longer than `limit` seconds.
+    """
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", LEASH, "sh", *command],
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # the leash keeps the group's number from being given again
+                os.killpg(process.pid, signal.SIGKILL)
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
+
+
+def _outcome(folder: Path, code: int | None, limit: float, run: dict[str, Any]) -> RunRecord:
+    """What the run has recorded; if it has not got to that, or contradicts it by how it ended, a record of its end."""
+    with contextlib.suppress(UserError):
+        found = RunRecord.read(folder / RECORD)
+        if code == 0 or found.status != "ok":
+            return found
+    status, reason = _how_it_ended(code, limit)
+    last = _last_line(folder / LOG)
+    record = RunRecord(status, run, f"{reason}; its last line: {last}" if last else reason)
+    record.write(folder / RECORD)
+    return record
+
+
+def _how_it_ended(code: int | None, limit: float) -> tuple[Status, str]:
+    if code is None:
+        return "timeout", f"killed after {limit:g} seconds (timeout_seconds of the sweep)"
+    if code < 0:
+        hint = "; the system does that when memory runs out" if code == -signal.SIGKILL else ""
+        return "failed", f"was killed by {signal.Signals(-code).name}{hint}"
+    statuses: dict[int, Status] = {2: "unsupported", 3: "oom"}
+    return statuses.get(code, "failed"), f"ended with exit code {code} and left no record of it"
+
+
+def _last_line(log: Path, length: int = 300) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 8192))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return next((line.strip()[:length] for line in reversed(lines) if line.strip()), "")
+
+
+@contextlib.contextmanager
+def _signals() -> Generator[None]:
+    """SIGTERM and SIGINT raise Interrupted, in the main thread, where alone Python takes signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
