@@ -362,11 +362,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):
         raise UserError(f"{override}: the value is not valid YAML; quote it") from None
-    if not name:
-        data[section] = value  # a whole section, such as --lora=null
-        return
     existing = data.get(section)
-    data[section] = {**(existing if isinstance(existing, dict) else {}), name: value}
+    kept = existing if isinstance(existing, dict) else {}
+    data[section] = {**kept, name: value} if name else value  # the latter a whole section, such as --lora=null
 
 
 def _first_problem(error: Any) -> str:
@@ -374,7 +372,6 @@ def _first_problem(error: Any) -> str:
     problems = sorted(error.errors(), key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"))
     problem = problems[0]
     location = [str(part) for part in problem["loc"]]
-    key = ".".join(part for part in location[:2])
     if problem["type"] == "unexpected_keyword_argument":
         return f"unknown key {'.'.join(location)}; {nearest(location[-1], known_keys(*location[:-1]))}"
     if problem["type"] in ("missing", "missing_argument"):
@@ -384,7 +381,7 @@ def _first_problem(error: Any) -> str:
     wanted = " or ".join(
         dict.fromkeys(e["msg"] for e in error.errors() if [str(p) for p in e["loc"][:2]] == location[:2])
     )
-    return f"{key} is {problem['input']!r}: {wanted[:1].lower()}{wanted[1:]}"
+    return f"{'.'.join(location[:2])} is {problem['input']!r}: {wanted[:1].lower()}{wanted[1:]}"
 
 
 def nearest(name: str, known: Sequence[str], what: str = "keys") -> str:

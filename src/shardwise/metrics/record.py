@@ -15,12 +15,8 @@ from shardwise.config import UserError
 
 SCHEMA_VERSION = 1
 
-_FIGURES = (
-    "losses",
-    "grad_norms",
-    "eval",
-    "largest_round_difference",
-)  # what may hold NaN or an infinity, written as a string
+# What may hold NaN or an infinity, written as a string.
+_FIGURES = ("losses", "grad_norms", "eval", "largest_round_difference")
 
 Status = Literal["ok", "oom", "failed", "timeout", "unsupported", "stopped"]
 

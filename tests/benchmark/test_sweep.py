@@ -1,0 +1,255 @@
+"""What a sweep file becomes, what it may compare, and what a mistake in it costs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardwise.benchmark.fairness import check_group
+from shardwise.benchmark.sweep import ID_LENGTH, Sweep, read_sweep
+from shardwise.config import UserError, parse_config
+from tests.benchmark.sweeps import BASE, STRATEGIES, sweep_file
+
+
+def read(folder: Path, **content: Any) -> Sweep:
+    return read_sweep(sweep_file(folder, **content), folder / "out")
+
+
+def cells(sweep: Sweep) -> dict[str, Any]:
+    return {cell.plan.id: cell for cell in sweep.cells}
+
+
+def test_cells_are_the_product_of_the_axes_in_order(tmp_path):
+    axes = {
+        "strategy": STRATEGIES,
+        "data.sequence_length": [16, 32],
+        "adapter": {"lora": {}, "full": {"lora": None}},
+    }
+    sweep = read(tmp_path, axes=axes, set={"training.steps": 7}, title="Two strategies")
+    plans = [cell.plan for cell in sweep.cells if not cell.plan.control]
+    assert [plan.id for plan in plans[:5]] == [
+        "single-16-lora",
+        "single-16-full",
+        "single-32-lora",
+        "single-32-full",
+        "ddp-16-lora",
+    ]
+    assert len(plans) == 2 * 2 * 2
+    ddp = cells(sweep)["ddp-16-full"]
+    assert (ddp.plan.nproc, ddp.plan.reference) == (2, "single-16-full")
+    assert ddp.plan.values == {"strategy": "ddp", "data.sequence_length": "16", "adapter": "full"}
+    assert (ddp.run["parallel"]["data"], ddp.run["data"]["sequence_length"], ddp.run["lora"]) == ("ddp", 16, None)
+    assert {cell.run["training"]["steps"] for cell in sweep.cells} == {7}
+    assert all(parse_config(cell.run).to_dict() == cell.run for cell in sweep.cells)
+    compared = {axis.name: axis.compared for axis in sweep.record.axes}
+    assert compared == {"strategy": True, "data.sequence_length": False, "adapter": False}
+    # Work axes make groups: 2 lengths x 2 adapters, in each of which the two strategies are compared.
+    assert len({plan.group for plan in plans}) == 4
+    assert sweep.record.equal[ddp.plan.group]["tokens per step"] == 8 * 16
+    assert cells(read(tmp_path, axes={"strategy": STRATEGIES}, nproc=2))["ddp"].run["training"]["output_dir"] == str(
+        tmp_path / "out" / "ddp" / "round-1"
+    )
+
+
+def test_a_base_may_be_a_file_beside_the_sweep(tmp_path):
+    content = {**BASE, "training": {**BASE["training"], "output_dir": "elsewhere"}}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(content))
+    inline, from_file = read(tmp_path), read(tmp_path, base="base.yaml")
+    assert from_file.cells == inline.cells
+
+
+def test_one_control_for_each_reference(tmp_path):
+    axes = {"strategy": STRATEGIES, "training.micro_batch_size": [2, 4], "training.precision": ["float32", "bfloat16"]}
+    sweep = read(tmp_path, axes=axes)
+    references = {cell.plan.id: cell.plan.reference for cell in sweep.cells}
+    # Losses are compared among cells that round alike: each precision has its own reference.
+    assert references["ddp-4-bfloat16"] == "single-2-bfloat16"
+    assert references["ddp-2-float32"] == references["single-4-float32"] == "single-2-float32"
+    assert references["single-2-float32"] is None
+    controls = [cell for cell in sweep.cells if cell.plan.control]
+    assert [cell.plan.id for cell in controls] == ["control-single-2-float32", "control-single-2-bfloat16"]
+    assert [cell.plan.reference for cell in controls] == ["single-2-float32", "single-2-bfloat16"]
+    asked = read(tmp_path, axes=axes, reference={"strategy": "ddp", "training.micro_batch_size": 4})
+    assert cells(asked)["single-2-float32"].plan.reference == "ddp-4-float32"
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro", "control_micro"),
+    [
+        (8, 2, 2),  # four micro-batches: in reverse they add up in another order
+        (8, 4, 2),  # two: a + b = b + a to the last bit, so four halves
+        (8, 8, 4),
+        (2, 1, None),  # nothing to put in another order
+    ],
+)
+def test_a_control_rounds_otherwise(rows, micro, control_micro, tmp_path):
+    sweep = read(tmp_path, set={"training.global_batch_size": rows, "training.micro_batch_size": micro})
+    controls = [cell.run for cell in sweep.cells if cell.plan.control]
+    assert [run["training"]["micro_batch_size"] for run in controls] == ([control_micro] if control_micro else [])
+    assert all(run["measure"]["reverse_microbatches"] for run in controls)
+
+
+def test_weak_scaling_is_compared_in_groups_of_its_own(tmp_path):
+    scale = {str(n): {"nproc": n, "training.global_batch_size": 4 * n} for n in (1, 2)}
+    parallel = {"ddp": {"parallel.data": "ddp"}, "fsdp2": {"parallel.data": "fsdp2"}}
+    sweep = read(tmp_path, axes={"scale": scale, "strategy": parallel})
+    assert {cell.plan.group for cell in sweep.cells} == {"weak scaling"}
+    assert all(axis.compared for axis in sweep.record.axes)
+    assert sweep.record.equal["weak scaling"]["tokens per step and process"] == 4 * 32
+    # Unequal work has unequal losses: each scale is checked against its own.
+    assert cells(sweep)["2-fsdp2"].plan.reference == "2-ddp"
+    assert cells(sweep)["2-ddp"].plan.reference is None
+
+
+ddp_and_more = {"single": STRATEGIES["single"], "ddp": {**STRATEGIES["ddp"], "training.micro_batch_size": 8}}
+UNFAIR: list[tuple[Any, str]] = [
+    (
+        {"strategy": ddp_and_more},
+        "axes.strategy would compare unlike cells: ddp sets training.micro_batch_size, another choice than the rest of "
+        "the axis (nproc, parallel.data); make training.micro_batch_size an axis of its own",
+    ),
+    (
+        {"strategy": {"single": {}, "ddp": {"parallel.data": "ddp", "data.sequence_length": 16}}},
+        "ddp sets data.sequence_length, other work than the rest of the axis (parallel.data)",
+    ),
+    (
+        {"length": {"long": {"data.sequence_length": 64}, "short": {"training.checkpointing": "full"}}},
+        "short sets training.checkpointing, another choice than the rest of the axis (data.sequence_length)",
+    ),
+    (
+        {"scale": {"1": {"nproc": 1, "training.global_batch_size": 4}, "2": {"nproc": 2}}},
+        None,
+    ),
+    (
+        {"scale": {"1": {"nproc": 1}, "2": {"nproc": 2, "training.global_batch_size": 8}}},
+        "fair only as weak scaling, but a process has 8 rows of a step in 1 and 4 in 2",
+    ),
+    (
+        {"scale": {"a": {"nproc": 2, "training.global_batch_size": 8, "training.steps": 2}}},
+        "a sets training.global_batch_size, other work than the rest of the axis (nproc)",
+    ),
+    ({"measure.memory": [True, False]}, "sets measure.memory; all cells are measured alike"),
+    ({"measure.warmup_steps": [0, 3]}, "sets measure.warmup_steps; all cells are measured alike"),
+    ({"training.output_dir": ["a", "b"]}, "sets training.output_dir; it belongs to the bench"),
+    ({"strategy": STRATEGIES, "nproc": [1, 2]}, "axes.strategy and axes.nproc both set nproc; let one axis set it"),
+    (
+        {"adapter": {"lora": {}, "full": {"lora": None}}, "lora.r": [4, 8]},
+        "axes.adapter and axes.lora.r both set lora.r",
+    ),
+    ({"data": [{"train": "a"}, {"train": "b"}]}, "sets the section data as a whole; name its keys, as in data.KEY"),
+]
+
+
+@pytest.mark.parametrize(("axes", "told"), UNFAIR, ids=[str(i) for i in range(len(UNFAIR))])
+def test_unfair_comparisons_are_refused(axes, told, tmp_path):
+    if told is None:
+        read(tmp_path, axes=axes)  # 4 rows in each of 1 and (of the base's 8) 2 processes
+        return
+    with pytest.raises(UserError, match=re.escape(told)) as caught:
+        read(tmp_path, axes=axes)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_last_net_finds_what_no_axis_says(tmp_path):
+    runs = {cell.plan.id: (cell.plan.nproc, cell.run) for cell in read(tmp_path).cells if not cell.plan.control}
+    varied = ("nproc", "parallel.data")
+    assert check_group(runs, varied, weak=False)["training.steps"] == 4
+    for section, key, value in (
+        ("training", "seed", 1),
+        ("model", "dtype", "bfloat16"),
+        ("training", "checkpointing", "full"),
+        ("data", "packing", "none"),
+        ("measure", "memory", False),
+    ):
+        nproc, run = runs["ddp"]
+        changed = runs | {"ddp": (nproc, run | {section: run[section] | {key: value}})}
+        with pytest.raises(UserError, match=f"single and ddp are compared, but {section}.{key} is"):
+            check_group(changed, varied, weak=False)
+
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"axis": {}}, "unknown key axis; did you mean axes?"),
+    ({"base": None}, "base is missing; give a run file's path"),
+    ({"base": "none.yaml"}, "none.yaml: cannot read the file (No such file or directory)"),
+    ({"base": {**BASE, "training": {"output_dir": "x"}}}, "base sets training.output_dir; it belongs to the bench"),
+    ({"base": {**BASE, "training": {"resume": "latest"}}}, "base sets training.resume; a cell starts from the beg"),
+    ({"base": {**BASE, "training": {"step": 1}}}, "none of the 2 cells is a valid run; the first: unknown key tr"),
+    ({"base": {**BASE, "training": 5}}, "none of the 2 cells is a valid run; the first: training is 5"),
+    ({"axes": {}}, "axes is empty; name at least one"),
+    ({"axes": ["strategy"]}, "axes is ['strategy']; write a mapping"),
+    ({"axes": {"strategy": {}}}, "axes.strategy has no values"),
+    ({"axes": {"strategy": ["single", "ddp"]}}, "strategy is no key of a run file; name the axis like the key"),
+    ({"axes": {"nproc": [0, 1]}}, "axes.nproc.0.nproc is 0; give a whole number of at least 1"),
+    ({"axes": {"nproc": [True]}}, "axes.nproc.true.nproc is True; give a whole number of at least 1"),
+    ({"axes": {"nproc": [1, 1]}}, "axes.nproc.1 is given twice"),
+    ({"axes": {"nproc": {1: {"nproc": 1}, "1": {"nproc": 2}}}}, "the key 1 is given twice"),
+    ({"axes": {"data.packing": ["1", 1]}}, "axes.data.packing.1 is given twice"),
+    ({"axes": {"strategy": {"single": None}}}, "axes.strategy.single is None, not a mapping of keys; write {}"),
+    ({"axes": {"strategy": {"ddp": {"paralel.data": "ddp"}}}}, "unknown key paralel.data; did you mean parallel?"),
+    ({"axes": {"strategy": {"ddp": {"parallel.dta": "ddp"}}}}, "unknown key parallel.dta; did you mean data?"),
+    ({"axes": {"training.step": [1, 2]}}, "unknown key training.step; did you mean steps?"),
+    ({"set": {"training.step": 1}}, "set: unknown key training.step; did you mean steps?"),
+    ({"set": {"training.output_dir": "x"}}, "set sets training.output_dir; it belongs to the bench"),
+    ({"set": {"nproc": 2}}, "set names nproc; write it beside set"),
+    ({"set": 3}, "set is 3; write a mapping"),
+    ({"nproc": 0}, "nproc is 0; give a whole number of at least 1"),
+    ({"rounds": 0}, "rounds is 0; give a whole number of at least 1"),
+    ({"rounds": 1.5}, "rounds is 1.5; give a whole number of at least 1"),
+    ({"timeout_seconds": -1}, "timeout_seconds is -1; give a positive number"),
+    ({"timeout_seconds": float("nan")}, "timeout_seconds is nan; give a positive number"),
+    ({"reference": {"strateg": "single"}}, "reference names strateg; did you mean strategy?"),
+    ({"reference": {"strategy": "sinlge"}}, "reference.strategy is sinlge; did you mean single?"),
+]
+
+
+@pytest.mark.parametrize(("content", "told"), MISTAKES, ids=[told[:40] for _, told in MISTAKES])
+def test_a_mistake_is_one_line(content, told, tmp_path):
+    with pytest.raises(UserError, match=re.escape(told)) as caught:
+        read(tmp_path, **content)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["axes: [", "axes: {a: 1, a: 2}", "- a", "\x00", "&a [*a]"])
+def test_broken_yaml_is_one_line(text, tmp_path):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_sweep(path, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_invalid_combination_is_a_refused_cell(tmp_path):
+    keep = {"nproc": 2, "parallel.data": "ddp", "parallel.reshard_after_forward": False}
+    sweep = read(tmp_path, axes={"strategy": {**STRATEGIES, "keep": keep}})
+    assert cells(sweep)["keep"].refusal == "parallel.reshard_after_forward is for fsdp2, not ddp; leave it at true"
+    assert not cells(sweep)["ddp"].refusal
+
+
+def test_hostile_names_give_safe_folders(tmp_path):
+    names = ["../../x", "<script>alert(1)</script>", "a" * 300, "a" * 300 + "b", "two words", "two?words", "Two words"]
+    names += ["", ".", "..", "-rf", "sweep.json", "a/b", "a\\b", "\n", "é", "con\x00trol", "--out=x", "$(id)", "~"]
+    sweep = read(tmp_path, axes={"name": {name: {} for name in names}})
+    ids = [cell.plan.id for cell in sweep.cells]
+    assert [axis.values for axis in sweep.record.axes] == [tuple(names)]  # a reader sees the names as they were given
+    assert len({cell_id.lower() for cell_id in ids}) == len(ids)
+    for cell_id in ids:
+        assert re.fullmatch(r"[A-Za-z0-9+][A-Za-z0-9._+-]*", cell_id)
+        assert len(cell_id) <= ID_LENGTH + 4
+        assert cell_id.lower() != "sweep.json"
+
+
+def test_values_that_are_no_text_have_names(tmp_path):
+    axes = {"training.checkpointing": ["none", ["linear_attention"]], "optimizer.lr": [1e-3, 0.5]}
+    assert [cell.plan.id for cell in read(tmp_path, axes=axes).cells][:4] == [
+        "none-0.001",
+        "none-0.5",
+        "linear_attention-0.001",
+        "linear_attention-0.5",
+    ]
+    switched = read(tmp_path, axes={"data.packing": ["none", "concat"], "optimizer.max_grad_norm": [None, 1.0]})
+    assert [cell.plan.id for cell in switched.cells] == ["none-null", "none-1.0", "concat-null", "concat-1.0"]
