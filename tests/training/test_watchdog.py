@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from shardwise.training import watchdog
+from shardwise.training.checkpoint import Checkpointer
+from tests.distributed import run_ranks
 
 SECONDS = 0.5
 
@@ -28,6 +32,16 @@ def work() -> None:
         watchdog.beat()
 
 
+def wait_for_a_disk() -> None:
+    with watchdog.paused():
+        time.sleep(3 * SECONDS)
+
+
+def hang_after_a_pause() -> None:
+    wait_for_a_disk()
+    hang_in_python()
+
+
 def main(function, folder: Path) -> None:
     watchdog.GRACE_SECONDS = 0.5
     with watchdog.watch(SECONDS, folder / "stacks.txt", (folder / "called").touch):
@@ -43,7 +57,9 @@ def run(function, folder: Path) -> int:
     return process.exitcode
 
 
-@pytest.mark.parametrize(("function", "python_runs"), [(hang_in_python, True), (hang_in_c, False)])
+@pytest.mark.parametrize(
+    ("function", "python_runs"), [(hang_in_python, True), (hang_in_c, False), (hang_after_a_pause, True)]
+)
 def test_what_hangs_is_ended_with_its_stack(function, python_runs, tmp_path):
     start = time.monotonic()
     assert run(function, tmp_path) == 1
@@ -53,6 +69,26 @@ def test_what_hangs_is_ended_with_its_stack(function, python_runs, tmp_path):
     assert not (tmp_path / "done").exists()
 
 
-def test_what_moves_is_left_alone_for_longer_than_the_limit(tmp_path):
-    assert run(work, tmp_path) == 0
+@pytest.mark.parametrize("function", [work, wait_for_a_disk])
+def test_what_moves_or_is_paused_is_left_alone_for_longer_than_the_limit(function, tmp_path):
+    assert run(function, tmp_path) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"done"}
+
+
+def save_on_a_slow_disk(folder: Path, seconds: list[float]) -> list[float] | str:
+    """On each rank work of so many seconds, as for a checkpoint, and a wait for the others."""
+    checkpointer = object.__new__(Checkpointer)
+    checkpointer._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=4 * SECONDS))
+    mine = seconds[dist.get_rank()]
+    with watchdog.watch(SECONDS, folder / f"stacks-{dist.get_rank()}.txt", lambda: None):
+        try:
+            return checkpointer._together(lambda: time.sleep(mine) or mine, folder)
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_ranks_that_save_wait_for_one_with_a_slow_disk_but_not_for_ever(tmp_path):
+    slow = [0.0, 2 * SECONDS]
+    assert run_ranks(2, save_on_a_slow_disk, tmp_path, slow) == [slow, slow]
+    # One hangs: the other is told by the time-out of the save's own group.
+    assert "Timed out" in run_ranks(2, save_on_a_slow_disk, tmp_path, [0.0, 8 * SECONDS])[0]

@@ -284,6 +284,12 @@ def _check_equal(read: _Reader, one: _Source, other: _Source, name: str, tied_to
         )
 
 
+def fetch(model: Model) -> None:
+    """Have the files that `weights` reads on this machine; UserError if the hub does not hand them out."""
+    if model.init == "weights":
+        _weight_folder(model.path)
+
+
 def _weight_folder(path: str) -> Path:
     if Path(path).is_dir():
         return Path(path)

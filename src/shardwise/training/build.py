@@ -20,7 +20,7 @@ from shardwise.parallel import compose
 from shardwise.parallel.place import fill, materialise
 from shardwise.training.loss_scale import LossScale
 from shardwise.training.optimizer import is_decayed, make_lr_schedule, make_optimizer
-from shardwise.training.watchdog import beat
+from shardwise.training.watchdog import beat, paused
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,8 @@ def _fill_part(pm: ParallelModel, part: Part, cfg: RunConfig, state: State) -> N
     for name in targets:
         if not is_adapter(name):
             by_hf_name.setdefault(hf_name(name), []).append(name)
+    with paused():
+        load.fetch(cfg.model)
     base = load.weights(part.hf, cfg.model, cfg.training.seed)
     initial = chain(
         ((name, full) for disk_name, full in base for name in by_hf_name[disk_name]),

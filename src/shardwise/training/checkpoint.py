@@ -33,6 +33,7 @@ from shardwise.training.checkpoint_folder import METRICS, UNFINISHED, Manifest, 
 from shardwise.training.ending import RunError
 from shardwise.training.evaluate import Evaluation
 from shardwise.training.resume import Start, fingerprint
+from shardwise.training.watchdog import paused
 
 
 class Checkpointer:
@@ -149,11 +150,12 @@ class Checkpointer:
     def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
         """What `work` gives on every rank, in rank order; RunError on every rank if it failed on one."""
         result, reason = None, None
-        try:
-            result = work()
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
-            reason = _reason(error, folder)
-        results = of_every_rank((result, reason), self._group)
+        with paused():  # a rank that is done waits for one whose disk is slow
+            try:
+                result = work()
+            except (Exception, CheckpointException) as error:  # the latter is no Exception
+                reason = _reason(error, folder)
+            results = of_every_rank((result, reason), self._group)
         if reasons := [reason for _, reason in results if reason is not None]:
             raise RunError(f"checkpoint {folder.name} could not be written: {min(reasons)[1]}")
         return [result for result, _ in results]
@@ -171,7 +173,8 @@ def restore(start: Start, job: Job, cfg: RunConfig) -> None:
     tensors = dict(portable_tensors(job, cfg))
     try:
         # Each rank reads its shards, from whatever files they lie in. In place, where a tensor is portable as it is.
-        dcp.load(tensors, storage_reader=reader)
+        with paused():
+            dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:
         raise UserError(f"checkpoint {start.folder} does not fit this run: {_line(_failures(error)[0])}") from None
     for key, name, held in _held(job, cfg):

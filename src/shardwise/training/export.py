@@ -14,6 +14,7 @@ from shardwise.models.adapter import save_adapter
 from shardwise.models.save import save_model
 from shardwise.parallel.place import full_tensor
 from shardwise.training.build import Job
+from shardwise.training.watchdog import beat
 
 
 def save_result(job: Job, cfg: RunConfig, output_dir: Path) -> Path | None:
@@ -38,6 +39,7 @@ def _whole_tensors(job: Job, trainable_only: bool) -> Iterator[tuple[str, torch.
         if parameter.requires_grad or not trainable_only:
             # An all-gather of one parameter's shards, if it is sharded; every rank must come by here.
             yield name, full_tensor(job.pm.to_portable(name, parameter)).to("cpu", copy=True)
+            beat()  # rank 0 has written it, and at most a file's worth with it
     if not trainable_only:
         (part,) = job.pm.parts
         persistent = part.hf.state_dict(keep_vars=True)

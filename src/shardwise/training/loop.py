@@ -22,15 +22,16 @@ from shardwise.training.reporter import Reporter
 from shardwise.training.resume import find_start
 from shardwise.training.step import NonFiniteLossError, training_step
 from shardwise.training.stop import StopRequest
-from shardwise.training.watchdog import beat
+from shardwise.training.watchdog import beat, paused
 
 
 def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     """Run the whole of `cfg` on this rank, with the process group up; rank 0 gets the record, which is on disk too."""
     tokenizer = load_tokenizer(cfg.model)
     load.check_vocabulary(load.read_config(cfg.model), len(tokenizer))
-    start = find_start(cfg)
-    loaders = build_loaders(cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader)
+    with paused():  # checksums of a whole checkpoint; an index of all files, validation text tokenised
+        start = find_start(cfg)
+        loaders = build_loaders(cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader)
     job = build(cfg, mesh, State(step=start.step))
     restore(start, job, cfg)
     meter = Meter(cfg.measure.warmup_steps)

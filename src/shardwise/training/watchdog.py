@@ -1,6 +1,7 @@
 """The end of a run that hangs: when nothing has moved for too long, every rank tells where it stands, and ends.
 
-There is one watchdog in a process, as there is one main thread to watch; what makes progress says so with `beat`.
+There is one watchdog in a process, as there is one main thread to watch; what makes progress says so with `beat`, and
+what may take as long as disks and networks do stands in `paused`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,28 @@ GRACE_SECONDS = 5.0
 """How much later a process ends whose Python threads do not run any more."""
 
 _last_beat = [0.0]
+_pauses: set[object] = set()
 
 
 def beat() -> None:
     """Something was finished: a step, an evaluated batch, a checkpoint. The time starts anew."""
     _last_beat[0] = time.monotonic()
+
+
+@contextlib.contextmanager
+def paused() -> Generator[None]:
+    """Let the block take as long as it wants, in any thread: nobody knows what reading or writing files takes.
+
+    Where it is this rank's own work, those that wait for it outside of such a block end the run if it takes too long.
+    Where the block waits for others, their process group's own time-out ends it, without stacks.
+    """
+    this = object()
+    _pauses.add(this)
+    try:
+        yield
+    finally:
+        beat()
+        _pauses.remove(this)
 
 
 @contextlib.contextmanager
@@ -43,6 +61,8 @@ def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Gener
 
     def guard(file: TextIO, armed: float) -> None:
         while not over.wait(min(1.0, seconds / 10)):
+            if _pauses:
+                beat()
             if _last_beat[0] != armed:
                 armed = arm(file)
             if time.monotonic() > armed + seconds:
