@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
-from shardwise.data.order import Order, permutation
+from shardwise.data.order import CHUNK, Order, split
 from shardwise.interfaces import IGNORED, Batch
 
 Row = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -56,6 +56,11 @@ def corpora(draw: st.DrawFn) -> tuple[list[str], int]:
     text = st.text("the cä\n", max_size=40)
     long_text = st.text("the cä\n", min_size=4 * batch_size, max_size=4 * batch_size + 40)
     return draw(st.permutations([draw(long_text), *draw(st.lists(text, max_size=12))])), batch_size
+
+
+def in_order(num_documents: int, seed: int, epoch: int) -> list[int]:
+    """The numbers of the documents as the epoch has them."""
+    return list(Order(split([num_documents], 0.0)[0], None, seed).read(epoch, range(num_documents)))
 
 
 def divisors(number: int) -> st.SearchStrategy[int]:
@@ -142,7 +147,7 @@ def test_packing_none_predicts_each_token_once_an_epoch(
     documents = [tokenizer(text)["input_ids"] for text in texts]
     # Two epochs of each slot's share, by the rule that the module states: places slot, slot + G, ... of the order.
     shares = [
-        [documents[i] for epoch in (1, 2) for i in permutation(len(texts), seed, epoch)[slot::batch_size]]
+        [documents[i] for epoch in (1, 2) for i in in_order(len(texts), seed, epoch)[slot::batch_size]]
         for slot in range(batch_size)
     ]
     num_rows = [sum(-(-(len(tokens) - 1) // sequence_length) for tokens in share) for share in shares]
@@ -172,7 +177,7 @@ def test_packing_concat_reproduces_the_joined_stream(
         epoch = 0
         while len(joined) <= 6 * sequence_length:
             epoch += 1
-            for i in permutation(len(texts), seed, epoch)[slot::batch_size]:
+            for i in in_order(len(texts), seed, epoch)[slot::batch_size]:
                 joined += [*tokenizer(texts[i])["input_ids"], EOS] if texts[i] else []
         stream = [rows[slot] for rows in steps]
         assert [stream[0][2][0], *predicted(stream)] == joined[: 6 * sequence_length + 1]
@@ -190,7 +195,7 @@ def test_slots_that_share_a_document_read_different_pieces(
     cfg = run_config(write_corpus(texts), packing="none", sequence_length=8, global_batch_size=5)
     (rows,) = train_rows(cfg, tokenizer, range(5), 1)
     read = [tokenizer.decode([row[2][0], *predicted([row])]) for row in rows]
-    first, second = (texts[i] for i in permutation(2, 0, epoch=1))
+    first, second = (texts[i] for i in in_order(2, 0, epoch=1))
     assert read == [first[:4], second[:6], first[4:8], second[6:], first[8:]]
 
 
@@ -227,9 +232,8 @@ def test_validation_reads_each_document_once_on_any_number_of_ranks(
     )
     ranks = over_ranks(batch_size, data.draw(divisors(batch_size)))
     loaders = [build_loaders(cfg, tokenizer, slots).validation for slots in ranks]
-    assert len({len(batches) for batches in loaders if batches is not None}) == 1
     assert [rows_of(batches) for batches in loaders[0]] == [rows_of(batches) for batches in loaders[0]]
-    rows = [row for parts in zip(*loaders) for part in parts for row in rows_of(part)]
+    rows = [row for parts in zip(*loaders, strict=True) for part in parts for row in rows_of(part)]
     assert predicted(rows) == wanted  # in order: rank after rank within a global batch
     filled_up = [set(row[4]) == {-1} for row in rows]
     assert filled_up == sorted(filled_up)  # ignored rows come last, and are fewer than a global batch
@@ -246,9 +250,9 @@ def test_validation_is_cut_to_eval_batches(
     for eval_batches, num_batches in ((0, 3), (2, 2), (3, 3), (9, 3)):
         loaders = build_loaders(run_config(train, eval_batches=eval_batches, **keys), tokenizer, range(2, 4))
         assert loaders.validation is not None
-        assert len(loaders.validation) == num_batches
-    last = loaders.validation[-1]
-    assert [batch.num_target_tokens() for batch in last] == [0, 0]  # global rows 8 and 9 are slots 0 and 1
+        batches = list(loaders.validation)
+        assert len(batches) == num_batches
+    assert [batch.num_target_tokens() for batch in batches[-1]] == [0, 0]  # global rows 8 and 9 are slots 0 and 1
 
 
 def test_validation_share_is_not_trained_on(
@@ -338,25 +342,25 @@ def test_validation_files_that_are_trained_on(
         build_loaders(run_config(path, validation=[path]), tokenizer, range(1))
 
 
-def test_an_epoch_is_drawn_once_for_all_slots(
+def test_places_are_drawn_a_few_at_a_time(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig, monkeypatch
 ) -> None:
-    documents, epochs = Order.documents, []
-    monkeypatch.setattr(
-        Order, "documents", lambda order, epoch, places: epochs.append(epoch) or documents(order, epoch, places)
-    )
-    # Eight documents of one row each for four slots: two steps an epoch.
-    cfg = run_config(write_corpus(["ab"] * 8), packing="none", sequence_length=1, global_batch_size=4)
-    train_rows(cfg, tokenizer, range(4), num_steps=4)
-    assert epochs == [1, 2]
+    drawn, documents = [], Order._documents
+    monkeypatch.setattr(Order, "_documents", lambda *args: drawn.append(len(args[2])) or documents(*args))
+    # Documents of one row each for four slots: CHUNK + 2 for each slot, of which the first CHUNK are drawn at once.
+    cfg = run_config(write_corpus(["ab"] * 4 * (CHUNK + 2)), packing="none", sequence_length=1, global_batch_size=4)
+    train_rows(cfg, tokenizer, range(4), num_steps=CHUNK + 3)
+    assert drawn == [CHUNK] * 4 + [2] * 4 + [CHUNK] * 4  # the last ones in the second epoch
 
 
 def test_validation_without_a_target(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     cfg = run_config(write_corpus(["abc"]), validation=write_corpus(["", "x"]), packing="none")
+    loaders = build_loaders(cfg, tokenizer, range(1))
+    assert loaders.validation is not None
     with pytest.raises(UserError, match=r"^data\.validation: no document has anything to predict \(left out: 2 no tar"):
-        build_loaders(cfg, tokenizer, range(1))
+        list(loaders.validation)
 
 
 def test_validation_pattern_without_files(

@@ -1,3 +1,5 @@
+import itertools
+from collections import Counter
 from fractions import Fraction
 
 import numpy as np
@@ -6,47 +8,143 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import UserError
-from shardwise.data.order import Order, draws, permutation, split
+from shardwise.data.order import ROUNDS, Group, Order, _hash, draws, permuted, split
+
+MASK = 2**64 - 1
 
 
-def test_permutation_is_a_function_of_seed_and_epoch() -> None:
-    orders = [permutation(50, seed, epoch).tolist() for seed in (0, 1, -1) for epoch in (0, 1, 2)]
-    assert all(sorted(order) == list(range(50)) for order in orders)
-    assert len({tuple(order) for order in orders}) == 9
-    assert permutation(50, 1, 2).tolist() == permutation(50, 1, 2).tolist()
+def splitmix64(state: int) -> int:
+    z = (state + 0x9E3779B97F4A7C15) & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31
+
+
+def place(x: int, size: int, seed: int, epoch: int, group: int) -> int:
+    """What `permuted` documents, in Python's integers, one number at a time."""
+    key = splitmix64(splitmix64(splitmix64(seed & MASK) ^ epoch) ^ group)
+    for number in range(ROUNDS):
+        round_key = splitmix64(key ^ number)
+        pair = (round_key % size - x) % size
+        if splitmix64(round_key ^ max(x, pair)) >> 63:
+            x = pair
+    return x
+
+
+sizes = st.one_of(st.integers(1, 70), st.integers(1, 5000))
+keys = {"seed": st.integers(-(2**70), 2**70), "epoch": st.integers(0, 2**40), "group": st.integers(0, 9)}
+
+
+@given(size=sizes, **keys)
+@settings(deadline=None, max_examples=200, derandomize=True)
+def test_permuted_is_a_permutation_of_any_size(size: int, seed: int, epoch: int, group: int) -> None:
+    assert sorted(permuted(np.arange(size), size, seed, epoch, group).tolist()) == list(range(size))
+
+
+@given(size=st.integers(1, 2**62), numbers=st.lists(st.integers(0, 2**62), max_size=5), **keys)
+@settings(deadline=None, max_examples=200, derandomize=True)
+def test_permuted_is_integer_arithmetic(size: int, numbers: list[int], seed: int, epoch: int, group: int) -> None:
+    numbers = [number % size for number in numbers]
+    expected = [place(number, size, seed, epoch, group) for number in numbers]
+    assert permuted(np.array(numbers, np.int64), size, seed, epoch, group).tolist() == expected
+    epochs = np.full(len(numbers), epoch)
+    assert permuted(np.array(numbers, np.int64), size, seed, epochs, group).tolist() == expected
+
+
+def test_hash_is_splitmix64() -> None:
+    # The first output of the published generator from seed 0.
+    assert _hash(np.zeros(1, np.uint64), 0).tolist() == [0xE220A8397B1DCDAF]
 
 
 def test_permutation_is_pinned() -> None:
     # Not derived: the value at the first release. A change of it changes the batches of everybody's runs.
-    assert permutation(8, seed=0, epoch=1).tolist() == [7, 4, 5, 1, 6, 2, 0, 3]
+    assert permuted(np.arange(8), 8, 0, 1, 0).tolist() == [0, 5, 2, 6, 3, 1, 4, 7]
 
 
-def test_permutation_is_uniform() -> None:
-    # 6 orders of 3 numbers over 6,000 epochs: 1,000 each, standard deviation sqrt(6000 * 1/6 * 5/6) = 29.
-    counts: dict[tuple[int, ...], int] = {}
-    for epoch in range(6_000):
-        order = tuple(permutation(3, 0, epoch).tolist())
-        counts[order] = counts.get(order, 0) + 1
-    assert len(counts) == 6
-    assert all(abs(count - 1_000) < 6 * 29 for count in counts.values())
+def test_permutation_is_a_function_of_seed_epoch_and_group() -> None:
+    drawn = {
+        tuple(permuted(np.arange(50), 50, seed, epoch, group).tolist())
+        for seed in (0, 1, -1)
+        for epoch in (0, 1, 2)
+        for group in (0, 1, 2)
+    }
+    assert len(drawn) == 27
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_permutation_of_few_is_uniform(size: int) -> None:
+    # Each of size! orders in 500 of 500 * size! epochs; standard deviation below sqrt(500) = 22.4.
+    num_orders = {3: 6, 4: 24}[size]
+    numbers, epochs = np.tile(np.arange(size), 500 * num_orders), np.repeat(np.arange(500 * num_orders), size)
+    counts = Counter(map(tuple, permuted(numbers, size, 0, epochs, 0).reshape(-1, size).tolist()))
+    assert len(counts) == num_orders
+    assert all(abs(count - 500) < 5 * 22.4 for count in counts.values())
+
+
+def test_where_blocks_land_is_uniform() -> None:
+    # From each of 64 blocks of 64 neighbours into each of 64 blocks of places: one document a seed, 64 over 64 seeds. A
+    # permutation fixes all sums of rows and columns, so chi-square has 63 * 63 = 3969 degrees of freedom and a standard
+    # deviation of sqrt(2 * 3969) = 89.
+    size, counts = 64 * 64, np.zeros((64, 64))
+    for seed in range(64):
+        np.add.at(counts, (np.arange(size) // 64, permuted(np.arange(size), size, seed, 1, 0) // 64), 1)
+    chi_square = ((counts - 64) ** 2 / 64).sum()
+    assert abs(chi_square - 3969) < 5 * 89
+
+
+def test_neighbours_do_not_stay_together() -> None:
+    # Over 20 seeds of 5,000 numbers: the correlation of before and after is a mean of 0 with deviation 1/sqrt(5000),
+    # as is that of the places of neighbours; and of 4,999 pairs of neighbours 2 stay neighbours on average (2 * 4999 /
+    # 5000), 40 over all seeds, with deviation sqrt(40) = 6.3.
+    size, adjacent = 5000, 0
+    for seed in range(20):
+        after = permuted(np.arange(size), size, seed, 1, 0)
+        assert abs(np.corrcoef(np.arange(size), after)[0, 1]) < 5 / size**0.5
+        assert abs(np.corrcoef(after[:-1], after[1:])[0, 1]) < 5 / size**0.5
+        adjacent += np.count_nonzero(abs(np.diff(after)) == 1)
+    assert abs(adjacent - 40) < 5 * 6.3
+
+
+def test_seeds_and_epochs_are_independent() -> None:
+    # Two random permutations agree in one place on average, with deviation 1: 41 over 41 pairs, with sqrt(41) = 6.4.
+    orders = [permuted(np.arange(1000), 1000, seed, epoch, 0) for seed in (0, 1) for epoch in range(1, 22)]
+    agree = sum(np.count_nonzero(one == two) for one, two in itertools.pairwise(orders))
+    assert abs(agree - 41) < 5 * 6.4
 
 
 @pytest.mark.parametrize(("size", "share", "held_out"), [(100, 0.02, 2), (10, 0.01, 1), (2, 0.9, 1), (3, 0.99, 2)])
 def test_split_parts_the_documents(size: int, share: float, held_out: int) -> None:
-    train, validation = split(size, share, seed=0)
-    assert len(validation) == held_out
-    assert sorted([*train, *validation]) == list(range(size))
-    again = split(size, share, seed=0)
-    assert (again[0].tolist(), again[1].tolist()) == (train.tolist(), validation.tolist())
+    train, validation = (Order(groups, None, seed=0) for groups in split([size], share))
+    assert (len(train), len(validation)) == (size - held_out, held_out)
+    for epoch in (1, 2):  # another order, of the same documents
+        read = [*train.read(epoch, range(len(train))), *validation.read(3, range(len(validation)))]
+        assert sorted(read) == list(range(size))
+
+
+def test_split_of_nothing() -> None:
+    train, validation = split([3, 1], 0.0)
+    assert train == (Group(0, 3, range(3)), Group(3, 1, range(1)))
+    assert [len(group) for group in validation] == [0, 0]
 
 
 def test_split_is_drawn_by_the_seed() -> None:
-    assert len({tuple(split(100, 0.1, seed)[1].tolist()) for seed in range(5)}) == 5
+    _, held_out = split([100], 0.1)
+    assert len({frozenset(Order(held_out, None, seed).read(1, range(10))) for seed in range(5)}) == 5
 
 
-def test_split_of_one_document() -> None:
-    with pytest.raises(UserError, match=r"the whole corpus is one document; give validation files of their own, or 0$"):
-        split(1, 0.5, seed=0)
+def test_split_of_each_group() -> None:
+    orders = [Order(groups, None, seed=4) for groups in split([10, 40], 0.1)]
+    train, validation = (np.array(list(order.read(1, range(len(order))))) for order in orders)
+    assert [np.count_nonzero(validation < 10), np.count_nonzero(validation >= 10)] == [1, 4]
+    assert sorted([*train, *validation]) == list(range(50))
+
+
+@pytest.mark.parametrize("sizes", [[1], [5, 1]])
+def test_split_of_one_document(sizes: list[int]) -> None:
+    with pytest.raises(
+        UserError, match=r"^data\.validation: a share of 0\.5 cannot be held out of one document, .*, or 0$"
+    ):
+        split(sizes, 0.5)
 
 
 weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
@@ -62,12 +160,15 @@ def test_draws_are_proportional_at_any_time_and_never_fewer(weights: list[float]
     assert all(abs(count - share) <= len(weights) / 2 for count, share in zip(counts, exact))
 
 
+def whole(order: Order, epoch: int) -> list[int]:
+    return list(order.read(epoch, range(len(order))))
+
+
 def test_without_weights_an_epoch_holds_each_document_once() -> None:
-    order = Order((np.array([3, 5, 9, 11]),), None, seed=2)
-    for epoch in (1, 2):
-        expected = np.array([3, 5, 9, 11])[permutation(4, 2, epoch)]
-        assert order.documents(epoch, np.arange(4)).tolist() == expected.tolist()
-        assert order.documents(epoch, np.array([2, 0])).tolist() == expected[[2, 0]].tolist()
+    order = Order((Group(0, 4, range(4)), Group(4, 300, range(300))), None, seed=2)
+    epochs = [whole(order, epoch) for epoch in (1, 2, 3)]
+    assert all(sorted(epoch) == list(range(304)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3
 
 
 @given(
@@ -81,13 +182,13 @@ def test_with_weights_each_group_is_read_through_before_it_is_read_again(
 ) -> None:
     ends = np.cumsum([size for size, _ in groups])
     numbers = np.split(np.arange(ends[-1]), ends[:-1])
-    order = Order(tuple(numbers), tuple(weight for _, weight in groups), seed)
+    order = Order(split([size for size, _ in groups], 0.0)[0], tuple(weight for _, weight in groups), seed)
     size = len(order)
-    epochs = [order.documents(epoch, np.arange(size)) for epoch in (1, 2, 3)]
+    epochs = [np.array(whole(order, epoch)) for epoch in (1, 2, 3)]
     # What slots take of an epoch, place by place, is the epoch.
     for slot in range(min(num_slots, size)):
-        places = np.arange(slot, size, num_slots)
-        assert order.documents(2, places).tolist() == epochs[1][places].tolist()
+        places = range(slot, size, num_slots)
+        assert list(order.read(2, places)) == epochs[1][places].tolist()
     for index, group in enumerate(numbers):
         read = np.concatenate([epoch[np.isin(epoch, group)] for epoch in epochs])
         assert len(read) == draws(3 * size, [weight for _, weight in groups])[index]
@@ -99,8 +200,8 @@ def test_with_weights_each_group_is_read_through_before_it_is_read_again(
 def test_weights_by_hand() -> None:
     # Documents 0-5 and 6-7, weights 1 : 3, so of the 8 draws of an epoch 2 and 6: the first group is read through once
     # in three epochs, the second one three times in each.
-    order = Order((np.arange(6), np.arange(6, 8)), (1.0, 3.0), seed=0)
-    epochs = [order.documents(epoch, np.arange(8)).tolist() for epoch in (1, 2, 3)]
+    order = Order((Group(0, 6, range(6)), Group(6, 2, range(2))), (1.0, 3.0), seed=0)
+    epochs = [whole(order, epoch) for epoch in (1, 2, 3)]
     assert sorted(document for epoch in epochs for document in epoch if document < 6) == list(range(6))
     for epoch in epochs:
         assert [epoch.count(document) for document in (6, 7)] == [3, 3]

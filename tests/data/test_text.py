@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Model, UserError
-from shardwise.data.text import find_files, index_files, load_tokenizer
+from shardwise.data.text import STRIDE, BadDocument, find_files, index_files, load_tokenizer
 
 
 def write(path: Path, content: bytes | str) -> Path:
@@ -90,7 +90,31 @@ def test_index_holds_no_text(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "".join(json.dumps({"text": "x" * 10_000}) + "\n" for _ in range(100)))
     corpus = index_files([path])
     assert corpus[99] == {"text": "x" * 10_000}
-    assert len(pickle.dumps(corpus)) < 3_000  # 100 documents of 8 bytes, and the names; the text is 1 MB
+    assert len(pickle.dumps(corpus)) < 1_000  # the places of 4 documents, and the names; the text is 1 MB
+
+
+def test_documents_are_found_from_the_places_that_are_kept(tmp_path: Path) -> None:
+    # Files that end before, at and after a STRIDE-th document, with blank lines everywhere and a plain text between.
+    paths, expected = [], []
+    for number, count in enumerate([STRIDE - 1, 1, STRIDE, 0, 2 * STRIDE + 3, 1, 7]):
+        texts = [f"{number} {'x' * (i % 5)} {i}" for i in range(count)]
+        lines = "".join("\n" * (i % 3) + json.dumps({"text": text}) + "\n" for i, text in enumerate(texts))
+        paths.append(write(tmp_path / f"{number}.jsonl", lines + "\n"))
+        expected += texts
+        if number == 2:
+            paths.append(write(tmp_path / "plain.txt", "plain"))
+            expected.append("plain")
+    corpus = index_files(paths)
+    assert [corpus[i]["text"] for i in range(len(corpus))] == expected
+    assert len(corpus.offsets) == -(-len(expected) // STRIDE)
+
+
+def test_file_that_has_become_shorter(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 3)
+    corpus = index_files([path])
+    write(path, '{"text": "a"}\n')
+    with pytest.raises(BadDocument, match=r"^not JSON"):
+        corpus[2]
 
 
 def test_documents_have_a_place(tmp_path: Path) -> None:
@@ -111,13 +135,15 @@ def test_fingerprint_is_that_of_the_places(tmp_path: Path) -> None:
         paths = [write(tmp_path / name / f"{i}.jsonl", content) for i, content in enumerate(contents)]
         return index_files(paths).fingerprint()
 
-    same = fingerprint("a", '{"text": "a"}\n{"text": "b"}\n')
-    assert fingerprint("b", '{"text": "c"}\n{"text": "d"}\n') == same
+    # What is kept of 33 lines is where lines 0 and 32 begin.
+    line, last = '{"text": "a"}\n', '{"text": "b"}\n'
+    same = fingerprint("a", line * 32 + last)
+    assert fingerprint("b", last * 32 + line) == same
     others = [
-        fingerprint("c", '{"text": "a"}\n', '{"text": "b"}\n'),
-        fingerprint("d", '{"text": "aa"}\n{"text": "b"}\n'),
-        fingerprint("e", '{"text": "a"}\n{"text": "bb"}\n'),
-        fingerprint("f", '{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n'),
+        fingerprint("c", line * 32, last),
+        fingerprint("d", line * 31 + '{"text": "aa"}\n{"text":"b"}\n'),
+        fingerprint("e", line * 32 + '{"text": "bb"}\n'),
+        fingerprint("f", line * 32 + last + last),
     ]
     assert len({same, *others}) == 5
 

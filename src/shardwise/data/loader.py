@@ -13,21 +13,20 @@ before.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import multiprocessing
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from shardwise.config import RunConfig, UserError
+from shardwise.config import RunConfig, Training, UserError
 from shardwise.data.corpus import Corpus, join, open_corpus
 from shardwise.data.formats import NO_TARGET, WHOLE, Encoder, Piece
 from shardwise.data.order import Order, split
@@ -49,10 +48,8 @@ class Loaders:
 
     train: Generator[list[Batch], None, None]
     """For each optimizer step, from 1, this rank's micro-batches; `close()` ends the worker processes."""
-    validation: list[list[Batch]] | None
-    """For each global batch this rank's micro-batches (`step` is 0); as many on every rank. None: nothing held out."""
-    validation_read: Counts | None
-    """What was read for it, on every rank the same."""
+    validation: Validation | None
+    """None: nothing held out."""
     state: Callable[[], LoaderState]
     """Where this rank's slots are after the last step that `train` has handed out; plain data, safe for JSON."""
 
@@ -65,10 +62,9 @@ def build_loaders(
     `state` holds all slots of the global batch (`merge_states`), so that a run can go on with other numbers of ranks,
     workers and micro-batches.
 
-    Validation text is tokenised here and training text as it is read, in worker processes that start with the first
-    step; there are no more of them than the rank has slots. Call `train.close()` when done, also after an error.
-    UserError for files, documents or a tokenizer that do not serve, here or from `next(loaders.train)`, and for a
-    state that was saved with other data.
+    Text is tokenised as it is read; for training in worker processes that start with the first step, of which there
+    are no more than the rank has slots. Call `train.close()` when done, also after an error. UserError for files or a
+    tokenizer that do not serve, and for a state that was saved with other data; from the batches for documents.
     """
     batch_size, micro_batch_size = cfg.training.global_batch_size, cfg.training.micro_batch_size
     if len(slots) % micro_batch_size:
@@ -87,45 +83,36 @@ def build_loaders(
     step, begin = starts(state, source, slots)
     stream = TrainStream(corpus, order, encoder, batch_size, begin)
     reading = _Reading(step, begin)
-    validation, read = None, None
-    if held_out is not None:
-        rows, read = _validation_rows(*held_out, encoder, batch_size, slots, cfg.training.eval_batches)
-        steps = range(0, len(rows), len(slots))
-        validation = [_microbatches(rows[i : i + len(slots)], slots, micro_batch_size, step=0) for i in steps]
     return Loaders(
         _train_batches(stream, reading, min(cfg.data.workers, len(slots)), micro_batch_size),
-        validation,
-        read,
+        None if held_out is None else Validation(*held_out, encoder, cfg.training, slots),
         lambda: loader_state(reading.step, source, reading.slots),
     )
 
 
-def _documents(cfg: RunConfig) -> tuple[Corpus, Order, tuple[Corpus, np.ndarray] | None]:
-    """The corpus and the documents to train on, and the same for validation."""
-    data, seed = cfg.data, cfg.training.seed
+def _documents(cfg: RunConfig) -> tuple[Corpus, Order, tuple[Corpus, Callable[[], Iterable[int]]] | None]:
+    """The corpus and the order to train in; and for validation a corpus, and which documents to read each time."""
+    data, weights = cfg.data, None
     if data.weights is None:
         corpus = open_corpus(data.train, data)
-        ends, weights = [len(corpus)], None
+        sizes = [len(corpus)]
     else:
         entries = [data.train] if isinstance(data.train, str) else data.train
         corpora = [open_corpus(entry, data) for entry in entries]
         corpus, weights = join(corpora), tuple(data.weights)
-        ends = list(itertools.accumulate(map(len, corpora)))
-    train, held_out = np.arange(len(corpus)), None
-    if isinstance(data.validation, str | list):
+        sizes = list(map(len, corpora))
+    files = isinstance(data.validation, str | list)
+    train, held_out = split(sizes, 0.0 if files else data.validation)
+    order = Order(train, weights, cfg.training.seed)
+    if files:
         validation = open_corpus(data.validation, data, "data.validation")
         if shared := corpus.origins & validation.origins:
             raise UserError(f"data.validation: {min(shared)} is in data.train too; take it out of one of them")
-        held_out = validation, np.arange(len(validation))
-    elif data.validation > 0:
-        train, numbers = split(len(corpus), data.validation, seed)
-        held_out = corpus, numbers
-    groups = tuple(np.split(train, np.searchsorted(train, ends[:-1])))
-    if not all(map(len, groups)):
-        raise UserError(
-            "data.validation: all documents of an entry of data.train are held out; give files of their own"
-        )
-    return corpus, Order(groups, weights, seed), held_out
+        return corpus, order, (validation, lambda: range(len(validation)))
+    if data.validation == 0:
+        return corpus, order, None
+    drawn = Order(held_out, None, cfg.training.seed)
+    return corpus, order, (corpus, lambda: drawn.read(1, range(len(drawn))))
 
 
 def read_document(
@@ -162,24 +149,19 @@ class TrainStream(IterableDataset):
         worker, slots = get_worker_info(), list(self.begin)
         if worker is not None:
             slots = slots[worker.id :: worker.num_workers]
-        # Drawing an epoch takes a second for a million documents: once for all slots, which are in the same one mostly.
-        drawn = functools.lru_cache(maxsize=1)(self._epoch)
-        streams = {slot: self.encoder.rows(self._documents(slot, drawn)) for slot in slots}
+        streams = {slot: self.encoder.rows(self._documents(slot)) for slot in slots}
         try:
             while True:
                 yield {slot: next(stream) for slot, stream in streams.items()}
         except UserError as error:
             yield error
 
-    def _epoch(self, epoch: int) -> np.ndarray:
-        return self.order.documents(epoch, np.arange(len(self.order)))
-
-    def _documents(self, slot: int, drawn: Callable[[int], np.ndarray]) -> Iterator[Document]:
+    def _documents(self, slot: int) -> Iterator[Document]:
         """The slot's documents that have something to predict; of the first one what is left of it."""
         begin = self.begin[slot]
         skipped, cut = Counter(begin.skipped), begin.token
         barren = 0  # documents in a row that were left out; a slot can meet a few, but must not look for ever
-        for count, (epoch, place, number, piece) in enumerate(self._places(slot, begin, drawn), begin.documents):
+        for count, (epoch, place, number, piece) in enumerate(self._places(slot, begin), begin.documents):
             start = SlotState(epoch, place, 0, count, dict(skipped))
             document = read_document(self.corpus, number, self.encoder, start, piece)
             if isinstance(document, Document):
@@ -195,22 +177,19 @@ class TrainStream(IterableDataset):
                     "give more text or a smaller batch"
                 )
 
-    def _places(
-        self, slot: int, begin: SlotState, drawn: Callable[[int], np.ndarray]
-    ) -> Iterator[tuple[int, int, int, Piece]]:
+    def _places(self, slot: int, begin: SlotState) -> Iterator[tuple[int, int, int, Piece]]:
         """What the slot reads, epoch after epoch: (epoch, place in its share, document, which piece of it).
 
         With fewer documents than slots, the slots at places p, p + n, p + 2n, ... (n documents) share the document at
         place p: each reads one of as many equal pieces of its characters, so an epoch still holds each document once.
         """
         n = len(self.order)
-        num_places = max(n, self.global_batch_size)
-        places = range(slot, num_places, self.global_batch_size)
+        places = range(slot % n, n, self.global_batch_size)
+        piece = slot // n, len(range(slot % n, self.global_batch_size, n))
         for epoch in itertools.count(begin.epoch):
-            share = drawn(epoch)[np.array(places) % n]
-            for place in range(begin.place if epoch == begin.epoch else 0, len(places)):
-                piece = places[place] // n, len(range(places[place] % n, num_places, n))
-                yield epoch, place, int(share[place]), piece
+            first = begin.place if epoch == begin.epoch else 0
+            for place, document in enumerate(self.order.read(epoch, places[first:]), first):
+                yield epoch, place, document, piece
 
 
 def _start(stream: TrainStream, num_workers: int) -> Iterator[SlotRows | UserError]:
@@ -287,36 +266,48 @@ def _microbatches(rows: list[np.ndarray], slots: Sequence[int], micro_batch_size
     return [to_batch(np.stack(rows[piece]), slots[piece], step) for piece in pieces]
 
 
-def _validation_rows(
-    corpus: Corpus, documents: np.ndarray, encoder: Encoder, batch_size: int, slots: range, eval_batches: int
-) -> tuple[list[np.ndarray], Counts]:
-    """The rank's rows [3, T+1] of the validation set: row r of all goes to slot r mod G of global batch r // G.
+@dataclass(eq=False)
+class Validation:
+    """For each global batch of the validation set the rank's micro-batches (`step` is 0), as many on every rank.
 
-    The number of rows, equal on every rank, is known only after tokenising: every rank tokenises all the documents
-    (or `eval_batches` global batches of them), once, and keeps its own rows. Missing ones at the end are empty.
+    Row r of all goes to slot r mod G of global batch r // G; missing ones at the end are empty. Whose a row is shows
+    only when all before it are tokenised, so every rank tokenises all the documents (or `eval_batches` global batches
+    of them), and each time anew: rows that were kept would take memory.
     """
-    count, skipped = 0, Counter[str]()
 
-    def read() -> Iterator[Document]:
-        nonlocal count
-        for number in documents:
-            count += 1
-            document = read_document(corpus, int(number), encoder, SlotState())
+    corpus: Corpus
+    documents: Callable[[], Iterable[int]]
+    encoder: Encoder
+    training: Training
+    slots: range
+    read: Counts = field(default_factory=lambda: Counts(0, {}))
+    """What the last time has read, on every rank the same."""
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        batch_size, filler = (
+            self.training.global_batch_size,
+            empty_row(self.encoder.data.sequence_length, self.encoder.fill),
+        )
+        rows = itertools.islice(self.encoder.rows(self._documents()), self.training.eval_batches * batch_size or None)
+        empty = True
+        while batch := [row for row, _ in itertools.islice(rows, batch_size)]:
+            batch += [filler] * (batch_size - len(batch))
+            yield _microbatches(
+                [batch[slot] for slot in self.slots], self.slots, self.training.micro_batch_size, step=0
+            )
+            empty = False
+        if empty:
+            raise UserError(
+                f"data.validation: no document has anything to predict (left out: {describe(self.read.skipped)}); "
+                "give more text"
+            )
+
+    def _documents(self) -> Iterator[Document]:
+        skipped = Counter[str]()
+        for count, number in enumerate(self.documents(), 1):
+            document = read_document(self.corpus, number, self.encoder, SlotState())
+            if isinstance(document, str):
+                skipped[document] += 1
+            self.read = Counts(count, dict(skipped))
             if isinstance(document, Document):
                 yield document
-            else:
-                skipped[document] += 1
-
-    mine, num_rows = [], 0
-    for row, _ in itertools.islice(encoder.rows(read()), eval_batches * batch_size or None):
-        if num_rows % batch_size in slots:
-            mine.append(row)
-        num_rows += 1
-    if num_rows == 0:
-        raise UserError(
-            f"data.validation: no document has anything to predict (left out: {describe(skipped)}); give more text"
-        )
-    num_batches = -(-num_rows // batch_size)
-    missing = num_batches * len(slots) - len(mine)
-    rows = mine + [empty_row(encoder.data.sequence_length, encoder.fill)] * missing
-    return rows, Counts(count, dict(skipped))

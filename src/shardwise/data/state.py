@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import RunConfig, UserError
 from shardwise.data.corpus import Corpus
+from shardwise.data.order import METHOD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,6 +105,7 @@ def read_from(cfg: RunConfig, corpus: Corpus, num_documents: int, tokenizer: Pre
         "data.format": cfg.data.format,
         "data.text_field": cfg.data.text_field,
         "data.weights": cfg.data.weights,
+        "the order of the documents": METHOD,
         "the tokenizer": _tokenizer_fingerprint(tokenizer),
     }
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +18,9 @@ from shardwise.config import Model, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+STRIDE = 32
+"""Of so many documents the place of one is kept: little to keep, and little to read past."""
 
 Record = dict[str, Any]
 """A document as it is stored: its fields by name."""
@@ -73,40 +77,44 @@ def _files_below(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, eq=False)
 class TextFiles:
-    """The documents of text files by number; only their places are kept, 8 bytes a document."""
+    """The documents of text files by number; of every STRIDE-th its place is kept, from which others are looked for."""
 
     files: tuple[Path, ...]
     ends: np.ndarray  # [files] int64: how many documents there are up to the end of each file
-    offsets: np.ndarray  # [documents] int64: where the document's line begins, in bytes; 0 for a file of plain text
+    offsets: np.ndarray  # [documents / STRIDE, rounded up] int64: the byte of its file where each STRIDE-th one begins
     text_field: str  # the name of the one field that a document of plain text has
 
     def __len__(self) -> int:
-        return len(self.offsets)
+        return int(self.ends[-1])
 
     def __getitem__(self, document: int) -> Record:
-        path, offset = self._place(document)
-        jsonl = is_jsonl(path)
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                raw = file.readline() if jsonl else file.read()
-        except OSError as error:
-            _unreadable(path, error)
-        return _object(_decode(raw)) if jsonl else {self.text_field: _decode(raw)}
+        path, _, raw = self._read(document)
+        return _object(_decode(raw)) if is_jsonl(path) else {self.text_field: _decode(raw)}
 
     def where(self, document: int) -> str:
         """The file and line of a document, for an error; it reads the file up to there."""
-        path, offset = self._place(document)
+        path, offset, _ = self._read(document)
         return f"{path}:{_line_number(path, offset)}" if is_jsonl(path) else str(path)
 
     def fingerprint(self) -> str:
-        """A short hash of where the documents lie; it sees no change of text that moves no document."""
+        """A short hash of the kept places and the files' sizes; it sees no change of text that moves none of them."""
         content = hashlib.blake2b(self.ends.tobytes() + self.offsets.tobytes(), digest_size=8)
         content.update(repr([file.stat().st_size for file in self.files]).encode())
         return content.hexdigest()
 
-    def _place(self, document: int) -> tuple[Path, int]:
-        return self.files[int(np.searchsorted(self.ends, document, side="right"))], int(self.offsets[document])
+    def _read(self, document: int) -> tuple[Path, int, bytes]:
+        """The file of a document, the byte where it begins there, and its bytes."""
+        index = int(np.searchsorted(self.ends, document, side="right"))
+        path, first = self.files[index], int(self.ends[index - 1]) if index else 0
+        kept = document // STRIDE * STRIDE
+        begin, offset = (kept, int(self.offsets[kept // STRIDE])) if kept > first else (first, 0)
+        try:
+            if is_jsonl(path):
+                ended = offset, b""  # what a file gives that has become shorter
+                return path, *next(itertools.islice(_lines(path, offset), document - begin, None), ended)
+            return path, 0, path.read_bytes()
+        except OSError as error:
+            _unreadable(path, error)
 
 
 def _object(line: str) -> Record:
@@ -125,28 +133,30 @@ def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
     Text is not checked here but when a document is read. UserError for a file that cannot be read, and for `.json`
     (one value, not a document a line).
     """
-    files = tuple(files)
+    files, count = tuple(files), 0
     ends, offsets = array("q"), array("q")
     for path in files:
         if path.suffix == ".json":
             raise UserError(f"{path}: .json is not read; rename it to .jsonl if it holds one object a line")
         try:
-            if is_jsonl(path):
-                _add_line_starts(path, offsets)
-            elif path.stat().st_size:
-                offsets.append(0)
+            starts = (start for start, _ in _lines(path)) if is_jsonl(path) else range(min(path.stat().st_size, 1))
+            for start in starts:
+                if count % STRIDE == 0:
+                    offsets.append(start)
+                count += 1
         except OSError as error:
             _unreadable(path, error)
-        ends.append(len(offsets))
+        ends.append(count)
     return TextFiles(files, np.frombuffer(ends, np.int64), np.frombuffer(offsets, np.int64), text_field)
 
 
-def _add_line_starts(path: Path, starts: array[int]) -> None:
-    offset = 0
+def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+    """The lines from this byte of the file on that are not blank, each with the byte where it begins."""
     with path.open("rb") as file:
+        file.seek(offset)
         for line in file:
             if not line.isspace():
-                starts.append(offset)
+                yield offset, line
             offset += len(line)
 
 

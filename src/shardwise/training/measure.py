@@ -61,10 +61,10 @@ def _mark_forwards(part: Part, peak: PeakMemory) -> tuple[RemovableHandle, Remov
 
 
 def documents_read(loaders: Loaders) -> dict[str, Counts]:
-    """What was read for training, from the first step of the run on, and for validation; on every rank the same."""
+    """What was read for training, from the first step on, and for the last evaluation; on every rank the same."""
     # A few numbers for each slot, from every rank to all.
     read = {"train": counts(merge_states(of_every_rank(loaders.state())))}
-    return read if loaders.validation_read is None else {**read, "validation": loaders.validation_read}
+    return read if loaders.validation is None else {**read, "validation": loaders.validation.read}
 
 
 def write_record(
