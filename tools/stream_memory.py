@@ -1,11 +1,13 @@
 """Memory that reading a corpus larger than memory takes: generate one, open it as a run does, read batches.
 
-    python tools/stream_memory.py [--bytes 2000000000] [--batches 300] [--out results/stream_memory.json]
+    python tools/stream_memory.py [--scale 1.0] [--batches 300] [--out results/stream_memory.json]
 
-Each reading has a process of its own, with a tokenizer loaded and used before the first figure, so that a growth is
-the loader's: the index of the documents, the order of the epoch while it is drawn, and the rows that are held. The sum
-of the resident memory of the process and those it has started is sampled every few milliseconds. With a worker process
-that sum holds the worker's libraries, too, so there the growth is against the same reading of a small corpus.
+There are two: 2 GB of documents of some 3,000 bytes, and 0.5 GB of lines of some 50 bytes, which are ten million
+documents (2 GB of them would only take longer to write and to find). Each reading has a process of its own, with a
+tokenizer loaded and used before the first figure, so that a growth is the loader's: the index of the documents and the
+rows that are held. The sum of the resident memory of the process and those it has started is sampled every few
+milliseconds. With a worker process that sum holds the worker's libraries, too, so there the growth is against the same
+reading of a small corpus.
 """
 
 from __future__ import annotations
@@ -38,45 +40,57 @@ from shardwise.metrics.hardware import environment
 
 BOUND = 150 * 10**6
 SMALL = 10**7
-CHARACTERS = (2000, 4000)  # in a document
+CORPORA = {"documents": (2 * 10**9, (2000, 4000)), "lines": (5 * 10**8, (10, 40))}
+"""Bytes, and from how many to how many characters a document has."""
 BATCH = 8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bytes", type=int, default=2 * 10**9)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the bytes of the corpora")
     parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "stream_memory.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if shutil.disk_usage(folder).free < 2 * options.bytes:
-            sys.exit(f"{folder}: less than {2 * options.bytes:,} bytes free; set TMPDIR to a larger disk")
         save_tokenizer(folder)
-        documents = write_corpus(folder / "large.jsonl", options.bytes)
-        write_corpus(folder / "small.jsonl", SMALL)
-        rows = []
-        for workers in (0, 1):
-            small, large = (
-                in_new_process(folder, f"{size}.jsonl", workers, options.batches) for size in ("small", "large")
-            )
-            before = large["before"] if workers == 0 else small["peak"]
-            growth = large["peak"] - before
-            rows.append({"workers": workers, "small": small, "large": large, "growth": growth, "ok": growth <= BOUND})
-            print(json.dumps(rows[-1]), flush=True)
-        result = {
-            "environment": environment(),
-            "corpus_bytes": (folder / "large.jsonl").stat().st_size,
-            "small_corpus_bytes": (folder / "small.jsonl").stat().st_size,
-            "documents": documents,
-            "batches": options.batches,
-            "global_batch_size": BATCH,
-            "bound": BOUND,
-            "ok": all(row["ok"] for row in rows),
-            "rows": rows,
-        }
+        cases = [measure(folder, name, options.scale, options.batches) for name in CORPORA]
+    result = {
+        "environment": environment(),
+        "batches": options.batches,
+        "global_batch_size": BATCH,
+        "bound": BOUND,
+        "ok": all(row["ok"] for case in cases for row in case["rows"]),
+        "cases": cases,
+    }
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(not result["ok"])
+
+
+def measure(folder: Path, name: str, scale: float, batches: int) -> dict[str, Any]:
+    """Generate a corpus and a small one like it, read both without and with a worker process, and remove them."""
+    size, characters = CORPORA[name]
+    if shutil.disk_usage(folder).free < 2 * scale * size:
+        sys.exit(f"{folder}: less than {2 * scale * size:,.0f} bytes free; set TMPDIR to a larger disk")
+    paths = {"small": folder / "small.jsonl", "large": folder / "large.jsonl"}
+    write_corpus(paths["small"], SMALL, characters)
+    documents = write_corpus(paths["large"], int(scale * size), characters)
+    case = {
+        "corpus": name,
+        "documents": documents,
+        "corpus_bytes": paths["large"].stat().st_size,
+        "small_corpus_bytes": paths["small"].stat().st_size,
+        "rows": [],
+    }
+    for workers in (0, 1):
+        small, large = (in_new_process(folder, path, workers, batches) for path in paths.values())
+        growth = large["peak"] - (large["before"] if workers == 0 else small["peak"])
+        row = {"workers": workers, "small": small, "large": large, "growth": growth, "ok": growth <= BOUND}
+        print(name, json.dumps(row), flush=True)
+        case["rows"].append(row)
+    for path in paths.values():
+        path.unlink()
+    return case
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -88,7 +102,7 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
 
 
-def write_corpus(path: Path, size: int) -> int:
+def write_corpus(path: Path, size: int, characters: tuple[int, int]) -> int:
     """At least `size` bytes of JSONL; how many documents they are."""
     draw = random.Random(0)
     words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, 12))) for _ in range(5000)]
@@ -96,27 +110,27 @@ def write_corpus(path: Path, size: int) -> int:
     written = documents = 0
     with path.open("w", encoding="ascii") as file:
         while written < size:
-            begin = draw.randrange(len(text) - CHARACTERS[1])
-            document = f"{documents} {text[begin : begin + draw.randint(*CHARACTERS)]}"
+            begin = draw.randrange(len(text) - characters[1])
+            document = f"{documents} {text[begin : begin + draw.randint(*characters)]}"
             written += file.write(json.dumps({"text": document}) + "\n")
             documents += 1
     return documents
 
 
-def in_new_process(folder: Path, corpus: str, workers: int, batches: int) -> dict[str, Any]:
+def in_new_process(folder: Path, corpus: Path, workers: int, batches: int) -> dict[str, Any]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(read, folder, corpus, workers, batches).result()
 
 
-def read(folder: Path, corpus: str, workers: int, batches: int) -> dict[str, Any]:
+def read(folder: Path, corpus: Path, workers: int, batches: int) -> dict[str, Any]:
     """Resident bytes before and after opening, the most of all while opening and reading, and seconds of both."""
     model = Model(str(folder))
     tokenizer = load_tokenizer(model)
     tokenizer("the first text starts what a tokenizer starts")
     cfg = RunConfig(
         model=model,
-        data=Data(str(folder / corpus), validation=0.001, workers=workers),
-        training=Training(output_dir="unused", global_batch_size=BATCH, eval_batches=4),
+        data=Data(str(corpus), validation=0.001, workers=workers),
+        training=Training(output_dir="unused", global_batch_size=BATCH, eval_batches=20),
     )
     gc.collect()
     before = resident()
@@ -126,6 +140,9 @@ def read(folder: Path, corpus: str, workers: int, batches: int) -> dict[str, Any
         opened, seconds_to_open = resident(), time.perf_counter() - start
         for _ in range(batches):
             next(loaders.train)
+        assert loaders.validation is not None
+        for _ in loaders.validation:
+            pass
         seconds = time.perf_counter() - start - seconds_to_open
     loaders.train.close()
     return {
