@@ -158,6 +158,18 @@ def test_state_of_other_data_is_refused(
         build_loaders(cfg, other, range(cfg.training.global_batch_size), state)
 
 
+def test_state_of_another_order_is_refused(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    cfg = run_config(write_corpus(["abc"] * 5), global_batch_size=2)
+    _, state = read(cfg, tokenizer, 1, 1)
+    del state["read_from"]["the order of the documents"]  # as it was saved before the order had a name
+    with pytest.raises(
+        UserError, match=r"checkpoint: the order of the documents \(was None, is swap-or-not, 32 rounds\);"
+    ):
+        build_loaders(cfg, tokenizer, range(2), state)
+
+
 def test_a_resumed_run_may_change_how_the_batch_is_read(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
