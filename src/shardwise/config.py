@@ -22,6 +22,9 @@ DType = Literal["float32", "bfloat16"]
 class UserError(ValueError):
     """The user's mistake: one line that says what is wrong and how to mend it (exit code 2, no traceback)."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))  # other libraries' errors, told within, may be many lines
+
 
 class Section:
     """Base of the sections: pydantic refuses keys that a section does not have."""
@@ -336,7 +339,7 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path}: cannot read the file ({error.strerror}); give the path of a YAML file") from None
     except (yaml.YAMLError, ValueError) as error:  # bytes that are no text, dates that are none
-        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+        raise UserError(f"{path}: not valid YAML ({error})") from None
     _require(isinstance(data, dict), f"{path}: {what}")
     return data
 
@@ -348,9 +351,8 @@ class _NoDuplicates(yaml.SafeLoader):
         # As written: later what `<<` merges stands beside a mapping's own keys, which go before it.
         node = super().compose_mapping_node(anchor)
         keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.YAMLError(f"the key {key} is given twice")
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"the key {twice[0]} is given twice")
         return node
 
 
@@ -369,8 +371,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 def _first_problem(error: Any) -> str:
     # Unknown keys first: a misspelt required key also makes a "missing" error, and the spelling is the way out.
-    problems = sorted(error.errors(), key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"))
-    problem = problems[0]
+    problem = min(error.errors(), key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"))
     location = [str(part) for part in problem["loc"]]
     if problem["type"] == "unexpected_keyword_argument":
         return f"unknown key {'.'.join(location)}; {nearest(location[-1], known_keys(*location[:-1]))}"

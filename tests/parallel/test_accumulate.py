@@ -97,6 +97,39 @@ def test_sums_of_float32_keep_them(reference, layout, nproc, limit):
         assert empty
 
 
+def _offloaded(offload: str) -> tuple[Grads, Grads, set[torch.dtype]]:
+    """The first step's gradients, and the weights after two."""
+    cfg = _config("fsdp2", "float32")
+    cfg = replace(cfg, parallel=replace(cfg.parallel, offload=offload))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
+    named = [pair for group in job.optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
+    dtypes = {p.grad.dtype for _, p in named}
+    grads = {n: full_tensor(p.grad) for n, p in named}
+    job.optimizer.zero_grad(set_to_none=True)
+    for step in (1, 2):
+        training_step(job, microbatches(cfg, mesh, step), mesh, 1.0)
+    return grads, {n: full_tensor(job.pm.to_portable(n, p)) for n, p in job.pm.named_parameters()}, dtypes
+
+
+@pytest.fixture(scope="module")
+def on_the_device() -> tuple[Grads, Grads, set[torch.dtype]]:
+    return run_ranks(2, _offloaded, "none")[0]
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_offload_keeps_every_bit_of_them(offload, on_the_device):
+    grads, weights, dtypes = on_the_device
+    assert dtypes == {torch.float32}
+    # The optimizer must have seen more than bfloat16 can say, or the comparison would prove nothing.
+    assert any((g != g.bfloat16().float()).any() for g in grads.values())
+    for found_grads, found_weights, found_dtypes in run_ranks(2, _offloaded, offload):
+        assert found_dtypes == dtypes
+        assert all(torch.equal(found_grads[n], grads[n]) for n in grads)
+        assert all(torch.equal(found_weights[n], weights[n]) for n in weights)
+
+
 def _refused(dtype: str) -> str:
     cfg = _config("fsdp1", "float32")
     cfg = replace(cfg, model=replace(cfg.model, dtype=dtype))

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from shardwise.parallel.mesh import build_mesh
-from shardwise.parallel.place import full_tensor
+from shardwise.parallel.place import full_tensor, local
 from shardwise.training.build import Job, build
-from shardwise.training.gradients import local
 from shardwise.training.step import forward_backward, training_step
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from shardwise.parallel.mesh import build_mesh
-from shardwise.parallel.place import full_tensor
+from shardwise.parallel.place import full_tensor, local
 from shardwise.training.build import build
-from shardwise.training.gradients import local
 from shardwise.training.loss_scale import GROWTH_STEPS, INITIAL_SCALE, LossScale
 from shardwise.training.step import NonFiniteLossError, training_step
 from tests.distributed import run_ranks

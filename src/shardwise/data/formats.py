@@ -183,8 +183,7 @@ def _rendered(render: Callable[[], Any]) -> Any:
     try:
         return render()
     except (jinja2.TemplateError, TypeError, ValueError) as error:
-        message = " ".join(str(error).split())
-        raise BadDocument("bad chat", f"the chat template refuses it ({message}); mend or remove the line") from None
+        raise BadDocument("bad chat", f"the chat template refuses it ({error}); mend or remove the line") from None
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> Any:

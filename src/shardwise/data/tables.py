@@ -86,7 +86,7 @@ def open_parquet(path: Path, fields: Sequence[str]) -> Table:
     except UserError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{path}: cannot be read as Parquet ({_line(error)}); mend or remove it") from None
+        raise UserError(f"{path}: cannot be read as Parquet ({error}); mend or remove it") from None
 
 
 def open_dataset(entry: str, fields: Sequence[str], key: str = "data.train") -> Table:
@@ -102,7 +102,7 @@ def open_dataset(entry: str, fields: Sequence[str], key: str = "data.train") -> 
         else:
             loaded = _quietly(lambda: datasets.load_dataset(str(path) if path.exists() else entry))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        what = f"datasets cannot load it ({_line(error)})"
+        what = f"datasets cannot load it ({error})"
         way_out = "give existing files, folders or glob patterns, or the name or folder of a dataset"
         raise UserError(f"{key}: {entry}: {what}; {way_out}") from None
     if isinstance(loaded, dict):
@@ -143,7 +143,3 @@ def _quietly(load: Callable[[], Any]) -> Any:
         return load()
     finally:
         datasets.enable_progress_bar()
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -200,8 +200,7 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{source}: no tokenizer could be loaded ({reason}); {way_out}") from None
+        raise UserError(f"{source}: no tokenizer could be loaded ({error}); {way_out}") from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"{source}: no tokenizer files here, or an empty vocabulary; {way_out}")
     return tokenizer

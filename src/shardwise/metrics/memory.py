@@ -61,12 +61,11 @@ def state_tensors(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Opt
 
 def state_bytes(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of `state_tensors` on this rank; each storage counts once, at its first place in their order."""
-    counted: set[int] = set()
-    sizes = {}
+    counted: list[torch.Tensor] = []
+    sizes: dict[str, int] = {}
     for part, tensors in state_tensors(parameters, optimizer).items():
-        storages = _storages(tensors)
-        sizes[part] = sum(storage.nbytes() for key, storage in storages.items() if key not in counted)
-        counted |= storages.keys()
+        counted += tensors
+        sizes[part] = tensor_bytes(counted) - sum(sizes.values())
     return sizes
 
 

@@ -93,8 +93,7 @@ def merge_adapter(base: Model, adapter_folder: str | Path, out_folder: str | Pat
             warnings.simplefilter("ignore", UserWarning)  # of missing keys: checked here, and said in one line
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{folder}: these adapters do not fit {base.path} ({reason})") from None
+        raise UserError(f"{folder}: these adapters do not fit {base.path} ({str(error)[:200]})") from None
     with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
         found = set(file.keys())
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))

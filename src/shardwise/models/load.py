@@ -49,7 +49,7 @@ def read_config(model: Model) -> PretrainedConfig:
             hint = "it comes with Python code of its own; set model.trust_remote_code to true if you trust that"
             raise UserError(f"{model.path}: {hint}") from None
         what = "cannot read config.json" if folder.is_dir() else "no such folder, nor a model that the hub hands out"
-        raise UserError(f"{model.path}: {what} ({_one_line(error)})") from None
+        raise UserError(f"{model.path}: {what} ({str(error)[:200]})") from None
     if getattr(config, "quantization_config", None):
         raise UserError(f"{model.path}: the weights are quantised; give a model folder with plain weights")
     return config.get_text_config()
@@ -81,7 +81,7 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
                 config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
             )
     except (ValueError, TypeError, KeyError, ArithmeticError, NotImplementedError) as error:
-        raise UserError(f"{model.path}: transformers cannot build a causal model of it ({_one_line(error)})") from None
+        raise UserError(f"{model.path}: transformers cannot build a causal model of it ({str(error)[:200]})") from None
     for pattern, kept_dtype in built._get_dtype_plan(dtype).items():
         _cast(built, re.compile(pattern.replace("*", ".*")), kept_dtype)
     initialise_buffers(built)
@@ -251,7 +251,7 @@ class _Reader:
                 self.opened[file] = self.stack.enter_context(safe_open(file, framework="pt"))
             return self.opened[file].get_tensor(key).to(dtype=dtype)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file}: cannot read {key} ({_one_line(error)}); fetch the file again") from None
+            raise UserError(f"{file}: cannot read {key} ({str(error)[:200]}); fetch the file again") from None
 
 
 def _convert(
@@ -272,7 +272,7 @@ def _convert(
         raise
     except (RuntimeError, ValueError, KeyError) as error:
         keys = ", ".join(key for key, _ in source.keys[:3])
-        raise UserError(f"{path}: cannot make {name} from {keys}, ... ({_one_line(error)})") from None
+        raise UserError(f"{path}: cannot make {name} from {keys}, ... ({str(error)[:200]})") from None
     return {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
 
 
@@ -296,7 +296,7 @@ def _weight_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot fetch the weights from the hub ({_one_line(error)})") from None
+        raise UserError(f"{path}: cannot fetch the weights from the hub ({str(error)[:200]})") from None
 
 
 def _files_by_key(folder: Path) -> dict[str, Path]:
@@ -324,7 +324,7 @@ def _keys_in(file: Path) -> list[str]:
         with safe_open(file, framework="pt") as opened:
             return list(opened.keys())
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a whole safetensors file ({_one_line(error)}); fetch it again") from None
+        raise UserError(f"{file}: not a whole safetensors file ({str(error)[:200]}); fetch it again") from None
 
 
 def _cast(built: PreTrainedModel, pattern: re.Pattern[str], dtype: torch.dtype) -> None:
@@ -345,7 +345,3 @@ def _quiet_fallback_notice() -> None:
 
 def _drop_fallback_notice(record: logging.LogRecord) -> bool:
     return "falling back to its reference" not in record.getMessage()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

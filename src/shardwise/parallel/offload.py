@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.place import placed_like
+from shardwise.parallel.place import local, placed_like
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
@@ -38,7 +38,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
     def from_portable(name: str, held: torch.Tensor, portable: torch.Tensor) -> None:
         pm.from_portable(name, held, portable)
-        if name in copies.weights and _local(held).data_ptr() == _local(copies.weights[name]).data_ptr():
+        if name in copies.weights and local(held).data_ptr() == local(copies.weights[name]).data_ptr():
             copies.refresh(name)
 
     return replace(
@@ -75,18 +75,14 @@ class Copies:
     def update_weights(self) -> None:
         """After the optimizer's step: this rank's updated shards go from the CPU to the device."""
         for name, weight in self.weights.items():
-            _local(weight).copy_(_local(self.on_cpu[name]))
+            local(weight).copy_(local(self.on_cpu[name]))
 
     @torch.no_grad()
     def refresh(self, name: str) -> None:
         """A weight was loaded: so is its copy."""
-        _local(self.on_cpu[name]).copy_(_local(self.weights[name]))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local(self.on_cpu[name]).copy_(local(self.weights[name]))
 
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    local = _local(tensor).to(device, copy=True)
-    return placed_like(tensor, local) if isinstance(tensor, DTensor) else local
+    held = local(tensor).to(device, copy=True)
+    return placed_like(tensor, held) if isinstance(tensor, DTensor) else held

@@ -67,6 +67,11 @@ def placed_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     )
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, on every rank of its mesh (an all-gather where it is sharded)."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

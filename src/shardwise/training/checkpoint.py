@@ -176,7 +176,7 @@ def restore(start: Start, job: Job, cfg: RunConfig) -> None:
         with paused():
             dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:
-        raise UserError(f"checkpoint {start.folder} does not fit this run: {_line(_failures(error)[0])}") from None
+        raise UserError(f"checkpoint {start.folder} does not fit this run: {_failures(error)[0]}") from None
     for key, name, held in _held(job, cfg):
         if _is_translated(key, held):
             job.pm.from_portable(name, held, tensors[key])
@@ -244,8 +244,4 @@ def _reason(error: BaseException, folder: Path) -> tuple[int, str]:
             file.write(bytes(2**20))
     except OSError as system:
         return 0, system.strerror or str(system)
-    return 1, _line(failures[0])
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return 1, str(failures[0])

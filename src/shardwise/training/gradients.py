@@ -9,12 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.interfaces import Mesh
+from shardwise.parallel.place import local
 from shardwise.parallel.reduce import sum_over
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
