@@ -36,6 +36,7 @@ FORBIDDEN = {
     "models": ("torch.distributed",),
     "metrics/record.py": ("torch", "transformers", "shardwise.models"),
     "config.py": ("torch", "transformers"),
+    "benchmark": ("torch", "transformers"),
 }
 
 

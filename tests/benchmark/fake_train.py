@@ -20,7 +20,9 @@ def main() -> None:
     print("starting")
     end = cfg["training"]["sample"] or "ok"
     number = int(out.name.removeprefix("round-"))
-    if end == "sleep":
+    slept = out.parent / "slept"
+    if end == "sleep" or (end == "sleep once" and not slept.exists()):
+        slept.touch()
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         (out / "pids").write_text(f"{os.getpid()} {child.pid}")
         time.sleep(600)

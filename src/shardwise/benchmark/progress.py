@@ -26,13 +26,17 @@ class Display:
     def __init__(self, title: str, cells: Sequence[CellState], total: int) -> None:
         self._title, self._cells, self._total = title, cells, total
         self._running: tuple[CellState, float] | None = None  # and since when
-        self._console = Console(markup=False, highlight=False, soft_wrap=True)
-        terminal = sys.stdout.isatty() and not self._console.is_dumb_terminal
-        self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=1) if terminal else None
+        self._console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+        self._live = None
+        if sys.stdout.isatty() and not self._console.is_dumb_terminal:
+            # Drawn seldom: that takes time on the cores that are measured.
+            self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=0.5)
 
     def start(self, state: CellState) -> None:
         """A run of this cell begins."""
         self._running = (state, time.monotonic())
+        if self._live is not None:
+            self._live.refresh()
 
     def end(self, state: CellState) -> None:
         """It has ended, and its round is known."""

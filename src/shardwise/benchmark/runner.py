@@ -25,7 +25,7 @@ import yaml
 from shardwise.benchmark.cells import CellState, cell_record
 from shardwise.benchmark.progress import Display
 from shardwise.benchmark.sweep import Cell, Sweep, read_sweep
-from shardwise.config import UserError, read_yaml
+from shardwise.config import UserError
 from shardwise.metrics.cell import LOG, RECORD, RUN_FILE, SWEEP, CellRecord, Round
 from shardwise.metrics.record import RunRecord, Status, dumps
 
@@ -92,9 +92,9 @@ def _locked(out: Path) -> Generator[None]:
     """Make the folder and keep other benches out of it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
     except OSError as error:
-        raise UserError(f"--out {out}: cannot make the folder ({error.strerror})") from None
-    handle = os.open(out, os.O_RDONLY)
+        raise UserError(f"--out {out}: cannot make or open the folder ({error.strerror})") from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -108,54 +108,58 @@ def _prepare(out: Path, sweep: Sweep, again: Sequence[Cell]) -> None:
     """Write the sweep and the run files, or check that they are those of the sweep that is there."""
     if (out / SWEEP).exists():
         _check_same(out, sweep)
-    elif any(out.iterdir()):
+    elif any(path.name != _temporary(out / SWEEP).name for path in out.iterdir()):
         raise UserError(f"--out {out} holds something else than a bench; choose another folder")
-    _write(out / SWEEP, dumps(asdict(sweep.record), indent=1) + "\n")
-    for cell in sweep.cells:
-        folder = out / cell.plan.id
-        folder.mkdir(exist_ok=True)
-        _write(folder / RUN_FILE, yaml.safe_dump(cell.run, sort_keys=False))
-        if cell in again:
-            (folder / RECORD).unlink(missing_ok=True)
-            for round_folder in folder.glob("round-*"):
-                shutil.rmtree(round_folder)
+    try:
+        _write(out / SWEEP, dumps(asdict(sweep.record), indent=1) + "\n")
+        for cell in sweep.cells:
+            folder = out / cell.plan.id
+            folder.mkdir(exist_ok=True)
+            _write(folder / RUN_FILE, _as_yaml(cell.run))
+            if cell in again:
+                (folder / RECORD).unlink(missing_ok=True)
+                for round_folder in folder.glob("round-*"):
+                    shutil.rmtree(round_folder)
+    except PermissionError as error:
+        raise UserError(f"--out {out}: cannot write {error.filename} ({error.strerror})") from None
 
 
 def _check_same(out: Path, sweep: Sweep) -> None:
     """Raise UserError where the folder holds another sweep; the number of rounds and the time limit may be others."""
-    way_out = "choose another --out"
+    run_files = {cell.plan.id: _as_yaml(cell.run) for cell in sweep.cells}
+    now = _comparable(json.loads(dumps(asdict(sweep.record))), run_files)
     try:
-        before = json.loads((out / SWEEP).read_text(encoding="utf-8"))
-        ids_before = [plan["id"] for plan in before["cells"]]
-    except (OSError, ValueError, TypeError, KeyError):
-        raise UserError(f"{out / SWEEP} is damaged, or not a bench's; {way_out}") from None
-    now = json.loads(dumps(asdict(sweep.record)))
-    ids = [plan["id"] for plan in now["cells"]]
-    for one, other, whose in ((ids_before, ids, "there"), (ids, ids_before, "in the sweep file")):
-        if missing := [cell_id for cell_id in one if cell_id not in other]:
-            raise UserError(f"--out {out} holds another sweep: the cell {missing[0]} is only {whose}; {way_out}")
-    for key in ("axes", "cells"):
-        if before[key] != now[key]:
-            raise UserError(f"--out {out} holds another sweep: its {key} are others; {way_out}")
-    for cell in sweep.cells:
-        path = out / cell.plan.id / RUN_FILE
-        if path.exists():
-            _check_same_run(out, cell, read_yaml(path, f"not a run file; {way_out}"))
+        found = json.loads((out / SWEEP).read_text(encoding="utf-8"))
+        files = {plan["id"]: out / plan["id"] / RUN_FILE for plan in found["cells"]}
+        before = _comparable(found, {name: file.read_text(encoding="utf-8") for name, file in files.items()})
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise UserError(f"{out} holds a bench that is damaged ({error}); choose another --out") from None
+    if difference := _difference(before, now):
+        raise UserError(f"--out {out} holds another sweep: {difference}; choose another --out")
 
 
-def _check_same_run(out: Path, cell: Cell, before: dict[str, Any]) -> None:
-    now = yaml.safe_load(yaml.safe_dump(cell.run))
-    for section in before | now:
-        old, new = before.get(section), now.get(section)
-        if not isinstance(old, dict) or not isinstance(new, dict):
-            old, new = {"": old}, {"": new}
-        for key in old | new:
-            if key != "output_dir" and old.get(key) != new.get(key):
-                name = f"{section}.{key}".rstrip(".")
-                raise UserError(
-                    f"--out {out} holds another sweep: {name} of {cell.plan.id} is {old.get(key)!r} there and "
-                    f"{new.get(key)!r} in the sweep file; choose another --out"
-                )
+def _comparable(record: dict[str, Any], run_files: dict[str, str]) -> dict[str, Any]:
+    runs = {name: yaml.safe_load(text) for name, text in run_files.items()}
+    for run in runs.values():
+        run["training"].pop("output_dir", None)  # as the folder was called then
+    axes = {axis["name"]: axis for axis in record["axes"]}
+    return {"axes": axes, "cells": {plan["id"]: plan | {"run": runs[plan["id"]]} for plan in record["cells"]}}
+
+
+def _difference(before: Any, now: Any, *where: str) -> str:
+    """The first difference in words; nothing where there is none."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in before | now:
+            if key not in before or key not in now:
+                return f"{'.'.join((*where, key))} is only {'there' if key in before else 'in the sweep file'}"
+            if difference := _difference(before[key], now[key], *where, key):
+                return difference
+        return ""
+    return f"{'.'.join(where)} is {before!r} there and {now!r} in the sweep file" if before != now else ""
+
+
+def _as_yaml(run: dict[str, Any]) -> str:
+    return yaml.safe_dump(run, sort_keys=False)
 
 
 def _known(cell: Cell, folder: Path, rounds: int) -> CellState:
@@ -178,9 +182,12 @@ def _known(cell: Cell, folder: Path, rounds: int) -> CellState:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    _temporary(path).write_text(text, encoding="utf-8")
+    os.replace(_temporary(path), path)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
 
 
 # ---------------------------------------------------------------------------------------------------------------- a run
@@ -263,7 +270,8 @@ def _last_line(log: Path, length: int = 300) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 8192))
         lines = file.read().decode("utf-8", "replace").splitlines()
-    return next((line.strip()[:length] for line in reversed(lines) if line.strip()), "")
+    last = next((line.strip()[:length] for line in reversed(lines) if line.strip()), "")
+    return "".join(c if c.isprintable() else " " for c in last)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,81 @@
+"""Medians of rounds, on records made by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from shardwise.benchmark.cells import cell_record
+from shardwise.metrics.cell import CellPlan, CellRecord, Round
+from shardwise.metrics.record import RunRecord, Status
+
+PLAN = CellPlan("ddp", {"strategy": "ddp"}, 2, "all cells", "single")
+
+
+def run(rate: float = 1.0, losses: tuple[float, ...] = (2.0, 1.0), status: Status = "ok", **fields: Any) -> RunRecord:
+    return RunRecord(status, {"a": {}}, losses=list(losses), tokens_per_second=rate, **fields)
+
+
+def record(*runs: RunRecord) -> CellRecord:
+    rounds = [Round(r.status, r.reason, r.tokens_per_second) for r in runs]
+    return cell_record(PLAN, rounds, runs, ["shardwise", "train"], {"OMP_NUM_THREADS": "1"})
+
+
+def test_figures_are_medians_with_their_range():
+    made = record(
+        *(
+            run(
+                rate,
+                step_seconds={"mean": seconds, "p50": 2 * seconds, "steps": 5},
+                mfu=rate / 100,
+                peak_memory_bytes=[peak, 7],
+                state_bytes=[{"weights": peak, "gradients": 1}, {"weights": 3, "gradients": 1}],
+            )
+            for rate, seconds, peak in ((10.0, 3.0, 100), (30.0, 1.0, 104), (11.0, 2.0, 101))
+        )
+    )
+    assert (made.status, made.tokens_per_second, made.mfu, made.hfu) == ("ok", 11.0, 0.11, None)
+    assert made.step_seconds == {"mean": 2.0, "p50": 4.0, "steps": 5}
+    assert made.peak_memory_bytes == [101, 7]
+    assert made.state_bytes == [{"weights": 101, "gradients": 1}, {"weights": 3, "gradients": 1}]
+    assert made.spread == {
+        "tokens_per_second": [10.0, 30.0],
+        "mfu": [0.1, 0.3],
+        "step_seconds.mean": [1.0, 3.0],
+        "step_seconds.p50": [2.0, 6.0],
+        "peak_memory_bytes": [100, 104],
+    }
+    assert made.environment == {"OMP_NUM_THREADS": "1"}
+    assert made.cell["id"] == "ddp"
+    assert record(run(10.0), run(20.0)).tokens_per_second == 15.0  # of an even number the mean of the middle two
+
+
+def test_a_round_that_went_wrong_is_told_and_left_out():
+    made = record(run(10.0), run(99.0, status="failed", reason="was killed"), run(20.0))
+    assert (made.status, made.tokens_per_second, made.spread["tokens_per_second"]) == ("ok", 15.0, [10.0, 20.0])
+    assert made.notes == ["round 2 was left out: failed, was killed"]
+    assert [entry["status"] for entry in made.rounds] == ["ok", "failed", "ok"]
+
+
+def test_without_a_good_round_there_is_a_reason_and_no_figure():
+    made = record(RunRecord("oom", {"a": {}}, "out of memory"))
+    assert (made.status, made.reason, made.tokens_per_second, made.spread) == ("oom", "out of memory", None, {})
+    assert made.notes == []
+
+
+def test_rounds_that_do_not_repeat_are_told(tmp_path):
+    assert record(run(), run()).largest_round_difference == 0.0
+    # |1.0 - 1.25| at the second step is the largest
+    assert record(run(), run(losses=(2.125, 1.0)), run(losses=(2.0, 1.25))).largest_round_difference == 0.25
+    for losses in ((2.0,), (2.0, math.nan)):
+        made = record(run(), run(losses=losses))
+        made.write(tmp_path / "record.json")
+        assert CellRecord.read(tmp_path / "record.json") == made
+        assert made.largest_round_difference == math.inf
+        assert json.loads((tmp_path / "record.json").read_text())["largest_round_difference"] == "inf"
+
+
+def test_rounds_from_two_commits_are_told():
+    made = record(*(run(environment={"commit": commit}) for commit in ("a", "b")))
+    assert made.notes == ["its rounds ran with another commit each; run the cell again (--rerun)"]

@@ -1,0 +1,285 @@
+"""Rounds, endings, and going on, with a command that stands in for `shardwise train`; real runs at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardwise.benchmark.runner import bench
+from shardwise.config import UserError
+from shardwise.metrics.cell import CellRecord
+from tests.benchmark.sweeps import STRATEGIES, ends, sweep_file
+from tests.integration.conftest import make_corpus
+from tests.parity.harness import CONFIGS
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_train.py")))
+COMMAND = (  # `shardwise bench`, but with FAKE for its runs
+    "import functools, sys; from shardwise.benchmark import runner; from shardwise.cli import main;"
+    f"runner.bench = functools.partial(runner.bench, train={FAKE!r}); sys.exit(main(['bench', *sys.argv[1:]]))"
+)
+
+
+def rows(records: list[CellRecord]) -> dict[str, CellRecord]:
+    return {record.cell["id"]: record for record in records}
+
+
+def start(path: Path, out: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """`shardwise bench` with FAKE, in a process of its own."""
+    command = [sys.executable, "-c", COMMAND, str(path), "--out", str(out), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> str:
+    """The content of a file that `process` is to write."""
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+    return path.read_text()
+
+
+def assert_gone(pids: str) -> None:
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != "zombie" for pid in pids.split()):
+        assert time.monotonic() < deadline, f"still there: {pids}"
+        time.sleep(0.02)
+
+
+def test_rounds_are_interleaved(tmp_path):
+    records = rows(bench(sweep_file(tmp_path), tmp_path / "out", train=FAKE))
+    assert list(records) == ["single", "ddp", "control-single"]
+    begun = sorted((entry["started"], name) for name, record in records.items() for entry in record.rounds)
+    assert [name for _, name in begun] == ["single", "ddp", "control-single", "single", "ddp", "single", "ddp"]
+    ddp = records["ddp"]
+    # The stand-in's rates are 100, 200 and 300 in rounds 1, 2 and 3.
+    assert (ddp.status, ddp.tokens_per_second, ddp.spread["tokens_per_second"]) == ("ok", 200.0, [100.0, 300.0])
+    assert CellRecord.read(tmp_path / "out" / "ddp" / "record.json") == ddp
+    assert ddp.command[:3] == ["shardwise", "train", str(tmp_path / "out" / "ddp" / "run.yaml")]
+    assert ddp.command[-1] == "--nproc=2"
+    assert records["single"].command[-1].startswith("--training.output_dir=")
+    assert (tmp_path / "out" / "ddp" / "round-3" / "log.txt").read_text() == "starting\n"
+
+
+def test_every_ending_is_a_row(tmp_path):
+    names = ("ok", "exit 1", "exit 2", "exit 3", "kill", "late", "sleep", "later")
+    path = sweep_file(tmp_path, axes=ends(*names), timeout_seconds=3, rounds=2)
+    records = rows(bench(path, tmp_path / "out", train=FAKE, only=["[!c]*"]))  # not the control
+    told = {name: (record.status, record.reason) for name, record in records.items()}
+    assert told == {
+        "ok": ("ok", ""),
+        "exit_1": ("failed", "ended with exit code 1 and left no record of it; its last line: error: exit 1"),
+        "exit_2": ("unsupported", "ended with exit code 2 and left no record of it; its last line: error: exit 2"),
+        "exit_3": ("oom", "ended with exit code 3 and left no record of it; its last line: error: exit 3"),
+        "kill": ("failed", "was killed by SIGKILL; the system does that when memory runs out; its last line: starting"),
+        "late": ("failed", "ended with exit code 1 and left no record of it; its last line: starting"),
+        "sleep": ("timeout", "killed after 3 seconds (timeout_seconds of the sweep); its last line: starting"),
+        "later": ("ok", ""),
+    }
+    # What went wrong in the first round is not run again; what went wrong later is told.
+    rounds = {name: len(record.rounds) for name, record in records.items()}
+    assert rounds == dict.fromkeys(told, 1) | {"ok": 2, "later": 2}
+    assert "round 2 was left out: failed, ended with exit code 1" in records["later"].notes[0]
+    assert_gone((tmp_path / "out" / "sleep" / "round-1" / "pids").read_text())
+    assert json.loads((tmp_path / "out" / "sleep" / "record.json").read_text())["status"] == "timeout"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_bench_leaves_no_process_and_goes_on(number, tmp_path):
+    path, out = sweep_file(tmp_path, axes=ends("ok", "sleep once", "exit 1"), rounds=2), tmp_path / "out"
+    process = start(path, out, "--only", "[!c]*")
+    pids = wait_for(out / "sleep_once" / "round-1" / "pids", process)
+    assert all(psutil.pid_exists(int(pid)) for pid in pids.split())
+    process.send_signal(number)
+    told = process.communicate(timeout=30)[1]
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    if number != signal.SIGKILL:
+        assert told == f"stopped by {number.name}; the same command goes on, with --out {out}\n"
+    assert_gone(pids)
+    assert not (out / "sleep_once" / "record.json").exists()
+    finished = out / "ok" / "round-1" / "record.json"
+    before = finished.stat().st_mtime_ns
+    process = start(path, out, "--only", "[!c]*")
+    printed, told = process.communicate(timeout=60)
+    assert (process.returncode, told) == (0, "")
+    assert finished.stat().st_mtime_ns == before
+    records = {name: CellRecord.read(out / name / "record.json") for name in ("ok", "sleep_once", "exit_1")}
+    assert [len(record.rounds) for record in records.values()] == [2, 2, 1]
+    assert "run 2 of 6: sleep_once, round 1: ok, 100 tokens/s" in printed
+    assert re.search(r"^ok +ok +2 +150 \[100-200\] +1\.0$", printed, re.M)
+    assert f"shardwise report {out}" in printed
+
+
+def test_a_finished_bench_runs_nothing(tmp_path):
+    path, out = sweep_file(tmp_path, rounds=1), tmp_path / "out"
+    first = bench(path, out, train=FAKE)
+    assert bench(path, out, train=("false",)) == first
+    # More rounds of the same sweep are more of the same.
+    more = rows(bench(sweep_file(tmp_path, rounds=2), out, train=FAKE))
+    assert [len(record.rounds) for record in more.values()] == [2, 2, 1]
+
+
+def test_only_and_rerun_select(tmp_path):
+    path, out = sweep_file(tmp_path, axes=ends("ok", "exit 1", "exit 3"), rounds=1), tmp_path / "out"
+    assert list(rows(bench(path, out, train=FAKE, only=["ok", "exit_*3"]))) == ["ok", "exit_3"]
+    kept = (out / "ok" / "round-1" / "record.json").stat().st_mtime_ns
+    again = rows(bench(path, out, train=("sh", "-c", "exit 2"), rerun=["exit_3"]))
+    assert {name: record.status for name, record in again.items()} == {
+        "ok": "ok",
+        "exit_1": "unsupported",
+        "exit_3": "unsupported",
+        "control-ok": "unsupported",
+    }
+    assert (out / "ok" / "round-1" / "record.json").stat().st_mtime_ns == kept
+    for wrong in ({"only": ["none*"]}, {"only": ["ok"], "rerun": ["exit_1"]}):
+        with pytest.raises(UserError, match=r"--(only|rerun) .* matches no cell of ok"):
+            bench(path, out, train=FAKE, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"set": {"training.steps": 5}}, "cells.single.run.training.steps is 4 there and 5 in the sweep file"),
+        ({"axes": {"strategy": {"ddp": STRATEGIES["ddp"]}}}, "axes.strategy.values is ['single', 'ddp'] there and"),
+        ({"axes": {"layout": STRATEGIES}}, "axes.strategy is only there"),
+        ({"nproc": 2, "axes": {"strategy": STRATEGIES, "data.packing": ["none"]}}, "axes.data.packing is only in the"),
+        ({"reference": {"strategy": "ddp"}}, "cells.single.reference is None there and 'ddp' in the sweep file"),
+    ],
+)
+def test_another_sweep_is_refused(changed, told, tmp_path):
+    out = tmp_path / "out"
+    bench(sweep_file(tmp_path), out, train=FAKE, only=["single"])
+    with pytest.raises(UserError, match=re.escape(f"--out {out} holds another sweep: {told}")):
+        bench(sweep_file(tmp_path, **changed), out, train=FAKE)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    path, out = sweep_file(tmp_path), tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="holds something else than a bench"):
+        bench(path, out, train=FAKE)
+    assert [entry.name for entry in out.iterdir()] == ["thesis.tex"]
+    with pytest.raises(UserError, match="cannot make or open the folder"):
+        bench(path, path, train=FAKE)
+    (out / "thesis.tex").rename(out / "sweep.json")
+    with pytest.raises(UserError, match="holds a bench that is damaged"):
+        bench(path, out, train=FAKE)
+
+
+def test_one_bench_at_a_time(tmp_path):
+    path, out = sweep_file(tmp_path, axes=ends("sleep")), tmp_path / "out"
+    process = start(path, out)
+    pids = wait_for(out / "sleep" / "round-1" / "pids", process)
+    with pytest.raises(UserError, match="another bench is running in it"):
+        bench(path, out, train=FAKE)
+    process.terminate()
+    process.communicate(timeout=30)
+    assert_gone(pids)
+
+
+def test_a_refused_combination_has_its_row(tmp_path):
+    keep = {"nproc": 2, "parallel.data": "ddp", "parallel.reshard_after_forward": False}
+    path = sweep_file(tmp_path, axes={"strategy": {**STRATEGIES, "keep": keep}}, rounds=1)
+    row = rows(bench(path, tmp_path / "out", train=FAKE))["keep"]
+    assert (row.status, row.rounds) == ("unsupported", [])
+    assert row.reason == "parallel.reshard_after_forward is for fsdp2, not ddp; leave it at true"
+    assert CellRecord.read(tmp_path / "out" / "keep" / "record.json") == row
+
+
+def test_weights_are_not_kept(tmp_path):
+    script = f'mkdir -p $OUT/model $OUT/checkpoints/step-1 $OUT/adapter; exec {" ".join(FAKE)} "$@"'
+    out = tmp_path / "out"
+    environment = f"OUT={out}/single/round-1"
+    bench(sweep_file(tmp_path, rounds=1), out, train=("env", environment, "sh", "-c", script, "sh"), only=["single"])
+    left = {path.name for path in (out / "single" / "round-1").iterdir()}
+    assert left == {"adapter", "log.txt", "record.json"}
+
+
+def test_a_bench_without_a_good_cell_ends_with_1(tmp_path):
+    process = start(sweep_file(tmp_path, axes=ends("exit 1")), tmp_path / "out")
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert re.search(r"^exit_1 +failed +1 .* error: exit 1$", printed, re.M)
+
+
+def test_a_terminal_shows_a_table(tmp_path):
+    screen, terminal = pty.openpty()
+    command = [sys.executable, "-c", COMMAND, str(sweep_file(tmp_path, rounds=1)), "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(terminal)
+    shown = b""
+    try:
+        while block := os.read(screen, 65536):
+            shown += block
+    except OSError:  # how Linux tells that the other side has closed
+        pass
+    assert process.communicate(timeout=30)[1] == ""
+    assert process.returncode == 0
+    os.close(screen)
+    text = shown.decode()
+    for part in ("sweep: run 0 of 3 · time left unknown", "waiting", "running", "run 3 of 3 · 0 s left"):
+        assert part in text
+
+
+def test_real_runs_killed_refused_and_out_of_memory(tmp_path):
+    """As a user would: two processes, the bench killed in the middle of a run, gone on with."""
+    make_corpus(tmp_path)
+    base = {
+        "model": {"path": str(CONFIGS / "tiny-qwen3_5"), "init": "random", "tokenizer": str(tmp_path / "tokenizer")},
+        "lora": {"r": 4},
+        "data": {"train": str(tmp_path / "corpus.jsonl"), "sequence_length": 32},
+        "training": {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "device": "cpu"},
+        "measure": {"warmup_steps": 2, "memory": False},
+    }
+    # Adapters of a matrix with 64 columns take 1 GB each at this rank.
+    axes = {"strategy": STRATEGIES, "lora.r": [4, 4_000_000], "training.micro_batch_size": [2, 3]}
+    path, out = sweep_file(tmp_path, base=base, axes=axes, rounds=1), tmp_path / "out"
+    names = ("ddp-4-2", "single-4-3", "single-4000000-2")
+    command = [sys.executable, "-m", "shardwise", "bench", str(path), "--out", str(out), "--only", *names]
+    limit = 3 * 2**30  # more than the libraries map, less than two such adapters
+
+    def begin() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    process = begin()
+    wait_for(out / names[0] / "round-1" / "metrics.jsonl", process)
+    runs = [p for p in psutil.process_iter(["cmdline"]) if str(out / names[0]) in " ".join(p.info["cmdline"] or [])]
+    pids = {p.pid for run in runs for p in (run, *run.children(recursive=True))} - {process.pid}
+    assert len(pids) >= 3  # the launcher and its two ranks
+    process.kill()
+    process.communicate(timeout=30)
+    assert_gone(" ".join(map(str, pids)))
+    assert not (out / names[0] / "record.json").exists()
+
+    process = begin()
+    printed, told = process.communicate(timeout=200)
+    assert (process.returncode, told) == (0, ""), printed
+    good, refused, full = (CellRecord.read(out / name / "record.json") for name in names)
+    assert good.status == "ok"
+    assert len(good.losses) == 6
+    assert good.tokens_per_second == good.spread["tokens_per_second"][0] > 0
+    assert good.environment["OMP_NUM_THREADS"] == "1"
+    assert (refused.status, full.status) == ("unsupported", "oom")
+    assert "global_batch_size 8 is not a multiple of" in refused.reason
+    assert "out of memory" in full.reason
