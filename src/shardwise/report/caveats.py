@@ -1,0 +1,38 @@
+"""What a reader of the figures must know first, derived from where and how they were taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise.report.folder import Bench
+from shardwise.report.tables import Row, environments
+from shardwise.report.words import printable
+
+
+def caveats(bench: Bench, rows: Sequence[Row]) -> list[str]:
+    """What a reader of these figures must know, derived from where and how they were taken."""
+    places, ran = environments(rows), [row for row in rows if row.record]
+    found = []
+    many = max((row.plan.nproc for row in ran), default=1)
+    if places.get("cuda") and not any(places["cuda"]):
+        found.append("Measured on CPU cores: this says nothing about how fast a GPU is.")
+        if many > 1:
+            found.append("The processes talk through gloo on one machine: this says nothing about NCCL or a network.")
+        cores = min((n for n in places.get("cpu_count", []) if n), default=many)
+        if many > cores:
+            found.append(f"Up to {many} processes shared {cores} cores: those cells' speeds are of a crowded machine.")
+    for key, values in places.items():
+        if len(values) > 1:
+            found.append(f"Not all cells ran with the same {key}: {', '.join(str(value) for value in values)}.")
+    short = [row for row in ran if row.measured and not row.plan.control and _good_rounds(row) < bench.sweep.rounds]
+    if short:
+        found.append(f"{len(short)} of {len(ran)} cells have fewer than {bench.sweep.rounds} good rounds.")
+    unchecked = sum(row.state == "unchecked" for row in rows)
+    if unchecked:
+        found.append(f"{unchecked} cells are unchecked: nothing shows that they computed the right thing.")
+    notes = dict.fromkeys(note for row in ran if row.record for note in row.record.notes)
+    return found + [printable(note, 400) for note in notes]
+
+
+def _good_rounds(row: Row) -> int:
+    return sum(a_round.get("status") == "ok" for a_round in row.record.rounds) if row.record else 0

@@ -1,0 +1,104 @@
+"""How cells and figures are written: names, units, and a sensible number of digits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardwise.metrics.cell import Axis, CellPlan, SweepRecord
+
+NOTHING = "–"
+"""Stands where nothing was measured."""
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def label_of(plan: CellPlan, sweep: SweepRecord) -> str:
+    """What a cell is called within its group: its values on the compared axes."""
+    name = _named(plan, [axis for axis in sweep.axes if axis.compared]) or plan.id
+    return f"control of {name}" if plan.control else name
+
+
+def group_title(group: str, sweep: SweepRecord) -> str:
+    """What sets a group apart: its values on the axes that are not compared; empty where there is one group alone."""
+    plans = {plan.group: plan for plan in sweep.cells}
+    if len(plans) < 2:
+        return ""
+    titles = {name: _named(plan, [a for a in sweep.axes if not a.compared]) for name, plan in plans.items()}
+    return titles[group] if titles[group] and len(set(titles.values())) == len(titles) else group
+
+
+def _named(plan: CellPlan, axes: Sequence[Axis]) -> str:
+    words = []
+    for axis in axes:
+        value = plan.values.get(axis.name)
+        if value is not None and len(axis.values) > 1:
+            bare = axis.name.rpartition(".")[2]
+            words.append(f"{bare} {value}" if value.replace(".", "").isdigit() or value in ("true", "false") else value)
+    return printable(" · ".join(words))
+
+
+def printable(text: str, longest: int = 60) -> str:
+    """A name on one line, without what a figure or a table cannot show."""
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def number(value: float | None) -> str:
+    """Three digits that mean something, thousands apart: 1,309 or 86.7 or 0.0123."""
+    if value is None or not math.isfinite(value):
+        return NOTHING if value is None else str(value)
+    if value == 0 or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def scientific(value: float | None) -> str:
+    """A very small number: 4.8×10⁻⁷, and a plain 0."""
+    if value is None or not math.isfinite(value):
+        return NOTHING if value is None else str(value)
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}×10{str(int(exponent)).translate(_SUPERSCRIPT)}" if value else "0"
+
+
+def byte_unit(largest: float) -> tuple[float, str]:
+    """The unit in which the largest of some sizes has one to four digits."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if largest >= unit:
+            return float(unit), name
+    return 1.0, "bytes"
+
+
+def size(num_bytes: float | None) -> str:
+    """61.4 MiB."""
+    if num_bytes is None:
+        return NOTHING
+    unit, name = byte_unit(num_bytes)
+    return f"{number(num_bytes / unit)} {name}"
+
+
+def second_unit(largest: float) -> tuple[float, str]:
+    """The unit in which the largest of some times has one to three digits."""
+    return (1.0, "s") if largest >= 1 else (1e-3, "ms")
+
+
+def seconds(value: float | None) -> str:
+    """812 ms or 1.23 s."""
+    if value is None:
+        return NOTHING
+    unit, name = second_unit(value)
+    return f"{number(value / unit)} {name}"
+
+
+def times(value: float | None) -> str:
+    """1.51×."""
+    return NOTHING if value is None else f"{value:.2f}×"
+
+
+def percent(value: float | None) -> str:
+    """58 %, with a real minus sign."""
+    return NOTHING if value is None else f"{value * 100:.0f} %".replace("-", "−")
+
+
+def span(low_high: tuple[float, float] | None) -> str:
+    """From the smallest to the largest of the rounds."""
+    return NOTHING if low_high is None else f"{number(low_high[0])} – {number(low_high[1])}"
