@@ -53,6 +53,8 @@ def run(arguments: list[str]) -> int:
         return models(args.path)
     if args.command == "bench":
         return bench(args.sweep, args.out, args.only, args.rerun)
+    if args.command == "report":
+        return report(args.folder, args.out, args.compare)
     return merge(*args.merge)
 
 
@@ -72,6 +74,24 @@ def models(path: str | None) -> int:
         model = Model(path)
         table = model_table(model, COMPATIBLE.get(read_config(model).model_type, UNPROVEN))
     Console().print(table)
+    return 0
+
+
+def report(folder: str | None, out: str | None, compared: list[str] | None) -> int:
+    """Write a bench's report and print where it is, or print two benches side by side."""
+    from rich.console import Console
+
+    from shardwise.report.compare import compare
+    from shardwise.report.page import write_report
+
+    if (folder is None) == (compared is None):
+        raise UserError("give one bench folder, or --compare A B; see shardwise report --help")
+    if compared is not None:
+        if out is not None:
+            raise UserError("--compare prints to the terminal; leave --out away")
+        Console().print(compare(*compared))
+    elif folder is not None:
+        print(write_report(folder, out))
     return 0
 
 
@@ -143,6 +163,17 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     models.add_argument("path", nargs="?", metavar="MODEL", help="a model folder, or a hub id")
+
+    report = commands.add_parser(
+        "report",
+        help="show what a bench measured: one HTML page, figures, a Markdown table",
+        usage="shardwise report DIR [-o PAGE.html] | --compare A B",
+        description="Write one self-contained page on the bench in DIR, with report.md and figures/ beside it.",
+        allow_abbrev=False,
+    )
+    report.add_argument("folder", nargs="?", metavar="DIR", help="what shardwise bench wrote, finished or not")
+    report.add_argument("-o", "--out", metavar="PAGE.html", help="where to write it (default DIR/report.html)")
+    report.add_argument("--compare", nargs=2, metavar=("A", "B"), help="print B against A, regressions first")
 
     export = commands.add_parser("export", help="write a trained model in another form", allow_abbrev=False)
     export.add_argument(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.report.folder import Bench
-from shardwise.report.tables import Row, environments
-from shardwise.report.words import printable
+from shardwise.report.tables import Row, environments, findings, groups_of
+from shardwise.report.words import group_title, number, percent, printable, size, times
 
 
 def caveats(bench: Bench, rows: Sequence[Row]) -> list[str]:
@@ -36,3 +36,21 @@ def caveats(bench: Bench, rows: Sequence[Row]) -> list[str]:
 
 def _good_rounds(row: Row) -> int:
     return sum(a_round.get("status") == "ok" for a_round in row.record.rounds) if row.record else 0
+
+
+def in_short(bench: Bench, rows: Sequence[Row]) -> list[str]:
+    """The answer of each group in a sentence or two."""
+    found = []
+    for group, cells in groups_of(rows).items():
+        fastest, leanest = findings(cells)
+        title = group_title(group, bench.sweep)
+        sentences = []
+        if fastest:
+            by = f", {times(fastest.speedup)} its reference" if fastest.speedup and not fastest.is_reference else ""
+            sentences.append(f"{fastest.label} is fastest: {number(fastest.tokens_per_second)} tokens/s{by}.")
+        if leanest:
+            by = f", {percent(leanest.saving)} less than {leanest.saving_over}" if (leanest.saving or 0) > 0 else ""
+            sentences.append(f"{leanest.label} needs the least memory: {size(leanest.peak_memory_bytes)}{by}.")
+        text = " ".join(sentences) or "No cell has figures yet."
+        found.append(f"{title}: {text}" if title else text)
+    return found

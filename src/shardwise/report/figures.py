@@ -15,9 +15,9 @@ from shardwise.report.panels import (
     bars_height,
     beside,
     comma_ticks,
+    grid,
     line_style,
     name_points,
-    panels,
     say_why,
     set_title,
     whole_steps,
@@ -79,7 +79,7 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Loss curves on one another; beside them, how far each is from its reference as a share of its tolerance."""
     shown = [(title, [row for row in cells if row.record and row.record.losses]) for title, cells in groups]
     shown = [(title, cells) for title, cells in shown if cells]
-    figure, axes = panels(len(shown), 2, [2.6] * len(shown), extra=0.75)
+    figure, axes = grid(len(shown), 2, [2.6] * len(shown), extra=0.75)
     by_id = {row.plan.id: row for _, cells in shown for row in cells}
     handles: dict[str, Any] = {}
     for (title, cells), (left, right) in zip(shown, axes, strict=True):
@@ -134,7 +134,7 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
 
 def strategies_figure(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Throughput and peak memory, a bar for each cell; where a figure is not to be had, the reason's name."""
-    figure, axes = panels(len(groups), 2, [bars_height(cells) for _, cells in groups])
+    figure, axes = grid(len(groups), 2, [bars_height(cells) for _, cells in groups])
     unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for _, cells in groups for row in cells), default=1))
     for (title, cells), (left, right) in zip(groups, axes, strict=True):
         set_title(left, "Throughput, tokens/s", title)
@@ -167,7 +167,7 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row], look: dict[str, Look]
         place = tuple(_value(a, row) for a in others if not a.compared and len(a.values) > 1)
         line = tuple(_value(a, row) for a in others if a.compared and len(a.values) > 1)
         panels.setdefault(place, {}).setdefault(line, []).append(row)
-    figure, axes = panels(len(panels), 2, [2.7] * len(panels), extra=0.5, share_y=False)
+    figure, axes = grid(len(panels), 2, [2.7] * len(panels), extra=0.5)
     unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for row in rows), default=1))
     name = "processes" if set(axis.keys) <= {"nproc", "training.global_batch_size"} else axis.name.rpartition(".")[2]
     ticks = sorted({number_of(axis, row) or 0.0 for row in rows if not row.plan.control})
@@ -212,7 +212,7 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row], look: dict[str, Look]
 
 def memory(groups: Groups) -> Drawn:
     """What the peak is made of."""
-    figure, axes = panels(len(groups), 1, [bars_height(cells) for _, cells in groups], extra=0.35)
+    figure, axes = grid(len(groups), 1, [bars_height(cells) for _, cells in groups], extra=0.35)
     unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for _, cells in groups for row in cells), default=1))
     fills = ("c1", "c2", "c3", "c4", "c7")
     for (title, cells), (panel,) in zip(groups, axes, strict=True):
@@ -250,7 +250,7 @@ def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Every cell by its memory and its throughput, and the front of those that no other beats in both."""
     columns = min(2, len(groups))
     num_rows = math.ceil(len(groups) / columns)
-    figure, axes = panels(num_rows, columns, [3.5] * num_rows, share_y=False)
+    figure, axes = grid(num_rows, columns, [3.5] * num_rows)
     panels = [panel for line in axes for panel in line]
     unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for _, cells in groups for row in cells), default=1))
     for panel in panels[len(groups) :]:
@@ -297,7 +297,7 @@ def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
 
 def steps(groups: Groups, look: dict[str, Look]) -> Drawn:
     """How even the steps are: p10 to p90 as a bar, the median as a mark, the longest step as a tick."""
-    figure, axes = panels(len(groups), 1, [bars_height(cells) for _, cells in groups])
+    figure, axes = grid(len(groups), 1, [bars_height(cells) for _, cells in groups])
     longest = max((found["max"] for _, cells in groups for row in cells if (found := _percentiles(row))), default=1.0)
     unit, unit_name = second_unit(longest)
     for (title, cells), (panel,) in zip(groups, axes, strict=True):

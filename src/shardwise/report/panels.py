@@ -19,25 +19,27 @@ BAR = 0.27
 """Height of a bar's place, in inches."""
 
 
-def panels(
-    num_rows: int, num_columns: int, heights: Sequence[float], extra: float = 0.0, share_y: bool = False
+def grid(
+    num_rows: int, num_columns: int, heights: Sequence[float], extra: float = 0.0
 ) -> tuple[Figure, list[list[Axes]]]:
+    """An empty figure and its panels, by rows; `heights` of the rows' insides and `extra`, for a legend, in inches."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    # A title and the ticks below take 0.65 inches of each row; `extra` is for a legend.
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.65 * num_rows + extra), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08, wspace=0.04, hspace=0.04)
-    axes = figure.subplots(
-        num_rows, num_columns, squeeze=False, sharey="row" if share_y else False, height_ratios=heights
-    )
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.04, hspace=0.04)
+    # Titles and the ticks below take 0.65 inches of each row.
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.65 * num_rows + extra), layout=layout)
+    axes = figure.subplots(num_rows, num_columns, squeeze=False, height_ratios=heights)
     return figure, [list(line) for line in axes]
 
 
 def set_title(panel: Axes, what: str, group: str) -> None:
+    """Say above a panel what it shows, and of which group."""
     panel.set_title(f"{group}\n{what}" if group else what)
 
 
 def bars_height(cells: Sequence[Row]) -> float:
+    """What a panel with a bar for each cell needs, in inches."""
     return max(2, len(cells)) * BAR
 
 
@@ -69,6 +71,7 @@ def bars(
 
 
 def bar_axis(panel: Axes, cells: Sequence[Row]) -> None:
+    """Name the cells at the left, the first on top."""
     panel.set_yticks(range(len(cells)), [row.label for row in cells])
     panel.tick_params(axis="y", labelcolor=colour("ink"))
     panel.set_ylim(max(2, len(cells)) - 0.4, -0.6)
@@ -78,10 +81,12 @@ def bar_axis(panel: Axes, cells: Sequence[Row]) -> None:
 
 
 def beside(panel: Axes, place: float, value: float, text: str) -> None:
+    """Write a value behind the end of its bar."""
     panel.annotate(text, (value, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
 
 
 def say_why(panel: Axes, place: float, row: Row) -> None:
+    """Write in the place of a bar why there is none."""
     wrong = row.state == "wrong"
     text = "✗ wrong" if wrong else "not measured" if row.measured else row.state
     panel.annotate(
@@ -99,6 +104,7 @@ def say_why(panel: Axes, place: float, row: Row) -> None:
 
 
 def line_style(row: Row, look: Look) -> dict[str, Any]:
+    """How a loss curve is drawn: wrong cells, controls and references each in a way of their own."""
     if row.state == "wrong":
         return {"color": colour("bad"), "linestyle": (0, (4, 1.5)), "linewidth": 2.2, "marker": "x", "markersize": 6}
     if row.plan.control:
@@ -135,6 +141,7 @@ def name_points(panel: Axes, points: Sequence[tuple[float, float, str, bool]]) -
 
 
 def comma_ticks(axis: Any) -> None:
+    """Few ticks, thousands apart."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(5))
@@ -142,6 +149,7 @@ def comma_ticks(axis: Any) -> None:
 
 
 def whole_steps(panel: Axes) -> None:
+    """Ticks at whole steps alone."""
     from matplotlib.ticker import MaxNLocator
 
     panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))

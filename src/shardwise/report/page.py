@@ -1,0 +1,190 @@
+"""Write a report: one self-contained HTML page, the figures as SVG and PNG, and a Markdown table for READMEs."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import importlib.resources
+import math
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.config import UserError
+from shardwise.metrics.cell import RECORD
+from shardwise.metrics.record import dumps
+from shardwise.report import words
+from shardwise.report.caveats import caveats, in_short
+from shardwise.report.figures import Drawn, draw_all
+from shardwise.report.folder import Bench, read_bench
+from shardwise.report.style import css_variables, drawing, png_of, svg_file, svg_of
+from shardwise.report.tables import (
+    Row,
+    counts,
+    environments,
+    equal_in_all,
+    groups_of,
+    make_rows,
+    pareto,
+    scaling_kind,
+)
+
+MARKS = {"ok": "✓", "wrong": "✗", "unchecked": "?", "not run": "…"}
+"""Before the name of a state; any other state has a `!`."""
+
+
+def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
+    """Write the page (default `report.html` in the bench's folder) with `.md` and `figures/` beside it; its path.
+
+    UserError where the folder holds no bench, and where matplotlib or jinja2 is missing.
+    """
+    bench = read_bench(folder)
+    rows = make_rows(bench)
+    page = Path(folder) / "report.html" if page is None else Path(page)
+    with drawing():
+        drawn = draw_all(bench, rows)
+        svgs = {figure.name: svg_of(figure.figure, figure.name) for figure in drawn}
+        figures = page.parent / "figures"
+        try:
+            figures.mkdir(parents=True, exist_ok=True)
+            for figure in drawn:
+                (figures / f"{figure.name}.svg").write_text(svg_file(svgs[figure.name]), encoding="utf-8")
+                (figures / f"{figure.name}.png").write_bytes(png_of(figure.figure))
+            page.with_suffix(".md").write_text(markdown(bench, rows, drawn), encoding="utf-8")
+            _write_whole(page, html(bench, rows, drawn, svgs))
+        except OSError as error:
+            raise UserError(f"{page}: cannot write the report ({error.strerror}); give another place with -o") from None
+    return page
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def html(bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn], svgs: dict[str, str]) -> str:
+    """The page. Whatever comes from records is escaped; the only script that may run is the one whose hash is named."""
+    try:
+        import jinja2
+    except ImportError:
+        raise UserError("a report needs jinja2, which is not installed; pip install 'shardwise[report]'") from None
+    here = importlib.resources.files("shardwise.report")
+    script, style = ((here / name).read_text(encoding="utf-8") for name in ("sort.js", "style.css"))
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        name: getattr(words, name) for name in ("number", "scientific", "size", "seconds", "times", "percent", "span")
+    }
+    safe = jinja2.utils.markupsafe.Markup
+    return environment.from_string((here / "template.html.j2").read_text(encoding="utf-8")).render(
+        style=safe(f":root{{{css_variables()}}}\n{style}"),
+        script=safe(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        sweep=bench.sweep,
+        command=shlex.join(bench.sweep.command),
+        counts=counts(rows),
+        marks=MARKS,
+        rounds=bench.sweep.rounds,
+        scaling=scaling_kind(bench.sweep),
+        caveats=caveats(bench, rows),
+        in_short=in_short(bench, rows),
+        environment=environments(rows),
+        equal=equal_in_all(bench.sweep),
+        groups=[
+            {
+                "title": words.group_title(name, bench.sweep),
+                "rows": cells,
+                "front": {row.plan.id for row in pareto(cells)},
+                "equal": {
+                    key: value
+                    for key, value in bench.sweep.equal.get(name, {}).items()
+                    if key not in equal_in_all(bench.sweep)
+                },
+            }
+            for name, cells in groups_of(rows).items()
+        ],
+        figures={figure.name: {"drawn": figure, "svg": safe(svgs[figure.name])} for figure in drawn},
+        rows=[(row, _details(row, bench)) for row in rows],
+        sortable=_sortable,
+        plain=_plain,
+    )
+
+
+def _details(row: Row, bench: Bench) -> dict[str, str]:
+    """What is one click away from a cell's row."""
+    record = row.record
+    content = dataclasses.asdict(record) if record else {}
+    config = content.pop("config", None)
+    return {
+        "command": shlex.join(record.command) if record and record.command else "",
+        "config": bench.run_files.get(row.plan.id) or (yaml.safe_dump(config, sort_keys=False) if config else ""),
+        "record": dumps(content, indent=1) if record else "",
+        "where": f"{row.plan.id}/{RECORD}",
+    }
+
+
+def _sortable(value: float | None) -> str:
+    """A number as a script compares it; what is not there goes last."""
+    return "" if value is None or math.isnan(value) else repr(value)
+
+
+def _plain(value: Any) -> str:
+    """A config value as a run file writes it."""
+    return value if isinstance(value, str) else dumps(value)
+
+
+def markdown(bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn]) -> str:
+    """The table of the cells and the figures, for a README."""
+    lines = [f"# {_cell(bench.sweep.title)}", ""]
+    lines += [f"- {_cell(line)}" for line in [*in_short(bench, rows), *caveats(bench, rows)]]
+    places = environments(rows)
+    where = ", ".join(f"{key} {' / '.join(map(_plain, values))}" for key, values in places.items() if any(values))
+    lines += [f"- {_cell(where)}"] if where else []
+    head = [
+        "cell",
+        "state",
+        "processes",
+        "tokens/s",
+        "min – max",
+        "speed-up",
+        "peak memory",
+        "less than ddp",
+        "departure",
+    ]
+    for name, cells in groups_of(rows).items():
+        title = words.group_title(name, bench.sweep)
+        lines += ["", *([f"## {_cell(title)}", ""] if title else [])]
+        lines += [_line(head), _line(["---", "---", *["---:"] * (len(head) - 2)])]
+        for row in cells:
+            figures = [
+                str(row.plan.nproc),
+                words.number(row.tokens_per_second),
+                words.span(row.tokens_range),
+                words.times(row.speedup),
+                words.size(row.peak_memory_bytes),
+                words.percent(row.saving),
+                words.scientific(row.departure),
+            ]
+            state = f"**{row.state}**" if row.state == "wrong" else row.state
+            lines.append(_line([_cell(row.label), state + (f": {_cell(row.reason)}" if row.reason else ""), *figures]))
+    lines += [line for figure in drawn for line in ("", f"![{figure.title}](figures/{figure.name}.png)")]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(text: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    text = " ".join(text.split()).replace("\\", "\\\\").replace("&", "&amp;").replace("<", "&lt;")
+    for sign in "|`*_[]":
+        text = text.replace(sign, f"\\{sign}")
+    return text

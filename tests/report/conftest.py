@@ -1,0 +1,165 @@
+"""Hand-made benches: folders as `shardwise bench` leaves them, with chosen figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.metrics.cell import RECORD, RUN_FILE, SWEEP, Axis, CellPlan, CellRecord, SweepRecord
+from shardwise.metrics.record import dumps
+
+MIB = 2**20
+PLACE = {
+    "shardwise": "0.1.0",
+    "commit": "a6c3927",
+    "python": "3.11.7",
+    "torch": "2.13.0+cpu",
+    "device": "AMD EPYC",
+    "cuda": None,
+    "cpu_count": 2,
+    "threads": 1,
+}
+STEPS = 12
+LOSSES = [6.0 - 0.05 * step for step in range(STEPS)]
+NOISE = 2.0**-20
+"""How far the control is from the reference in one step: twice float32's spacing between 4 and 8."""
+
+
+def shifted(by: float, step: int = 7) -> list[float]:
+    """The reference's losses, one of them further up."""
+    return [loss + by if i == step else loss for i, loss in enumerate(LOSSES)]
+
+
+def record(plan: CellPlan, **given: Any) -> CellRecord:
+    """A cell's record; what is not given is as in a good run of the reference."""
+    speed = given.pop("speed", 1000.0)
+    peak = given.pop("peak", 100 * MIB)
+    data = given.pop("data", "single")
+    ok = given.get("status", "ok") == "ok"
+    parts = {"weights": 0.4, "gradients": 0.1, "optimizer": 0.2, "activations": 0.25, "temporary": 0.05}
+    measured = {
+        "losses": LOSSES,
+        "tokens_per_second": speed,
+        "step_seconds": {"mean": 1.0, "p10": 0.9, "p50": 1.0, "p90": 1.15, "max": 1.3, "steps": 9},
+        "peak_memory_bytes": [peak] * plan.nproc,
+        "memory_parts": [{name: round(share * peak) for name, share in parts.items()}] * plan.nproc,
+        "spread": {"tokens_per_second": [0.95 * speed, 1.04 * speed]},
+        "rounds": [{"status": "ok", "tokens_per_second": speed * x} for x in (0.95, 1.0, 1.04)],
+        "mfu": 0.31,
+    }
+    return CellRecord(
+        **{
+            "status": "ok",
+            "config": {"parallel": {"data": data}, "training": {"steps": STEPS}},
+            "environment": PLACE,
+            "cell": dataclasses.asdict(plan),
+            "command": ["shardwise", "train", f"{plan.id}/run.yaml", "--nproc", str(plan.nproc)],
+            **(measured if ok else {}),
+            **given,
+        }
+    )
+
+
+def write(folder: Path, sweep: SweepRecord, records: dict[str, CellRecord]) -> Path:
+    """What a bench leaves: each cell with a record has a run file too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SWEEP).write_text(dumps(dataclasses.asdict(sweep)), encoding="utf-8")
+    for name, content in records.items():
+        (folder / name).mkdir()
+        (folder / name / RUN_FILE).write_text(f"parallel: {{data: {name}}}\n", encoding="utf-8")
+        content.write(folder / name / RECORD)
+    return folder
+
+
+def sweep_of(axes: tuple[Axis, ...], cells: list[CellPlan], title: str = "Strategies on two processes") -> SweepRecord:
+    equal = {plan.group: {"model.path": "tiny", "training.steps": STEPS, "training.seed": 0} for plan in cells}
+    return SweepRecord(title, axes, tuple(cells), equal, 3, 120.0, ["shardwise", "bench", "sweep.yaml"])
+
+
+STRATEGIES = Axis("strategy", ("single", "ddp", "fsdp2", "zero1", "fsdp1", "pp"), ("nproc", "parallel.data"), True)
+
+
+def strategies() -> tuple[SweepRecord, dict[str, CellRecord]]:
+    """One group with every fate: the reference, ddp, a lean fsdp2, a wrong zero1, fsdp1 out of memory, pp not run."""
+
+    def plan(name: str, **given: Any) -> CellPlan:
+        reference = None if name == "single" else "single"
+        return CellPlan(name, {"strategy": name}, 1 if name == "single" else 2, "lora", reference, **given)
+
+    control = CellPlan("control-single", {"strategy": "single"}, 1, "lora", "single", control=True)
+    plans = {name: plan(name) for name in STRATEGIES.values}
+    made = {
+        "single": record(plans["single"], speed=1000.0, peak=100 * MIB),
+        "ddp": record(plans["ddp"], speed=1500.0, peak=80 * MIB, data="ddp", losses=shifted(NOISE)),
+        "fsdp2": record(plans["fsdp2"], speed=1250.0, peak=60 * MIB, data="fsdp2", losses=shifted(-2 * NOISE)),
+        "zero1": record(plans["zero1"], speed=9000.0, peak=10 * MIB, data="zero1", losses=shifted(1e-3)),
+        "fsdp1": record(plans["fsdp1"], status="oom", reason="out of memory on rank 1 of 2", data="fsdp1"),
+        "control-single": record(control, losses=shifted(NOISE, step=3), speed=990.0),
+    }
+    return sweep_of((STRATEGIES,), [*plans.values(), control]), made
+
+
+def large() -> tuple[SweepRecord, dict[str, CellRecord]]:
+    """Four groups (context length x adapter) of strategies and micro-batches."""
+    names = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "fsdp2-keep")
+    axes = (
+        Axis("strategy", names, ("nproc", "parallel.data", "parallel.reshard_after_forward"), True),
+        Axis("training.micro_batch_size", ("1", "2", "4"), ("training.micro_batch_size",), True),
+        Axis("data.sequence_length", ("128", "256", "512"), ("data.sequence_length",), False),
+        Axis("adapter", ("lora", "full"), ("lora",), False),
+    )
+    plans, made = [], {}
+    for length in axes[2].values:
+        for adapter in axes[3].values:
+            group = f"{length}-{adapter}"
+            for i, name in enumerate(names):
+                for batch in axes[1].values:
+                    values = dict(zip((a.name for a in axes), (name, batch, length, adapter)))
+                    ident = f"{name}-{batch}-{group}"
+                    reference = f"single-{batch}-{group}"
+                    nproc = 1 if name == "single" else 2
+                    plan = CellPlan(ident, values, nproc, group, None if ident == reference else reference)
+                    plans.append(plan)
+                    speed = (900 if nproc == 1 else 1500 - 90 * i) * float(batch) ** 0.3 * (128 / float(length)) ** 0.1
+                    peak = round((100 - 6 * i) * MIB * math.sqrt(float(batch) * float(length) / 128))
+                    made[ident] = record(plan, speed=speed, peak=peak, data=name.removesuffix("-keep"))
+            for batch in axes[1].values:
+                base = f"single-{batch}-{group}"
+                values = dict(zip((a.name for a in axes), ("single", batch, length, adapter)))
+                plan = CellPlan(f"control-{base}", values, 1, group, base, control=True)
+                plans.append(plan)
+                made[plan.id] = record(plan, losses=shifted(NOISE, step=3))
+    return sweep_of(axes, plans, "Every strategy, by context and micro-batch"), made
+
+
+def processes(kind: str = "strong") -> tuple[SweepRecord, dict[str, CellRecord]]:
+    """ddp and fsdp2 on 1, 2 and 4 processes."""
+    keys = ("nproc",) if kind == "strong" else ("nproc", "training.global_batch_size")
+    axes = (
+        Axis("strategy", ("ddp", "fsdp2"), ("parallel.data",), True),
+        Axis("nproc", ("1", "2", "4"), keys, True),
+    )
+    speeds = {"ddp": (1000.0, 1800.0, 3200.0), "fsdp2": (900.0, 1500.0, 2400.0)}
+    plans, made = [], {}
+    for name, of_name in speeds.items():
+        for nproc, speed in zip((1, 2, 4), of_name):
+            ident = f"{name}-{nproc}"
+            reference = None if ident == "ddp-1" else "ddp-1"
+            plan = CellPlan(ident, {"strategy": name, "nproc": str(nproc)}, nproc, "all", reference)
+            plans.append(plan)
+            peak = (100 if name == "ddp" else 60 + 40 // nproc) * MIB
+            made[ident] = record(plan, speed=speed, data=name, peak=peak)
+    plan = CellPlan("control-ddp-1", {"strategy": "ddp", "nproc": "1"}, 1, "all", "ddp-1", control=True)
+    plans.append(plan)
+    made[plan.id] = record(plan, losses=shifted(NOISE, step=3))
+    return sweep_of(axes, plans, "Scaling"), made
+
+
+@pytest.fixture
+def strategies_folder(tmp_path: Path) -> Path:
+    """The bench of `strategies()`."""
+    return write(tmp_path / "bench", *strategies())

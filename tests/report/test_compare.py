@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.report.compare import changes
+from shardwise.report.folder import Bench
+from tests.report.conftest import MIB, record, strategies, write
+
+
+def faster_ddp():
+    """B: ddp is 10 % slower, fsdp2 needs half as much again, single is gone and zero2 new."""
+    sweep, records = strategies()
+    plans = {plan.id: plan for plan in sweep.cells}
+    records["ddp"] = record(plans["ddp"], speed=1200.0, peak=80 * MIB, data="ddp")
+    records["fsdp2"] = record(plans["fsdp2"], speed=1250.0, peak=90 * MIB, data="fsdp2")
+    return sweep, records
+
+
+def test_ratios_regressions_first():
+    found = changes(Bench(*strategies()), Bench(*faster_ddp()))
+    assert [change.id for change in found[:3]] == ["fsdp2", "ddp", "single"]
+    fsdp2, ddp, single = found[:3]
+    assert fsdp2.memory == 1.5
+    assert "larger" in fsdp2.verdict
+    assert ddp.speed == 0.8
+    # Rounds go from 0.95 to 1.04 of the median: 0.8 x 0.95 / 1.04 at worst, 0.8 x 1.04 / 0.95 at best, below 1.
+    assert ddp.speed_range == pytest.approx((0.8 * 0.95 / 1.04, 0.8 * 1.04 / 0.95))
+    assert ddp.verdict == "slower"
+    assert single.verdict == "as fast, within the spread"
+    assert {change.id: change.note for change in found[3:]} == {
+        "zero1": "A wrong, B wrong",
+        "fsdp1": "A oom, B oom",
+        "pp": "A not run, B not run",
+    }
+
+
+def test_other_work_is_said_and_not_compared():
+    sweep, records = strategies()
+    other = dataclasses.replace(sweep, equal={"lora": {**sweep.equal["lora"], "training.steps": 99}})
+    found = changes(Bench(sweep, records), Bench(other, records))
+    assert {change.note for change in found} == {"other work: training.steps"}
+    assert all(change.speed is None and change.memory is None for change in found)
+
+
+def test_the_command(tmp_path, capfd):
+    sweep, records = strategies()
+    a = write(tmp_path / "a", sweep, records)
+    fewer = dataclasses.replace(sweep, cells=sweep.cells[:2] + sweep.cells[-1:])
+    b = write(tmp_path / "b", fewer, {name: records[name] for name in ("single", "ddp", "control-single")})
+    assert main(["report", "--compare", str(a), str(b)]) == 0
+    out = capfd.readouterr().out
+    assert "only in A: fsdp2, zero1, fsdp1, pp" in out
+    assert "1.000" in out
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "--compare", "b", "c"], ["--compare", "b", "c", "-o", "x"]])
+def test_what_does_not_go_together(arguments, capfd):
+    assert main(["report", *arguments]) == 2
+    assert capfd.readouterr().err.count("\n") == 1

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.config import UserError
+from shardwise.report.folder import read_bench
+from shardwise.report.page import write_report
+from shardwise.report.tables import make_rows
+from tests.report.conftest import strategies, write
+
+
+def states(folder):
+    return {row.plan.id: (row.state, row.reason) for row in make_rows(read_bench(folder))}
+
+
+def test_what_is_written_is_read_back(strategies_folder):
+    sweep, records = strategies()
+    bench = read_bench(strategies_folder)
+    assert bench.sweep == sweep
+    assert bench.records == records
+    assert bench.run_files["ddp"] == "parallel: {data: ddp}\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "give a folder that shardwise bench wrote"),
+        ("", "not whole, since not JSON"),
+        ('{"title": "ha', "not whole, since not JSON"),
+        ("[]", "schema version None"),
+        ('{"schema_version": 99}', "schema version 99, but this program reads 1"),
+        ('{"schema_version": 1, "title": "a"}', "not a sweep ('axes')"),
+        ('{"schema_version": 1, "axes": [], "cells": [{"id": "a"}]}', "not a sweep"),
+    ],
+)
+def test_a_folder_that_shows_nothing_is_one_clear_line(tmp_path, capfd, content, said):
+    if content is not None:
+        (tmp_path / "sweep.json").write_text(content)
+    assert main(["report", str(tmp_path)]) == 2
+    error = capfd.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_broken_cell_is_a_row_with_its_reason(strategies_folder):
+    cut = strategies_folder / "ddp" / "record.json"
+    cut.write_text(cut.read_text()[:400])
+    other = strategies_folder / "fsdp2" / "record.json"
+    other.write_text(json.dumps({**json.loads(other.read_text()), "schema_version": 99}))
+    (strategies_folder / "pp" / "round-1").mkdir(parents=True)
+    found = states(strategies_folder)
+    assert found["ddp"][0] == found["fsdp2"][0] == "unreadable"
+    assert "not a record, since not JSON" in found["ddp"][1]
+    assert "schema version 99" in found["fsdp2"][1]
+    assert found["pp"] == ("not run", "1 of 3 rounds begun, none recorded")
+    page = write_report(strategies_folder).read_text()
+    assert "schema version 99" in page
+    assert "1 of 3 rounds begun" in page
+
+
+def test_a_bench_that_has_only_begun_has_a_page(tmp_path):
+    sweep, _ = strategies()
+    page = write_report(write(tmp_path / "bench", sweep, {})).read_text()
+    assert "No cell has figures yet." in page
+    assert "… 6 not run" in page
+
+
+def test_no_cell_ok(tmp_path):
+    sweep, records = strategies()
+    page = write_report(write(tmp_path / "bench", sweep, {"fsdp1": records["fsdp1"]})).read_text()
+    assert "out of memory on rank 1 of 2" in page
+
+
+def test_a_place_that_cannot_be_written(strategies_folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="give another place with -o"):
+        write_report(strategies_folder, tmp_path / "file" / "page.html")
