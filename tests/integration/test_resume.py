@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed as dist
 
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.metrics.record import RunRecord
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training import build, checkpoint, loop
+from shardwise.training import build, checkpoint, checkpoint_folder, loop
 from shardwise.training.checkpoint import Checkpointer
 from shardwise.training.resume import Start, find_start
 from shardwise.training.step import training_step
@@ -23,17 +27,21 @@ from tests.distributed import run_ranks
 from tests.parity.harness import CONFIGS, Cell, microbatches, run_config
 from tests.training.test_checkpoint import NoLoader, equal, values
 
-STEPS, HALF = 5, 3
+STEPS, HALF = 20, 10
+PROCESSES = {"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "fsdp1": 2, "fsdp2": 2, "offload": 2, "hsdp": 4}
+"""Of every layout; under `offload` the optimizer has copies of the weights."""
+CASES = [(layout, lora) for layout in PROCESSES for lora in (True, False)]
 Values = dict[str, torch.Tensor]
 
 
 def config(folder: Path, name: str, layout: str = "single", *, lora: bool = True, **training: Any) -> RunConfig:
     """All that a resume could forget: Adam's moments, a falling learning rate, dropout, a shuffled corpus."""
+    parallel = {"offload": Parallel("fsdp2", offload="optimizer"), "hsdp": Parallel("fsdp2", dp_replicate=2)}
     return RunConfig(
         model=Model(str(CONFIGS / "tiny-llama"), init="random", tokenizer=str(folder / "tokenizer")),
         lora=Lora(r=4, dropout=0.1) if lora else None,
         data=Data(str(folder / "corpus.jsonl"), validation=0.2, sequence_length=32),
-        parallel=Parallel("fsdp2", offload="optimizer") if layout == "offload" else Parallel(layout),
+        parallel=parallel.get(layout) or Parallel(layout),
         optimizer=Optimizer(lr=1e-2, warmup_steps=1, weight_decay=0.1),
         training=Training(
             **{
@@ -54,6 +62,11 @@ def config(folder: Path, name: str, layout: str = "single", *, lora: bool = True
 def run(cfg: RunConfig) -> None:
     Path(cfg.training.output_dir).mkdir(parents=True, exist_ok=True)
     loop.train(cfg, build_mesh(cfg, torch.device("cpu")))
+
+
+def run_all(*cfgs: RunConfig) -> None:
+    for cfg in cfgs:
+        run(cfg)
 
 
 def run_until(step: int, cfg: RunConfig) -> None:
@@ -104,65 +117,129 @@ def checkpoint_of(cfg: RunConfig, step: int) -> str:
     return str(Path(cfg.training.output_dir) / "checkpoints" / f"step-{step}")
 
 
+def whole(folder: Path, layout: str, lora: bool = True) -> RunConfig:
+    """A run that never ends before its last step."""
+    return config(folder, f"whole-{layout}-{lora}", layout, lora=lora, async_save=lora)
+
+
+def second_half(folder: Path, layout: str, lora: bool) -> RunConfig:
+    start = checkpoint_of(whole(folder, layout, lora), HALF)
+    return config(folder, f"half-{layout}-{lora}", layout, lora=lora, resume=start)
+
+
 @pytest.fixture(scope="module")
-def whole(folder) -> Callable[[str, int, bool], RunConfig]:
-    """What has run under a layout without an end between; each once."""
-
-    @functools.cache
-    def get(layout: str, nproc: int, lora: bool) -> RunConfig:
-        name = f"whole-{layout}-{'lora' if lora else 'full'}"
-        cfg = config(folder, name, layout, lora=lora, async_save=lora)
-        run_ranks(nproc, run, cfg)
-        return cfg
-
-    return get
+def ran(folder) -> Path:
+    """Where all `whole` runs have run, and then, in other processes, their second halves once more."""
+    for nproc in sorted(set(PROCESSES.values())):
+        cases = [(layout, lora) for layout, lora in CASES if PROCESSES[layout] == nproc]
+        run_ranks(nproc, run_all, *(whole(folder, *case) for case in cases))
+        run_ranks(nproc, run_all, *(second_half(folder, *case) for case in cases))
+    return folder
 
 
-@pytest.mark.parametrize(
-    ("layout", "nproc", "lora"),
-    [
-        ("single", 1, True),
-        ("ddp", 2, True),
-        ("ddp", 2, False),
-        ("fsdp2", 2, True),
-        ("fsdp2", 2, False),
-        ("offload", 2, True),  # the optimizer has copies of the weights
-        ("fsdp1", 2, True),
-        ("zero1", 2, False),
-        ("zero2", 2, True),
-    ],
-)
-def test_to_go_on_is_never_to_have_ended(folder, whole, layout, nproc, lora):
-    one = whole(layout, nproc, lora)
-    start = checkpoint_of(one, HALF)
-    parts = config(folder, f"parts-{layout}-{lora}", layout, lora=lora, resume=start)
-    run_ranks(nproc, run, parts)
-    assert len(record(parts).losses) == STEPS
-    assert [e["step"] for e in record(parts).eval] == [0, STEPS]
-    assert curves(parts) == curves(one)
-    assert result(parts) == result(one)
-    assert metrics(parts) == metrics(one)
-    assert record(parts).resumed_from == {"folder": start, "step": HALF}
+@pytest.mark.parametrize(("layout", "lora"), CASES)
+def test_to_go_on_is_never_to_have_ended(ran, layout, lora):
+    one, half = whole(ran, layout, lora), second_half(ran, layout, lora)
+    assert len(record(half).losses) == STEPS
+    assert [e["step"] for e in record(half).eval] == [0, STEPS]
+    assert curves(half) == curves(one)
+    assert result(half) == result(one)
+    assert metrics(half) == metrics(one)
+    assert record(half).resumed_from == {"folder": half.training.resume, "step": HALF}
     assert record(one).resumed_from is None
 
 
-def test_each_part_under_another_layout_and_number_of_processes(folder, whole):
-    one, noise = whole("single", 1, True), config(folder, "noise")
+def test_each_part_under_another_layout_and_number_of_processes(ran):
+    one, noise = whole(ran, "single"), config(ran, "noise")
     noise = replace(noise, measure=replace(noise.measure, reverse_microbatches=True))
     run_ranks(1, run, noise)
-    parts = [("fsdp2", 2), ("ddp", 4), ("zero1", 2), ("fsdp1", 2), ("single", 1)]
-    for step, (layout, nproc) in enumerate(parts, 1):
-        cfg = config(folder, "chain", layout, save_every=1, resume=None if step == 1 else "latest")
-        if step < len(parts):
-            run_ranks(nproc, run_until, step, cfg)
+    parts = [("fsdp2", 2, 3), ("fsdp2", 4, 7), ("ddp", 4, 10), ("zero1", 2, 13), ("fsdp1", 2, 17), ("single", 1, STEPS)]
+    for layout, nproc, last in parts:
+        cfg = config(ran, "chain", layout, save_every=last, resume=None if last == 3 else "latest")
+        if last < STEPS:
+            run_ranks(nproc, run_until, last, cfg)
         else:
             run_ranks(nproc, run, cfg)
     assert [line["step"] for line in metrics(cfg)] == [line["step"] for line in metrics(one)]
     assert record(cfg).mesh["dp_replicate"] == 1
     # As in test_train: ten times what another order of micro-batches does to one process.
-    losses = record(one).losses
-    bound = max(1e-6, *(10 * abs(a - b) for a, b in zip(record(noise).losses, losses)))
-    assert max(abs(a - b) for a, b in zip(record(cfg).losses, losses, strict=True)) <= bound
+    for apart in (losses_apart, weights_apart):
+        assert 0 < apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))
+
+
+def losses_apart(cfg: RunConfig, other: RunConfig) -> float:
+    return max(abs(a - b) for a, b in zip(record(cfg).losses, record(other).losses, strict=True))
+
+
+def weights_apart(cfg: RunConfig, other: RunConfig) -> float:
+    """The greatest difference of a weight that two runs leave."""
+    ones, others = (safetensors.torch.load(result(run)) for run in (cfg, other))
+    assert ones.keys() == others.keys()
+    return max((ones[name] - others[name]).abs().max().item() for name in ones)
+
+
+# --------------------------------------------------------------------------------------------------- killed in a save
+
+
+def cut_short(file: int) -> None:
+    os.ftruncate(file, os.fstat(file).st_size // 2)
+
+
+def half_removed(folder: Path) -> None:
+    next(folder.iterdir()).unlink()
+
+
+KILLS = {
+    "tensors are half written": (os, "fsync", cut_short),
+    "there is no manifest yet": (checkpoint_folder, "write_manifest", None),
+    "it is not renamed yet": (checkpoint_folder, "publish", None),
+    "the best is not marked yet": (checkpoint_folder, "mark_best", None),
+    "older ones are not removed yet": (checkpoint_folder, "prune", None),
+    "an older one is half removed": (checkpoint_folder.shutil, "rmtree", half_removed),
+}
+"""Moments in a save: before which function's work, and what of it is done."""
+
+
+def run_killed(moment: str, call: int, rank: int, cfg: RunConfig) -> None:
+    """As `run`, but this rank is killed in the middle of a function that it calls for the `call`-th time."""
+    owner, name, begin = KILLS[moment]
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def killed(*args):
+        if dist.get_rank() == rank and next(calls) == call:
+            if begin is not None:
+                begin(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args)
+
+    setattr(owner, name, killed)
+    run(cfg)
+
+
+@pytest.mark.parametrize(
+    ("moment", "layout", "call", "rank", "start"),
+    [
+        ("tensors are half written", "ddp", 2, 1, 5),  # rank 1 waits for the disk once in a save
+        ("there is no manifest yet", "ddp", 2, 0, 5),
+        ("it is not renamed yet", "single", 2, 0, 5),
+        ("the best is not marked yet", "single", 2, 0, 10),
+        ("older ones are not removed yet", "single", 2, 0, 10),
+        ("an older one is half removed", "single", 1, 0, 10),
+    ],
+)
+def test_killed_in_the_second_save(ran, tmp_path, moment, layout, call, rank, start):
+    cfg = config(ran, "unused", layout, save_every=5, eval_every=5, keep_last=1, keep_best=True, resume="auto")
+    cfg = replace(cfg, training=replace(cfg.training, output_dir=str(tmp_path)))
+    with pytest.raises(RuntimeError, match=f"rank {rank} died without a word"):
+        run_ranks(PROCESSES[layout], run_killed, moment, call, rank, cfg)
+    run_ranks(PROCESSES[layout], run, cfg)
+    assert record(cfg).resumed_from == {"folder": checkpoint_of(cfg, start), "step": start}
+    assert record(cfg).losses == record(whole(ran, layout)).losses
+    assert result(cfg) == result(whole(ran, layout))
+    best = min((e for e in record(cfg).eval if e["step"]), key=lambda e: e["loss"])["step"]
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {f"step-{STEPS}", f"step-{best}", "best"}
+    assert (tmp_path / "checkpoints" / "best").resolve().name == f"step-{best}"
 
 
 def cross(folder: Path, read: Path | None, cell: Cell) -> Values:
@@ -235,18 +312,18 @@ def weights_not_restored():
 
 
 @pytest.mark.parametrize(
-    ("bug", "layout", "nproc"),
+    ("bug", "layout"),
     [
-        (schedule_that_restarts, "single", 1),
-        (loader_that_restarts, "single", 1),
-        (moments_forgotten, "single", 1),
-        (weights_not_restored, "single", 1),
-        (moments_of_another_parameter, "fsdp2", 2),
+        (schedule_that_restarts, "single"),
+        (loader_that_restarts, "single"),
+        (moments_forgotten, "single"),
+        (weights_not_restored, "single"),
+        (moments_of_another_parameter, "fsdp2"),
     ],
 )
-def test_planted_bug_is_caught(folder, whole, bug, layout, nproc):
-    one = whole(layout, nproc, True)
-    parts = config(folder, bug.__name__, layout, resume=checkpoint_of(one, HALF))
-    run_ranks(nproc, run_with, bug, parts)
+def test_planted_bug_is_caught(ran, bug, layout):
+    one = whole(ran, layout)
+    parts = config(ran, bug.__name__, layout, resume=checkpoint_of(one, HALF))
+    run_ranks(PROCESSES[layout], run_with, bug, parts)
     assert len(record(parts).losses) == STEPS
     assert curves(parts) != curves(one)
