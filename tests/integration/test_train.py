@@ -175,6 +175,8 @@ def test_full_training_in_bfloat16_with_checkpointing_memory_and_a_sample(folder
     assert record.state_bytes is not None
     assert [s["gradients"] for s in record.state_bytes] == [s["weights"] for s in record.state_bytes]
     assert all(peak > sum(s.values()) for peak, s in zip(record.peak_memory_bytes, record.state_bytes))
+    assert record.memory_parts is not None
+    assert [sum(parts.values()) for parts in record.memory_parts] == record.peak_memory_bytes
     assert record.hfu > record.mfu
     assert list((folder / "full" / "tensorboard").glob("events*"))
     code = (

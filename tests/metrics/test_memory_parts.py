@@ -131,3 +131,53 @@ def test_blocks_alive_at_the_peak(events, peak, expected):
     found = parts_at_peak(entries, 100, peak)
     assert without_temporary(found) == expected
     assert found["temporary"] == peak - sum(expected.values())
+
+
+class Allocator:
+    """CUDA's caching allocator as far as it is asked: it rounds up to 512 bytes and keeps a history."""
+
+    def __init__(self) -> None:
+        self.history = [{"action": "alloc", "addr": 1, "size": 100}]  # of somebody who recorded before
+        self.alive = self.peak = 512
+        self.counts = {"allocation.all.allocated": 7, "allocation.all.freed": 6}
+
+    def alloc(self, address: int, size: int) -> None:
+        self.history += [{"action": "segment_alloc", "addr": 0, "size": 4096}]
+        self.history += [{"action": "alloc", "addr": address, "size": size}]
+        self.counts = {**self.counts, "allocation.all.allocated": self.counts["allocation.all.allocated"] + 1}
+        self.alive += -(-size // 512) * 512
+        self.peak = max(self.peak, self.alive)
+
+    def free(self, address: int, size: int) -> None:
+        for action in ("free_requested", "free_completed"):
+            self.history += [{"action": action, "addr": address, "size": size}]
+        self.counts = {**self.counts, "allocation.all.freed": self.counts["allocation.all.freed"] + 1}
+        self.alive -= -(-size // 512) * 512
+
+
+def test_the_history_of_cuda(monkeypatch):
+    allocator = Allocator()
+    fakes = {
+        "synchronize": lambda device: None,
+        "reset_peak_memory_stats": lambda device: None,
+        "memory_allocated": lambda device: allocator.alive,
+        "max_memory_allocated": lambda device: allocator.peak,
+        "memory_stats": lambda device: allocator.counts,
+        "memory._record_memory_history": lambda **options: None,
+        "memory._snapshot": lambda: {"device_traces": [[], allocator.history]},
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", fake)
+    with PeakMemory(torch.device("cuda", 1)) as peak:
+        allocator.alloc(1024, 700)
+        peak.mark()
+        allocator.alloc(2048, 600)
+        allocator.alloc(4096, 100)
+        allocator.free(4096, 100)
+        peak.mark(ends_forward=True)
+        allocator.free(1024, 700)
+        allocator.alloc(1024, 1100)
+    assert (peak.entry_bytes, peak.exit_bytes, peak.peak_bytes) == (512, 512 + 1024 + 1536, 3072)
+    # Of the 600 and 1100 that were asked for inside, the 600 were kept by the forward.
+    assert without_temporary(peak.parts) == parts(activations=600)
+    assert sum(peak.parts.values()) == peak.peak_bytes

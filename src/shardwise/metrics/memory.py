@@ -162,9 +162,10 @@ class _CudaRecorder:
         history = torch.cuda.memory._snapshot()["device_traces"][index]
         torch.cuda.memory._record_memory_history(enabled=None)
         changes = [entry for entry in history if entry["action"] in ("alloc", "free_requested")]
+        unrecorded = self.marks[-1] - len(changes)  # counted by the allocator before anybody recorded
         events: list[Event | None] = []
         alive = self.entry_bytes  # from here on without what the allocator rounds up
-        for begin, end in pairwise(mark - self.marks[0] for mark in self.marks):
+        for begin, end in pairwise(mark - unrecorded for mark in self.marks):
             events.append(None)
             for entry in changes[begin:end]:
                 size = entry["size"] if entry["action"] == "alloc" else -entry["size"]
