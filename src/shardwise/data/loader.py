@@ -284,17 +284,13 @@ class Validation:
     """What the last time has read, on every rank the same."""
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        batch_size, filler = (
-            self.training.global_batch_size,
-            empty_row(self.encoder.data.sequence_length, self.encoder.fill),
-        )
+        batch_size, size = self.training.global_batch_size, self.training.micro_batch_size
+        filler = empty_row(self.encoder.data.sequence_length, self.encoder.fill)
         rows = itertools.islice(self.encoder.rows(self._documents()), self.training.eval_batches * batch_size or None)
         empty = True
         while batch := [row for row, _ in itertools.islice(rows, batch_size)]:
             batch += [filler] * (batch_size - len(batch))
-            yield _microbatches(
-                [batch[slot] for slot in self.slots], self.slots, self.training.micro_batch_size, step=0
-            )
+            yield _microbatches([batch[slot] for slot in self.slots], self.slots, size, step=0)
             empty = False
         if empty:
             raise UserError(
