@@ -9,11 +9,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from shardwise.training import watchdog
+from shardwise.config import UserError
+from shardwise.parallel.mesh import build_mesh
+from shardwise.training import export, loop, watchdog
+from shardwise.training.build import build
 from shardwise.training.checkpoint import Checkpointer
 from tests.distributed import run_ranks
+from tests.parity.harness import Cell, run_config
 
 SECONDS = 0.5
 
@@ -92,3 +97,36 @@ def test_ranks_that_save_wait_for_one_with_a_slow_disk_but_not_for_ever(tmp_path
     assert run_ranks(2, save_on_a_slow_disk, tmp_path, slow) == [slow, slow]
     # One hangs: the other is told by the time-out of the save's own group.
     assert "Timed out" in run_ranks(2, save_on_a_slow_disk, tmp_path, [0.0, 8 * SECONDS])[0]
+
+
+def start_with_much_to_read(folder: Path) -> str:
+    def build_loaders(*_: object) -> None:
+        time.sleep(3 * SECONDS)
+        raise UserError("read to the end")
+
+    loop.load_tokenizer, loop.build_loaders = lambda model: (), build_loaders
+    cfg = run_config(Cell("llama", "single", "full"))
+    with watchdog.watch(SECONDS, folder / "stacks.txt", lambda: None):
+        try:
+            loop.train(cfg, build_mesh(cfg, torch.device("cpu")))
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_reading_the_corpus_may_take_longer_than_a_step(tmp_path):
+    assert run_ranks(1, start_with_much_to_read, tmp_path) == ["read to the end"]
+
+
+def beats_of_an_export(folder: Path) -> tuple[int, int]:
+    cfg = run_config(Cell("llama", "single", "full"))
+    job = build(cfg, build_mesh(cfg, torch.device("cpu")))
+    beats: list[None] = []
+    export.beat = lambda: beats.append(None)
+    export.save_result(job, cfg, folder)
+    return len(beats), len(list(job.pm.named_parameters()))
+
+
+def test_an_export_moves_with_every_tensor(tmp_path):
+    ((beats, parameters),) = run_ranks(1, beats_of_an_export, tmp_path)
+    assert beats == parameters > 1
