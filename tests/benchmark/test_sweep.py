@@ -192,6 +192,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"axes": {"strategy": {"ddp": {"paralel.data": "ddp"}}}}, "unknown key paralel.data; did you mean parallel?"),
     ({"axes": {"strategy": {"ddp": {"parallel.dta": "ddp"}}}}, "unknown key parallel.dta; did you mean data?"),
     ({"axes": {"training.step": [1, 2]}}, "unknown key training.step; did you mean steps?"),
+    (
+        {"axes": {f"training.{key}": [*range(1, 101)] for key in ("seed", "steps", "eval_every")}},
+        "make 1,000,000 cells",
+    ),
     ({"set": {"training.step": 1}}, "set: unknown key training.step; did you mean steps?"),
     ({"set": {"training.output_dir": "x"}}, "set sets training.output_dir; it belongs to the bench"),
     ({"set": {"nproc": 2}}, "set names nproc; write it beside set"),

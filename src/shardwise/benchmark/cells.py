@@ -98,7 +98,7 @@ def _notes(rounds: Sequence[Round], good: Sequence[RunRecord]) -> list[str]:
     notes = []
     if good:
         notes = [f"round {i} was left out: {r.status}, {r.reason}" for i, r in enumerate(rounds, 1) if r.status != "ok"]
-    for name in ("device", "commit", "torch", "transformers"):
+    for name in ("device", "commit", "torch", "transformers", "threads"):
         if len({str(record.environment.get(name)) for record in good}) > 1:
             notes.append(f"its rounds ran with another {name} each; run the cell again (--rerun)")
     return notes

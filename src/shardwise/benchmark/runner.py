@@ -30,7 +30,7 @@ from shardwise.metrics.cell import LOG, RECORD, RUN_FILE, SWEEP, CellRecord, Rou
 from shardwise.metrics.record import RunRecord, Status, dumps
 
 TRAIN = (sys.executable, "-m", "shardwise", "train")
-LEASH = 'exec 3<&0 </dev/null; ({ cat <&3; kill -KILL 0; } >/dev/null 2>&1 &); exec "$@" 3<&-'
+LEASH = 'exec 3<&0 </dev/null; ({ read _ <&3; kill -KILL 0; } >/dev/null 2>&1 &); exec "$@" 3<&-'
 """Becomes the command "$@", beside a process that ends its whole group as soon as standard input closes: which it does
 when the bench dies, even of SIGKILL."""
 WEIGHTS = ("model", "checkpoints")
@@ -96,10 +96,11 @@ def _locked(out: Path) -> Generator[None]:
     except OSError as error:
         raise UserError(f"--out {out}: cannot make or open the folder ({error.strerror})") from None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--out {out}: another bench is running in it; wait, or choose another folder") from None
         yield
-    except BlockingIOError:
-        raise UserError(f"--out {out}: another bench is running in it; wait for it, or choose another folder") from None
     finally:
         os.close(handle)
 
@@ -169,7 +170,10 @@ def _known(cell: Cell, folder: Path, rounds: int) -> CellState:
         state.record = CellRecord("unsupported", cell.run, cell.refusal, cell=asdict(cell.plan))
         state.record.write(folder / RECORD)
     elif (folder / RECORD).exists():
-        found = CellRecord.read(folder / RECORD)
+        try:
+            found = CellRecord.read(folder / RECORD)
+        except UserError as error:
+            raise UserError(f"{error}: --rerun {cell.plan.id}") from None
         assert isinstance(found, CellRecord)
         for number, entry in enumerate(found.rounds[:rounds], 1):
             if not (folder / f"round-{number}" / RECORD).exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from shardwise.config import Training, UserError, known_keys, nearest, parse_con
 from shardwise.metrics.cell import SWEEP, Axis, CellPlan, SweepRecord
 
 KEYS = ("title", "base", "set", "nproc", "rounds", "timeout_seconds", "reference", "axes")
-ID_LENGTH = 80
+ID_LENGTH, MOST_CELLS = 80, 10_000
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
     rounds = _positive(data, "rounds", 3, int)
     limit = float(_positive(data, "timeout_seconds", 600.0, int | float))
     nproc = _positive(data, NPROC, 1, int)
-    title = data.get("title", path.stem)
+    title = data.get("title") or path.stem
     base = _base(data, path)
     named = {_name(name): _values(_name(name), entry) for name, entry in _mapping(data, "axes").items()}
     if not named:
@@ -71,6 +72,8 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
     weak = {axis.name for axis, is_weak in checked if is_weak}
     reference = _reference(data, axes)
 
+    if (number := math.prod(map(len, named.values()))) > MOST_CELLS:
+        raise UserError(f"the axes make {number:,} cells, more than {MOST_CELLS:,}; bench a part of them")
     taken: set[str] = {SWEEP.lower()}
     ids = {names: _unique("-".join(map(_slug, names)), taken) for names in itertools.product(*named.values())}
     cells = []
