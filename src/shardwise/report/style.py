@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -88,7 +88,7 @@ def looks(sweep: SweepRecord, rows: Sequence[Row]) -> dict[str, Look]:
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
+def drawing() -> Generator[None]:
     """What holds while a figure is drawn and saved; UserError where matplotlib is missing."""
     try:
         import matplotlib
