@@ -1,6 +1,6 @@
 """Kill a random rank of a run at a random moment, and see the run go on to the same end.
 
-`python -m tests.integration.kill --times 20` repeats it and writes results/kill.json; the tests do it twice.
+`python -m tests.integration.kill --times 20` repeats it and writes results/kill.json; a test does it twice in one run.
 """
 
 from __future__ import annotations
@@ -71,23 +71,30 @@ def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
+def run_killed(path: Path, output_dir: Path, *kills: tuple[int, float, int]) -> tuple[int, str]:
+    """Exit code and stderr of a run that starts again after each kill: (step to wait for, seconds more, rank)."""
+    process = start(path, output_dir, f"--training.max_restarts={len(kills)}")
+    for step, delay, victim in kills:
+        wait_for_step(process, output_dir, step)
+        time.sleep(delay)
+        ranks(process)[victim].send_signal(signal.SIGKILL)
+    told = process.communicate(timeout=300)[1].strip()
+    return process.returncode, told
+
+
 def kill_once(path: Path, output_dir: Path, reference: RunRecord, seed: int) -> dict[str, Any]:
     """One run with one rank killed; what was done, and `joined`: the losses of all steps equal the reference's."""
     draw = random.Random(seed)
     step, delay, victim = draw.randrange(1, STEPS - 8), draw.random() * 0.2, draw.randrange(NPROC)
     begin = time.monotonic()
-    process = start(path, output_dir, "--training.max_restarts=1")
-    wait_for_step(process, output_dir, step)
-    time.sleep(delay)
-    ranks(process)[victim].send_signal(signal.SIGKILL)
-    told = process.communicate(timeout=300)[1].strip()
+    exit_code, told = run_killed(path, output_dir, (step, delay, victim))
     record = RunRecord.read(output_dir / "record.json")
     return {
         "seed": seed,
         "killed_after_step": step,
-        "exit_code": process.returncode,
+        "exit_code": exit_code,
         "told": told,
-        "joined": process.returncode == 0 and record.losses == reference.losses,
+        "joined": exit_code == 0 and record.losses == reference.losses,
         "seconds": round(time.monotonic() - begin, 1),
     }
 

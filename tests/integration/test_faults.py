@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,29 +19,37 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.cli import main
+from shardwise.config import load_config
 from shardwise.metrics.record import RunRecord
 from shardwise.models import load
 from tests.integration import kill
-from tests.integration.test_train import CONFIGS, config
+from tests.integration.test_train import CONFIGS, config, run_on
 
 
 @pytest.fixture(scope="module")
 def path(folder) -> Path:
-    """The run file of every run here."""
-    return kill.run_file(folder, kill.kill_config(folder))
+    """The run file of every run here: of a model with short steps."""
+    cfg = kill.kill_config(folder)
+    return kill.run_file(folder, replace(cfg, model=replace(cfg.model, path=str(CONFIGS / "tiny-llama"))))
 
 
 @pytest.fixture(scope="module")
 def reference(path, folder) -> RunRecord:
-    return kill.undisturbed(path, folder / "reference")
+    """The run that nobody disturbs, in forked processes, which need not import anything."""
+    return run_on(kill.NPROC, load_config(path, [f"training.output_dir={folder / 'reference'}"]))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(seed, path, reference, tmp_path):
-    outcome = kill.kill_once(path, tmp_path / "out", reference, seed)
-    assert outcome["joined"], outcome
-    assert "was killed by SIGKILL" in outcome["told"]
-    assert outcome["told"].endswith("starting again (1 of 1)")
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(path, reference, tmp_path):
+    # The first before there is a checkpoint, the second between two.
+    exit_code, told = kill.run_killed(path, tmp_path / "out", (5, 0.0, 0), (27, 0.0, 1))
+    assert exit_code == 0, told
+    for line, rank, restart in zip(told.splitlines(), (0, 1), (1, 2), strict=True):
+        assert line.startswith(f"error: rank {rank} of 2 was killed by SIGKILL")
+        assert line.endswith(f"starting again ({restart} of 2)")
+    record = RunRecord.read(tmp_path / "out" / "record.json")
+    assert record.losses == reference.losses
+    # The second restart took up checkpoint 24; only where the kill came late, after four more steps, 32.
+    assert record.resumed_from["step"] in (24, 32)
 
 
 @pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
@@ -60,10 +69,9 @@ def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(number, nproc,
     stopped = RunRecord.read(out / "record.json")
     assert (stopped.status, stopped.reason) == ("stopped", told.strip())
     assert saved.is_dir()
-    process = kill.start(path, out, *overrides, "--resume", "latest", nproc=nproc)
-    assert process.communicate(timeout=120)[1] == ""
-    assert process.returncode == 0
-    record = RunRecord.read(out / "record.json")
+    settings = [f"training.output_dir={out}", "training.resume=latest"]
+    record = run_on(nproc, load_config(path, [*overrides, *settings]))
+    assert record.resumed_from == {"folder": str(saved), "step": done}
     assert record.status == "ok"
     if nproc == 2:
         assert record.losses == reference.losses
@@ -95,9 +103,12 @@ def test_a_disk_that_is_full_ends_the_run_and_keeps_the_checkpoints_before(path,
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_no_memory_left_is_told_as_such(nproc, path, tmp_path):
-    limit = 3 * 2**30  # more than the libraries map (1 to 2), less than the run asks for: 2 GiB of logits alone
+    limit = 3 * 2**30  # more than the libraries map (1 to 2), less than the run asks for: 4 GiB of logits alone
+    model = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text()) | {"vocab_size": 2**18}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
     command = [sys.executable, "-m", "shardwise", "train", str(path), f"--training.output_dir={tmp_path / 'out'}"]
-    sizes = ["--data.sequence_length=32768", "--training.global_batch_size=128", "--training.micro_batch_size=64"]
+    sizes = ["--data.sequence_length=1024", "--training.micro_batch_size=4", f"--model.path={tmp_path / 'model'}"]
     sizes += ["--training.loss=plain", "--data.validation=0.0"]
     layout = ["--nproc", "2"] if nproc == 2 else ["--parallel.data=single"]
     done = subprocess.run(
