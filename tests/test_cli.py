@@ -57,6 +57,10 @@ def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
             ("train", "run.yaml", "--measure.trackers=[trackio]"),
             "measure.trackers names trackio, which is not installed",
         ),
+        (("bench", "run.yaml"), "the following arguments are required: --out; see shardwise bench --help"),
+        (("bench", "none.yaml", "--out=out"), "none.yaml: cannot read the file (No such file or directory)"),
+        (("bench", "run.yaml", "--out", "out"), "run.yaml: unknown key model; known keys: title, base"),
+        (("bench", "run.yaml", "--out=out", "--training.steps=2"), "unknown argument --training.steps=2"),
         (("export", "--merge", "model", "adapter"), "argument --merge: expected 3 arguments"),
         (
             ("export", "--merge", "model", "adapter", "out", "--model.init=random"),

@@ -83,6 +83,7 @@ def test_one_control_for_each_reference(tmp_path):
         (8, 2, 2),  # four micro-batches: in reverse they add up in another order
         (8, 4, 2),  # two: a + b = b + a to the last bit, so four halves
         (8, 8, 4),
+        (9, 9, 3),
         (2, 1, None),  # nothing to put in another order
     ],
 )
@@ -236,7 +237,22 @@ def test_an_invalid_combination_is_a_refused_cell(tmp_path):
 
 def test_hostile_names_give_safe_folders(tmp_path):
     names = ["../../x", "<script>alert(1)</script>", "a" * 300, "a" * 300 + "b", "two words", "two?words", "Two words"]
-    names += ["", ".", "..", "-rf", "sweep.json", "a/b", "a\\b", "\n", "é", "con\x00trol", "--out=x", "$(id)", "~"]
+    names += [
+        "",
+        ".",
+        "..",
+        "-rf",
+        "sweep.json",
+        "Figures",
+        "a/b",
+        "a\\b",
+        "\n",
+        "é",
+        "con\x00trol",
+        "--out=x",
+        "$(id)",
+        "~",
+    ]
     sweep = read(tmp_path, axes={"name": {name: {} for name in names}})
     ids = [cell.plan.id for cell in sweep.cells]
     assert [axis.values for axis in sweep.record.axes] == [tuple(names)]  # a reader sees the names as they were given
@@ -244,7 +260,7 @@ def test_hostile_names_give_safe_folders(tmp_path):
     for cell_id in ids:
         assert re.fullmatch(r"[A-Za-z0-9+][A-Za-z0-9._+-]*", cell_id)
         assert len(cell_id) <= ID_LENGTH + 4
-        assert cell_id.lower() != "sweep.json"
+        assert cell_id.lower() not in ("sweep.json", "figures")  # what the bench and the report have there
 
 
 def test_values_that_are_no_text_have_names(tmp_path):

@@ -65,7 +65,7 @@ def bench(
     again = _matching(selected, rerun, "--rerun")
     with _signals(), _locked(out):
         _prepare(out, sweep, again)
-        cells = [_known(cell, out / cell.plan.id, sweep.record.rounds) for cell in selected]
+        cells = [_known(cell, out / cell.plan.id) for cell in selected]
         rounds = sweep.record.rounds
         with Display(sweep.record.title, cells, rounds) as display:
             for number in range(1, rounds + 1):
@@ -163,7 +163,7 @@ def _as_yaml(run: dict[str, Any]) -> str:
     return yaml.safe_dump(run, sort_keys=False)
 
 
-def _known(cell: Cell, folder: Path, rounds: int) -> CellState:
+def _known(cell: Cell, folder: Path) -> CellState:
     """What the folder has of a cell; a refused cell gets its row."""
     state = CellState(cell, folder)
     if cell.refusal:
@@ -175,7 +175,7 @@ def _known(cell: Cell, folder: Path, rounds: int) -> CellState:
         except UserError as error:
             raise UserError(f"{error}: --rerun {cell.plan.id}") from None
         assert isinstance(found, CellRecord)
-        for number, entry in enumerate(found.rounds[:rounds], 1):
+        for number, entry in enumerate(found.rounds, 1):
             if not (folder / f"round-{number}" / RECORD).exists():
                 break
             state.rounds.append(Round(**entry))
@@ -224,8 +224,9 @@ def _run_round(state: CellState, number: int, limit: float, train: Sequence[str]
 
 
 def _run(command: Sequence[str], log: Path, limit: float) -> int | None:
-    """Run a command in a process group of its own, no process of which outlives this call; its exit code, or None
-    where it took longer than `limit` seconds.
+    """Run a command in a process group of its own, no process of which outlives this call.
+
+    Returns its exit code, or None where it was killed since it took longer than `limit` seconds.
     """
     with log.open("wb") as file:
         process = subprocess.Popen(

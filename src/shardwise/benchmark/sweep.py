@@ -19,6 +19,8 @@ from shardwise.metrics.cell import SWEEP, Axis, CellPlan, SweepRecord
 
 KEYS = ("title", "base", "set", "nproc", "rounds", "timeout_seconds", "reference", "axes")
 ID_LENGTH, MOST_CELLS = 80, 10_000
+RESERVED = {SWEEP, "figures", "report.html", "report.md"}
+"""What else lies beside the folders of the cells: the report writes there too."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
 
     if (number := math.prod(map(len, named.values()))) > MOST_CELLS:
         raise UserError(f"the axes make {number:,} cells, more than {MOST_CELLS:,}; bench a part of them")
-    taken: set[str] = {SWEEP.lower()}
+    taken = set(RESERVED)
     ids = {names: _unique("-".join(map(_slug, names)), taken) for names in itertools.product(*named.values())}
     cells = []
     for names, cell_id in ids.items():
@@ -203,16 +205,17 @@ def _controls(cells: list[Cell], taken: set[str], out: Path) -> list[Cell]:
 
 
 def _other_rounding(cell: Cell) -> dict[str, Any] | None:
-    """Settings under which the same step adds up in another order, None where a process has one row only.
+    """Settings under which the same step adds up in another order, None where there is no other.
 
-    Micro-batches in reverse order; a + b = b + a exactly, so there have to be three, or else they are halved.
+    Micro-batches in reverse order; a + b = b + a exactly, so there have to be three, or else they are made smaller.
     """
     training = cell.run["training"]
     rows, size = training["global_batch_size"] // cell.plan.nproc, training["micro_batch_size"]
     settings = {"measure.reverse_microbatches": not cell.run["measure"]["reverse_microbatches"]}
     if rows >= 3 * size:
         return settings
-    return settings | {"training.micro_batch_size": size // 2} if size % 2 == 0 else None
+    smaller = next((divisor for divisor in range(size - 1, 0, -1) if size % divisor == 0), None)
+    return settings | {"training.micro_batch_size": smaller} if smaller else None
 
 
 def _positive(data: dict[str, Any], key: str, default: Any, kind: Any, where: str = "") -> Any:
