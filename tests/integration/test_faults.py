@@ -89,7 +89,7 @@ def test_a_disk_that_is_full_ends_the_run_and_keeps_the_checkpoints_before(path,
     out.mkdir()
     arguments = ["--parallel.data=single", "--training.keep_last=9", f"--training.output_dir={out}"]
     command = " ".join([sys.executable, "-m", "shardwise", "train", str(path), *arguments])
-    script = FULL.format(size="1200k", out=out, command=command)  # a checkpoint of this run takes some 400 kB
+    script = FULL.format(size="1200k", out=out, command=command)  # a checkpoint of this run takes some 700 kB
     done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=120)
     assert "code 1\n" in done.stdout, (done.stdout, done.stderr)
     (line,) = done.stderr.strip().splitlines()

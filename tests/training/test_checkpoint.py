@@ -157,9 +157,14 @@ def test_a_best_that_is_gone_is_not_waited_for(tmp_path):
             make_step(1)
             for step, loss in ((1, 1.0), (2, 2.0), (3, 0.5)):
                 checkpointer.after_step(step, Evaluation(step, loss, 1.0, 1))
-        back = find_start(replace(cfg, training=replace(cfg.training, resume=str(folder_of(tmp_path, 2)))))
+
+        def start_from(folder: Path) -> Start:
+            return find_start(replace(cfg, training=replace(cfg.training, resume=str(folder))))
+
+        back = start_from(folder_of(tmp_path, 2))
         with Checkpointer(cfg, job, NoLoader(), back) as checkpointer:
             assert names_on_disk(tmp_path) == {"step-2", "step-3.abandoned"}  # step 1 was the best, until step 3
+            assert start_from(folder_of(tmp_path, 3).with_suffix(".abandoned")).step == 3
             checkpointer.after_step(3, Evaluation(3, 4.0, 1.0, 1))
         return back.passed_over
 

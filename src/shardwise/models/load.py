@@ -135,7 +135,7 @@ def fill(hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]]) 
 def fingerprint(model: Model, weights: bool) -> dict[str, str]:
     """A checksum by file name: of `config.json` and, with `weights`, of a sample of each safetensors file.
 
-    The sample is the file's size, its header, and up to 4 KiB from the middle of each tensor: a few MB of a model of
+    The sample is the file's size, its header, and up to 4 KiB from the middle of each tensor: some MB of a model of
     100 GB, and other weights differ everywhere. Random weights need none. UserError if the files cannot be read.
     """
     if weights and model.init == "weights":
