@@ -142,7 +142,7 @@ def test_scaling_is_against_the_same_strategy_on_one_process(kind):
     assert rows["ddp-2"].efficiency == 0.9  # 1800 / (2 x 1000)
     assert rows["ddp-4"].efficiency == 0.8
     assert rows["fsdp2-4"].efficiency == pytest.approx(2400 / (4 * 900))  # of fsdp2 on one process, not of ddp
-    assert rows["fsdp2-4"].efficiency_over == "fsdp2 · nproc 1"
+    assert rows["fsdp2-4"].efficiency_over == "fsdp2 · processes 1"
     assert rows["fsdp2-4"].saving == pytest.approx(0.3)  # 60 + 40 / 4 = 70 MiB of ddp's 100 on as many processes
 
 
@@ -199,7 +199,7 @@ def test_caveats_come_from_the_environment():
 def test_the_answer_in_short():
     bench = Bench(*strategies())
     assert in_short(bench, make_rows(bench)) == [
-        "ddp is fastest: 1,500 tokens/s, 1.50× its reference. "
-        "fsdp2 needs the least memory: 60.0 MiB, 25 % less than ddp."
+        "ddp is fastest (1,500 tokens/s, 1.50× its reference). "
+        "fsdp2 needs the least memory (60 MiB, 25 % less than ddp)."
     ]
     assert in_short(Bench(bench.sweep), make_rows(Bench(bench.sweep))) == ["No cell has figures yet."]

@@ -44,13 +44,30 @@ def in_short(bench: Bench, rows: Sequence[Row]) -> list[str]:
     for group, cells in groups_of(rows).items():
         fastest, leanest = findings(cells)
         title = group_title(group, bench.sweep)
-        sentences = []
+        fast = lean = ""
         if fastest:
             by = f", {times(fastest.speedup)} its reference" if fastest.speedup and not fastest.is_reference else ""
-            sentences.append(f"{fastest.label} is fastest: {number(fastest.tokens_per_second)} tokens/s{by}.")
+            fast = f"is fastest ({number(fastest.tokens_per_second)} tokens/s{by}{_overlap(fastest, cells)})"
         if leanest:
             by = f", {percent(leanest.saving)} less than {leanest.saving_over}" if (leanest.saving or 0) > 0 else ""
-            sentences.append(f"{leanest.label} needs the least memory: {size(leanest.peak_memory_bytes)}{by}.")
-        text = " ".join(sentences) or "No cell has figures yet."
+            lean = f"needs the least memory ({size(leanest.peak_memory_bytes)}{by})"
+        if fastest and leanest and fastest is leanest:
+            text = f"{fastest.label} {fast} and {lean}."
+        else:
+            both = ((fastest, fast), (leanest, lean))
+            text = " ".join(f"{row.label} {what}." for row, what in both if row) or "No cell has figures yet."
         found.append(f"{title}: {text}" if title else text)
     return found
+
+
+def _overlap(fastest: Row, cells: Sequence[Row]) -> str:
+    """Which cells had a round as fast as the slowest of the fastest cell's."""
+    if fastest.tokens_range is None:
+        return ""
+    slowest = fastest.tokens_range[0]
+    close = [
+        row.label
+        for row in cells
+        if row is not fastest and not row.plan.control and row.tokens_range and row.tokens_range[1] >= slowest
+    ]
+    return f"; its rounds overlap with {', '.join(close[:3])}{' and more' if len(close) > 3 else ''}" if close else ""

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from shardwise.metrics.cell import Axis
 from shardwise.report.folder import Bench
 from shardwise.report.panels import (
+    CONTROL,
+    WRONG,
     bar_axis,
     bars,
     bars_height,
     beside,
     comma_ticks,
     grid,
+    key,
+    legend,
     line_style,
     name_points,
     say_why,
     set_title,
+    settle,
     whole_steps,
 )
 from shardwise.report.style import HATCHES, Look, colour, looks
@@ -33,9 +38,10 @@ from shardwise.report.tables import (
     pareto,
     scaling_kind,
 )
-from shardwise.report.words import byte_unit, group_title, number, printable, second_unit
+from shardwise.report.words import axis_name, byte_unit, group_title, named_values, number, second_unit, size
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FLOOR = 1e-3
@@ -62,13 +68,15 @@ def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
         drawn.append(losses(groups, look))
     if any(row.tokens_per_second or row.peak_memory_bytes for row in rows):
         drawn.append(strategies_figure(strategies, look))
-        drawn += [against(bench, axis, rows, look) for axis in numeric_axes(bench.sweep, rows)]
+        drawn += [against(bench, axis, rows) for axis in numeric_axes(bench.sweep, rows)]
     if any(memory_parts(row) for row in rows):
         drawn.append(memory(strategies))
     if any(pareto(cells) for _, cells in strategies):
         drawn.append(plane(strategies, look))
     if any(_percentiles(row) for row in rows):
         drawn.append(steps(strategies, look))
+    for one in drawn:
+        settle(one.figure)
     return drawn
 
 
@@ -79,20 +87,18 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Loss curves on one another; beside them, how far each is from its reference as a share of its tolerance."""
     shown = [(title, [row for row in cells if row.record and row.record.losses]) for title, cells in groups]
     shown = [(title, cells) for title, cells in shown if cells]
-    figure, axes = grid(len(shown), 2, [2.6] * len(shown), extra=0.75)
+    figure, axes = grid(len(shown), 2, [2.6] * len(shown))
     by_id = {row.plan.id: row for _, cells in shown for row in cells}
-    handles: dict[str, Any] = {}
     for (title, cells), (left, right) in zip(shown, axes, strict=True):
         set_title(left, "Loss", title)
-        set_title(right, "Departure from the reference, as a share of the tolerance", "")
+        set_title(right, "Departure from the reference ÷ tolerance", "")
         highest = 10.0
         for index, row in enumerate(cells):
             assert row.record is not None
             style = line_style(row, look[row.plan.id])
             x = range(1, len(row.record.losses) + 1)
             every = max(1, len(x) // 6)
-            (handle,) = left.plot(x, row.record.losses, markevery=(index % every, every), **style)
-            handles.setdefault(row.label + (" (wrong)" if row.state == "wrong" else ""), handle)
+            left.plot(x, row.record.losses, markevery=(index % every, every), **style)
             reference = by_id.get(row.plan.reference or "")
             allowed = row.tolerance
             if reference is None or reference.record is None or not allowed:
@@ -119,13 +125,15 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
         right.set_yticks([FLOOR, *thinned], ["0", *(f"{value:,g}" for value in thinned)])
         for panel in (left, right):
             whole_steps(panel)
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside upper left", ncols=min(5, len(handles)), labelcolor=colour("ink")
-    )
+    cells = [row for _, cells in shown for row in cells]
+    special = {"noise control": CONTROL} if any(row.plan.control for row in cells) else {}
+    special |= {"wrong": WRONG} if any(row.state == "wrong" for row in cells) else {}
+    legend(figure, [look[row.plan.id] for row in cells if row.state != "wrong"], special)
     return Drawn(
         "losses",
         "The same losses",
-        "Left: the loss of every step. Curves of cells that do the same work lie on one another. Right: how far each "
+        "Left: the loss of every step. Curves of cells that do the same work lie on one another; the broad pale one is "
+        "the reference. Right: how far each "
         "is from its reference; the noise control is the reference with its micro-batches in another order, "
         "and the tolerance is ten times what that alone does.",
         figure,
@@ -157,50 +165,44 @@ def strategies_figure(groups: Groups, look: dict[str, Look]) -> Drawn:
     )
 
 
-def against(bench: Bench, axis: Axis, rows: Sequence[Row], look: dict[str, Look]) -> Drawn:
+def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
     """Throughput and peak memory along an axis of numbers, a line for each combination of the other compared values."""
-    others = [a for a in bench.sweep.axes if a.name != axis.name]
-    panels: dict[tuple[str, ...], dict[tuple[str, ...], list[Row]]] = {}
-    for row in rows:
-        if row.plan.control:
-            continue
-        place = tuple(_value(a, row) for a in others if not a.compared and len(a.values) > 1)
-        line = tuple(_value(a, row) for a in others if a.compared and len(a.values) > 1)
-        panels.setdefault(place, {}).setdefault(line, []).append(row)
-    figure, axes = grid(len(panels), 2, [2.7] * len(panels), extra=0.5)
+    cells = [row for row in rows if not row.plan.control]
+    look = looks(bench.sweep, cells, apart_from=axis.name)
+    work = [other for other in bench.sweep.axes if other.name != axis.name and not other.compared]
+    lines: dict[str, dict[Look, list[Row]]] = {}
+    for row in cells:
+        lines.setdefault(named_values(row.plan, work), {}).setdefault(look[row.plan.id], []).append(row)
+    figure, axes = grid(len(lines), 2, [2.7] * len(lines))
     unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for row in rows), default=1))
-    name = "processes" if set(axis.keys) <= {"nproc", "training.global_batch_size"} else axis.name.rpartition(".")[2]
-    ticks = sorted({number_of(axis, row) or 0.0 for row in rows if not row.plan.control})
-    handles: dict[str, Any] = {}
-    for (place, lines), (left, right) in zip(panels.items(), axes, strict=True):
-        set_title(left, "Throughput, tokens/s", printable(" · ".join(place)))
+    name = "processes" if "nproc" in axis.keys else axis_name(axis)
+    ticks = sorted({number_of(axis, row) or 0.0 for row in cells})
+    for (title, of_title), (left, right) in zip(lines.items(), axes, strict=True):
+        set_title(left, "Throughput, tokens/s", title)
         set_title(right, f"Peak memory, {unit_name}", "")
-        for line, cells in lines.items():
-            style = look[cells[0].plan.id]
+        for style, of_line in of_title.items():
             for panel, read in ((left, _speed), (right, _peak_in(unit))):
-                points = sorted(
-                    (number_of(axis, row) or 0.0, value) for row in cells if (value := read(row)) is not None
+                found = sorted(
+                    (number_of(axis, row) or 0.0, value) for row in of_line if (value := read(row)) is not None
                 )
-                (handle,) = panel.plot(
-                    [x for x, _ in points],
-                    [y for _, y in points],
+                panel.plot(
+                    [x for x, _ in found],
+                    [y for _, y in found],
                     color=style.colour,
                     marker=style.marker,
                     linestyle=style.dash,
                     markersize=5,
                     linewidth=1.6,
                 )
-                handles.setdefault(printable(" · ".join(line)) or "all cells", handle)
-                if panel is left and name == "processes" and points and points[0][0] == 1:
-                    panel.plot(ticks, [points[0][1] * n for n in ticks], color=colour("faint"), lw=0.9, dashes=(2, 2))
+                if panel is left and name == "processes" and found and found[0][0] == 1:
+                    panel.plot(ticks, [found[0][1] * n for n in ticks], color=colour("faint"), lw=0.9, dashes=(2, 2))
         for panel in (left, right):
             panel.set_xscale("log", base=2)
             panel.set_xticks(ticks, [f"{value:,g}" for value in ticks])
             panel.set_xlabel(name)
             panel.set_ylim(bottom=0)
             comma_ticks(panel.yaxis)
-    if len(handles) > 1:
-        figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=min(5, len(handles)))
+    legend(figure, list(look.values()), {})
     ideal = f" Thin dashes: {scaling_kind(bench.sweep)} scaling as it would ideally be." if name == "processes" else ""
     return Drawn(
         f"against-{''.join(c if c.isalnum() else '-' for c in axis.name)}",
@@ -212,7 +214,7 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row], look: dict[str, Look]
 
 def memory(groups: Groups) -> Drawn:
     """What the peak is made of."""
-    figure, axes = grid(len(groups), 1, [bars_height(cells) for _, cells in groups], extra=0.35)
+    figure, axes = grid(len(groups), 1, [bars_height(cells) for _, cells in groups])
     unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for _, cells in groups for row in cells), default=1))
     fills = ("c1", "c2", "c3", "c4", "c7")
     for (title, cells), (panel,) in zip(groups, axes, strict=True):
@@ -232,11 +234,11 @@ def memory(groups: Groups) -> Drawn:
             beside(panel, place, start, number(start))
         bar_axis(panel, cells)
         panel.set_xlim(0, (max(((row.peak_memory_bytes or 0) for row in cells), default=0) / unit or 1) * 1.1)
-    legend: dict[str, Any] = {}
+    parts = {}
     for (panel,) in axes:
         for handle, part in zip(*panel.get_legend_handles_labels(), strict=True):
-            legend.setdefault(part, handle)
-    figure.legend(legend.values(), legend.keys(), loc="outside upper left", ncols=5, handlelength=1.6, handleheight=1.0)
+            parts.setdefault(part, handle)
+    key(figure, list(parts.values()), list(parts))
     return Drawn(
         "memory-parts",
         "What the memory is",
@@ -248,51 +250,81 @@ def memory(groups: Groups) -> Drawn:
 
 def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Every cell by its memory and its throughput, and the front of those that no other beats in both."""
-    columns = min(2, len(groups))
-    num_rows = math.ceil(len(groups) / columns)
-    figure, axes = grid(num_rows, columns, [3.5] * num_rows)
-    panels = [panel for line in axes for panel in line]
+    figure, axes = grid(len(groups), 2, [3.0] * len(groups), [1.7, 1.0])
     unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for _, cells in groups for row in cells), default=1))
-    for panel in panels[len(groups) :]:
-        panel.set_axis_off()
-    for (title, cells), panel in zip(groups, panels, strict=False):
+    named: list[tuple[Axes, list[tuple[float, float, str, bool]]]] = []
+    for (title, cells), (panel, names) in zip(groups, axes, strict=True):
         panel.set_title(title)
-        known = [row for row in cells if row.tokens_per_second and row.peak_memory_bytes]
+        points = {
+            row.plan.id: (row.peak_memory_bytes / unit, row.tokens_per_second)
+            for row in cells
+            if row.tokens_per_second and row.peak_memory_bytes
+        }
         front = pareto(cells)
-        points = {row.plan.id: ((row.peak_memory_bytes or 0) / unit, row.tokens_per_second or 0.0) for row in known}
-        if front:
-            xs, ys = zip(*(points[row.plan.id] for row in front), strict=True)
-            panel.step(xs, ys, where="post", color=colour("accent"), linewidth=1.4, zorder=1)
-        panel.margins(x=0.22, y=0.16)
-        for row in known:
+        panel.step(
+            [points[row.plan.id][0] for row in front],
+            [points[row.plan.id][1] for row in front],
+            where="post",
+            color=colour("accent"),
+            linewidth=1.4,
+            zorder=1,
+        )
+        few = len(points) <= 8
+        beside_points = []
+        for row in cells:
+            if row.plan.id not in points:
+                continue
             x, y = points[row.plan.id]
-            style, on_front = look[row.plan.id], row in front
+            style, place = look[row.plan.id], front.index(row) + 1 if row in front else 0
             panel.plot(
                 x,
                 y,
                 marker=style.marker,
-                markersize=9 if on_front else 7,
-                color=style.colour if on_front else "none",
+                markersize=9 if place else 6.5,
+                color=style.colour if place else "none",
                 markeredgecolor=style.colour,
                 markeredgewidth=1.3,
                 linestyle="none",
             )
+            if few or place:
+                words = [str(place)] * bool(place) + [row.label] * few
+                beside_points.append((x, y, " ".join(words), bool(place)))
+        named.append((panel, beside_points))
+        panel.margins(x=0.14, y=0.16)
         panel.set_xlabel(f"peak memory, {unit_name}   (← less is better)")
         panel.set_ylabel("tokens/s   (more is better →)")
         comma_ticks(panel.xaxis)
         comma_ticks(panel.yaxis)
-        name_points(panel, [(*points[row.plan.id], row.label, row in front) for row in known])
-        if not known:
-            panel.text(
-                0.5, 0.5, "no cell has both figures", transform=panel.transAxes, ha="center", color=colour("muted")
-            )
+        _list_front(names, front)
+    used = [look[row.plan.id] for _, cells in groups for row in cells if row.measured]
+    if any(len(cells) > 8 for _, cells in groups):
+        legend(figure, [replace(one, variant="") for one in used], {})
+    settle(figure)
+    for panel, beside_points in named:
+        name_points(panel, beside_points)
     return Drawn(
         "plane",
         "Throughput against memory",
-        "Filled marks and bold names are on the Pareto front: no other cell of the group is at least as good in both "
+        "Filled marks are on the Pareto front: no other cell of the group is at least as good in both "
         "and better in one. For every hollow mark there is a better choice.",
         figure,
     )
+
+
+def _list_front(panel: Axes, front: Sequence[Row]) -> None:
+    """The members of the front by name, with their numbers in the plot."""
+    panel.set_axis_off()
+    panel.set_title("On the Pareto front, leanest first" if front else "No cell has both figures")
+    roomy = len(front) <= 9
+    line = 0.106 if roomy else 1 / len(front)
+    for place, row in enumerate(front):
+        figures = f"{size(row.peak_memory_bytes)}, {number(row.tokens_per_second)} tokens/s"
+        top = 0.98 - place * line
+        panel.text(0, top, f"{place + 1}", transform=panel.transAxes, va="top", fontsize=8.5, weight="bold")
+        panel.text(0.09, top, row.label, transform=panel.transAxes, va="top", fontsize=8.5)
+        if roomy:
+            below = top - 0.048
+            panel.text(0.09, below, figures, transform=panel.transAxes, va="top", fontsize=7.5, color=colour("muted"))
 
 
 def steps(groups: Groups, look: dict[str, Look]) -> Drawn:

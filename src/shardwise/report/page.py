@@ -46,19 +46,19 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
     bench = read_bench(folder)
     rows = make_rows(bench)
     page = Path(folder) / "report.html" if page is None else Path(page)
-    with drawing():
-        drawn = draw_all(bench, rows)
-        svgs = {figure.name: svg_of(figure.figure, figure.name) for figure in drawn}
-        figures = page.parent / "figures"
-        try:
-            figures.mkdir(parents=True, exist_ok=True)
+    figures = page.parent / "figures"
+    try:
+        figures.mkdir(parents=True, exist_ok=True)
+        with drawing():
+            drawn = draw_all(bench, rows)
+            svgs = {figure.name: svg_of(figure.figure, figure.name) for figure in drawn}
             for figure in drawn:
                 (figures / f"{figure.name}.svg").write_text(svg_file(svgs[figure.name]), encoding="utf-8")
                 (figures / f"{figure.name}.png").write_bytes(png_of(figure.figure))
-            page.with_suffix(".md").write_text(markdown(bench, rows, drawn), encoding="utf-8")
-            _write_whole(page, html(bench, rows, drawn, svgs))
-        except OSError as error:
-            raise UserError(f"{page}: cannot write the report ({error.strerror}); give another place with -o") from None
+        page.with_suffix(".md").write_text(markdown(bench, rows, drawn), encoding="utf-8")
+        _write_whole(page, html(bench, rows, drawn, svgs))
+    except OSError as error:
+        raise UserError(f"{page}: cannot write the report ({error.strerror}); give another place with -o") from None
     return page
 
 

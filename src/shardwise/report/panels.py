@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.style import Look, colour
@@ -20,16 +20,16 @@ BAR = 0.27
 
 
 def grid(
-    num_rows: int, num_columns: int, heights: Sequence[float], extra: float = 0.0
+    num_rows: int, num_columns: int, heights: Sequence[float], widths: Sequence[float] | None = None
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure and its panels, by rows; `heights` of the rows' insides and `extra`, for a legend, in inches."""
+    """An empty figure and its panels, by rows; `heights` of the rows' insides in inches, `widths` as shares."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.04, hspace=0.04)
     # Titles and the ticks below take 0.65 inches of each row.
-    figure = Figure(figsize=(WIDTH, sum(heights) + 0.65 * num_rows + extra), layout=layout)
-    axes = figure.subplots(num_rows, num_columns, squeeze=False, height_ratios=heights)
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.65 * num_rows), layout=layout)
+    axes = figure.subplots(num_rows, num_columns, squeeze=False, height_ratios=heights, width_ratios=widths)
     return figure, [list(line) for line in axes]
 
 
@@ -40,7 +40,44 @@ def set_title(panel: Axes, what: str, group: str) -> None:
 
 def bars_height(cells: Sequence[Row]) -> float:
     """What a panel with a bar for each cell needs, in inches."""
-    return max(2, len(cells)) * BAR
+    return max(2, len(cells)) * (BAR if len(cells) <= 12 else 0.75 * BAR)
+
+
+def legend(figure: Figure, used: Sequence[Look], special: Mapping[str, Mapping[str, Any]]) -> None:
+    """Above the panels: what colours and markers stand for, then dashes, then lines drawn in a way of their own."""
+    from matplotlib.lines import Line2D
+
+    variants = {look.variant: look for look in used if look.variant}
+    entries = {
+        look.name: Line2D([], [], color=look.colour, marker=look.marker, markersize=5, linewidth=1.6)
+        for look in used
+        if look.name
+    }
+    if len(variants) > 1:
+        entries |= {
+            name: Line2D([], [], color=colour("muted"), linestyle=look.dash, linewidth=1.6)
+            for name, look in variants.items()
+        }
+    entries |= {name: Line2D([], [], **style) for name, style in special.items()}
+    if len(entries) > 1:
+        key(figure, list(entries.values()), list(entries))
+
+
+def key(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> None:
+    """A legend above the panels in as many columns as fit, for which the figure grows."""
+    room = 125  # characters, of which each entry takes seven for its mark
+    in_one = sum(len(name) + 7 for name in names) <= room
+    num_columns = len(names) if in_one else min(len(names), max(1, room // (max(map(len, names)) + 7)))
+    num_lines = -(-len(names) // num_columns)
+    figure.set_figheight(figure.get_figheight() + 0.2 + 0.19 * num_lines)
+    look = {"handlelength": 2.6, "handleheight": 1.0, "columnspacing": 1.6}
+    figure.legend(handles, names, loc="outside upper left", ncols=num_columns, **look)
+
+
+def settle(figure: Figure) -> None:
+    """Lay the panels out once and for all; what is added later is placed by where they are."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
 
 
 def bars(
@@ -103,36 +140,44 @@ def say_why(panel: Axes, place: float, row: Row) -> None:
     )
 
 
-def line_style(row: Row, look: Look) -> dict[str, Any]:
+WRONG: Mapping[str, Any] = {
+    "color": colour("bad"), "linestyle": (0, (4, 1.5)), "linewidth": 2.2, "marker": "x", "markersize": 6,
+}  # fmt: skip
+CONTROL: Mapping[str, Any] = {
+    "color": colour("muted"), "linestyle": (0, (1, 1.5)), "linewidth": 1.4, "marker": "1", "markersize": 7,
+}  # fmt: skip
+
+
+def line_style(row: Row, look: Look) -> Mapping[str, Any]:
     """How a loss curve is drawn: wrong cells, controls and references each in a way of their own."""
     if row.state == "wrong":
-        return {"color": colour("bad"), "linestyle": (0, (4, 1.5)), "linewidth": 2.2, "marker": "x", "markersize": 6}
+        return WRONG
     if row.plan.control:
-        return {"color": colour("muted"), "linestyle": (0, (1, 1.5)), "linewidth": 1.4, "marker": "1", "markersize": 7}
+        return CONTROL
     if row.is_reference:
-        return {"color": look.colour, "linestyle": "solid", "linewidth": 3.2, "alpha": 0.45, "marker": look.marker}
+        return {"color": look.colour, "linestyle": "solid", "linewidth": 4.0, "alpha": 0.4, "marker": look.marker}
     return {"color": look.colour, "linestyle": look.dash, "linewidth": 1.3, "marker": look.marker, "markersize": 4.5}
 
 
 def name_points(panel: Axes, points: Sequence[tuple[float, float, str, bool]]) -> None:
-    """Names beside their points, moved up or down as far as needed to keep them apart."""
-    panel.figure.canvas.draw_idle()
-    to_pixels = panel.transData.transform
-    line = 11.0 * panel.figure.dpi / 72
+    """Names beside their points, moved up as far as needed to keep them apart; for a figure that is settled."""
+    dots = panel.figure.dpi / 72
+    middle = panel.get_window_extent().x0 + panel.get_window_extent().width * 0.55
     taken: list[tuple[float, float, float]] = []
-    panel.autoscale_view()
     for x, y, name, bold in sorted(points, key=lambda point: point[1]):
-        left, height = to_pixels((x, y))
-        right = left + (len(name) * 5.4 + 14) * panel.figure.dpi / 72
+        at, height = panel.transData.transform((x, y))
+        width = (len(name) * 5.8 + 16) * dots
+        left = at if at < middle else at - width
         place = height
-        while any(abs(place - h) < line and left < r and right > start for start, r, h in taken):
-            place += line / 4
-        taken.append((left, right, place))
+        while any(abs(place - h) < 11 * dots and left < r and left + width > start for start, r, h in taken):
+            place += 3 * dots
+        taken.append((left, left + width, place))
         panel.annotate(
             name,
             (x, y),
-            xytext=(8, (place - height) * 72 / panel.figure.dpi),
+            xytext=(8 if at < middle else -8, 8 + (place - height) / dots),
             textcoords="offset points",
+            ha="left" if at < middle else "right",
             va="center",
             fontsize=8.5,
             weight="bold" if bold else "normal",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.config import UserError
 from shardwise.metrics.cell import SweepRecord
 from shardwise.report.tables import Row
+from shardwise.report.words import is_number, named_values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,28 +62,36 @@ def css_variables() -> str:
 class Look:
     """How a cell is drawn in every figure: not by colour alone."""
 
+    name: str  # what the colour and the marker stand for
+    variant: str  # what the dashes stand for
     colour: str
     marker: str
     dash: Any
 
 
-def looks(sweep: SweepRecord, rows: Sequence[Row]) -> dict[str, Look]:
-    """Cell -> its look: colour and marker by its value on the first compared axis of names, dashes by the others."""
-    compared = [axis for axis in sweep.axes if axis.compared and len(axis.values) > 1]
-    named = [axis for axis in compared if not axis.values[0].replace(".", "").isdigit()]
-    first = next(iter(named + compared), None)
-    others: list[tuple[str, ...]] = []
+def looks(sweep: SweepRecord, rows: Sequence[Row], apart_from: str = "") -> dict[str, Look]:
+    """Cell -> its look: colour and marker by its value on the first compared axis of names, dashes by the others.
+
+    `apart_from`: an axis that the figure shows in another way.
+    """
+    compared = [axis for axis in sweep.axes if axis.compared and len(axis.values) > 1 and axis.name != apart_from]
+    named = [axis for axis in compared if not is_number(axis.values[0])]
+    first, rest = (named + compared)[:1], [axis for axis in compared if axis not in (named + compared)[:1]]
+    names: list[str] = []
+    variants: list[str] = []
     found = {}
     for row in rows:
-        values = row.plan.values
-        index = first.values.index(values[first.name]) if first and values.get(first.name) in first.values else 0
-        rest = tuple(values.get(axis.name, "") for axis in compared if axis is not first)
-        if rest not in others:
-            others.append(rest)
+        name, variant = named_values(row.plan, first), named_values(row.plan, rest)
+        for known, value in ((names, name), (variants, variant)):
+            if value not in known:
+                known.append(value)
+        index = names.index(name)
         found[row.plan.id] = Look(
+            name,
+            variant,
             colour(_COLOURS[index % len(_COLOURS)]),
             _MARKERS[index % len(_MARKERS)],
-            _DASHES[others.index(rest) % len(_DASHES)],
+            _DASHES[variants.index(variant) % len(_DASHES)],
         )
     return found
 

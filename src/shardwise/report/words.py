@@ -14,7 +14,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def label_of(plan: CellPlan, sweep: SweepRecord) -> str:
     """What a cell is called within its group: its values on the compared axes."""
-    name = _named(plan, [axis for axis in sweep.axes if axis.compared]) or plan.id
+    name = named_values(plan, [axis for axis in sweep.axes if axis.compared]) or plan.id
     return f"control of {name}" if plan.control else name
 
 
@@ -23,18 +23,28 @@ def group_title(group: str, sweep: SweepRecord) -> str:
     plans = {plan.group: plan for plan in sweep.cells}
     if len(plans) < 2:
         return ""
-    titles = {name: _named(plan, [a for a in sweep.axes if not a.compared]) for name, plan in plans.items()}
+    titles = {name: named_values(plan, [a for a in sweep.axes if not a.compared]) for name, plan in plans.items()}
     return titles[group] if titles[group] and len(set(titles.values())) == len(titles) else group
 
 
-def _named(plan: CellPlan, axes: Sequence[Axis]) -> str:
+def named_values(plan: CellPlan, axes: Sequence[Axis]) -> str:
+    """A cell's values on these axes; a number or a yes says of what."""
     words = []
     for axis in axes:
         value = plan.values.get(axis.name)
         if value is not None and len(axis.values) > 1:
-            bare = axis.name.rpartition(".")[2]
-            words.append(f"{bare} {value}" if value.replace(".", "").isdigit() or value in ("true", "false") else value)
+            words.append(f"{axis_name(axis)} {value}" if is_number(value) or value in ("true", "false") else value)
     return printable(" · ".join(words))
+
+
+def axis_name(axis: Axis) -> str:
+    """An axis in words: `training.micro_batch_size` is the micro batch size."""
+    return "processes" if axis.name == "nproc" else axis.name.rpartition(".")[2].replace("_", " ")
+
+
+def is_number(value: str) -> bool:
+    """Whether a value's name is a number."""
+    return value.replace(".", "", 1).isdigit()
 
 
 def printable(text: str, longest: int = 60) -> str:
@@ -44,12 +54,13 @@ def printable(text: str, longest: int = 60) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits that mean something, thousands apart: 1,309 or 86.7 or 0.0123."""
+    """Three digits that mean something, thousands apart: 1,309 or 86.7 or 0.0123; 80 rather than 80.0."""
     if value is None or not math.isfinite(value):
         return NOTHING if value is None else str(value)
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
-    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+    whole, _, decimals = f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}".partition(".")
+    return f"{whole}.{decimals}" if decimals.strip("0") else whole
 
 
 def scientific(value: float | None) -> str:

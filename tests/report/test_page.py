@@ -1,0 +1,214 @@
+"""The page as a reader meets it: in a real browser, from disk, with no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.metrics.cell import Axis, CellPlan
+from shardwise.report.folder import read_bench
+from shardwise.report.page import write_report
+from tests.report.conftest import MIB, processes, record, strategies, sweep_of, write
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'$\\frac{1}{0}$ & {{ 7*7 }} | `x` 😀\n"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        if os.environ.get("SHARDWISE_NEEDS_BROWSER") == "1":
+            pytest.fail("SHARDWISE_NEEDS_BROWSER is 1, but there is no chromium or chrome on PATH")
+        pytest.skip("no chromium or chrome on PATH: the page is not looked at")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory) -> Path:
+    """A page that has everything: every fate of a cell, and an axis of numbers."""
+    sweep, records = strategies()
+    return write_report(write(tmp_path_factory.mktemp("page") / "bench", sweep, records))
+
+
+@pytest.fixture
+def opened(browser, page_file):
+    """The page, open; at the end: nothing was complained of, and nothing but the file was asked for."""
+    with open_page(browser, page_file) as page:
+        yield page
+
+
+class open_page:
+    def __init__(self, browser, path: Path, **options) -> None:
+        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        self.page, self.path = self.context.new_page(), path
+        self.trouble: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.trouble.append(message.text))
+        self.page.on("pageerror", lambda error: self.trouble.append(str(error)))
+        self.page.on("dialog", lambda dialog: self.trouble.append(dialog.message))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+
+    def __enter__(self):
+        self.page.goto(self.path.as_uri())
+        return self.page
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.context.close()
+        if kind is None:
+            assert self.trouble == []
+            assert self.requests == [self.path.as_uri()]
+
+
+def column(page, table: str, number: int) -> list[str]:
+    return page.eval_on_selector_all(
+        f"{table} tbody tr:first-child > :nth-child({number})",
+        "cells => cells.map(cell => cell.firstChild.textContent)",
+    )
+
+
+def test_tables_sort_by_click_and_by_key(opened):
+    speeds = "#all-cells"
+    assert column(opened, speeds, 5) == ["1,000", "1,500", "1,250", "–", "–", "–", "990"]
+    button = opened.get_by_role("button", name="Tokens/s")
+    header = opened.locator("#all-cells th").nth(4)
+    assert header.get_attribute("aria-sort") is None
+    button.click()
+    assert header.get_attribute("aria-sort") == "ascending"
+    assert column(opened, speeds, 5) == [
+        "990",
+        "1,000",
+        "1,250",
+        "1,500",
+        "–",
+        "–",
+        "–",
+    ]  # as text, 990 would come last
+    button.focus()
+    opened.keyboard.press("Enter")
+    assert header.get_attribute("aria-sort") == "descending"
+    assert column(opened, speeds, 5) == ["1,500", "1,250", "1,000", "990", "–", "–", "–"]
+    opened.locator("#all-cells").get_by_role("button", name="Cell").click()
+    assert header.get_attribute("aria-sort") is None
+    assert column(opened, speeds, 1) == sorted(column(opened, speeds, 1))
+
+
+def test_every_figure_is_there(opened, page_file):
+    names = ["losses", "throughput-memory", "memory-parts", "plane", "steps"]
+    assert opened.eval_on_selector_all("figure", "all => all.map(figure => figure.id)") == names
+    for name in names:
+        box = opened.locator(f"figure#{name} svg").bounding_box()
+        assert box["width"] > 300
+        assert box["height"] > 100
+        svg = (page_file.parent / "figures" / f"{name}.svg").read_text()
+        assert svg.count("<svg") == 1
+        assert (page_file.parent / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    ids = opened.eval_on_selector_all("[id]", "all => all.map(element => element.id)")
+    assert len(ids) == len(set(ids))
+    links = opened.eval_on_selector_all("a[href^='#']", "all => all.map(a => a.getAttribute('href').slice(1))")
+    assert set(links) <= set(ids)
+
+
+def test_details_hold_command_config_and_record(opened):
+    cell = opened.locator("#all-cells tbody", has=opened.locator("th", has_text=re.compile("^ddp")))
+    assert not cell.locator("pre.command").is_visible()
+    cell.locator("summary").click()
+    assert cell.locator("pre.command").inner_text() == "shardwise train ddp/run.yaml --nproc 2"
+    assert cell.locator("pre.config").inner_text().strip() == "parallel: {data: ddp}"
+    assert '"tokens_per_second": 1500.0' in cell.locator("pre.record").inner_text()
+
+
+def test_no_gap_and_wrong_is_said_in_words(opened):
+    text = opened.locator("#all-cells").inner_text()
+    assert "out of memory on rank 1 of 2" in text
+    assert "… not run" in text
+    assert "its loss departs by 1.0e-03 from single, tolerance 9.5e-06" in text
+    assert "✗ wrong" in opened.locator("figure#throughput-memory").inner_text()
+    assert "oom" in opened.locator("figure#throughput-memory").inner_text()
+    assert "9,000" not in opened.content()  # the wrong cell's speed, other than in its own record
+
+
+def test_light_and_dark(browser, page_file):
+    read = """() => [getComputedStyle(document.documentElement).backgroundColor,
+                     getComputedStyle(document.body).color,
+                     getComputedStyle(document.querySelector('figure#losses svg text')).fill]"""
+    with open_page(browser, page_file, color_scheme="light") as page:
+        light = page.evaluate(read)
+        page.locator("#theme").click()
+        toggled = page.evaluate(read)
+        page.locator("#theme").click()
+        assert page.evaluate(read) == light
+    with open_page(browser, page_file, color_scheme="dark") as page:
+        dark = page.evaluate(read)
+    assert light[0] == "rgb(255, 255, 255)"
+    assert toggled == dark
+    assert all(a != b for a, b in zip(light, dark, strict=True))
+
+
+def test_a_phone_scrolls_tables_and_figures_but_not_the_page(browser, page_file):
+    with open_page(browser, page_file, viewport={"width": 390, "height": 800}) as page:
+        for summary in page.locator("#all-cells summary").all():
+            summary.click()
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert page.evaluate("document.querySelector('figure .scroll').scrollWidth") > 390
+
+
+def test_lines_along_an_axis_of_numbers(browser, tmp_path):
+    with open_page(browser, write_report(write(tmp_path / "bench", *processes()))) as page:
+        assert "processes" in page.locator("figure#against-nproc").inner_text()
+        assert page.locator("text=strong scaling as it would ideally be").count() == 1
+
+
+def test_hostile_names_are_text(browser, tmp_path):
+    strategy = Axis("strategy", ("single", HOSTILE), ("parallel.data",), True)
+    plans = [
+        CellPlan("single", {"strategy": "single"}, 1, HOSTILE, None),
+        CellPlan("odd", {"strategy": HOSTILE}, 1, HOSTILE, "single"),
+        CellPlan("control", {"strategy": "single"}, 1, HOSTILE, "single", control=True),
+        CellPlan("broken", {"strategy": HOSTILE}, 1, "other", None),
+    ]
+    made = {
+        plan.id: record(plan, environment={"device": HOSTILE}, notes=[HOSTILE], command=[HOSTILE], peak=MIB)
+        for plan in plans[:3]
+    }
+    made["broken"] = record(plans[3], status="failed", reason=HOSTILE)
+    sweep = dataclasses.replace(sweep_of((strategy,), plans, HOSTILE), equal={HOSTILE: {HOSTILE: HOSTILE}})
+    path = write_report(write(tmp_path / "bench", sweep, made))
+    with open_page(browser, path) as page:
+        assert page.title() == " ".join(HOSTILE.split())
+        assert page.evaluate("document.images.length") == 0
+        assert page.evaluate("document.scripts.length") == 1
+        assert "49" not in page.locator("h1").inner_text()
+        assert "$\\frac{1}{0}$" in page.locator("figure#throughput-memory").inner_text()
+    markdown = path.with_suffix(".md").read_text()
+    assert "<script" not in markdown
+    assert "<img" not in markdown
+    widths = {line.replace("\\|", "").count("|") for line in markdown.splitlines() if line.startswith("|")}
+    assert widths == {10}
+
+
+def test_nothing_points_outside(page_file):
+    text = page_file.read_text()
+    assert re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?\s*(?:https?:)?//""", text) == []
+    assert "@import" not in text
+
+
+def test_the_same_records_give_the_same_files(strategies_folder, tmp_path):
+    first = write_report(strategies_folder, tmp_path / "a" / "page.html")
+    second = write_report(strategies_folder, tmp_path / "b" / "page.html")
+    names = [path.relative_to(first.parent) for path in first.parent.rglob("*") if path.is_file()]
+    assert len(names) == 12  # the page, its table, five figures twice
+    for name in names:
+        assert (first.parent / name).read_bytes() == (second.parent / name).read_bytes(), name
+    assert read_bench(strategies_folder).sweep.title in (first.parent / "page.md").read_text()
