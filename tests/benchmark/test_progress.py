@@ -33,6 +33,12 @@ def test_time_left_of_three_rounds(states, left):
     assert time_left(states, 3) == left
 
 
+def test_a_round_that_runs_takes_of_its_own_time_only():
+    running, other = state(10.0), state(10.0)
+    assert time_left([running, other], 2, running, 4.0) == 6 + 10
+    assert time_left([running, other], 2, running, 400.0) == 0 + 10
+
+
 def test_durations():
     assert [duration(s) for s in (0.4, 59.4, 60, 200, 3900)] == [
         "0 s",

@@ -65,12 +65,9 @@ class Display:
         return f"run {done} of {done + sum(len(state.remaining(self._total)) for state in self._cells)}"
 
     def _left(self) -> str:
-        left = time_left(self._cells, self._total)
-        if left is None:
-            return "time left unknown"
-        if self._running is not None:
-            left = max(0.0, left - (time.monotonic() - self._running[1]))
-        return f"{duration(left)} left"
+        state, since = self._running or (None, 0.0)
+        left = time_left(self._cells, self._total, state, time.monotonic() - since)
+        return "time left unknown" if left is None else f"{duration(left)} left"
 
     def _table(self) -> Group:
         running = ""
@@ -87,10 +84,12 @@ class Display:
         return Group(Text(f"{self._title}: {self._progress()} · {self._left()}{running}"), table)
 
 
-def time_left(cells: Sequence[CellState], total: int) -> float | None:
+def time_left(
+    cells: Sequence[CellState], total: int, running: CellState | None = None, elapsed: float = 0.0
+) -> float | None:
     """Seconds that the remaining rounds will take, each as long as its cell's median, or the median of all rounds.
 
-    None before any round has ended.
+    Of the round that is running, `elapsed` seconds are over. None before any round has ended.
     """
     walls = [entry.wall_seconds for state in cells for entry in state.rounds if entry.wall_seconds is not None]
     if not walls:
@@ -98,7 +97,8 @@ def time_left(cells: Sequence[CellState], total: int) -> float | None:
     seconds = 0.0
     for state in cells:
         own = [entry.wall_seconds for entry in state.rounds if entry.wall_seconds is not None]
-        seconds += len(state.remaining(total)) * statistics.median(own or walls)
+        each = statistics.median(own or walls)
+        seconds += len(state.remaining(total)) * each - (min(elapsed, each) if state is running else 0.0)
     return seconds
 
 
