@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test check format parity gpu clean
+.PHONY: help setup demo study test check format parity gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -19,8 +19,13 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: setup  ## train a small hybrid model, then LoRA-tune it under six strategies; prints one table
+demo: setup  ## train a small hybrid model, then LoRA-tune it under six strategies; writes a page that compares them
 	$(BIN)/python examples/demo.py
+
+study: setup  ## compare the strategies fairly, in rounds (about half an hour); goes on where it stopped
+	test -d runs/corpus || $(BIN)/python examples/corpus.py
+	$(BIN)/shardwise bench configs/study-cpu.yaml --out results/study-cpu
+	$(BIN)/shardwise report results/study-cpu
 
 test: setup  ## the tests, in minutes on two cores
 	$(BIN)/python -m pytest

@@ -88,12 +88,11 @@ def test_shown_commands_parse_and_shown_run_files_hold(page, tmp_path):
 def test_readme_commands_run(tmp_path):
     """As a reader would after `make demo`, but two steps on an untrained base."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    demo = runpy.run_path(str(ROOT / "examples" / "demo.py"))
+    corpus = runpy.run_path(str(ROOT / "examples" / "corpus.py"))
     here = Path.cwd()
     os.chdir(tmp_path)
     try:
-        demo["prepare_corpora"]()
-        demo["train_tokenizer"](2048)
+        corpus["main"]()
         base = Model("configs/models/demo-hybrid", init="random")
         hf = load.build_meta(base, load.read_config(base))
         save_model(hf, load.weights(hf, base, seed=0), "runs/demo/base/model")
