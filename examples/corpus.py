@@ -17,7 +17,7 @@ VOCAB_SIZE = 2048  # as configs/models/demo-hybrid has it
 
 
 def main() -> None:
-    """Write python/ (Python's own source), reference.jsonl (its language reference) and tokenizer/, in place of old ones."""
+    """Write python/ (Python's own source), reference.jsonl (its language reference) and tokenizer/, anew."""
     shutil.rmtree(CORPUS, ignore_errors=True)
     write_texts()
     train_tokenizer()
