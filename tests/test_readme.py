@@ -22,7 +22,9 @@ from shardwise.models.save import save_model
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+YAML_FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+SWEEPS = [path for path in YAML_FILES if "axes" in yaml.safe_load(path.read_text(encoding="utf-8"))]
+RUN_FILES = [path for path in YAML_FILES if path not in SWEEPS]
 
 
 def blocks(language: str, page: Path) -> list[str]:
@@ -112,8 +114,13 @@ def test_readme_commands_run(tmp_path):
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_committed_run_files_hold(path, tmp_path):
-    if "axes" in yaml.safe_load(path.read_text(encoding="utf-8")):
-        assert not [cell.refusal for cell in read_sweep(path, tmp_path).cells if cell.refusal]
-    else:
-        load_config(path)
+def test_committed_run_files_hold(path):
+    load_config(path)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_committed_sweeps_hold(path, tmp_path):
+    cells = read_sweep(path, tmp_path).cells
+    assert not [cell.refusal for cell in cells if cell.refusal]
+    if path.stem.startswith("study"):
+        assert sum(not cell.plan.control for cell in cells) == 32

@@ -32,7 +32,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         part,
         process_group=mesh.dense.get_group("dp_replicate"),
         **no_buffers,
-        gradient_as_bucket_view=True,  # gradients live in the communication buckets: no second copy
+        gradient_as_bucket_view=True,  # summed gradients are the buckets; those of earlier micro-batches lie beside them
         init_sync=False,  # weights are equal already: each rank has read or drawn the same ones
     )
     wrapped.register_comm_hook(wrapped.process_group, sum_hook)
