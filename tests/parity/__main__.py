@@ -77,7 +77,7 @@ def fingerprint() -> str:
     digest = hashlib.sha256()
     for folder in ("src", "tests/parity", "configs/models"):
         for file in sorted((ROOT / folder).rglob("*")):
-            if file.suffix in (".py", ".json"):
+            if file.suffix in (".py", ".json") and not {"benchmark", "report"} & set(file.parts):
                 digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
