@@ -32,7 +32,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         part,
         process_group=mesh.dense.get_group("dp_replicate"),
         **no_buffers,
-        gradient_as_bucket_view=True,  # summed gradients are the buckets; those of earlier micro-batches lie beside them
+        gradient_as_bucket_view=True,  # the summed gradients; those of earlier micro-batches lie beside the buckets
         init_sync=False,  # weights are equal already: each rank has read or drawn the same ones
     )
     wrapped.register_comm_hook(wrapped.process_group, sum_hook)
