@@ -239,10 +239,10 @@ def test_real_runs_killed_refused_and_out_of_memory(tmp_path):
     """As a user would: two processes, the bench killed in the middle of a run, gone on with."""
     make_corpus(tmp_path)
     base = {
-        "model": {"path": str(CONFIGS / "tiny-qwen3_5"), "init": "random", "tokenizer": str(tmp_path / "tokenizer")},
+        "model": {"path": str(CONFIGS / "tiny-llama"), "init": "random", "tokenizer": str(tmp_path / "tokenizer")},
         "lora": {"r": 4},
         "data": {"train": str(tmp_path / "corpus.jsonl"), "sequence_length": 32},
-        "training": {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "device": "cpu"},
+        "training": {"steps": 12, "global_batch_size": 8, "micro_batch_size": 2, "device": "cpu"},
         "measure": {"warmup_steps": 2, "memory": False},
     }
     # Adapters of a matrix with 64 columns take 1 GB each at this rank.
@@ -264,10 +264,9 @@ def test_real_runs_killed_refused_and_out_of_memory(tmp_path):
 
     process = begin()
     wait_for(out / names[0] / "round-1" / "metrics.jsonl", process)
-    runs = [p for p in psutil.process_iter(["cmdline"]) if str(out / names[0]) in " ".join(p.info["cmdline"] or [])]
-    pids = {p.pid for run in runs for p in (run, *run.children(recursive=True))} - {process.pid}
-    assert len(pids) >= 3  # the launcher and its two ranks
+    pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
     process.kill()
+    assert len(pids) >= 3  # the launcher and its two ranks
     process.communicate(timeout=30)
     assert_gone(" ".join(map(str, pids)))
     assert not (out / names[0] / "record.json").exists()
@@ -277,7 +276,7 @@ def test_real_runs_killed_refused_and_out_of_memory(tmp_path):
     assert (process.returncode, told) == (0, ""), printed
     good, refused, full = (CellRecord.read(out / name / "record.json") for name in names)
     assert good.status == "ok"
-    assert len(good.losses) == 6
+    assert len(good.losses) == 12
     assert good.tokens_per_second == good.spread["tokens_per_second"][0] > 0
     assert good.environment["OMP_NUM_THREADS"] == "1"
     assert (refused.status, full.status) == ("unsupported", "oom")
