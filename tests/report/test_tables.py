@@ -62,8 +62,8 @@ def test_departure_is_the_largest_at_any_step_and_nan_spreads():
     ("losses", "state", "reason"),
     [
         (shifted(10 * NOISE), "ok", ""),  # the tolerance itself: ten times the control's
-        (shifted(10 * NOISE + 2.0**-40), "wrong", "departs by 9.5e-06 from single, tolerance 9.5e-06"),
-        (shifted(-1e-3), "wrong", "departs by 1.0e-03"),
+        (shifted(10 * NOISE + 2.0**-40), "wrong", "departs by 9.5×10⁻⁶ from single, tolerance 9.5×10⁻⁶"),
+        (shifted(-1e-3), "wrong", "departs by 1.0×10⁻³"),
         (shifted(math.nan), "wrong", "its loss is nan at step 8"),
         (shifted(math.inf), "wrong", "its loss is inf at step 8"),
         (LOSSES[:-1], "wrong", "11 losses where its reference has 12"),
@@ -96,6 +96,7 @@ def test_without_a_usable_measure_a_cell_is_unchecked_and_keeps_its_figures(cell
     assert row.state == "unchecked"
     assert reason in row.reason
     assert row.tokens_per_second == 1500.0
+    assert row.name == "ddp (unchecked)"
 
 
 def test_a_reference_with_nan_is_wrong_and_checks_nothing():
@@ -198,8 +199,19 @@ def test_caveats_come_from_the_environment():
 
 def test_the_answer_in_short():
     bench = Bench(*strategies())
-    assert in_short(bench, make_rows(bench)) == [
+    ((title, text),) = in_short(bench, make_rows(bench))
+    assert title == ""
+    assert text == (
         "ddp is fastest (1,500 tokens/s, 1.50× its reference). "
         "fsdp2 needs the least memory (60 MiB, 25 % less than ddp)."
-    ]
-    assert in_short(Bench(bench.sweep), make_rows(Bench(bench.sweep))) == ["No cell has figures yet."]
+    )
+    assert in_short(Bench(bench.sweep), make_rows(Bench(bench.sweep))) == [("", "No cell has figures yet.")]
+
+
+def test_the_answer_says_where_rounds_overlap():
+    sweep, records = strategies()
+    plans = {plan.id: plan for plan in sweep.cells}
+    # Rounds go from 0.95 to 1.04 of the median: 1400 x 1.04 is more than 1500 x 0.95, so ddp may be no faster.
+    records["fsdp2"] = record(plans["fsdp2"], speed=1400.0, data="fsdp2")
+    ((_, text),) = in_short(Bench(sweep, records), make_rows(Bench(sweep, records)))
+    assert "its rounds overlap with fsdp2" in text

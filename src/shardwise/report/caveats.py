@@ -38,12 +38,11 @@ def _good_rounds(row: Row) -> int:
     return sum(a_round.get("status") == "ok" for a_round in row.record.rounds) if row.record else 0
 
 
-def in_short(bench: Bench, rows: Sequence[Row]) -> list[str]:
-    """The answer of each group in a sentence or two."""
+def in_short(bench: Bench, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """The title of each group, empty where there is one alone, and its answer in a sentence or two."""
     found = []
     for group, cells in groups_of(rows).items():
         fastest, leanest = findings(cells)
-        title = group_title(group, bench.sweep)
         fast = lean = ""
         if fastest:
             by = f", {times(fastest.speedup)} its reference" if fastest.speedup and not fastest.is_reference else ""
@@ -52,11 +51,11 @@ def in_short(bench: Bench, rows: Sequence[Row]) -> list[str]:
             by = f", {percent(leanest.saving)} less than {leanest.saving_over}" if (leanest.saving or 0) > 0 else ""
             lean = f"needs the least memory ({size(leanest.peak_memory_bytes)}{by})"
         if fastest and leanest and fastest is leanest:
-            text = f"{fastest.label} {fast} and {lean}."
+            text = f"{fastest.name} {fast} and {lean}."
         else:
             both = ((fastest, fast), (leanest, lean))
-            text = " ".join(f"{row.label} {what}." for row, what in both if row) or "No cell has figures yet."
-        found.append(f"{title}: {text}" if title else text)
+            text = " ".join(f"{row.name} {what}." for row, what in both if row) or "No cell has figures yet."
+        found.append((group_title(group, bench.sweep), text))
     return found
 
 

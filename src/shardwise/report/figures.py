@@ -107,6 +107,9 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
             far = [share if math.isfinite(share) else math.nan for share in far]
             highest = max([highest, *(3 * share for share in far if share == share)])
             right.plot(x, [max(share, FLOOR) for share in far], markevery=(index % every, every), **style)
+            if row.state == "wrong":
+                step = max(range(len(far)), key=far.__getitem__)
+                _name_wrong(right, row.label, step + 1, far[step], len(x))
         right.set_yscale("log")
         right.set_ylim(FLOOR / 2, highest)
         right.axhline(1, color=colour("bad"), linewidth=1.1, dashes=(4, 2))
@@ -123,6 +126,10 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
         decades = [10.0**power for power in range(-2, math.floor(math.log10(highest)) + 1)]
         thinned = decades if len(decades) <= 6 else [1e-2, *decades[2 :: len(decades) // 5 + 1]]
         right.set_yticks([FLOOR, *thinned], ["0", *(f"{value:,g}" for value in thinned)])
+        right.set_xlim(left.get_xlim())
+        if not any(row.tolerance for row in cells):
+            nothing = "no noise control: no tolerance is known, all cells are unchecked"
+            right.text(0.5, 0.35, nothing, transform=right.transAxes, ha="center", color=colour("muted"))
         for panel in (left, right):
             whole_steps(panel)
     cells = [row for _, cells in shown for row in cells]
@@ -137,6 +144,21 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
         "is from its reference; the noise control is the reference with its micro-batches in another order, "
         "and the tolerance is ten times what that alone does.",
         figure,
+    )
+
+
+def _name_wrong(panel: Axes, name: str, step: int, share: float, num_steps: int) -> None:
+    early = step <= 0.6 * num_steps
+    panel.annotate(
+        f"✗ {name}",
+        (step, share),
+        xytext=(7 if early else -7, 0),
+        textcoords="offset points",
+        ha="left" if early else "right",
+        va="center",
+        color=colour("bad"),
+        fontsize=8.5,
+        weight="bold",
     )
 
 
@@ -194,8 +216,14 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
                     markersize=5,
                     linewidth=1.6,
                 )
+                open_marks = [
+                    (number_of(axis, row) or 0.0, y) for row in of_line if row.state == "unchecked" and (y := read(row))
+                ]
+                for x, y in open_marks:
+                    panel.plot(x, y, marker=style.marker, color=colour("paper"), markersize=3, linestyle="none")
                 if panel is left and name == "processes" and found and found[0][0] == 1:
-                    panel.plot(ticks, [found[0][1] * n for n in ticks], color=colour("faint"), lw=0.9, dashes=(2, 2))
+                    even = [ticks[-1] ** (i / 32) for i in range(33)]
+                    panel.plot(even, [found[0][1] * n for n in even], color=colour("faint"), lw=0.9, dashes=(2, 2))
         for panel in (left, right):
             panel.set_xscale("log", base=2)
             panel.set_xticks(ticks, [f"{value:,g}" for value in ticks])
@@ -204,10 +232,11 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
             comma_ticks(panel.yaxis)
     legend(figure, list(look.values()), {})
     ideal = f" Thin dashes: {scaling_kind(bench.sweep)} scaling as it would ideally be." if name == "processes" else ""
+    unchecked = " Marks with a hole are unchecked." if any(row.state == "unchecked" for row in cells) else ""
     return Drawn(
         f"against-{''.join(c if c.isalnum() else '-' for c in axis.name)}",
         f"Against {name}",
-        f"Cells without a figure are left out of the lines; the table of all cells has the reason.{ideal}",
+        f"Cells without a figure are left out of the lines; the table of all cells has the reason.{ideal}{unchecked}",
         figure,
     )
 
@@ -287,7 +316,7 @@ def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
                 linestyle="none",
             )
             if few or place:
-                words = [str(place)] * bool(place) + [row.label] * few
+                words = [str(place)] * bool(place) + [row.name] * few
                 beside_points.append((x, y, " ".join(words), bool(place)))
         named.append((panel, beside_points))
         panel.margins(x=0.14, y=0.16)
@@ -321,7 +350,7 @@ def _list_front(panel: Axes, front: Sequence[Row]) -> None:
         figures = f"{size(row.peak_memory_bytes)}, {number(row.tokens_per_second)} tokens/s"
         top = 0.98 - place * line
         panel.text(0, top, f"{place + 1}", transform=panel.transAxes, va="top", fontsize=8.5, weight="bold")
-        panel.text(0.09, top, row.label, transform=panel.transAxes, va="top", fontsize=8.5)
+        panel.text(0.09, top, row.name, transform=panel.transAxes, va="top", fontsize=8.5)
         if roomy:
             below = top - 0.048
             panel.text(0.09, below, figures, transform=panel.transAxes, va="top", fontsize=7.5, color=colour("muted"))

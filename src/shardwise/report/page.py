@@ -143,7 +143,8 @@ def _plain(value: Any) -> str:
 def markdown(bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn]) -> str:
     """The table of the cells and the figures, for a README."""
     lines = [f"# {_cell(bench.sweep.title)}", ""]
-    lines += [f"- {_cell(line)}" for line in [*in_short(bench, rows), *caveats(bench, rows)]]
+    short = [f"{title}: {text}" if title else text for title, text in in_short(bench, rows)]
+    lines += [f"- {_cell(line)}" for line in [*short, *caveats(bench, rows)]]
     places = environments(rows)
     where = ", ".join(f"{key} {' / '.join(map(_plain, values))}" for key, values in places.items() if any(values))
     lines += [f"- {_cell(where)}"] if where else []

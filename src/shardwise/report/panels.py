@@ -70,7 +70,7 @@ def key(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> None:
     num_columns = len(names) if in_one else min(len(names), max(1, room // (max(map(len, names)) + 7)))
     num_lines = -(-len(names) // num_columns)
     figure.set_figheight(figure.get_figheight() + 0.2 + 0.19 * num_lines)
-    look = {"handlelength": 2.6, "handleheight": 1.0, "columnspacing": 1.6}
+    look: dict[str, Any] = {"handlelength": 2.6, "handleheight": 1.0, "columnspacing": 1.6}
     figure.legend(handles, names, loc="outside upper left", ncols=num_columns, **look)
 
 
@@ -109,7 +109,7 @@ def bars(
 
 def bar_axis(panel: Axes, cells: Sequence[Row]) -> None:
     """Name the cells at the left, the first on top."""
-    panel.set_yticks(range(len(cells)), [row.label for row in cells])
+    panel.set_yticks(range(len(cells)), [row.name for row in cells])
     panel.tick_params(axis="y", labelcolor=colour("ink"))
     panel.set_ylim(max(2, len(cells)) - 0.4, -0.6)
     panel.grid(visible=False, axis="y")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from shardwise.metrics.cell import Axis, CellPlan, CellRecord, SweepRecord
 from shardwise.metrics.record import Status
 from shardwise.report.folder import Bench
-from shardwise.report.words import label_of
+from shardwise.report.words import label_of, scientific
 
 State = Status | Literal["unchecked", "wrong", "unreadable", "not run"]
 STATES: tuple[State, ...] = (
@@ -48,6 +48,11 @@ class Row:
         """Whether its figures may be told."""
         return self.state in ("ok", "unchecked")
 
+    @property
+    def name(self) -> str:
+        """Its label, as it stands beside its figures."""
+        return f"{self.label} (unchecked)" if self.state == "unchecked" else self.label
+
 
 def make_rows(bench: Bench) -> list[Row]:
     """A row for each cell of the sweep, controls too, in the sweep's order: never a gap."""
@@ -73,7 +78,8 @@ def _without_record(plan: CellPlan, label: str, bench: Bench) -> Row:
     if plan.id in bench.problems:
         return Row(plan, label, "unreadable", bench.problems[plan.id])
     begun = bench.begun.get(plan.id, 0)
-    return Row(plan, label, "not run", f"{begun} of {bench.sweep.rounds} rounds begun, none recorded" if begun else "")
+    reason = f"{begun} of {bench.sweep.rounds} rounds begun, none recorded" if begun else "has not run yet"
+    return Row(plan, label, "not run", reason)
 
 
 def spacing(loss: float) -> float:
@@ -117,7 +123,7 @@ def _judge(row: Row, reference: CellRecord | None, control: CellRecord | None) -
     row = replace(row, departure=far, tolerance=allowed)
     if far <= allowed:
         return row
-    reason = f"its loss departs by {far:.1e} from {row.plan.reference}, tolerance {allowed:.1e}"
+    reason = f"its loss departs by {scientific(far)} from {row.plan.reference}, tolerance {scientific(allowed)}"
     return replace(row, state="wrong", reason=reason)
 
 
