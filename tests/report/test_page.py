@@ -134,7 +134,7 @@ def test_no_gap_and_wrong_is_said_in_words(opened):
     assert "out of memory on rank 1 of 2" in text
     assert "… not run" in text
     assert "its loss departs by 1.0×10⁻³ from single, tolerance 9.5×10⁻⁶" in text
-    assert "has not run yet" in text
+    assert "shardwise bench has not come to it" in text
     assert "✗ zero1" in opened.locator("figure#losses").inner_text()
     assert "✗ wrong" in opened.locator("figure#throughput-memory").inner_text()
     assert "oom" in opened.locator("figure#throughput-memory").inner_text()

@@ -20,8 +20,9 @@ from shardwise.metrics.cell import RECORD
 from shardwise.metrics.record import dumps
 from shardwise.report import words
 from shardwise.report.caveats import caveats, in_short
-from shardwise.report.figures import Drawn, draw_all
+from shardwise.report.figures import draw_all
 from shardwise.report.folder import Bench, read_bench
+from shardwise.report.panels import Drawn
 from shardwise.report.style import css_variables, drawing, png_of, svg_file, svg_of
 from shardwise.report.tables import (
     Row,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.style import Look, colour
@@ -17,6 +18,18 @@ WIDTH = 9.0
 """Of every figure, in inches."""
 BAR = 0.27
 """Height of a bar's place, in inches."""
+Groups = Sequence[tuple[str, list[Row]]]
+"""The title of each group of cells, and its rows."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure and what is said of it."""
+
+    name: str  # of its files; an id in the page
+    title: str
+    caption: str
+    figure: Figure
 
 
 def grid(

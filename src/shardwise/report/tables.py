@@ -77,9 +77,10 @@ def make_rows(bench: Bench) -> list[Row]:
 def _without_record(plan: CellPlan, label: str, bench: Bench) -> Row:
     if plan.id in bench.problems:
         return Row(plan, label, "unreadable", bench.problems[plan.id])
-    begun = bench.begun.get(plan.id, 0)
-    reason = f"{begun} of {bench.sweep.rounds} rounds begun, none recorded" if begun else "has not run yet"
-    return Row(plan, label, "not run", reason)
+    begun, rounds = bench.begun.get(plan.id, 0), bench.sweep.rounds
+    if begun:
+        return Row(plan, label, "not run", f"{begun} of {rounds} rounds begun, none recorded")
+    return Row(plan, label, "not run", "shardwise bench has not come to it")
 
 
 def spacing(loss: float) -> float:
