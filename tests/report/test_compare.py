@@ -7,7 +7,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.report.compare import changes
 from shardwise.report.folder import Bench
-from tests.report.conftest import MIB, record, strategies, write
+from tests.report.conftest import MIB, processes, record, strategies, write
 
 
 def faster_ddp():
@@ -41,8 +41,25 @@ def test_other_work_is_said_and_not_compared():
     sweep, records = strategies()
     other = dataclasses.replace(sweep, equal={"lora": {**sweep.equal["lora"], "training.steps": 99}})
     found = changes(Bench(sweep, records), Bench(other, records))
-    assert {change.note for change in found} == {"other work: training.steps"}
+    assert {change.note for change in found} == {"other work: training.steps 12 -> 99"}
     assert all(change.speed is None and change.memory is None for change in found)
+
+
+def test_a_cell_that_no_longer_runs_or_is_wrong_comes_first():
+    sweep, records = strategies()
+    plans = {plan.id: plan for plan in sweep.cells}
+    broken = {**records, "fsdp2": record(plans["fsdp2"], status="oom"), "ddp": record(plans["ddp"], speed=100.0)}
+    found = changes(Bench(sweep, records), Bench(sweep, broken))
+    assert [(change.id, change.worse) for change in found[:3]] == [("fsdp2", True), ("ddp", True), ("single", False)]
+    assert found[0].note == "A ok, B oom"
+    back = {change.id: change for change in changes(Bench(sweep, broken), Bench(sweep, records))}
+    assert not back["fsdp2"].worse
+
+
+def test_nothing_in_common(tmp_path, capfd):
+    a, b = write(tmp_path / "a", *strategies()), write(tmp_path / "b", *processes())
+    assert main(["report", "--compare", str(a), str(b)]) == 0
+    assert "no cell is in both" in capfd.readouterr().out
 
 
 def test_the_command(tmp_path, capfd):

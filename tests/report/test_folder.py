@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 
 import pytest
 
@@ -9,7 +11,7 @@ from shardwise.config import UserError
 from shardwise.report.folder import read_bench
 from shardwise.report.page import write_report
 from shardwise.report.tables import make_rows
-from tests.report.conftest import strategies, write
+from tests.report.conftest import record, strategies, write
 
 
 def states(folder):
@@ -73,6 +75,46 @@ def test_no_cell_ok(tmp_path):
     sweep, records = strategies()
     page = write_report(write(tmp_path / "bench", sweep, {"fsdp1": records["fsdp1"]})).read_text()
     assert "out of memory on rank 1 of 2" in page
+
+
+def test_odd_losses_have_a_page(tmp_path):
+    sweep, records = strategies()
+    plans = {plan.id: plan for plan in sweep.cells}
+    odd = {"ddp": [math.nan] * 3, "fsdp2": [math.inf, 1.0], "zero1": [], "fsdp1": [5.0]}
+    records |= {name: record(plans[name], losses=losses) for name, losses in odd.items()}
+    records["pp"] = record(plans["pp"], status="failed", losses=[6.0, 5.9], reason="died")
+    folder = write(tmp_path / "bench", sweep, records)
+    write_report(folder)
+    assert [states(folder)[name][0] for name in (*odd, "pp")] == ["wrong"] * 4 + ["failed"]
+
+
+def test_figures_that_were_not_measured_are_no_zeros(tmp_path):
+    sweep, records = strategies()
+    plans = {plan.id: plan for plan in sweep.cells}
+    given = {
+        "tokens_per_second": None,
+        "peak_memory_bytes": None,
+        "step_seconds": None,
+        "memory_parts": None,
+        "mfu": None,
+    }
+    bare = {name: record(plans[name], **given, spread={}) for name in ("single", "ddp", "control-single")}
+    page = write_report(write(tmp_path / "bench", sweep, bare))
+    assert "No cell has figures yet." in page.read_text()
+    assert "| ddp | ok | 2 | – | – | – | – | – | 0 |" in page.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
+def test_a_missing_package_is_one_line_with_the_command(strategies_folder, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"needs {package}.*pip install 'shardwise\\[report\\]'"):
+        write_report(strategies_folder)
+    assert not (strategies_folder / "report.html").exists()
+
+
+def test_a_page_is_html(strategies_folder, tmp_path):
+    with pytest.raises(UserError, match=r"needs a name that ends in \.html"):
+        write_report(strategies_folder, tmp_path / "report.md")
 
 
 def test_a_place_that_cannot_be_written(strategies_folder, tmp_path):

@@ -25,12 +25,18 @@ class Change:
     speed_range: tuple[float, float] | None = None  # B's slowest round / A's fastest, B's fastest / A's slowest
     memory: float | None = None  # B / A of peak memory
     note: str = ""  # why there is no ratio
+    lost: bool = False  # A has figures that may be told, B has not
 
     @property
     def worst(self) -> float:
         """The smaller of the speed ratio and the inverse memory ratio: below 1 where something got worse."""
         ratios = [self.speed, 1 / self.memory if self.memory else None]
-        return min((ratio for ratio in ratios if ratio), default=math.inf)
+        return 0.0 if self.lost else min((ratio for ratio in ratios if ratio), default=math.inf)
+
+    @property
+    def worse(self) -> bool:
+        """Whether B is a regression, doubts of the spread aside."""
+        return self.lost or any(word in self.verdict for word in ("slower", "larger"))
 
     @property
     def verdict(self) -> str:
@@ -56,9 +62,13 @@ def changes(a: Bench, b: Bench) -> list[Change]:
 
 
 def differing(a: Bench, b: Bench, group_a: str, group_b: str) -> list[str]:
-    """The keys of the work that the two groups were not given equally."""
+    """What of their work the two groups were not given equally."""
     of_a, of_b = a.sweep.equal.get(group_a, {}), b.sweep.equal.get(group_b, {})
-    return sorted(key for key in of_a.keys() | of_b.keys() if of_a.get(key, ...) != of_b.get(key, ...))
+    return [
+        f"{key} {of_a.get(key, NOTHING)} -> {of_b.get(key, NOTHING)}"
+        for key in sorted(of_a.keys() | of_b.keys())
+        if of_a.get(key, ...) != of_b.get(key, ...)
+    ]
 
 
 def _change(a: Row, b: Row, different: list[str]) -> Change:
@@ -67,7 +77,7 @@ def _change(a: Row, b: Row, different: list[str]) -> Change:
     if a.plan.nproc != b.plan.nproc:
         return Change(a.plan.id, note=f"{a.plan.nproc} processes against {b.plan.nproc}")
     if not (a.measured and b.measured):
-        return Change(a.plan.id, note=f"A {a.state}, B {b.state}")
+        return Change(a.plan.id, note=f"A {a.state}, B {b.state}", lost=a.measured)
     speed = memory = spread = None
     if a.tokens_per_second and b.tokens_per_second:
         speed = b.tokens_per_second / a.tokens_per_second
@@ -82,7 +92,7 @@ def _change(a: Row, b: Row, different: list[str]) -> Change:
 def compare(folder_a: str | Path, folder_b: str | Path) -> Group:
     """What a terminal shows of two benches; UserError where a folder holds none."""
     a, b = read_bench(folder_a), read_bench(folder_b)
-    rows_a, rows_b = ({row.plan.id: row for row in make_rows(bench)} for bench in (a, b))
+    rows_a, rows_b = ({row.plan.id: row for row in make_rows(bench) if not row.plan.control} for bench in (a, b))
     table = Table(box=SIMPLE, title="B / A, regressions first", title_justify="left", padding=(0, 1, 0, 0))
     table.add_column("cell", overflow="fold")
     for name in ("tokens/s", "from rounds", "A", "B", "memory", "A", "B"):
@@ -91,7 +101,6 @@ def compare(folder_a: str | Path, folder_b: str | Path) -> Group:
     for change in changes(a, b):
         row_a, row_b = rows_a[change.id], rows_b[change.id]
         verdict = change.note or change.verdict
-        worse = "slower" in verdict or "larger" in verdict
         cells = [
             change.id,
             _times(change.speed),
@@ -103,13 +112,15 @@ def compare(folder_a: str | Path, folder_b: str | Path) -> Group:
             size(row_b.peak_memory_bytes),
             verdict,
         ]
-        table.add_row(*map(Text, cells), style="red" if worse else "dim" if change.note else "")
+        table.add_row(*map(Text, cells), style="red" if change.worse else "dim" if change.note else "")
     lines = [
         f"A: {folder_a}",
         f"B: {folder_b}",
         *(f"only in {name}: {', '.join(ids)}" for name, ids in _alone(rows_a, rows_b) if ids),
         *_elsewhere(list(rows_a.values()), list(rows_b.values())),
     ]
+    if not rows_a.keys() & rows_b.keys():
+        return Group(*map(Text, lines), Text("no cell is in both"))
     return Group(*map(Text, lines), table)
 
 

@@ -11,7 +11,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -35,6 +35,10 @@ from shardwise.report.tables import (
     scaling_kind,
 )
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+HERE = importlib.resources.files("shardwise.report")
 MARKS = {"ok": "✓", "wrong": "✗", "unchecked": "?", "not run": "…"}
 """Before the name of a state; any other state has a `!`."""
 
@@ -47,6 +51,9 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
     bench = read_bench(folder)
     rows = make_rows(bench)
     page = Path(folder) / "report.html" if page is None else Path(page)
+    if page.suffix != ".html":
+        raise UserError(f"{page}: a page needs a name that ends in .html; report.md and figures/ come beside it")
+    template = _template()  # before anything is written: jinja2 may be missing
     figures = page.parent / "figures"
     try:
         figures.mkdir(parents=True, exist_ok=True)
@@ -57,7 +64,7 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
                 (figures / f"{figure.name}.svg").write_text(svg_file(svgs[figure.name]), encoding="utf-8")
                 (figures / f"{figure.name}.png").write_bytes(png_of(figure.figure))
         page.with_suffix(".md").write_text(markdown(bench, rows, drawn), encoding="utf-8")
-        _write_whole(page, html(bench, rows, drawn, svgs))
+        _write_whole(page, html(template, bench, rows, drawn, svgs))
     except OSError as error:
         raise UserError(f"{page}: cannot write the report ({error.strerror}); give another place with -o") from None
     return page
@@ -69,22 +76,27 @@ def _write_whole(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def html(bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn], svgs: dict[str, str]) -> str:
-    """The page. Whatever comes from records is escaped; the only script that may run is the one whose hash is named."""
+def _template() -> Template:
+    """The page's template, which escapes whatever it is given; UserError where jinja2 is missing."""
     try:
         import jinja2
     except ImportError:
         raise UserError("a report needs jinja2, which is not installed; pip install 'shardwise[report]'") from None
-    here = importlib.resources.files("shardwise.report")
-    script, style = ((here / name).read_text(encoding="utf-8") for name in ("sort.js", "style.css"))
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
         name: getattr(words, name) for name in ("number", "scientific", "size", "seconds", "times", "percent", "span")
     }
-    safe = jinja2.utils.markupsafe.Markup
-    return environment.from_string((here / "template.html.j2").read_text(encoding="utf-8")).render(
+    return environment.from_string((HERE / "template.html.j2").read_text(encoding="utf-8"))
+
+
+def html(template: Template, bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn], svgs: dict[str, str]) -> str:
+    """The page. Whatever comes from records is escaped; the only script that may run is the one whose hash is named."""
+    from markupsafe import Markup as safe
+
+    script, style = ((HERE / name).read_text(encoding="utf-8") for name in ("sort.js", "style.css"))
+    return template.render(
         style=safe(f":root{{{css_variables()}}}\n{style}"),
         script=safe(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
