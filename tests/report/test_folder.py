@@ -89,7 +89,7 @@ def test_odd_losses_have_a_page(tmp_path):
 
 
 def test_figures_that_were_not_measured_are_no_zeros(tmp_path):
-    sweep, records = strategies()
+    sweep, _ = strategies()
     plans = {plan.id: plan for plan in sweep.cells}
     given = {
         "tokens_per_second": None,
