@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -195,6 +196,16 @@ def test_caveats_come_from_the_environment():
     lines = caveats(Bench(sweep, gpu), make_rows(Bench(sweep, gpu)))
     assert not any("gloo" in line for line in lines)
     assert any("same commit" in line for line in lines)
+
+
+def test_notes_name_their_cells():
+    sweep, records = strategies()
+    records = {name: dataclasses.replace(made, notes=["all say so"]) for name, made in records.items()}
+    records["ddp"] = dataclasses.replace(records["ddp"], notes=["all say so", "only here"], rounds=[{"status": "ok"}])
+    lines = caveats(Bench(sweep, records), make_rows(Bench(sweep, records)))
+    assert lines[-2:] == ["all say so", "ddp: only here"]
+    assert "1 of 3 cells with figures have fewer than 3 good rounds." in lines
+    assert rows_of(sweep, records)["ddp"].tokens_range is None  # one round has no spread
 
 
 def test_the_answer_in_short():

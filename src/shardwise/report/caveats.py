@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardwise.report.folder import Bench
 from shardwise.report.tables import Row, environments, findings, groups_of
-from shardwise.report.words import group_title, number, percent, printable, size, times
+from shardwise.report.words import fact, group_title, number, percent, printable, size, times
 
 
 def caveats(bench: Bench, rows: Sequence[Row]) -> list[str]:
@@ -23,15 +23,27 @@ def caveats(bench: Bench, rows: Sequence[Row]) -> list[str]:
             found.append(f"Up to {many} processes shared {cores} cores: those cells' speeds are of a crowded machine.")
     for key, values in places.items():
         if len(values) > 1:
-            found.append(f"Not all cells ran with the same {key}: {', '.join(str(value) for value in values)}.")
-    short = [row for row in ran if row.measured and not row.plan.control and _good_rounds(row) < bench.sweep.rounds]
+            found.append(f"Not all cells ran with the same {key}: {', '.join(map(fact, values))}.")
+    timed = [row for row in ran if row.measured and not row.plan.control]
+    short = sum(_good_rounds(row) < bench.sweep.rounds for row in timed)
     if short:
-        found.append(f"{len(short)} of {len(ran)} cells have fewer than {bench.sweep.rounds} good rounds.")
+        found.append(f"{short} of {len(timed)} cells with figures have fewer than {bench.sweep.rounds} good rounds.")
     unchecked = sum(row.state == "unchecked" for row in rows)
     if unchecked:
         found.append(f"{unchecked} cells are unchecked: nothing shows that they computed the right thing.")
-    notes = dict.fromkeys(note for row in ran if row.record for note in row.record.notes)
-    return found + [printable(note, 400) for note in notes]
+    return found + _notes(ran)
+
+
+def _notes(ran: Sequence[Row]) -> list[str]:
+    """What the records themselves ask to be known, once each, with the cells that say so unless all do."""
+    said: dict[str, list[str]] = {}
+    for row in ran:
+        for note in row.record.notes if row.record else []:
+            said.setdefault(note, []).append(row.plan.id)
+    return [
+        printable(note if len(cells) == len(ran) else f"{', '.join(cells[:3])}{' …' * (len(cells) > 3)}: {note}", 400)
+        for note, cells in said.items()
+    ]
 
 
 def _good_rounds(row: Row) -> int:

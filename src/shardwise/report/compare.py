@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shardwise.report.folder import Bench, read_bench
 from shardwise.report.tables import Row, environments, make_rows
-from shardwise.report.words import NOTHING, number, size
+from shardwise.report.words import NOTHING, fact, number, size
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Change:
         if self.speed_range:
             low, high = self.speed_range
             words.append("slower" if high < 1 else "faster" if low > 1 else "as fast, within the spread")
+        elif self.speed:
+            words.append("one round, so no spread is known")
         if self.memory and abs(self.memory - 1) > 0.005:
             words.append("larger" if self.memory > 1 else "leaner")
         return ", ".join(words)
@@ -81,9 +83,8 @@ def _change(a: Row, b: Row, different: list[str]) -> Change:
     speed = memory = spread = None
     if a.tokens_per_second and b.tokens_per_second:
         speed = b.tokens_per_second / a.tokens_per_second
-        low_a, high_a = a.tokens_range or (a.tokens_per_second, a.tokens_per_second)
-        low_b, high_b = b.tokens_range or (b.tokens_per_second, b.tokens_per_second)
-        spread = (low_b / high_a, high_b / low_a)
+        if a.tokens_range and b.tokens_range:
+            spread = (b.tokens_range[0] / a.tokens_range[1], b.tokens_range[1] / a.tokens_range[0])
     if a.peak_memory_bytes and b.peak_memory_bytes:
         memory = b.peak_memory_bytes / a.peak_memory_bytes
     return Change(a.plan.id, speed, spread, memory, "" if speed or memory else "nothing was measured")
@@ -136,7 +137,7 @@ def _elsewhere(a: list[Row], b: list[Row]) -> list[str]:
     """Facts of the environment that differ: a ratio across them is of these too."""
     of_a, of_b = environments(a), environments(b)
     return [
-        f"note: {key} differs: {', '.join(map(str, of_a.get(key, [])))} -> {', '.join(map(str, of_b.get(key, [])))}"
+        f"note: {key} differs: {', '.join(map(fact, of_a.get(key, [])))} -> {', '.join(map(fact, of_b.get(key, [])))}"
         for key in dict.fromkeys([*of_a, *of_b])
         if of_a.get(key) != of_b.get(key)
     ]

@@ -85,9 +85,8 @@ def _template() -> Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {
-        name: getattr(words, name) for name in ("number", "scientific", "size", "seconds", "times", "percent", "span")
-    }
+    formats = ("number", "scientific", "size", "seconds", "times", "percent", "span", "fact")
+    environment.filters |= {name: getattr(words, name) for name in formats}
     return environment.from_string((HERE / "template.html.j2").read_text(encoding="utf-8"))
 
 
@@ -125,6 +124,7 @@ def html(template: Template, bench: Bench, rows: Sequence[Row], drawn: Sequence[
         ],
         figures={figure.name: {"drawn": figure, "svg": safe(svgs[figure.name])} for figure in drawn},
         rows=[(row, _details(row, bench)) for row in rows],
+        group_title=lambda row: words.group_title(row.plan.group, bench.sweep),
         sortable=_sortable,
         plain=_plain,
     )
@@ -159,7 +159,7 @@ def markdown(bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn]) -> str:
     short = [f"{title}: {text}" if title else text for title, text in in_short(bench, rows)]
     lines += [f"- {_cell(line)}" for line in [*short, *caveats(bench, rows)]]
     places = environments(rows)
-    where = ", ".join(f"{key} {' / '.join(map(_plain, values))}" for key, values in places.items() if any(values))
+    where = ", ".join(f"{key} {' / '.join(map(words.fact, values))}" for key, values in places.items() if any(values))
     lines += [f"- {_cell(where)}"] if where else []
     head = [
         "cell",

@@ -173,22 +173,25 @@ def line_style(row: Row, look: Look) -> Mapping[str, Any]:
 
 
 def name_points(panel: Axes, points: Sequence[tuple[float, float, str, bool]]) -> None:
-    """Names beside their points, moved up as far as needed to keep them apart; for a figure that is settled."""
+    """Names beside their points, bold ones above and others below, moved on as far as needed to keep them apart.
+
+    For a figure that is settled.
+    """
     dots = panel.figure.dpi / 72
     middle = panel.get_window_extent().x0 + panel.get_window_extent().width * 0.55
     taken: list[tuple[float, float, float]] = []
-    for x, y, name, bold in sorted(points, key=lambda point: point[1]):
+    for x, y, name, bold in sorted(points, key=lambda point: point[1] if point[3] else -point[1]):
         at, height = panel.transData.transform((x, y))
         width = (len(name) * 5.8 + 16) * dots
-        left = at if at < middle else at - width
-        place = height
+        left, way = at if at < middle else at - width, 1 if bold else -1
+        place = height + 8 * way * dots
         while any(abs(place - h) < 11 * dots and left < r and left + width > start for start, r, h in taken):
-            place += 3 * dots
+            place += 3 * way * dots
         taken.append((left, left + width, place))
         panel.annotate(
             name,
             (x, y),
-            xytext=(8 if at < middle else -8, 8 + (place - height) / dots),
+            xytext=(8 if at < middle else -8, (place - height) / dots),
             textcoords="offset points",
             ha="left" if at < middle else "right",
             va="center",

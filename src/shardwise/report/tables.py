@@ -34,7 +34,7 @@ class Row:
     departure: float | None = None  # largest |loss - reference's| over the steps; NaN where a loss is
     tolerance: float | None = None
     tokens_per_second: float | None = None
-    tokens_range: tuple[float, float] | None = None  # over the good rounds
+    tokens_range: tuple[float, float] | None = None  # over the good rounds, where there are several
     peak_memory_bytes: int | None = None  # of the rank with the most
     speedup: float | None = None  # over the reference
     over_slowest: float | None = None  # over the slowest cell of the group
@@ -141,7 +141,8 @@ def _usable(record: CellRecord | None, like: Sequence[float]) -> bool:
 def _with_figures(row: Row) -> Row:
     record = row.record
     assert record is not None
-    low_high = record.spread.get("tokens_per_second")
+    several = sum(a_round.get("status") == "ok" for a_round in record.rounds) > 1
+    low_high = record.spread.get("tokens_per_second") if several else None
     return replace(
         row,
         tokens_per_second=record.tokens_per_second,

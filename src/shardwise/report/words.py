@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from shardwise.metrics.cell import Axis, CellPlan, SweepRecord
@@ -113,3 +114,8 @@ def percent(value: float | None) -> str:
 def span(low_high: tuple[float, float] | None) -> str:
     """From the smallest to the largest of the rounds."""
     return NOTHING if low_high is None else f"{number(low_high[0])} – {number(low_high[1])}"
+
+
+def fact(value: object) -> str:
+    """A fact of an environment; a commit by its first ten digits."""
+    return NOTHING if value is None else re.sub(r"\b([0-9a-f]{10})[0-9a-f]{30}\b", r"\1", str(value))
