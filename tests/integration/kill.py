@@ -50,7 +50,7 @@ def start(path: Path, output_dir: Path, *overrides: str, nproc: int = NPROC) -> 
 def steps_done(output_dir: Path) -> int:
     """The last step that `metrics.jsonl` tells of."""
     try:
-        lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+        *lines, _ = (output_dir / "metrics.jsonl").read_text().split("\n")  # the last one may be half written
     except FileNotFoundError:
         return 0
     return max((json.loads(line)["step"] for line in lines if '"loss"' in line), default=0)

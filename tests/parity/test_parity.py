@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from shardwise.parallel.compose import COMPATIBLE
 from tests.distributed import run_ranks
 from tests.parity.cells import ALL, FAST, LAYOUTS, pairs
 from tests.parity.harness import FAMILIES, Cell, Outcome, compare, run_cell, verdict
+
+ROOT = Path(__file__).parents[2]
 
 
 @cache
@@ -36,3 +41,12 @@ def test_fast_subset_covers_every_pair_and_is_part_of_the_matrix():
     assert {cell.variant for cell in FAST} == {cell.variant for cell in ALL}
     assert set(FAST) <= set(ALL)
     assert len({cell.id for cell in ALL}) == len(ALL)
+
+
+def test_what_is_called_proven_has_a_result():
+    """`shardwise models` says it of COMPATIBLE; results/parity.json is what the whole matrix came to."""
+    cells = json.loads((ROOT / "results" / "parity.json").read_text())["cells"]
+    assert {cell["status"] for cell in cells} == {"ok"}
+    shown = {(cell["family"], cell["layout"], cell["adapter"]) for cell in cells if cell["processes"] > 1}
+    called = {(family, layout) for family, layouts in COMPATIBLE.items() for layout in layouts if layout != "single"}
+    assert {(family, layout, mode) for family, layout in called for mode in ("lora", "full")} <= shown
