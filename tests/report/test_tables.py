@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from shardwise.metrics.cell import Axis, CellPlan
+from shardwise.metrics.cell import WEAK_SCALING, Axis, CellPlan
 from shardwise.report.caveats import caveats, in_short
 from shardwise.report.folder import Bench
 from shardwise.report.tables import (
@@ -19,6 +19,7 @@ from shardwise.report.tables import (
     spacing,
     tolerance,
 )
+from shardwise.report.words import group_title
 from tests.report.conftest import LOSSES, MIB, NOISE, processes, record, shifted, strategies, sweep_of
 
 
@@ -226,3 +227,19 @@ def test_the_answer_says_where_rounds_overlap():
     records["fsdp2"] = record(plans["fsdp2"], speed=1400.0, data="fsdp2")
     ((_, text),) = in_short(Bench(sweep, records), make_rows(Bench(sweep, records)))
     assert "its rounds overlap with fsdp2" in text
+
+
+def test_too_few_rounds_name_no_fastest():
+    sweep, records = strategies()
+    bench = Bench(dataclasses.replace(sweep, rounds=2), records)
+    rows = make_rows(bench)
+    assert in_short(bench, rows) == [("", "fsdp2 needs the least memory (60 MiB, 25 % less than ddp).")]
+    assert "Taken in 2 rounds: enough for losses and memory, too few to say which cell is faster." in caveats(
+        bench, rows
+    )
+
+
+def test_weak_scaling_is_said_also_of_a_group_alone():
+    sweep, _ = strategies()
+    plans = tuple(dataclasses.replace(plan, group=WEAK_SCALING) for plan in sweep.cells)
+    assert group_title(WEAK_SCALING, dataclasses.replace(sweep, cells=plans)) == "weak scaling"

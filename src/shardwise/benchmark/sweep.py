@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.benchmark import fairness
 from shardwise.benchmark.fairness import GLOBAL_BATCH, NPROC
 from shardwise.config import Training, UserError, known_keys, nearest, parse_config, read_yaml
-from shardwise.metrics.cell import SWEEP, Axis, CellPlan, SweepRecord
+from shardwise.metrics.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
 
 KEYS = ("title", "base", "set", "nproc", "rounds", "timeout_seconds", "reference", "axes")
 ID_LENGTH, MOST_CELLS = 80, 10_000
@@ -182,7 +182,7 @@ def _resolve(plan: CellPlan, run: dict[str, Any], out: Path) -> Cell:
 
 def _group(values: Mapping[str, str], axes: tuple[Axis, ...], weak: set[str]) -> str:
     parts = [f"{axis.name}={values[axis.name]}" for axis in axes if not axis.compared]
-    return ", ".join([*parts, *(["weak scaling"] if weak else [])]) or "all cells"
+    return ", ".join([*parts, *([WEAK_SCALING] if weak else [])]) or "all cells"
 
 
 def _equal(group: str, cells: list[Cell], axes: tuple[Axis, ...], weak: bool) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any
 from shardwise.metrics.record import RunRecord, Status
 
 SWEEP, RECORD, RUN_FILE, LOG = "sweep.json", "record.json", "run.yaml", "log.txt"
+WEAK_SCALING = "weak scaling"
+"""How the name of a group ends whose cells have equal work for each process, not in all."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from shardwise.report.folder import Bench
 from shardwise.report.tables import Row, environments, findings, groups_of
 from shardwise.report.words import fact, group_title, number, percent, printable, size, times
 
+FEWEST_ROUNDS = 3
+"""With fewer, no cell is called the fastest."""
+
 
 def caveats(bench: Bench, rows: Sequence[Row]) -> list[str]:
     """What a reader of these figures must know, derived from where and how they were taken."""
@@ -24,6 +27,9 @@ def caveats(bench: Bench, rows: Sequence[Row]) -> list[str]:
     for key, values in places.items():
         if len(values) > 1:
             found.append(f"Not all cells ran with the same {key}: {', '.join(map(fact, values))}.")
+    if bench.sweep.rounds < FEWEST_ROUNDS:
+        rounds = "one round" if bench.sweep.rounds == 1 else f"{bench.sweep.rounds} rounds"
+        found.append(f"Taken in {rounds}: enough for losses and memory, too few to say which cell is faster.")
     timed = [row for row in ran if row.measured and not row.plan.control]
     short = sum(_good_rounds(row) < bench.sweep.rounds for row in timed)
     if short:
@@ -56,6 +62,8 @@ def in_short(bench: Bench, rows: Sequence[Row]) -> list[tuple[str, str]]:
     for group, cells in groups_of(rows).items():
         fastest, leanest = findings(cells)
         fast = lean = ""
+        if bench.sweep.rounds < FEWEST_ROUNDS:
+            fastest = None
         if fastest:
             by = f", {times(fastest.speedup)} its reference" if fastest.speedup and not fastest.is_reference else ""
             fast = f"is fastest ({number(fastest.tokens_per_second)} tokens/s{by}{_overlap(fastest, cells)})"

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from shardwise.metrics.cell import Axis, CellPlan, SweepRecord
+from shardwise.metrics.cell import WEAK_SCALING, Axis, CellPlan, SweepRecord
 
 NOTHING = "–"
 """Stands where nothing was measured."""
@@ -20,12 +20,17 @@ def label_of(plan: CellPlan, sweep: SweepRecord) -> str:
 
 
 def group_title(group: str, sweep: SweepRecord) -> str:
-    """What sets a group apart: its values on the axes that are not compared; empty where there is one group alone."""
+    """What sets a group apart: its values on the axes that are not compared, and whether it scales weakly.
+
+    Empty where there is one group alone, of cells that were given the same work.
+    """
     plans = {plan.group: plan for plan in sweep.cells}
     if len(plans) < 2:
-        return ""
+        return WEAK_SCALING if group.endswith(WEAK_SCALING) else ""
     titles = {name: named_values(plan, [a for a in sweep.axes if not a.compared]) for name, plan in plans.items()}
-    return titles[group] if titles[group] and len(set(titles.values())) == len(titles) else group
+    if not titles[group] or len(set(titles.values())) < len(titles):
+        return group
+    return f"{titles[group]} · {WEAK_SCALING}" if group.endswith(WEAK_SCALING) else titles[group]
 
 
 def named_values(plan: CellPlan, axes: Sequence[Axis]) -> str:
