@@ -72,28 +72,30 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
     axes = tuple(axis for axis, _ in checked)
     fairness.check_axes(axes)
     weak = {axis.name for axis, is_weak in checked if is_weak}
+    numerics = {axis.name for axis in axes if fairness.NUMERICS & set(axis.keys)}
     reference = _reference(data, axes)
 
     if (number := math.prod(map(len, named.values()))) > MOST_CELLS:
         raise UserError(f"the axes make {number:,} cells, more than {MOST_CELLS:,}; bench a part of them")
     taken = set(RESERVED)
     ids = {names: _unique("-".join(map(_slug, names)), taken) for names in itertools.product(*named.values())}
+
+    def other(values: Mapping[str, str], own: set[str]) -> str | None:
+        """The cell with the reference's values, but these on the axes `own`; None where these are just that."""
+        names = tuple(value if axis in own else reference.get(axis, value) for axis, value in values.items())
+        return ids[names] if names != tuple(values.values()) else None
+
     cells = []
     for names, cell_id in ids.items():
         values = dict(zip(named, names))
         settings = {key: v for axis, name in values.items() for key, v in named[axis][name].items()}
-        as_reference = tuple(
-            reference[axis.name]
-            if axis.compared and axis.name not in weak and not fairness.NUMERICS & set(axis.keys)
-            else values[axis.name]
-            for axis in axes
-        )
         plan = CellPlan(
             cell_id,
             values,
             nproc=settings.pop(NPROC, nproc),
             group=_group(values, axes, weak),
-            reference=ids[as_reference] if as_reference != names else None,
+            reference=other(values, weak | numerics),
+            baseline=other(values, weak),
         )
         cells.append(_resolve(plan, _applied(base, settings), out))
     if all(cell.refusal for cell in cells):

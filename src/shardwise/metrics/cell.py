@@ -37,6 +37,7 @@ class CellPlan:
     group: str  # cells of one group were given equal work
     reference: str | None  # id of the cell whose losses its own must equal, None for that cell itself or where none is
     control: bool = False  # the reference again, micro-batches in the other order: how far rounding alone moves a loss
+    baseline: str | None = None  # id of the cell that its speed is set against; None for that cell itself
 
 
 @dataclass(frozen=True)
