@@ -113,9 +113,10 @@ def bench(sweep: str, out: str, only: Sequence[str], rerun: Sequence[str]) -> in
     try:
         records = run_bench(sweep, out, only, rerun)
     except Interrupted as interrupted:
-        print(f"{interrupted}; the same command goes on, with --out {out}", file=sys.stderr)
+        same = "the same command without --rerun" if rerun else "the same command"
+        print(f"{interrupted}; {same} goes on, with --out {out}", file=sys.stderr)
         return 128 + interrupted.number
-    print(f"{result_table(records)}\nto see it in figures: shardwise report {out}")
+    print(f"{result_table(records)}\nlosses are compared by: shardwise report {out}")
     return 0 if any(record.status == "ok" for record in records) else 1
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,18 +52,23 @@ def test_durations():
 
 
 def test_the_table_at_the_end():
+    def plan(name: str, control: bool = False) -> dict[str, Any]:
+        return asdict(CellPlan(name, {}, 1, "all cells", None, control))
+
     good = CellRecord(
         "ok",
         {},
         tokens_per_second=1234.4,
         peak_memory_bytes=[2**20, 3 * 2**19],
-        cell={"id": "ddp"},
+        cell=plan("ddp"),
         rounds=[{}, {}, {}],
         spread={"tokens_per_second": [1000.0, 2000.0]},
     )
-    full = CellRecord("oom", {}, "out of memory", cell={"id": "single"}, rounds=[{}])
-    assert result_table([good, full]).splitlines() == [
-        "cell    status  rounds             tokens/s  peak MiB  reason",
-        "ddp     ok           3  1,234 [1,000-2,000]       1.5",
-        "single  oom          1                                 out of memory",
+    full = CellRecord("oom", {}, "out of memory", cell=plan("single"), rounds=[{}])
+    control = CellRecord("failed", {}, "was killed", cell=plan("control", control=True), rounds=[{}])
+    assert result_table([good, full, control]).splitlines() == [
+        "cell     status  rounds             tokens/s  peak MiB  reason",
+        "ddp      ok           3  1,234 [1,000-2,000]       1.5",
+        "single   oom          1                                 out of memory",
+        "control  failed       1                                 control, for its losses alone; was killed",
     ]

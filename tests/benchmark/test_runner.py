@@ -96,17 +96,21 @@ def test_every_ending_is_a_row(tmp_path):
     assert json.loads((tmp_path / "out" / "sleep" / "record.json").read_text())["status"] == "timeout"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_an_interrupted_bench_leaves_no_process_and_goes_on(number, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "rerun"),
+    [(signal.SIGKILL, []), (signal.SIGTERM, []), (signal.SIGINT, ["--rerun", "ok"])],
+)
+def test_an_interrupted_bench_leaves_no_process_and_goes_on(number, rerun, tmp_path):
     path, out = sweep_file(tmp_path, axes=ends("ok", "sleep once", "exit 1"), rounds=2), tmp_path / "out"
-    process = start(path, out, "--only", "[!c]*")
+    process = start(path, out, "--only", "[!c]*", *rerun)
     pids = wait_for(out / "sleep_once" / "round-1" / "pids", process)
     assert all(psutil.pid_exists(int(pid)) for pid in pids.split())
     process.send_signal(number)
     told = process.communicate(timeout=30)[1]
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
-        assert told == f"stopped by {number.name}; the same command goes on, with --out {out}\n"
+        same = "the same command without --rerun" if rerun else "the same command"
+        assert told == f"stopped by {number.name}; {same} goes on, with --out {out}\n"
     assert_gone(pids)
     assert not (out / "sleep_once" / "record.json").exists()
     finished = out / "ok" / "round-1" / "record.json"
@@ -119,7 +123,7 @@ def test_an_interrupted_bench_leaves_no_process_and_goes_on(number, tmp_path):
     assert [len(record.rounds) for record in records.values()] == [2, 2, 1]
     assert "run 2 of 6: sleep_once, round 1: ok, 100 tokens/s" in printed
     assert re.search(r"^ok +ok +2 +150 \[100-200\] +1\.0$", printed, re.M)
-    assert f"shardwise report {out}" in printed
+    assert printed.endswith(f"losses are compared by: shardwise report {out}\n")
 
 
 def test_a_finished_bench_runs_nothing(tmp_path):
@@ -152,7 +156,7 @@ def test_only_and_rerun_select(tmp_path):
     ("changed", "told"),
     [
         ({"set": {"training.steps": 5}}, "cells.single.run.training.steps is 4 there and 5 in the sweep file"),
-        ({"axes": {"strategy": {"ddp": STRATEGIES["ddp"]}}}, "axes.strategy.values is ['single', 'ddp'] there and"),
+        ({"axes": {"strategy": {"ddp": STRATEGIES["ddp"]}}}, "axes.strategy is ['single', 'ddp'] there and"),
         ({"axes": {"layout": STRATEGIES}}, "axes.strategy is only there"),
         ({"nproc": 2, "axes": {"strategy": STRATEGIES, "data.packing": ["none"]}}, "axes.data.packing is only in the"),
         ({"reference": {"strategy": "ddp"}}, "cells.single.reference is None there and 'ddp' in the sweep file"),
@@ -163,6 +167,77 @@ def test_another_sweep_is_refused(changed, told, tmp_path):
     bench(sweep_file(tmp_path), out, train=FAKE, only=["single"])
     with pytest.raises(UserError, match=re.escape(f"--out {out} holds another sweep: {told}")):
         bench(sweep_file(tmp_path, **changed), out, train=FAKE)
+
+
+def test_what_follows_from_the_sweep_may_be_of_another_version(tmp_path):
+    path, out = sweep_file(tmp_path, rounds=1), tmp_path / "out"
+    made = bench(path, out, train=FAKE)
+    new = {file: json.loads(file.read_text()) for file in (out / "sweep.json", *out.glob("*/record.json"))}
+    assert len(new) == 4
+    for file, content in new.items():
+        for plan in content.get("cells", [content.get("cell")]):
+            assert plan.pop("baseline", "") in (None, "single")
+        file.write_text(json.dumps(content | ({"equal": {}} if "equal" in content else {})))
+    assert bench(path, out, train=("false",)) == made
+    assert json.loads((out / "sweep.json").read_text())["equal"]["all cells"]
+    for name, baseline in (("single", None), ("ddp", "single")):
+        assert CellRecord.read(out / name / "record.json").cell["baseline"] == baseline
+
+
+def test_a_damaged_round_is_run_again(tmp_path, capsys):
+    path, out = sweep_file(tmp_path), tmp_path / "out"
+    bench(path, out, train=FAKE)
+    damaged = out / "ddp" / "round-2" / "record.json"
+    kept = {file: file.stat().st_mtime_ns for file in out.glob("*/round-*/record.json")}
+    for content in ("{", "[]", '{"schema_version": 1, "status": "ok", "config": {}, "new": 1}'):
+        damaged.write_text(content)
+        records = rows(bench(path, out, train=FAKE))
+        told = capsys.readouterr().out
+        assert f"{damaged} cannot be read; ddp is run again from round 2 on" in told
+        # 3 rounds of two cells and one of a control are 7 runs
+        assert "run 7 of 7: ddp, round 3: ok" in told
+        assert len(records["ddp"].rounds) == len(records["single"].rounds) == 3
+    again = {file for file, before in kept.items() if file.stat().st_mtime_ns != before}
+    assert again == {damaged, out / "ddp" / "round-3" / "record.json"}
+
+
+def test_rounds_of_another_version_are_one_line(tmp_path):
+    path, out = sweep_file(tmp_path, rounds=1), tmp_path / "out"
+    bench(path, out, train=FAKE)
+    file = out / "ddp" / "record.json"
+    content = json.loads(file.read_text())
+    content["rounds"][0]["new"] = 1
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"ddp/record.json: its rounds .*: --rerun ddp$"):
+        bench(path, out, train=FAKE)
+    assert rows(bench(path, out, train=FAKE, rerun=["ddp"]))["ddp"].status == "ok"
+
+
+def test_fewer_rounds_keep_what_there_is(tmp_path):
+    out = tmp_path / "out"
+    bench(sweep_file(tmp_path, rounds=2), out, train=FAKE)
+    records = rows(bench(sweep_file(tmp_path, rounds=1), out, train=("false",)))
+    assert json.loads((out / "sweep.json").read_text())["rounds"] == 1  # what was asked last
+    assert [len(record.rounds) for record in records.values()] == [2, 2, 1]  # what there is
+
+
+def test_what_will_be_unchecked_is_said_before_the_start(tmp_path, capsys):
+    # One row each of a micro-batch and a process: two summands have no other order, and so there is no control.
+    small = {"training.global_batch_size": 2, "training.micro_batch_size": 1}
+    bench(sweep_file(tmp_path, set=small, rounds=1), tmp_path / "small", train=FAKE)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("unchecked for want of a control: single, ddp; a reference has one if it is a valid run wi")
+    assert others[0].startswith("run 1 of 2: single")
+    path, out = sweep_file(tmp_path, rounds=1), tmp_path / "out"
+    bench(path, out, train=FAKE, only=["ddp"])
+    told = (
+        "--only leaves out what losses and speeds are set against: single, control-single; run them too, now or later"
+    )
+    assert capsys.readouterr().out.splitlines()[0] == told
+    for only in (["single", "control-*"], ["ddp"], []):  # by now nothing is missing
+        bench(path, out, train=FAKE, only=only)
+        printed = capsys.readouterr().out
+        assert not {"leaves", "unchecked"} & set(printed.split())
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

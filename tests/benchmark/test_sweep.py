@@ -70,11 +70,18 @@ def test_one_control_for_each_reference(tmp_path):
     assert references["ddp-4-bfloat16"] == "single-2-bfloat16"
     assert references["ddp-2-float32"] == references["single-4-float32"] == "single-2-float32"
     assert references["single-2-float32"] is None
+    # Speeds are compared with one cell, whatever it rounds like.
+    baselines = {cell.plan.id: cell.plan.baseline for cell in sweep.cells if not cell.plan.control}
+    assert baselines.pop("single-2-float32") is None
+    assert set(baselines.values()) == {"single-2-float32"}
     controls = [cell for cell in sweep.cells if cell.plan.control]
     assert [cell.plan.id for cell in controls] == ["control-single-2-float32", "control-single-2-bfloat16"]
     assert [cell.plan.reference for cell in controls] == ["single-2-float32", "single-2-bfloat16"]
     asked = read(tmp_path, axes=axes, reference={"strategy": "ddp", "training.micro_batch_size": 4})
     assert cells(asked)["single-2-float32"].plan.reference == "ddp-4-float32"
+    precise = read(tmp_path, axes=axes, reference={"training.precision": "bfloat16"})
+    assert cells(precise)["ddp-2-float32"].plan.reference == "single-2-float32"
+    assert cells(precise)["ddp-2-float32"].plan.baseline == "single-2-bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,7 @@ def test_weak_scaling_is_compared_in_groups_of_its_own(tmp_path):
     assert sweep.record.equal["weak scaling"]["tokens per step and process"] == 4 * 32
     # Unequal work has unequal losses: each scale is checked against its own.
     assert cells(sweep)["2-fsdp2"].plan.reference == "2-ddp"
+    assert cells(sweep)["2-fsdp2"].plan.baseline == "2-ddp"
     assert cells(sweep)["2-ddp"].plan.reference is None
 
 
@@ -130,11 +138,15 @@ UNFAIR: list[tuple[Any, str]] = [
         "fair only as weak scaling, but a process has 8 rows of a step in 1 and 4 in 2",
     ),
     (
-        {"scale": {"a": {"nproc": 2, "training.global_batch_size": 8, "training.steps": 2}}},
+        {"scale": {"a": {"nproc": 2, "training.global_batch_size": 8, "training.steps": 2}, "b": {}}},
         "a sets training.global_batch_size, other work than the rest of the axis (nproc)",
     ),
     ({"measure.memory": [True, False]}, "sets measure.memory; all cells are measured alike"),
     ({"measure.warmup_steps": [0, 3]}, "sets measure.warmup_steps; all cells are measured alike"),
+    (
+        {"measure.reverse_microbatches": [False, True]},
+        "sets measure.reverse_microbatches; it is what the controls of the",
+    ),
     ({"training.output_dir": ["a", "b"]}, "sets training.output_dir; it belongs to the bench"),
     ({"strategy": STRATEGIES, "nproc": [1, 2]}, "axes.strategy and axes.nproc both set nproc; let one axis set it"),
     (
@@ -153,6 +165,22 @@ def test_unfair_comparisons_are_refused(axes, told, tmp_path):
     with pytest.raises(UserError, match=re.escape(told)) as caught:
         read(tmp_path, axes=axes)
     assert "\n" not in str(caught.value)
+
+
+def test_what_all_values_of_an_axis_set_alike_does_not_count(tmp_path):
+    alike = {"training.save_every": 2, "training.precision": "bfloat16", "lora": None}
+    axes = {"strategy": {name: settings | alike for name, settings in STRATEGIES.items()}}
+    sweep = read(tmp_path, axes=axes)
+    assert [(axis.keys, axis.compared) for axis in sweep.record.axes] == [(("nproc", "parallel.data"), True)]
+    assert cells(sweep)["ddp"].plan.reference == "single"  # though it sets the precision
+    assert {cell.run["training"]["save_every"] for cell in sweep.cells} == {2}
+    assert {cell.run["lora"] for cell in sweep.cells} == {None}
+    axes["strategy"]["ddp"]["training.save_every"] = 4
+    with pytest.raises(UserError, match=r"single sets training\.save_every, another choice than the rest of the axis"):
+        read(tmp_path, axes=axes)
+    precise = {"strategy": {name: {**s, "training.precision": "bfloat16"} for name, s in STRATEGIES.items()}}
+    with pytest.raises(UserError, match=r"both set training\.precision; let one axis set it"):
+        read(tmp_path, axes=precise | {"training.precision": ["float32", "bfloat16"]})
 
 
 def test_the_last_net_finds_what_no_axis_says(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -32,6 +32,7 @@ _NEVER = {
 _NEVER_VARIED = {
     "measure.memory": "all cells are measured alike",
     "measure.warmup_steps": "all cells are measured alike",
+    "measure.reverse_microbatches": "it is what the controls of the losses vary",
 }
 _SHOWN = (
     *("model.path", "model.dtype", "lora", "lora.r", "lora.targets", "data.train", "data.sequence_length"),
@@ -77,7 +78,10 @@ def check_axis(name: str, values: Mapping[str, Mapping[str, Any]], defaults: Map
     """
     for value, settings in values.items():
         check_keys(f"axes.{name}.{value}", settings, varied=True)
-    keys = tuple(dict.fromkeys(key for settings in values.values() for key in settings))
+    keys = _keys(values)
+    if len({family(key) for key in keys}) > 1:  # then what all its values set alike does not count: it differs nowhere
+        first = next(iter(values.values()))
+        keys = [key for key in keys if any(key not in s or s[key] != first.get(key) for s in values.values())]
     families = dict.fromkeys(family(key) for key in keys)
     weak = (
         set(families) == {WORK, LAYOUT} and NPROC in keys and {k for k in keys if family(k) == WORK} == {GLOBAL_BATCH}
@@ -94,17 +98,21 @@ def check_axis(name: str, values: Mapping[str, Mapping[str, Any]], defaults: Map
             f"axes.{name} would compare unlike cells: {value} sets {key}, {other} than the rest of the axis "
             f"({others}); make {key} an axis of its own, or set it for every cell, under set"
         )
-    return Axis(name, tuple(values), keys, compared=weak or WORK not in families), weak
+    return Axis(name, tuple(values), tuple(keys), compared=weak or WORK not in families), weak
 
 
-def check_axes(axes: Sequence[Axis]) -> None:
+def check_axes(axes: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
     """Raise UserError where two axes set the same key: the later would win, and the earlier's names would lie."""
-    setters = [(key, axis.name) for axis in axes for key in axis.keys]
+    setters = [(key, name) for name, values in axes.items() for key in _keys(values)]
     for i, (key, axis) in enumerate(setters):
         for other, other_axis in setters[i + 1 :]:
             if axis != other_axis and (f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")):
                 both = f"axes.{axis} and axes.{other_axis}"
                 raise UserError(f"{both} both set {max(key, other, key=len)}; let one axis set it")
+
+
+def _keys(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [*dict.fromkeys(key for settings in values.values() for key in settings)]
 
 
 def _check_equal_share(name: str, values: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.benchmark.cells import CellState
-from shardwise.metrics.cell import CellRecord
+from shardwise.metrics.cell import CellPlan, CellRecord
 
 MIB = 2**20
 
@@ -80,7 +80,7 @@ class Display:
             table.add_column(name, justify="right" if name in ("rounds", "tokens/s", "peak MiB") else "left")
         for state in self._cells:
             here = self._running is not None and self._running[0] is state
-            table.add_row(*map(Text, _row(state.cell.plan.id, state.record, len(state.rounds), here)))
+            table.add_row(*map(Text, _row(state.cell.plan, state.record, len(state.rounds), here)))
         return Group(Text(f"{self._title}: {self._progress()} · {self._left()}{running}"), table)
 
 
@@ -113,7 +113,7 @@ def duration(seconds: float) -> str:
 def result_table(records: Sequence[CellRecord]) -> str:
     """One plain line for each cell: id, status, tokens/s as median [min-max], peak MiB of a rank, reason."""
     rows = [("cell", "status", "rounds", "tokens/s", "peak MiB", "reason")]
-    rows += [_row(record.cell["id"], record, len(record.rounds), False) for record in records]
+    rows += [_row(CellPlan(**record.cell), record, len(record.rounds), False) for record in records]
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = []
     for cell, status, rounds, rate, peak, reason in rows:
@@ -122,13 +122,15 @@ def result_table(records: Sequence[CellRecord]) -> str:
     return "\n".join(lines)
 
 
-def _row(cell_id: str, record: CellRecord | None, rounds: int, running: bool) -> tuple[str, str, str, str, str, str]:
+def _row(plan: CellPlan, record: CellRecord | None, rounds: int, running: bool) -> tuple[str, str, str, str, str, str]:
+    control = "control, for its losses alone" if plan.control else ""
     if record is None:
-        return cell_id, "running" if running else "waiting", "0", "", "", ""
+        return plan.id, "running" if running else "waiting", "0", "", "", control
     rate = peak = ""
     if record.tokens_per_second is not None and "tokens_per_second" in record.spread:
         low, high = record.spread["tokens_per_second"]
         rate = f"{record.tokens_per_second:,.0f} [{low:,.0f}-{high:,.0f}]"
     if record.peak_memory_bytes:
         peak = f"{max(record.peak_memory_bytes) / MIB:,.1f}"
-    return cell_id, "running" if running else record.status, str(rounds), rate, peak, record.reason
+    status = "running" if running else record.status
+    return plan.id, status, str(rounds), rate, peak, "; ".join(filter(None, (control, record.reason)))

@@ -24,7 +24,7 @@ import yaml
 
 from shardwise.benchmark.cells import CellState, cell_record
 from shardwise.benchmark.progress import Display
-from shardwise.benchmark.sweep import Cell, Sweep, read_sweep
+from shardwise.benchmark.sweep import Cell, Sweep, left_out, read_sweep, uncontrolled
 from shardwise.config import UserError
 from shardwise.metrics.cell import LOG, RECORD, RUN_FILE, SWEEP, CellRecord, Round
 from shardwise.metrics.record import RunRecord, Status, dumps
@@ -65,6 +65,7 @@ def bench(
     again = _matching(selected, rerun, "--rerun")
     with _signals(), _locked(out):
         _prepare(out, sweep, again)
+        _tell_unchecked(out, sweep, selected)
         cells = [_known(cell, out / cell.plan.id) for cell in selected]
         rounds = sweep.record.rounds
         with Display(sweep.record.title, cells, rounds) as display:
@@ -82,6 +83,25 @@ def _matching(cells: Sequence[Cell], patterns: Sequence[str], option: str) -> li
         if not any(fnmatch.fnmatchcase(cell.plan.id, pattern) for cell in cells):
             raise UserError(f"{option} {pattern} matches no cell of {', '.join(cell.plan.id for cell in cells)}")
     return [c for c in cells if any(fnmatch.fnmatchcase(c.plan.id, pattern) for pattern in patterns)]
+
+
+def _tell_unchecked(out: Path, sweep: Sweep, selected: Sequence[Cell]) -> None:
+    """Say before the start what will lack a verdict on its losses, or what it is set against."""
+    if names := uncontrolled(sweep.cells, selected):
+        _tell(
+            f"unchecked for want of a control: {_listed(names)}; a reference has one if it is a valid run with 3 rows "
+            "of training.global_batch_size or more for each of its processes"
+        )
+    if names := [name for name in left_out(sweep.cells, selected) if not (out / name / RECORD).exists()]:
+        _tell(f"--only leaves out what losses and speeds are set against: {_listed(names)}; run them too, now or later")
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- the folder
@@ -126,7 +146,11 @@ def _prepare(out: Path, sweep: Sweep, again: Sequence[Cell]) -> None:
 
 
 def _check_same(out: Path, sweep: Sweep) -> None:
-    """Raise UserError where the folder holds another sweep; the number of rounds and the time limit may be others."""
+    """Raise UserError where the folder holds another sweep.
+
+    That is: other axes, values or runs. What follows from them may differ, as between versions of this program, and so
+    may the number of rounds and the time limit.
+    """
     run_files = {cell.plan.id: _as_yaml(cell.run) for cell in sweep.cells}
     now = _comparable(json.loads(dumps(asdict(sweep.record))), run_files)
     try:
@@ -143,8 +167,10 @@ def _comparable(record: dict[str, Any], run_files: dict[str, str]) -> dict[str, 
     runs = {name: yaml.safe_load(text) for name, text in run_files.items()}
     for run in runs.values():
         run["training"].pop("output_dir", None)  # as the folder was called then
-    axes = {axis["name"]: axis for axis in record["axes"]}
-    return {"axes": axes, "cells": {plan["id"]: plan | {"run": runs[plan["id"]]} for plan in record["cells"]}}
+    axes = {axis["name"]: axis["values"] for axis in record["axes"]}
+    asked = ("values", "nproc", "reference", "control")
+    cells = {plan["id"]: {key: plan[key] for key in asked} | {"run": runs[plan["id"]]} for plan in record["cells"]}
+    return {"axes": axes, "cells": cells}
 
 
 def _difference(before: Any, now: Any, *where: str) -> str:
@@ -164,7 +190,7 @@ def _as_yaml(run: dict[str, Any]) -> str:
 
 
 def _known(cell: Cell, folder: Path) -> CellState:
-    """What the folder has of a cell; a refused cell gets its row."""
+    """What the folder has of a cell, its row brought up to date; a refused cell gets its row."""
     state = CellState(cell, folder)
     if cell.refusal:
         state.record = CellRecord("unsupported", cell.run, cell.refusal, cell=asdict(cell.plan))
@@ -172,16 +198,24 @@ def _known(cell: Cell, folder: Path) -> CellState:
     elif (folder / RECORD).exists():
         try:
             found = CellRecord.read(folder / RECORD)
+            assert isinstance(found, CellRecord)
+            rounds = [Round(**entry) for entry in found.rounds]
         except UserError as error:
             raise UserError(f"{error}: --rerun {cell.plan.id}") from None
-        assert isinstance(found, CellRecord)
-        for number, entry in enumerate(found.rounds, 1):
-            if not (folder / f"round-{number}" / RECORD).exists():
+        except TypeError:
+            raise UserError(f"{folder / RECORD}: its rounds are none of this version: --rerun {cell.plan.id}") from None
+        for number, entry in enumerate(rounds, 1):
+            record = folder / f"round-{number}" / RECORD
+            try:
+                state.records.append(RunRecord.read(record))
+            except UserError:
+                _tell(f"{record} cannot be read; {cell.plan.id} is run again from round {number} on")
                 break
-            state.rounds.append(Round(**entry))
-            state.records.append(RunRecord.read(folder / f"round-{number}" / RECORD))
+            state.rounds.append(entry)
         if state.rounds:
             state.record = cell_record(cell.plan, state.rounds, state.records, found.command, found.environment)
+            if state.record != found:
+                state.record.write(folder / RECORD)
     return state
 
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
     defaults = {NPROC: nproc, GLOBAL_BATCH: rows}
     checked = [fairness.check_axis(name, values, defaults) for name, values in named.items()]
     axes = tuple(axis for axis, _ in checked)
-    fairness.check_axes(axes)
+    fairness.check_axes(named)
     weak = {axis.name for axis, is_weak in checked if is_weak}
     numerics = {axis.name for axis in axes if fairness.NUMERICS & set(axis.keys)}
     reference = _reference(data, axes)
@@ -104,6 +104,23 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
     cells += _controls(cells, taken, out)
     plans = tuple(cell.plan for cell in cells)
     return Sweep(SweepRecord(str(title), axes, plans, equal, rounds, limit, command), tuple(cells))
+
+
+def uncontrolled(cells: Sequence[Cell], selected: Sequence[Cell]) -> list[str]:
+    """The `selected` of all `cells` whose losses cannot be checked, since their reference has no control."""
+    references = {cell.plan.reference for cell in cells if not cell.plan.control}
+    references -= {cell.plan.reference for cell in cells if cell.plan.control and not cell.refusal}
+    runs = [cell.plan for cell in selected if not cell.refusal and not cell.plan.control]
+    return [plan.id for plan in runs if (plan.reference or plan.id) in references]
+
+
+def left_out(cells: Sequence[Cell], selected: Sequence[Cell]) -> list[str]:
+    """What of all `cells` the losses and speeds of the `selected` are set against, and is not selected itself."""
+    names = {cell.plan.id for cell in selected}
+    references = {cell.plan.reference or cell.plan.id for cell in selected}
+    wanted = references | {cell.plan.baseline for cell in selected}
+    others = [cell.plan for cell in cells if cell.plan.id not in names and not cell.refusal]
+    return [plan.id for plan in others if plan.id in wanted or (plan.control and plan.reference in references)]
 
 
 def _base(data: dict[str, Any], path: Path) -> dict[str, Any]:
