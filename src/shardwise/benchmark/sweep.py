@@ -108,10 +108,9 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
 
 def uncontrolled(cells: Sequence[Cell], selected: Sequence[Cell]) -> list[str]:
     """The `selected` of all `cells` whose losses cannot be checked, since their reference has no control."""
-    references = {cell.plan.reference for cell in cells if not cell.plan.control}
-    references -= {cell.plan.reference for cell in cells if cell.plan.control and not cell.refusal}
+    controlled = {cell.plan.reference for cell in cells if cell.plan.control and not cell.refusal}
     runs = [cell.plan for cell in selected if not cell.refusal and not cell.plan.control]
-    return [plan.id for plan in runs if (plan.reference or plan.id) in references]
+    return [plan.id for plan in runs if plan.reference is not None and plan.reference not in controlled]
 
 
 def left_out(cells: Sequence[Cell], selected: Sequence[Cell]) -> list[str]:
