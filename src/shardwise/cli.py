@@ -89,7 +89,7 @@ def report(folder: str | None, out: str | None, compared: list[str] | None) -> i
     if compared is not None:
         if out is not None:
             raise UserError("--compare prints to the terminal; leave --out away")
-        Console().print(compare(*compared))
+        Console().print(compare(*compared), soft_wrap=True)
     elif folder is not None:
         print(write_report(folder, out))
     return 0

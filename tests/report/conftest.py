@@ -48,13 +48,21 @@ def record(plan: CellPlan, **given: Any) -> CellRecord:
         "peak_memory_bytes": [peak] * plan.nproc,
         "memory_parts": [{name: round(share * peak) for name, share in parts.items()}] * plan.nproc,
         "spread": {"tokens_per_second": [0.95 * speed, 1.04 * speed]},
-        "rounds": [{"status": "ok", "tokens_per_second": speed * x} for x in (0.95, 1.0, 1.04)],
+        "rounds": [
+            {"status": "ok", "tokens_per_second": speed * x, "started": f"2026-01-0{day}T00:00:00.000+00:00"}
+            for day, x in enumerate((0.95, 1.0, 1.04), start=1)
+        ],
         "mfu": 0.31,
     }
+    config: dict[str, dict[str, Any]] = {"parallel": {"data": data}, "training": {"steps": STEPS}}
+    for axis, value in plan.values.items():
+        section, _, key = axis.partition(".")
+        if key:
+            config.setdefault(section, {})[key] = value
     return CellRecord(
         **{
             "status": "ok",
-            "config": {"parallel": {"data": data}, "training": {"steps": STEPS}},
+            "config": config,
             "environment": PLACE,
             "cell": dataclasses.asdict(plan),
             "command": ["shardwise", "train", f"{plan.id}/run.yaml", "--nproc", str(plan.nproc)],
@@ -86,9 +94,9 @@ STRATEGIES = Axis("strategy", ("single", "ddp", "fsdp2", "zero1", "fsdp1", "pp")
 def strategies() -> tuple[SweepRecord, dict[str, CellRecord]]:
     """One group with every fate: the reference, ddp, a lean fsdp2, a wrong zero1, fsdp1 out of memory, pp not run."""
 
-    def plan(name: str, **given: Any) -> CellPlan:
+    def plan(name: str) -> CellPlan:
         reference = None if name == "single" else "single"
-        return CellPlan(name, {"strategy": name}, 1 if name == "single" else 2, "lora", reference, **given)
+        return CellPlan(name, {"strategy": name}, 1 if name == "single" else 2, "lora", reference, baseline=reference)
 
     control = CellPlan("control-single", {"strategy": "single"}, 1, "lora", "single", control=True)
     plans = {name: plan(name) for name in STRATEGIES.values}
@@ -122,7 +130,14 @@ def large() -> tuple[SweepRecord, dict[str, CellRecord]]:
                     ident = f"{name}-{batch}-{group}"
                     reference = f"single-{batch}-{group}"
                     nproc = 1 if name == "single" else 2
-                    plan = CellPlan(ident, values, nproc, group, None if ident == reference else reference)
+                    plan = CellPlan(
+                        ident,
+                        values,
+                        nproc,
+                        group,
+                        None if ident == reference else reference,
+                        baseline=None if ident == f"single-1-{group}" else f"single-1-{group}",
+                    )
                     plans.append(plan)
                     speed = (900 if nproc == 1 else 1500 - 90 * i) * float(batch) ** 0.3 * (128 / float(length)) ** 0.1
                     peak = round((100 - 6 * i) * MIB * math.sqrt(float(batch) * float(length) / 128))
@@ -149,7 +164,8 @@ def processes(kind: str = "strong") -> tuple[SweepRecord, dict[str, CellRecord]]
         for nproc, speed in zip((1, 2, 4), of_name):
             ident = f"{name}-{nproc}"
             reference = None if ident == "ddp-1" else "ddp-1"
-            plan = CellPlan(ident, {"strategy": name, "nproc": str(nproc)}, nproc, "all", reference)
+            values = {"strategy": name, "nproc": str(nproc)}
+            plan = CellPlan(ident, values, nproc, "all", reference, baseline=reference)
             plans.append(plan)
             peak = (100 if name == "ddp" else 60 + 40 // nproc) * MIB
             made[ident] = record(plan, speed=speed, data=name, peak=peak)

@@ -7,7 +7,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.report.compare import changes
 from shardwise.report.folder import Bench
-from tests.report.conftest import MIB, processes, record, strategies, write
+from tests.report.conftest import MIB, STEPS, processes, record, strategies, write
 
 
 def faster_ddp():
@@ -21,7 +21,7 @@ def faster_ddp():
 
 def test_ratios_regressions_first():
     found = changes(Bench(*strategies()), Bench(*faster_ddp()))
-    assert [change.id for change in found[:3]] == ["fsdp2", "ddp", "single"]
+    assert [change.a.plan.id for change in found[:3]] == ["fsdp2", "ddp", "single"]
     fsdp2, ddp, single = found[:3]
     assert fsdp2.memory == 1.5
     assert "larger" in fsdp2.verdict
@@ -30,29 +30,59 @@ def test_ratios_regressions_first():
     assert ddp.speed_range == pytest.approx((0.8 * 0.95 / 1.04, 0.8 * 1.04 / 0.95))
     assert ddp.verdict == "slower"
     assert single.verdict == "as fast, within the spread"
-    assert {change.id: change.note for change in found[3:]} == {
+    assert {change.a.plan.id: change.note for change in found[3:]} == {
         "zero1": "A wrong, B wrong",
         "fsdp1": "A oom, B oom",
         "pp": "A not run, B not run",
     }
 
 
-def test_other_work_is_said_and_not_compared():
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("lora", "alpha", 64.0), ("training", "steps", 99), ("training", "compile", "inductor"), ("parallel", "tp", 2)],
+)
+def test_any_other_key_of_the_run_file_is_said_and_not_compared(section, key, value):
     sweep, records = strategies()
-    other = dataclasses.replace(sweep, equal={"lora": {**sweep.equal["lora"], "training.steps": 99}})
-    found = changes(Bench(sweep, records), Bench(other, records))
-    assert {change.note for change in found} == {"other work: training.steps 12 -> 99"}
+    made = dict(records)
+    for name, one in records.items():
+        config = {**one.config, section: {**one.config.get(section, {}), key: value}}
+        config["training"] = {**config["training"], "output_dir": f"elsewhere/{name}"}
+        made[name] = dataclasses.replace(one, config=config)
+    found = changes(Bench(sweep, records), Bench(sweep, made))
+    told = {change.note for change in found if change.a.record}
+    assert told == {f"other work: {section}.{key} {records['ddp'].config.get(section, {}).get(key, '–')} -> {value}"}
     assert all(change.speed is None and change.memory is None for change in found)
+
+
+def test_where_the_output_lies_is_no_other_work():
+    sweep, records = strategies()
+    moved = {
+        name: dataclasses.replace(one, config={**one.config, "training": {"steps": STEPS, "output_dir": "b"}})
+        for name, one in records.items()
+    }
+    assert changes(Bench(sweep, records), Bench(sweep, moved))[0].speed == 1.0
+
+
+def test_unchecked_is_said():
+    sweep, records = strategies()
+    unchecked = {name: made for name, made in records.items() if name != "control-single"}
+    found = {change.a.plan.id: change for change in changes(Bench(sweep, records), Bench(sweep, unchecked))}
+    assert found["ddp"].verdict == "as fast, within the spread, B unchecked"
 
 
 def test_a_cell_that_no_longer_runs_or_is_wrong_comes_first():
     sweep, records = strategies()
     plans = {plan.id: plan for plan in sweep.cells}
-    broken = {**records, "fsdp2": record(plans["fsdp2"], status="oom"), "ddp": record(plans["ddp"], speed=100.0)}
+    broken = {**records, "fsdp2": record(plans["fsdp2"], status="oom", data="fsdp2")}
+    broken["ddp"] = record(plans["ddp"], speed=100.0, data="ddp")
     found = changes(Bench(sweep, records), Bench(sweep, broken))
-    assert [(change.id, change.worse) for change in found[:3]] == [("fsdp2", True), ("ddp", True), ("single", False)]
+    assert [(change.a.plan.id, change.worse) for change in found[:3]] == [
+        ("fsdp2", True),
+        ("ddp", True),
+        ("single", False),
+    ]
     assert found[0].note == "A ok, B oom"
-    back = {change.id: change for change in changes(Bench(sweep, broken), Bench(sweep, records))}
+    back = {change.a.plan.id: change for change in changes(Bench(sweep, broken), Bench(sweep, records))}
     assert not back["fsdp2"].worse
 
 
@@ -70,7 +100,9 @@ def test_the_command(tmp_path, capfd):
     assert main(["report", "--compare", str(a), str(b)]) == 0
     out = capfd.readouterr().out
     assert "only in A: fsdp2, zero1, fsdp1, pp" in out
-    assert "1.000" in out
+    assert "single: as fast, within the spread" in out
+    assert "    tokens/s  1.000  1,000 -> 1,000, from rounds 0.91 – 1.09" in out.splitlines()
+    assert "    memory    1.000  80 MiB -> 80 MiB" in out.splitlines()
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "--compare", "b", "c"], ["--compare", "b", "c", "-o", "x"]])

@@ -34,8 +34,9 @@ def test_what_is_written_is_read_back(strategies_folder):
         ('{"title": "ha', "not whole, since not JSON"),
         ("[]", "schema version None"),
         ('{"schema_version": 99}', "schema version 99, but this program reads 1"),
-        ('{"schema_version": 1, "title": "a"}', "not a sweep ('axes')"),
-        ('{"schema_version": 1, "axes": [], "cells": [{"id": "a"}]}', "not a sweep"),
+        ('{"schema_version": 1, "title": "a"}', "axes: "),
+        ("[" * 100_000, "not whole, since not JSON"),
+        ('{"schema_version": 1, "axes": [], "cells": [{"id": "a"}]}', "title: "),
     ],
 )
 def test_a_folder_that_shows_nothing_is_one_clear_line(tmp_path, capfd, content, said):
@@ -62,6 +63,83 @@ def test_a_broken_cell_is_a_row_with_its_reason(strategies_folder):
     page = write_report(strategies_folder).read_text()
     assert "schema version 99" in page
     assert "1 of 3 rounds begun" in page
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"losses": odd} for odd in (None, "abc", ["abc"] * 12, {})),
+        *({"rounds": odd} for odd in (None, [1], {}, [{"tokens_per_second": 1.0}])),
+        *({"spread": odd} for odd in (None, {"tokens_per_second": [1]}, {"tokens_per_second": ["a", "b"]})),
+        *({"tokens_per_second": odd} for odd in ("nan", "fast")),
+        *({"peak_memory_bytes": odd} for odd in (5, [None, 1], ["x"])),
+        *({"environment": odd} for odd in (None, [])),
+        *({"notes": odd} for odd in (None, [1])),
+        *({"command": odd} for odd in (None, [1, 2], "x")),
+        *({"status": odd} for odd in (None, "great")),
+        {"config": None},
+        {"step_seconds": [1]},
+        {"mfu": "x"},
+        {"reason": None},
+        {"memory_parts": [{"weights": "x"}]},
+        {"largest_round_difference": None},
+        {"no such field": 1},
+    ],
+    ids=str,
+)
+def test_a_record_with_a_field_of_another_type_is_a_row_that_says_so(strategies_folder, given):
+    path = strategies_folder / "ddp" / "record.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | given))
+    state, reason = states(strategies_folder)["ddp"]
+    assert state == "unreadable"
+    assert str(path) in reason
+    assert next(iter(given)) in reason or "not a record" in reason
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"schema_version":1}', b"\0"])
+def test_a_record_that_is_none_is_a_row_that_says_so(strategies_folder, content):
+    (strategies_folder / "ddp" / "record.json").write_bytes(content)
+    assert states(strategies_folder)["ddp"][0] == "unreadable"
+
+
+def test_odd_values_of_the_right_type_have_a_page(strategies_folder):
+    path = strategies_folder / "ddp" / "record.json"
+    odd = {
+        "config": {"parallel": None, "training": 5},
+        "environment": {"cpu_count": "two", "device": ["a", {}]},
+        "memory_parts": [{}],
+        "spread": {"tokens_per_second": [0.0, 0.0]},
+    }
+    path.write_text(json.dumps(json.loads(path.read_text()) | odd))
+    assert write_report(strategies_folder).exists()
+    assert main(["report", "--compare", str(strategies_folder), str(strategies_folder)]) == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"title": 5},
+        {"rounds": "3"},
+        {"equal": []},
+        {"cells": None},
+        {"cells": ["a"]},
+        {"command": None},
+        {"timeout_seconds": "x"},
+        *({"cell": {"id": odd}} for odd in (5, "a\0b", "../ddp", "..", "a" * 300, "", "single")),
+        {"cell": {"values": None}},
+        {"cell": {"nproc": "2"}},
+    ],
+    ids=lambda given: str(given)[:40],
+)
+def test_a_sweep_with_a_field_of_another_type_is_one_clear_line(strategies_folder, capfd, given):
+    path = strategies_folder / "sweep.json"
+    content = json.loads(path.read_text())
+    content["cells"][1] |= given.pop("cell", {})
+    path.write_text(json.dumps(content | given))
+    assert main(["report", str(strategies_folder)]) == 2
+    error = capfd.readouterr().err
+    assert "run shardwise bench again" in error
+    assert error.count("\n") == 1
 
 
 def test_a_bench_that_has_only_begun_has_a_page(tmp_path):

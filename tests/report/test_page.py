@@ -14,7 +14,7 @@ import pytest
 from shardwise.metrics.cell import Axis, CellPlan
 from shardwise.report.folder import read_bench
 from shardwise.report.page import write_report
-from tests.report.conftest import MIB, processes, record, strategies, sweep_of, write
+from tests.report.conftest import MIB, large, processes, record, strategies, sweep_of, write
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'$\\frac{1}{0}$ & {{ 7*7 }} | `x` 😀\n"
@@ -79,29 +79,22 @@ def column(page, table: str, number: int) -> list[str]:
 
 
 def test_tables_sort_by_click_and_by_key(opened):
-    speeds = "#all-cells"
-    assert column(opened, speeds, 4) == ["1,000", "1,500", "1,250", "–", "–", "–", "990"]
-    button = opened.get_by_role("button", name="Tokens/s")
-    header = opened.locator("#all-cells thead th").nth(3)
+    cells = "#all-cells"
+    assert column(opened, cells, 7) == ["100 MiB", "80 MiB", "60 MiB", "–", "–", "–", "–"]
+    button = opened.locator(cells).get_by_role("button", name="Peak memory")
+    header = opened.locator("#all-cells thead th").nth(6)
     assert header.get_attribute("aria-sort") is None
     button.click()
     assert header.get_attribute("aria-sort") == "ascending"
-    assert column(opened, speeds, 4) == [
-        "990",
-        "1,000",
-        "1,250",
-        "1,500",
-        "–",
-        "–",
-        "–",
-    ]  # as text, 990 would come last
+    # As text, 100 would come first.
+    assert column(opened, cells, 7) == ["60 MiB", "80 MiB", "100 MiB", "–", "–", "–", "–"]
     button.focus()
     opened.keyboard.press("Enter")
     assert header.get_attribute("aria-sort") == "descending"
-    assert column(opened, speeds, 4) == ["1,500", "1,250", "1,000", "990", "–", "–", "–"]
+    assert column(opened, cells, 7) == ["100 MiB", "80 MiB", "60 MiB", "–", "–", "–", "–"]
     opened.locator("#all-cells").get_by_role("button", name="Cell").click()
     assert header.get_attribute("aria-sort") is None
-    assert column(opened, speeds, 1) == sorted(column(opened, speeds, 1))
+    assert column(opened, cells, 1) == sorted(column(opened, cells, 1))
 
 
 def test_every_figure_is_there(opened, page_file):
@@ -139,6 +132,7 @@ def test_no_gap_and_wrong_is_said_in_words(opened):
     assert "✗ wrong" in opened.locator("figure#throughput-memory").inner_text()
     assert "oom" in opened.locator("figure#throughput-memory").inner_text()
     assert "9,000" not in opened.content()  # the wrong cell's speed, other than in its own record
+    assert "it holds the figures of a wrong cell" in opened.content()
 
 
 def test_light_and_dark(browser, page_file):
@@ -215,3 +209,71 @@ def test_the_same_records_give_the_same_files(strategies_folder, tmp_path):
     for name in names:
         assert (first.parent / name).read_bytes() == (second.parent / name).read_bytes(), name
     assert read_bench(strategies_folder).sweep.title in (first.parent / "page.md").read_text()
+
+
+def test_two_pages_in_one_folder_keep_their_figures(strategies_folder, tmp_path):
+    first = write_report(strategies_folder, tmp_path / "a.html")
+    figure = tmp_path / "a-figures" / "throughput-memory.png"
+    before = figure.read_bytes()
+    other = write_report(write(tmp_path / "other", *processes()), tmp_path / "b c.html")
+    assert figure.read_bytes() == before
+    assert 'href="a-figures/plane.svg"' in first.read_text()
+    assert 'href="b%20c-figures/plane.svg"' in other.read_text()
+    assert "(b%20c-figures/plane.png)" in other.with_suffix(".md").read_text()
+
+
+def test_figures_that_a_report_no_longer_has_are_gone_and_other_files_stay(strategies_folder, tmp_path):
+    figures = tmp_path / "figures"
+    write_report(write(tmp_path / "other", *processes()), tmp_path / "report.html")
+    (figures / "mine.svg").write_text("")
+    assert (figures / "against-nproc.svg").exists()
+    write_report(strategies_folder, tmp_path / "report.html")
+    assert sorted(path.stem for path in figures.glob("*.svg")) == [
+        "losses",
+        "memory-parts",
+        "mine",
+        "plane",
+        "steps",
+        "throughput-memory",
+    ]
+
+
+def test_axes_with_names_alike_have_figures_of_their_own(tmp_path):
+    axes = tuple(Axis(name, ("1", "2"), (f"training.{name}",), True) for name in ("a b", "a-b"))
+    plans = [CellPlan(f"{i}-{j}", {"a b": i, "a-b": j}, 1, "all", None) for i in "12" for j in "12"]
+    page = write_report(
+        write(tmp_path / "bench", sweep_of(axes, plans), {plan.id: record(plan) for plan in plans})
+    ).read_text()
+    assert 'id="against-a-b"' in page
+    assert 'id="against-a-b--2"' in page
+
+
+def test_the_lead_counts_the_rounds_that_there_are(browser, strategies_folder, tmp_path):
+    with open_page(browser, write_report(strategies_folder)) as page:
+        assert page.locator(".lead").inner_text() == "6 cells, 3 rounds each, interleaved, on AMD EPYC."
+    sweep, records = strategies()
+    records["ddp"] = dataclasses.replace(records["ddp"], rounds=[{"status": "ok"}])
+    with open_page(browser, write_report(write(tmp_path / "short", sweep, records), tmp_path / "b.html")) as page:
+        assert page.locator(".lead").inner_text() == "6 cells, 1 to 3 rounds each, on AMD EPYC."
+
+
+def test_a_phone_is_told_that_figures_scroll(browser, page_file):
+    with open_page(browser, page_file, viewport={"width": 390, "height": 800}) as page:
+        assert page.locator("figure#losses .hint").is_visible()
+    with open_page(browser, page_file) as page:
+        assert not page.locator("figure#losses .hint").is_visible()
+
+
+@pytest.mark.parametrize("bench", [strategies(), large(), processes()], ids=["strategies", "large", "processes"])
+def test_numbers_in_the_plane_do_not_touch(browser, tmp_path, bench):
+    with open_page(browser, write_report(write(tmp_path / "bench", *bench))) as page:
+        boxes = page.eval_on_selector_all(
+            "figure#plane [id^=plane-patch] path, figure#plane svg",
+            "all => all.map(e => { const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height] })",
+        )
+    circles = [(x, y, w, h) for x, y, w, h in boxes if 8 < w < 40 and abs(w - h) < 1]
+    assert len(circles) >= 3
+    for i, (x, y, w, h) in enumerate(circles):
+        for ox, oy, ow, oh in circles[i + 1 :]:
+            apart = ((x + w / 2 - ox - ow / 2) ** 2 + (y + h / 2 - oy - oh / 2) ** 2) ** 0.5
+            assert apart > 0.9 * (w + ow) / 2

@@ -1,26 +1,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 
 from shardwise.metrics.cell import WEAK_SCALING, Axis, CellPlan
-from shardwise.report.caveats import caveats, in_short
+from shardwise.report.caveats import caveats
 from shardwise.report.folder import Bench
 from shardwise.report.tables import (
     counts,
-    departure,
+    interleaved,
     make_rows,
     memory_parts,
     numeric_axes,
     pareto,
+    rounds_of,
     scaling_kind,
-    spacing,
-    tolerance,
 )
 from shardwise.report.words import group_title
-from tests.report.conftest import LOSSES, MIB, NOISE, processes, record, shifted, strategies, sweep_of
+from tests.report.conftest import MIB, large, processes, record, strategies, sweep_of
 
 
 def rows_of(sweep, records):
@@ -43,77 +41,6 @@ def test_every_cell_has_a_row_and_a_state():
     assert counts([*rows.values()]) == {"ok": 3, "wrong": 1, "oom": 1, "not run": 1}  # the control is no cell
 
 
-def test_spacing_is_float32s():
-    # float32 has 24 bits: between 4 and 8 its numbers are 2^(2 - 23) apart, between 1 and 2 2^-23.
-    assert spacing(6.18) == 2.0**-21
-    assert spacing(4.0) == 2.0**-21
-    assert spacing(-1.5) == 2.0**-23
-
-
-def test_tolerance_is_ten_times_the_controls_departure_but_never_below_float32s_spacing():
-    assert tolerance([6.0, 5.0], [6.0, 5.0 + 2.0**-20]) == 10 * 2.0**-20
-    assert tolerance([6.0, 5.0], [6.0, 5.0]) == 10 * 2.0**-21
-
-
-def test_departure_is_the_largest_at_any_step_and_nan_spreads():
-    assert departure([1.0, 2.5, 3.0], [1.0, 2.0, 3.25]) == 0.5
-    assert math.isnan(departure([1.0, math.nan, 3.0], [1.0, 2.0, 3.0]))
-
-
-@pytest.mark.parametrize(
-    ("losses", "state", "reason"),
-    [
-        (shifted(10 * NOISE), "ok", ""),  # the tolerance itself: ten times the control's
-        (shifted(10 * NOISE + 2.0**-40), "wrong", "departs by 9.5×10⁻⁶ from single, tolerance 9.5×10⁻⁶"),
-        (shifted(-1e-3), "wrong", "departs by 1.0×10⁻³"),
-        (shifted(math.nan), "wrong", "its loss is nan at step 8"),
-        (shifted(math.inf), "wrong", "its loss is inf at step 8"),
-        (LOSSES[:-1], "wrong", "11 losses where its reference has 12"),
-        ([], "wrong", "0 losses where its reference has 12"),
-    ],
-)
-def test_verdict_on_losses(losses, state, reason):
-    sweep, records = strategies()
-    plan = next(plan for plan in sweep.cells if plan.id == "ddp")
-    records["ddp"] = record(plan, losses=losses, data="ddp", speed=1500.0)
-    row = rows_of(sweep, records)["ddp"]
-    assert row.state == state
-    assert reason in row.reason
-
-
-@pytest.mark.parametrize(
-    ("cell", "given", "reason"),
-    [
-        ("single", {"status": "failed", "reason": "broke"}, "its reference single has no usable losses"),
-        ("single", {"losses": []}, "its reference single has no usable losses"),
-        ("control-single", {"status": "timeout"}, "no usable noise control of single"),
-        ("control-single", {"losses": shifted(math.nan)}, "no usable noise control of single"),
-        ("control-single", {"losses": LOSSES[:-1]}, "no usable noise control of single"),
-    ],
-)
-def test_without_a_usable_measure_a_cell_is_unchecked_and_keeps_its_figures(cell, given, reason):
-    sweep, records = strategies()
-    records[cell] = record(next(plan for plan in sweep.cells if plan.id == cell), **given)
-    row = rows_of(sweep, records)["ddp"]
-    assert row.state == "unchecked"
-    assert reason in row.reason
-    assert row.tokens_per_second == 1500.0
-    assert row.name == "ddp (unchecked)"
-
-
-def test_a_reference_with_nan_is_wrong_and_checks_nothing():
-    sweep, records = strategies()
-    records["single"] = record(sweep.cells[0], losses=shifted(math.nan))
-    rows = rows_of(sweep, records)
-    assert rows["single"].state == "wrong"
-    assert rows["ddp"].state == "unchecked"
-
-
-def test_a_cell_without_any_reference_is_unchecked():
-    plan = CellPlan("a", {}, 1, "all", None)
-    assert rows_of(sweep_of((), [plan]), {"a": record(plan)})["a"].state == "unchecked"
-
-
 def test_derived_figures():
     rows = rows_of(*strategies())
     # tokens/s: single 1000 on one process, ddp 1500 and fsdp2 1250 on two; MiB: 100, 80, 60.
@@ -131,7 +58,7 @@ def test_derived_figures():
 
 def test_nothing_is_told_of_a_wrong_cell():
     row = rows_of(*strategies())["zero1"]
-    assert row.departure == pytest.approx(1e-3)
+    assert row.verdict.departure == pytest.approx(1e-3)
     figures = (row.tokens_per_second, row.tokens_range, row.peak_memory_bytes, row.speedup, row.efficiency, row.saving)
     assert figures == (None,) * 6
     assert memory_parts(row) is None
@@ -186,15 +113,15 @@ def test_caveats_come_from_the_environment():
     sweep, records = strategies()
     bench = Bench(sweep, records)
     rows = make_rows(bench)
-    assert any("NCCL" in line for line in caveats(bench, rows))
-    assert not any("crowded" in line for line in caveats(bench, rows))
+    assert any("NCCL" in line for line in caveats(rows))
+    assert not any("crowded" in line for line in caveats(rows))
     crowded = Bench(*processes())  # 4 processes on 2 cores
-    assert any("4 processes shared 2 cores" in line for line in caveats(crowded, make_rows(crowded)))
+    assert any("4 processes shared 2 cores" in line for line in caveats(make_rows(crowded)))
     gpu = {
         name: record(CellPlan(**made.cell), environment={"cuda": "13.0", "commit": name})
         for name, made in records.items()
     }
-    lines = caveats(Bench(sweep, gpu), make_rows(Bench(sweep, gpu)))
+    lines = caveats(make_rows(Bench(sweep, gpu)))
     assert not any("gloo" in line for line in lines)
     assert any("same commit" in line for line in lines)
 
@@ -203,43 +130,91 @@ def test_notes_name_their_cells():
     sweep, records = strategies()
     records = {name: dataclasses.replace(made, notes=["all say so"]) for name, made in records.items()}
     records["ddp"] = dataclasses.replace(records["ddp"], notes=["all say so", "only here"], rounds=[{"status": "ok"}])
-    lines = caveats(Bench(sweep, records), make_rows(Bench(sweep, records)))
+    lines = caveats(make_rows(Bench(sweep, records)))
     assert lines[-2:] == ["all say so", "ddp: only here"]
-    assert "1 of 3 cells with figures have fewer than 3 good rounds." in lines
+    assert any("1 of 3 cells with figures have fewer than 3 good rounds" in line for line in lines)
     assert rows_of(sweep, records)["ddp"].tokens_range is None  # one round has no spread
-
-
-def test_the_answer_in_short():
-    bench = Bench(*strategies())
-    ((title, text),) = in_short(bench, make_rows(bench))
-    assert title == ""
-    assert text == (
-        "ddp is fastest (1,500 tokens/s, 1.50× its reference). "
-        "fsdp2 needs the least memory (60 MiB, 25 % less than ddp)."
-    )
-    assert in_short(Bench(bench.sweep), make_rows(Bench(bench.sweep))) == [("", "No cell has figures yet.")]
-
-
-def test_the_answer_says_where_rounds_overlap():
-    sweep, records = strategies()
-    plans = {plan.id: plan for plan in sweep.cells}
-    # Rounds go from 0.95 to 1.04 of the median: 1400 x 1.04 is more than 1500 x 0.95, so ddp may be no faster.
-    records["fsdp2"] = record(plans["fsdp2"], speed=1400.0, data="fsdp2")
-    ((_, text),) = in_short(Bench(sweep, records), make_rows(Bench(sweep, records)))
-    assert "its rounds overlap with fsdp2" in text
-
-
-def test_too_few_rounds_name_no_fastest():
-    sweep, records = strategies()
-    bench = Bench(dataclasses.replace(sweep, rounds=2), records)
-    rows = make_rows(bench)
-    assert in_short(bench, rows) == [("", "fsdp2 needs the least memory (60 MiB, 25 % less than ddp).")]
-    assert "Taken in 2 rounds: enough for losses and memory, too few to say which cell is faster." in caveats(
-        bench, rows
-    )
 
 
 def test_weak_scaling_is_said_also_of_a_group_alone():
     sweep, _ = strategies()
     plans = tuple(dataclasses.replace(plan, group=WEAK_SCALING) for plan in sweep.cells)
     assert group_title(WEAK_SCALING, dataclasses.replace(sweep, cells=plans)) == "weak scaling"
+
+
+def test_scaling_is_against_the_cell_on_one_process_whose_run_file_differs_least():
+    axis = Axis("strategy", ("single", "ddp1", "ddp2"), ("nproc", "parallel.data"), True)
+    plans = [
+        CellPlan(name, {"strategy": name}, 2 if name == "ddp2" else 1, "all", None if name == "single" else "single")
+        for name in axis.values
+    ]
+    speeds = {"single": 2000.0, "ddp1": 1000.0, "ddp2": 1900.0}
+    records = {plan.id: record(plan, speed=speeds[plan.id], data=plan.id.rstrip("12")) for plan in plans}
+    row = rows_of(sweep_of((axis,), plans), records)["ddp2"]
+    assert row.efficiency == 0.95  # 1900 / (2 x 1000)
+    assert row.efficiency_over == "ddp1 (unchecked)"
+
+
+def test_scaling_is_never_against_a_cell_of_another_micro_batch():
+    rows = rows_of(*large())
+    assert rows["ddp-4-128-lora"].efficiency_over == "single · micro batch size 4"
+    sweep, records = large()
+    del records["single-4-128-lora"]
+    assert rows_of(sweep, records)["ddp-4-128-lora"].efficiency is None
+
+
+def test_speeds_are_set_against_the_baseline_though_losses_are_not():
+    rows = rows_of(*large())
+    assert rows["single-4-128-lora"].speedup == pytest.approx(4**0.3)  # of single with micro-batches of 1
+    assert rows["single-4-128-lora"].speedup_over == "single · micro batch size 1"
+    assert rows["single-1-128-lora"].is_baseline
+
+
+def test_a_control_has_no_figures():
+    row = rows_of(*strategies())["control-single"]
+    assert row.state == "ok"
+    assert (row.tokens_per_second, row.peak_memory_bytes, row.speedup) == (None, None, None)
+
+
+def with_starts(**starts: list[str]):
+    sweep, _ = strategies()
+    plans = {plan.id: plan for plan in sweep.cells}
+    made = {
+        name: record(plans[name], rounds=[{"status": "ok", "started": f"2026-01-01T00:{time}"} for time in times])
+        for name, times in starts.items()
+    }
+    return make_rows(Bench(sweep, made))
+
+
+@pytest.mark.parametrize(
+    ("single", "ddp", "expected"),
+    [
+        (["01", "03", "05"], ["02", "04", "06"], True),
+        (["01", "04", "05"], ["02", "03", "06"], True),  # the order within a round does not matter
+        (["01", "02", "03"], ["04", "05", "06"], False),
+        (["01", "03"], ["02", "04", "05"], True),  # one was lost
+        (["01", "03", "04"], ["02", "05", "06"], False),  # single's third came before the second of ddp
+    ],
+)
+def test_interleaved_is_read_from_the_times(single, ddp, expected):
+    rows = with_starts(single=single, ddp=ddp)
+    assert interleaved(rows) == expected
+    assert any("not interleaved" in line for line in caveats(rows)) != expected
+
+
+def test_interleaved_is_not_claimed_without_times():
+    sweep, records = strategies()
+    records["ddp"] = dataclasses.replace(records["ddp"], rounds=[{"status": "ok"}] * 3)
+    assert not interleaved(make_rows(Bench(sweep, records)))
+
+
+def test_rounds_are_counted_where_they_went_well():
+    assert rounds_of(with_starts(single=["01", "03"], ddp=["02"])) == "1 to 2 rounds"
+    assert rounds_of(with_starts(single=["01"], ddp=["02"])) == "1 round"
+    assert rounds_of([]) == ""
+
+
+def test_odd_facts_of_an_environment_are_no_mistake():
+    sweep, records = strategies()
+    records["ddp"] = dataclasses.replace(records["ddp"], environment={"cpu_count": "two", "device": ["a", {}]})
+    assert any("same cpu_count: 2, two" in line for line in caveats(make_rows(Bench(sweep, records))))

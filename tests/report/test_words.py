@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from shardwise.metrics.cell import Axis, CellPlan, SweepRecord
 from shardwise.report import words
 
 
@@ -46,4 +47,21 @@ def test_facts_have_short_commits():
 
 def test_a_name_is_one_printable_line():
     assert words.printable("a\nb\x07c") == "a b c"
-    assert words.printable("x" * 99) == "x" * 59 + "…"
+
+
+def test_values_that_do_not_explain_themselves_name_their_axis():
+    axes = (
+        Axis("training.compile", ("none", "inductor"), ("training.compile",), True),
+        Axis("precision", ("bfloat16", "float32"), ("training.precision",), True),
+        Axis("strategy", ("ddp", "fsdp2"), ("parallel.data",), True),
+        Axis("other", ("ddp", "x"), ("parallel.mesh",), True),
+    )
+    values = dict(zip((axis.name for axis in axes), ("inductor", "float32", "ddp", "x"), strict=True))
+    plan = CellPlan("a", values, 1, "all", None)
+    sweep = SweepRecord("t", axes, (plan,), {}, 3, 1.0, [])
+    assert words.label_of(plan, sweep) == "compile inductor · float32 · strategy ddp · other x"
+
+
+def test_what_is_too_long_keeps_both_its_ends():
+    assert words.printable("x" * 70 + "1") == "x" * 29 + "…" + "x" * 29 + "1"
+    assert words.printable("y" * 60) == "y" * 60

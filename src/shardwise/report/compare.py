@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE
-from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from shardwise.report.folder import Bench, read_bench
-from shardwise.report.tables import Row, environments, make_rows
-from shardwise.report.words import NOTHING, fact, number, size
+from shardwise.report.headline import SAME_MEMORY
+from shardwise.report.tables import Row, differing_keys, environments, flat, make_rows
+from shardwise.report.words import NOTHING, fact, number, printable, size
 
 
 @dataclass(frozen=True)
 class Change:
     """How a cell of B is against the same cell of A; None where there is nothing to compare."""
 
-    id: str
+    a: Row
+    b: Row
     speed: float | None = None  # B / A of tokens/s
     speed_range: tuple[float, float] | None = None  # B's slowest round / A's fastest, B's fastest / A's slowest
     memory: float | None = None  # B / A of peak memory
@@ -47,93 +47,84 @@ class Change:
             words.append("slower" if high < 1 else "faster" if low > 1 else "as fast, within the spread")
         elif self.speed:
             words.append("one round, so no spread is known")
-        if self.memory and abs(self.memory - 1) > 0.005:
+        if self.memory and abs(self.memory - 1) > SAME_MEMORY:
             words.append("larger" if self.memory > 1 else "leaner")
-        return ", ".join(words)
+        words += [f"{name} unchecked" for name, row in (("A", self.a), ("B", self.b)) if row.state == "unchecked"]
+        return ", ".join(words) or "as before"
 
 
 def changes(a: Bench, b: Bench) -> list[Change]:
     """Every cell that both have, regressions first; then those without a ratio, with the reason."""
-    rows_a, rows_b = ({row.plan.id: row for row in make_rows(bench) if not row.plan.control} for bench in (a, b))
-    found = [
-        _change(row, rows_b[name], differing(a, b, row.plan.group, rows_b[name].plan.group))
-        for name, row in rows_a.items()
-        if name in rows_b
-    ]
+    rows_a, rows_b = _cells(a), _cells(b)
+    found = [_change(row, rows_b[name]) for name, row in rows_a.items() if name in rows_b]
     return sorted(found, key=lambda change: change.worst)
 
 
-def differing(a: Bench, b: Bench, group_a: str, group_b: str) -> list[str]:
-    """What of their work the two groups were not given equally."""
-    of_a, of_b = a.sweep.equal.get(group_a, {}), b.sweep.equal.get(group_b, {})
-    return [
-        f"{key} {of_a.get(key, NOTHING)} -> {of_b.get(key, NOTHING)}"
-        for key in sorted(of_a.keys() | of_b.keys())
-        if of_a.get(key, ...) != of_b.get(key, ...)
-    ]
+def _cells(bench: Bench) -> dict[str, Row]:
+    return {row.plan.id: row for row in make_rows(bench) if not row.plan.control}
 
 
-def _change(a: Row, b: Row, different: list[str]) -> Change:
-    if different:
-        return Change(a.plan.id, note=f"other work: {', '.join(different)}")
+def _change(a: Row, b: Row) -> Change:
+    if a.record is not None and b.record is not None and (keys := differing_keys(a.record, b.record)):
+        of_a, of_b = flat(a.record), flat(b.record)
+        named = (f"{key} {of_a.get(key, NOTHING)} -> {of_b.get(key, NOTHING)}" for key in keys[:4])
+        more = f", and {len(keys) - 4} keys more" if len(keys) > 4 else ""
+        return Change(a, b, note=f"other work: {', '.join(printable(one, 120) for one in named)}{more}")
     if a.plan.nproc != b.plan.nproc:
-        return Change(a.plan.id, note=f"{a.plan.nproc} processes against {b.plan.nproc}")
+        return Change(a, b, note=f"other work: {a.plan.nproc} processes -> {b.plan.nproc}")
     if not (a.measured and b.measured):
-        return Change(a.plan.id, note=f"A {a.state}, B {b.state}", lost=a.measured)
+        return Change(a, b, note=f"A {a.state}, B {b.state}", lost=a.measured)
     speed = memory = spread = None
     if a.tokens_per_second and b.tokens_per_second:
         speed = b.tokens_per_second / a.tokens_per_second
-        if a.tokens_range and b.tokens_range:
+        if a.tokens_range and b.tokens_range and a.tokens_range[0] > 0:
             spread = (b.tokens_range[0] / a.tokens_range[1], b.tokens_range[1] / a.tokens_range[0])
     if a.peak_memory_bytes and b.peak_memory_bytes:
         memory = b.peak_memory_bytes / a.peak_memory_bytes
-    return Change(a.plan.id, speed, spread, memory, "" if speed or memory else "nothing was measured")
+    return Change(a, b, speed, spread, memory, "" if speed or memory else "nothing was measured")
 
 
-def compare(folder_a: str | Path, folder_b: str | Path) -> Group:
-    """What a terminal shows of two benches; UserError where a folder holds none."""
+def compare(folder_a: str | Path, folder_b: str | Path) -> Text:
+    """What a terminal shows of two benches; UserError where a folder holds none.
+
+    Lines, two for a cell, and no table: a narrow terminal or a pipe would lose its last columns.
+    """
     a, b = read_bench(folder_a), read_bench(folder_b)
-    rows_a, rows_b = ({row.plan.id: row for row in make_rows(bench) if not row.plan.control} for bench in (a, b))
-    table = Table(box=SIMPLE, title="B / A, regressions first", title_justify="left", padding=(0, 1, 0, 0))
-    table.add_column("cell", overflow="fold")
-    for name in ("tokens/s", "from rounds", "A", "B", "memory", "A", "B"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
-    for change in changes(a, b):
-        row_a, row_b = rows_a[change.id], rows_b[change.id]
-        verdict = change.note or change.verdict
-        cells = [
-            change.id,
-            _times(change.speed),
-            f"{change.speed_range[0]:.2f} – {change.speed_range[1]:.2f}" if change.speed_range else NOTHING,
-            number(row_a.tokens_per_second),
-            number(row_b.tokens_per_second),
-            _times(change.memory),
-            size(row_a.peak_memory_bytes),
-            size(row_b.peak_memory_bytes),
-            verdict,
-        ]
-        table.add_row(*map(Text, cells), style="red" if change.worse else "dim" if change.note else "")
+    rows_a, rows_b = _cells(a), _cells(b)
     lines = [
         f"A: {folder_a}",
         f"B: {folder_b}",
         *(f"only in {name}: {', '.join(ids)}" for name, ids in _alone(rows_a, rows_b) if ids),
         *_elsewhere(list(rows_a.values()), list(rows_b.values())),
+        "",
+        "B / A, regressions first" if rows_a.keys() & rows_b.keys() else "no cell is in both",
     ]
-    if not rows_a.keys() & rows_b.keys():
-        return Group(*map(Text, lines), Text("no cell is in both"))
-    return Group(*map(Text, lines), table)
+    text = Text("\n".join(lines))
+    for change in changes(a, b):
+        style = "red" if change.worse else "dim" if change.note else ""
+        text.append(f"\n\n{change.a.plan.id}: {change.note or change.verdict}", style=f"bold {style}")
+        text.append("".join(f"\n    {line}" for line in _figures(change)), style=style)
+    return text
 
 
-def _times(ratio: float | None) -> str:
-    return NOTHING if ratio is None else f"{ratio:.3f}"
+def _figures(change: Change) -> list[str]:
+    a, b = change.a, change.b
+    found = []
+    if change.speed:
+        speeds = f"{number(a.tokens_per_second)} -> {number(b.tokens_per_second)}"
+        low_high = change.speed_range
+        spread = f", from rounds {low_high[0]:.2f} – {low_high[1]:.2f}" if low_high else ""
+        found.append(f"tokens/s  {change.speed:.3f}  {speeds}{spread}")
+    if change.memory:
+        found.append(f"memory    {change.memory:.3f}  {size(a.peak_memory_bytes)} -> {size(b.peak_memory_bytes)}")
+    return found
 
 
 def _alone(a: dict[str, Row], b: dict[str, Row]) -> list[tuple[str, list[str]]]:
     return [("A", [name for name in a if name not in b]), ("B", [name for name in b if name not in a])]
 
 
-def _elsewhere(a: list[Row], b: list[Row]) -> list[str]:
+def _elsewhere(a: Sequence[Row], b: Sequence[Row]) -> list[str]:
     """Facts of the environment that differ: a ratio across them is of these too."""
     of_a, of_b = environments(a), environments(b)
     return [

@@ -27,6 +27,8 @@ from shardwise.report.words import axis_name, byte_unit, named_values
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+AGAINST = "against-"
+"""How the names of figures along an axis begin."""
 FLOOR = 1e-3
 """Share of the tolerance below which a departure is drawn as 0."""
 
@@ -47,8 +49,9 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
             x = range(1, len(row.record.losses) + 1)
             every = max(1, len(x) // 6)
             left.plot(x, row.record.losses, markevery=(index % every, every), **style)
-            reference = by_id.get(row.plan.reference or "")
-            allowed = row.tolerance
+            verdict = row.verdict
+            reference = by_id.get(verdict.against or "") if verdict else None
+            allowed = verdict.tolerance if verdict else None
             if reference is None or reference.record is None or not allowed:
                 continue
             far = [abs(a - b) / allowed for a, b in zip(row.record.losses, reference.record.losses, strict=False)]
@@ -75,22 +78,23 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
         thinned = decades if len(decades) <= 6 else [1e-2, *decades[2 :: len(decades) // 5 + 1]]
         right.set_yticks([FLOOR, *thinned], ["0", *(f"{value:,g}" for value in thinned)])
         right.set_xlim(left.get_xlim())
-        if not any(row.tolerance for row in cells):
-            nothing = "no noise control: no tolerance is known, all cells are unchecked"
+        if not any(row.verdict and row.verdict.tolerance for row in cells):
+            nothing = "no cell to compare these with"
             right.text(0.5, 0.35, nothing, transform=right.transAxes, ha="center", color=colour("muted"))
         for panel in (left, right):
             whole_steps(panel)
     cells = [row for _, cells in shown for row in cells]
     special = {"noise control": CONTROL} if any(row.plan.control for row in cells) else {}
     special |= {"wrong": WRONG} if any(row.state == "wrong" for row in cells) else {}
-    legend(figure, [look[row.plan.id] for row in cells if row.state != "wrong"], special)
+    legend(figure, [row for row in cells if row.state != "wrong" and not row.plan.control], look, special)
     return Drawn(
         "losses",
         "The same losses",
         "Left: the loss of every step. Curves of cells that do the same work lie on one another; the broad pale one is "
         "the reference. Right: how far each "
         "is from its reference; the noise control is the reference with its micro-batches in another order, "
-        "and the tolerance is ten times what that alone does.",
+        "and the tolerance is ten times what that alone does. A reference of other numerics is measured against the "
+        "baseline, as closely as its format allows.",
         figure,
     )
 
@@ -117,7 +121,7 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
     work = [other for other in bench.sweep.axes if other.name != axis.name and not other.compared]
     lines: dict[str, dict[Look, list[Row]]] = {}
     for row in cells:
-        lines.setdefault(named_values(row.plan, work), {}).setdefault(look[row.plan.id], []).append(row)
+        lines.setdefault(named_values(row.plan, bench.sweep, work), {}).setdefault(look[row.plan.id], []).append(row)
     figure, axes = grid(len(lines), 2, [2.7] * len(lines))
     unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for row in rows), default=1))
     name = "processes" if "nproc" in axis.keys else axis_name(axis)
@@ -153,11 +157,11 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
             panel.set_xlabel(name)
             panel.set_ylim(bottom=0)
             comma_ticks(panel.yaxis)
-    legend(figure, list(look.values()), {})
+    legend(figure, cells, look, {})
     ideal = f" Thin dashes: {scaling_kind(bench.sweep)} scaling as it would ideally be." if name == "processes" else ""
     unchecked = " Marks with a hole are unchecked." if any(row.state == "unchecked" for row in cells) else ""
     return Drawn(
-        f"against-{''.join(c if c.isalnum() else '-' for c in axis.name)}",
+        f"{AGAINST}{''.join(c if c.isalnum() else '-' for c in axis.name)}",
         f"Against {name}",
         f"Cells without a figure are left out of the lines; the table of all cells has the reason.{ideal}{unchecked}",
         figure,

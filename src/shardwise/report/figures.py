@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.report.curves import against, losses
 from shardwise.report.folder import Bench
 from shardwise.report.panels import (
+    NAME,
     Drawn,
     Groups,
     bar_axis,
@@ -19,7 +20,7 @@ from shardwise.report.panels import (
     grid,
     key,
     legend,
-    name_points,
+    number_points,
     say_why,
     set_title,
     settle,
@@ -33,10 +34,15 @@ from shardwise.report.tables import (
     numeric_axes,
     pareto,
 )
-from shardwise.report.words import byte_unit, group_title, number, second_unit, size
+from shardwise.report.words import byte_unit, group_title, number, printable, second_unit, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+NAMES = ("losses", "throughput-memory", "memory-parts", "plane", "steps")
+"""Of the figures, beside those along axes of numbers."""
+MOST_NUMBERED = 12
+"""With more cells in a plane, only those on the front have numbers there."""
 
 
 def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
@@ -49,10 +55,10 @@ def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
         drawn.append(losses(groups, look))
     if any(row.tokens_per_second or row.peak_memory_bytes for row in rows):
         drawn.append(throughput_and_memory(strategies, look))
-        drawn += [against(bench, axis, rows) for axis in numeric_axes(bench.sweep, rows)]
+        drawn += _unique([against(bench, axis, rows) for axis in numeric_axes(bench.sweep, rows)])
     if any(memory_parts(row) for row in rows):
         drawn.append(memory(strategies))
-    if any(pareto(cells) for _, cells in strategies):
+    if any(_both(cells) for _, cells in strategies):
         drawn.append(plane(strategies, look))
     if any(_percentiles(row) for row in rows):
         drawn.append(steps(strategies, look))
@@ -81,7 +87,7 @@ def throughput_and_memory(groups: Groups, look: dict[str, Look]) -> Drawn:
         "throughput-memory",
         "Throughput and peak memory",
         "Medians over the rounds; whiskers go from the slowest to the fastest round. Memory is that of the rank with "
-        "the most. A dashed line marks the reference.",
+        "the most. A dashed line marks the baseline.",
         figure,
     )
 
@@ -93,6 +99,7 @@ def memory(groups: Groups) -> Drawn:
     fills = ("c1", "c2", "c3", "c4", "c7")
     for (title, cells), (panel,) in zip(groups, axes, strict=True):
         set_title(panel, f"Peak memory, {unit_name}", title)
+        largest = 0.0
         for place, row in enumerate(cells):
             parts = memory_parts(row)
             if parts is None:
@@ -105,9 +112,12 @@ def memory(groups: Groups) -> Drawn:
                     place, width, left=start, height=0.66, color=colour(fill), hatch=hatch, label=part, linewidth=0
                 )
                 start += width
+            largest = max(largest, start)
             beside(panel, place, start, number(start))
         bar_axis(panel, cells)
-        panel.set_xlim(0, (max(((row.peak_memory_bytes or 0) for row in cells), default=0) / unit or 1) * 1.1)
+        panel.set_xlim(
+            0, (max((sum((memory_parts(row) or {}).values()) for row in cells), default=0) / unit or 1) * 1.1
+        )
     parts = {}
     for (panel,) in axes:
         for handle, part in zip(*panel.get_legend_handles_labels(), strict=True):
@@ -116,23 +126,23 @@ def memory(groups: Groups) -> Drawn:
     return Drawn(
         "memory-parts",
         "What the memory is",
-        "At the peak, on the rank with the largest one. The parts add up to the peak: temporary is what no tensor of "
-        "the other parts holds.",
+        "At the peak of the first good round, on the rank with the largest one; the number is the sum of the parts, "
+        "from which the median over the rounds may differ. Temporary is what no tensor of the other parts holds.",
         figure,
     )
 
 
 def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Every cell by its memory and its throughput, and the front of those that no other beats in both."""
-    figure, axes = grid(len(groups), 2, [3.0] * len(groups), [1.7, 1.0])
+    listed = [_listed(cells) for _, cells in groups]
+    figure, axes = grid(len(groups), 2, [max(2.8, 0.2 * len(rows)) for rows in listed], [1.6, 1.0])
     unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for _, cells in groups for row in cells), default=1))
-    named: list[tuple[Axes, list[tuple[float, float, str, bool]]]] = []
-    for (title, cells), (panel, names) in zip(groups, axes, strict=True):
+    numbered: list[tuple[Axes, list[tuple[float, float, str, bool]]]] = []
+    others: list[Row] = []
+    for (title, cells), rows, (panel, names) in zip(groups, listed, axes, strict=True):
         panel.set_title(title)
         points = {
-            row.plan.id: (row.peak_memory_bytes / unit, row.tokens_per_second)
-            for row in cells
-            if row.tokens_per_second and row.peak_memory_bytes
+            row.plan.id: ((row.peak_memory_bytes or 0) / unit, row.tokens_per_second or 0.0) for row in _both(cells)
         }
         front = pareto(cells)
         panel.step(
@@ -143,62 +153,60 @@ def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
             linewidth=1.4,
             zorder=1,
         )
-        few = len(points) <= 8
-        beside_points = []
-        for row in cells:
-            if row.plan.id not in points:
-                continue
-            x, y = points[row.plan.id]
-            style, place = look[row.plan.id], front.index(row) + 1 if row in front else 0
-            panel.plot(
-                x,
-                y,
-                marker=style.marker,
-                markersize=9 if place else 6.5,
-                color=style.colour if place else "none",
-                markeredgecolor=style.colour,
-                markeredgewidth=1.3,
-                linestyle="none",
-            )
-            if few or place:
-                words = [str(place)] * bool(place) + [row.name] * few
-                beside_points.append((x, y, " ".join(words), bool(place)))
-        named.append((panel, beside_points))
+        for row in _both(cells):
+            style, is_listed = look[row.plan.id], row in rows
+            mark: dict[str, Any] = {"marker": "." if is_listed else style.marker, "markersize": 3 if is_listed else 6}
+            mark["markeredgecolor"] = colour("faint") if is_listed else style.colour
+            panel.plot(*points[row.plan.id], linestyle="none", markeredgewidth=1.2, color="none", **mark)
+            others += [] if is_listed else [row]
+        numbered.append((panel, [(*points[row.plan.id], str(i), row in front) for i, row in enumerate(rows, 1)]))
         panel.margins(x=0.14, y=0.16)
         panel.set_xlabel(f"peak memory, {unit_name}   (← less is better)")
         panel.set_ylabel("tokens/s   (more is better →)")
         comma_ticks(panel.xaxis)
         comma_ticks(panel.yaxis)
-        _list_front(names, front)
-    used = [look[row.plan.id] for _, cells in groups for row in cells if row.measured]
-    if any(len(cells) > 8 for _, cells in groups):
-        legend(figure, [replace(one, variant="") for one in used], {})
+        _list(names, rows, len(front))
+    legend(figure, others, look, {}, dashes=False)
     settle(figure)
-    for panel, beside_points in named:
-        name_points(panel, beside_points)
+    for panel, points_of_panel in numbered:
+        number_points(panel, points_of_panel)
+    doubtful = any(row.state == "unchecked" for _, cells in groups for row in cells)
+    unchecked = " An unchecked cell is on it only where none is known to be right." if doubtful else ""
     return Drawn(
         "plane",
         "Throughput against memory",
-        "Filled marks are on the Pareto front: no other cell of the group is at least as good in both "
-        "and better in one. For every hollow mark there is a better choice.",
+        "Filled marks are on the Pareto front: no other cell of the group is at least as good in both and better in "
+        f"one. For every hollow mark there is a better choice.{unchecked}",
         figure,
     )
 
 
-def _list_front(panel: Axes, front: Sequence[Row]) -> None:
-    """The members of the front by name, with their numbers in the plot."""
+def _both(cells: Sequence[Row]) -> list[Row]:
+    return [row for row in cells if row.tokens_per_second and row.peak_memory_bytes]
+
+
+def _listed(cells: Sequence[Row]) -> list[Row]:
+    """The cells that have a number in the plane: the front, and all others where they are few."""
+    front, known = pareto(cells), _both(cells)
+    return front + [row for row in known if row not in front] * (len(known) <= MOST_NUMBERED)
+
+
+def _list(panel: Axes, rows: Sequence[Row], num_front: int) -> None:
+    """The numbered cells by name: the front, leanest first, then the others."""
     panel.set_axis_off()
-    panel.set_title("On the Pareto front, leanest first" if front else "No cell has both figures")
-    roomy = len(front) <= 9
-    line = 0.106 if roomy else 1 / len(front)
-    for place, row in enumerate(front):
-        figures = f"{size(row.peak_memory_bytes)}, {number(row.tokens_per_second)} tokens/s"
-        top = 0.98 - place * line
-        panel.text(0, top, f"{place + 1}", transform=panel.transAxes, va="top", fontsize=8.5, weight="bold")
-        panel.text(0.09, top, row.name, transform=panel.transAxes, va="top", fontsize=8.5)
+    panel.set_title("On the Pareto front, leanest first" if num_front else "No cell has both figures")
+    roomy = len(rows) <= 7
+    line = 0.13 if roomy else 1 / (len(rows) + 0.5)
+    for place, row in enumerate(rows):
+        on_front = place < num_front
+        top = 0.98 - (place + (0.4 if not on_front and num_front else 0)) * line
+        ink = colour("ink" if on_front else "muted")
+        told: dict[str, Any] = {"transform": panel.transAxes, "va": "top"}
+        panel.text(0, top, f"{place + 1}", fontsize=8.5, weight="bold", color=ink, **told)
+        panel.text(0.09, top, printable(row.name, NAME), fontsize=8.5, color=ink, **told)
         if roomy:
-            below = top - 0.048
-            panel.text(0.09, below, figures, transform=panel.transAxes, va="top", fontsize=7.5, color=colour("muted"))
+            figures = f"{size(row.peak_memory_bytes)}, {number(row.tokens_per_second)} tokens/s"
+            panel.text(0.09, top - 0.06, figures, fontsize=7.5, color=colour("muted"), **told)
 
 
 def steps(groups: Groups, look: dict[str, Look]) -> Drawn:
@@ -233,3 +241,10 @@ def steps(groups: Groups, look: dict[str, Look]) -> Drawn:
 def _percentiles(row: Row) -> dict[str, float] | None:
     found = row.record.step_seconds if row.record and row.measured else None
     return found if found and {"p10", "p50", "p90", "max"} <= found.keys() else None
+
+
+def _unique(drawn: Sequence[Drawn]) -> list[Drawn]:
+    """The same figures, numbered where two have one name: axes `a.b` and `a b` are files of their own."""
+    names = [one.name for one in drawn]
+    again = [names[:place].count(name) for place, name in enumerate(names)]
+    return [replace(one, name=f"{one.name}--{n + 1}") if n else one for one, n in zip(drawn, again, strict=True)]

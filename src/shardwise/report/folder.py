@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
+
+import pydantic
 
 from shardwise.config import UserError
-from shardwise.metrics.cell import RECORD, RUN_FILE, SWEEP, Axis, CellPlan, CellRecord, SweepRecord
+from shardwise.metrics.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
+
+T = TypeVar("T")
+FOLDER = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,200}")
+"""What a cell may be called, since its folder is called so."""
 
 
 @dataclass(frozen=True)
@@ -24,33 +33,42 @@ class Bench:
 def read_bench(folder: str | Path) -> Bench:
     """Everything there is; UserError where the folder holds no readable `sweep.json`, so that nothing can be shown."""
     folder = Path(folder)
-    bench = Bench(_read_sweep(folder))
+    bench = Bench(_read_sweep(folder / SWEEP))
     for plan in bench.sweep.cells:
         home = folder / plan.id
         if (home / RUN_FILE).is_file():
             bench.run_files[plan.id] = (home / RUN_FILE).read_text(encoding="utf-8", errors="replace")
         bench.begun[plan.id] = len(list(home.glob("round-*")))
-        if not (home / RECORD).exists():
-            continue
-        try:
-            record = CellRecord.read(home / RECORD)
-        except UserError as error:
-            bench.problems[plan.id] = str(error)
-        else:
-            assert isinstance(record, CellRecord)
-            bench.records[plan.id] = record
+        if (home / RECORD).exists():
+            try:
+                bench.records[plan.id] = _read_record(home / RECORD)
+            except UserError as error:
+                bench.problems[plan.id] = str(error)
     return bench
 
 
-def _read_sweep(folder: Path) -> SweepRecord:
-    path = folder / SWEEP
+def _read_record(path: Path) -> CellRecord:
+    """A cell's record, whose fields hold what their types say; UserError where they do not."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        record = CellRecord.read(path)
+        content = json.dumps(dataclasses.asdict(record))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not a record ({error}); run the cell again") from None
+    checked = _typed(CellRecord, content, path)
+    _typed(list[Round], json.dumps(checked.rounds), path, "rounds.")
+    _typed(dict[str, tuple[float, float]], json.dumps(checked.spread), path, "spread.")
+    return checked
+
+
+def _read_sweep(path: Path) -> SweepRecord:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
     except OSError as error:
         raise UserError(
             f"{path}: cannot read it ({error.strerror}); give a folder that shardwise bench wrote"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not whole, since not JSON ({error}); run shardwise bench again") from None
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SweepRecord.schema_version:
@@ -58,11 +76,19 @@ def _read_sweep(folder: Path) -> SweepRecord:
             f"{path}: schema version {version}, but this program reads {SweepRecord.schema_version}; "
             "run shardwise bench again, or read it with the version of shardwise that wrote it"
         )
+    sweep = _typed(SweepRecord, text, path)
+    ids = [plan.id for plan in sweep.cells]
+    for name in ids:
+        if not FOLDER.fullmatch(name) or ids.count(name) > 1:
+            raise UserError(f"{path}: the cell {name[:80]!r} has no folder of its own; run shardwise bench again")
+    return sweep
+
+
+def _typed(kind: type[T], content: str, path: Path, within: str = "") -> T:
+    """JSON as the dataclass that it should be; UserError names the first field of another type."""
     try:
-        content["axes"] = tuple(
-            Axis(axis["name"], tuple(axis["values"]), tuple(axis["keys"]), axis["compared"]) for axis in content["axes"]
-        )
-        content["cells"] = tuple(CellPlan(**cell) for cell in content["cells"])
-        return SweepRecord(**content)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a sweep ({error}); run shardwise bench again") from None
+        return pydantic.TypeAdapter(kind).validate_json(content, strict=True)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = within + ".".join(map(str, first["loc"]))
+        raise UserError(f"{path}: {where}: {first['msg'].lower()}; run shardwise bench again") from None

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import yaml
 
@@ -19,9 +20,11 @@ from shardwise.config import UserError
 from shardwise.metrics.cell import RECORD
 from shardwise.metrics.record import dumps
 from shardwise.report import words
-from shardwise.report.caveats import caveats, in_short
-from shardwise.report.figures import draw_all
+from shardwise.report.caveats import caveats
+from shardwise.report.curves import AGAINST
+from shardwise.report.figures import NAMES, draw_all
 from shardwise.report.folder import Bench, read_bench
+from shardwise.report.headline import in_short
 from shardwise.report.panels import Drawn
 from shardwise.report.style import css_variables, drawing, png_of, svg_file, svg_of
 from shardwise.report.tables import (
@@ -30,8 +33,10 @@ from shardwise.report.tables import (
     environments,
     equal_in_all,
     groups_of,
+    interleaved,
     make_rows,
     pareto,
+    rounds_of,
     scaling_kind,
 )
 
@@ -44,7 +49,9 @@ MARKS = {"ok": "✓", "wrong": "✗", "unchecked": "?", "not run": "…"}
 
 
 def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
-    """Write the page (default `report.html` in the bench's folder) with `.md` and `figures/` beside it; its path.
+    """Write the page (default `report.html` in the bench's folder) with its table and figures beside it; its path.
+
+    Beside `report.html` lie `report.md` and `figures/`, beside another `PAGE.html` `PAGE.md` and `PAGE-figures/`.
 
     UserError where the folder holds no bench, and where matplotlib or jinja2 is missing.
     """
@@ -52,22 +59,30 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
     rows = make_rows(bench)
     page = Path(folder) / "report.html" if page is None else Path(page)
     if page.suffix != ".html":
-        raise UserError(f"{page}: a page needs a name that ends in .html; report.md and figures/ come beside it")
+        raise UserError(f"{page}: a page needs a name that ends in .html; its table and figures come beside it")
     template = _template()  # before anything is written: jinja2 may be missing
-    figures = page.parent / "figures"
+    figures = page.parent / ("figures" if page.stem == "report" else f"{page.stem}-figures")
     try:
         figures.mkdir(parents=True, exist_ok=True)
         with drawing():
             drawn = draw_all(bench, rows)
+            _clear(figures, {figure.name for figure in drawn})
             svgs = {figure.name: svg_of(figure.figure, figure.name) for figure in drawn}
             for figure in drawn:
                 (figures / f"{figure.name}.svg").write_text(svg_file(svgs[figure.name]), encoding="utf-8")
                 (figures / f"{figure.name}.png").write_bytes(png_of(figure.figure))
-        page.with_suffix(".md").write_text(markdown(bench, rows, drawn), encoding="utf-8")
-        _write_whole(page, html(template, bench, rows, drawn, svgs))
+        page.with_suffix(".md").write_text(markdown(bench, rows, drawn, quote(figures.name)), encoding="utf-8")
+        _write_whole(page, html(template, bench, rows, drawn, svgs, quote(figures.name)))
     except OSError as error:
         raise UserError(f"{page}: cannot write the report ({error.strerror}); give another place with -o") from None
     return page
+
+
+def _clear(figures: Path, names: set[str]) -> None:
+    """Remove the figures that an earlier report drew here and this one does not; nobody else's files."""
+    for path in [*figures.glob("*.svg"), *figures.glob("*.png")]:
+        if path.stem not in names and (path.stem in NAMES or path.stem.startswith(AGAINST)):
+            path.unlink()
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -90,7 +105,14 @@ def _template() -> Template:
     return environment.from_string((HERE / "template.html.j2").read_text(encoding="utf-8"))
 
 
-def html(template: Template, bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn], svgs: dict[str, str]) -> str:
+def html(
+    template: Template,
+    bench: Bench,
+    rows: Sequence[Row],
+    drawn: Sequence[Drawn],
+    svgs: dict[str, str],
+    figures_folder: str,
+) -> str:
     """The page. Whatever comes from records is escaped; the only script that may run is the one whose hash is named."""
     from markupsafe import Markup as safe
 
@@ -103,9 +125,11 @@ def html(template: Template, bench: Bench, rows: Sequence[Row], drawn: Sequence[
         command=shlex.join(bench.sweep.command),
         counts=counts(rows),
         marks=MARKS,
-        rounds=bench.sweep.rounds,
+        rounds=rounds_of(rows),
+        interleaved=interleaved(rows),
+        figures_folder=figures_folder,
         scaling=scaling_kind(bench.sweep),
-        caveats=caveats(bench, rows),
+        caveats=caveats(rows),
         in_short=in_short(bench, rows),
         environment=environments(rows),
         equal=equal_in_all(bench.sweep),
@@ -153,11 +177,11 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else dumps(value)
 
 
-def markdown(bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn]) -> str:
+def markdown(bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn], figures_folder: str) -> str:
     """The table of the cells and the figures, for a README."""
     lines = [f"# {_cell(bench.sweep.title)}", ""]
     short = [f"{title}: {text}" if title else text for title, text in in_short(bench, rows)]
-    lines += [f"- {_cell(line)}" for line in [*short, *caveats(bench, rows)]]
+    lines += [f"- {_cell(line)}" for line in [*short, *caveats(rows)]]
     places = environments(rows)
     where = ", ".join(f"{key} {' / '.join(map(words.fact, values))}" for key, values in places.items() if any(values))
     lines += [f"- {_cell(where)}"] if where else []
@@ -184,11 +208,11 @@ def markdown(bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn]) -> str:
                 words.times(row.speedup),
                 words.size(row.peak_memory_bytes),
                 words.percent(row.saving),
-                words.scientific(row.departure),
+                words.scientific(row.verdict.departure if row.verdict else None),
             ]
             state = f"**{row.state}**" if row.state == "wrong" else row.state
             lines.append(_line([_cell(row.label), state + (f": {_cell(row.reason)}" if row.reason else ""), *figures]))
-    lines += [line for figure in drawn for line in ("", f"![{figure.title}](figures/{figure.name}.png)")]
+    lines += [line for one in drawn for line in ("", f"![{one.title}]({figures_folder}/{one.name}.png)")]
     return "\n".join(lines) + "\n"
 
 

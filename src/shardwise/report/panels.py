@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.style import Look, colour
 from shardwise.report.tables import Row
-from shardwise.report.words import number
+from shardwise.report.words import number, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +19,8 @@ WIDTH = 9.0
 """Of every figure, in inches."""
 BAR = 0.27
 """Height of a bar's place, in inches."""
+NAME = 44
+"""The most characters of a name in a figure."""
 Groups = Sequence[tuple[str, list[Row]]]
 """The title of each group of cells, and its rows."""
 
@@ -56,20 +59,35 @@ def bars_height(cells: Sequence[Row]) -> float:
     return max(2, len(cells)) * (BAR if len(cells) <= 12 else 0.75 * BAR)
 
 
-def legend(figure: Figure, used: Sequence[Look], special: Mapping[str, Mapping[str, Any]]) -> None:
-    """Above the panels: what colours and markers stand for, then dashes, then lines drawn in a way of their own."""
+def legend(
+    figure: Figure,
+    cells: Sequence[Row],
+    look: Mapping[str, Look],
+    special: Mapping[str, Mapping[str, Any]],
+    dashes: bool = True,
+) -> None:
+    """Above the panels: what these cells' colours and markers stand for, then dashes, then lines of a way of their own.
+
+    A name all of whose cells are unchecked says so.
+    """
     from matplotlib.lines import Line2D
 
-    variants = {look.variant: look for look in used if look.variant}
-    entries = {
-        look.name: Line2D([], [], color=look.colour, marker=look.marker, markersize=5, linewidth=1.6)
-        for look in used
-        if look.name
-    }
-    if len(variants) > 1:
+    states: dict[str, set[str]] = {}
+    for row in cells:
+        states.setdefault(look[row.plan.id].name, set()).add(row.state)
+    entries = {}
+    for row in cells:
+        style = look[row.plan.id]
+        mark = " (unchecked)" if states[style.name] == {"unchecked"} else ""
+        if style.name:
+            entries[f"{printable(style.name, NAME)}{mark}"] = Line2D(
+                [], [], color=style.colour, marker=style.marker, markersize=5, linewidth=1.6
+            )
+    variants = {look[row.plan.id].variant: look[row.plan.id].dash for row in cells if look[row.plan.id].variant}
+    if dashes and len(variants) > 1:
         entries |= {
-            name: Line2D([], [], color=colour("muted"), linestyle=look.dash, linewidth=1.6)
-            for name, look in variants.items()
+            printable(name, NAME): Line2D([], [], color=colour("muted"), linestyle=dash, linewidth=1.6)
+            for name, dash in variants.items()
         }
     entries |= {name: Line2D([], [], **style) for name, style in special.items()}
     if len(entries) > 1:
@@ -114,7 +132,7 @@ def bars(
         end = max(value, *(low_high or (0.0,)))
         largest = max(largest, end)
         beside(panel, place, end, number(value))
-        if row.is_reference:
+        if row.is_baseline:
             panel.axvline(value, color=colour("faint"), linewidth=0.9, dashes=(3, 2), zorder=0.6)
     bar_axis(panel, cells)
     panel.set_xlim(0, (largest or 1.0) * 1.16)
@@ -122,7 +140,7 @@ def bars(
 
 def bar_axis(panel: Axes, cells: Sequence[Row]) -> None:
     """Name the cells at the left, the first on top."""
-    panel.set_yticks(range(len(cells)), [row.name for row in cells])
+    panel.set_yticks(range(len(cells)), [printable(row.name, NAME) for row in cells])
     panel.tick_params(axis="y", labelcolor=colour("ink"))
     panel.set_ylim(max(2, len(cells)) - 0.4, -0.6)
     panel.grid(visible=False, axis="y")
@@ -132,7 +150,10 @@ def bar_axis(panel: Axes, cells: Sequence[Row]) -> None:
 
 def beside(panel: Axes, place: float, value: float, text: str) -> None:
     """Write a value behind the end of its bar."""
-    panel.annotate(text, (value, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
+    clear = {"facecolor": colour("paper"), "edgecolor": "none", "pad": 1.0}  # of lines that would run through it
+    panel.annotate(
+        text, (value, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5, bbox=clear
+    )
 
 
 def say_why(panel: Axes, place: float, row: Row) -> None:
@@ -172,32 +193,39 @@ def line_style(row: Row, look: Look) -> Mapping[str, Any]:
     return {"color": look.colour, "linestyle": look.dash, "linewidth": 1.3, "marker": look.marker, "markersize": 4.5}
 
 
-def name_points(panel: Axes, points: Sequence[tuple[float, float, str, bool]]) -> None:
-    """Names beside their points, bold ones above and others below, moved on as far as needed to keep them apart.
+def number_points(panel: Axes, points: Sequence[tuple[float, float, str, bool]]) -> None:
+    """Numbers in circles on their points, filled where so asked; one that has no room there stands beside, on a line.
 
     For a figure that is settled.
     """
     dots = panel.figure.dpi / 72
-    middle = panel.get_window_extent().x0 + panel.get_window_extent().width * 0.55
-    taken: list[tuple[float, float, float]] = []
-    for x, y, name, bold in sorted(points, key=lambda point: point[1] if point[3] else -point[1]):
-        at, height = panel.transData.transform((x, y))
-        width = (len(name) * 5.8 + 16) * dots
-        left, way = at if at < middle else at - width, 1 if bold else -1
-        place = height + 8 * way * dots
-        while any(abs(place - h) < 11 * dots and left < r and left + width > start for start, r, h in taken):
-            place += 3 * way * dots
-        taken.append((left, left + width, place))
+    step = 17 * dots
+    taken: list[tuple[float, float]] = []
+    ways = [(0.0, 0.0)]
+    ways += [(r * math.cos(i * math.pi / 6), r * math.sin(i * math.pi / 6)) for r in (1, 2, 3) for i in range(12)]
+    for x, y, text, filled in points:
+        at = panel.transData.transform((x, y))
+        places = [(at[0] + dx * step, at[1] + dy * step) for dx, dy in ways]
+        free = (place for place in places if all(math.dist(place, other) >= 0.99 * step for other in taken))
+        place = next(free, places[0])
+        taken.append(place)
         panel.annotate(
-            name,
+            text,
             (x, y),
-            xytext=(8 if at < middle else -8, (place - height) / dots),
+            xytext=((place[0] - at[0]) / dots, (place[1] - at[1]) / dots),
             textcoords="offset points",
-            ha="left" if at < middle else "right",
+            ha="center",
             va="center",
-            fontsize=8.5,
-            weight="bold" if bold else "normal",
-            color=colour("ink" if bold else "muted"),
+            fontsize=7.5,
+            weight="bold" if filled else "normal",
+            color=colour("paper" if filled else "ink"),
+            bbox={
+                "boxstyle": f"circle,pad={0.35 if len(text) == 1 else 0.2}",
+                "facecolor": colour("accent" if filled else "paper"),
+                "edgecolor": colour("accent" if filled else "faint"),
+            },
+            arrowprops={"arrowstyle": "-", "color": colour("faint"), "linewidth": 0.8} if place != places[0] else None,
+            zorder=5 if filled else 4,
         )
 
 

@@ -81,7 +81,7 @@ def looks(sweep: SweepRecord, rows: Sequence[Row], apart_from: str = "") -> dict
     variants: list[str] = []
     found = {}
     for row in rows:
-        name, variant = named_values(row.plan, first), named_values(row.plan, rest)
+        name, variant = named_values(row.plan, sweep, first), named_values(row.plan, sweep, rest)
         for known, value in ((names, name), (variants, variant)):
             if value not in known:
                 known.append(value)

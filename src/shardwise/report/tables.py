@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from shardwise.metrics.cell import Axis, CellPlan, CellRecord, SweepRecord
 from shardwise.metrics.record import Status
 from shardwise.report.folder import Bench
-from shardwise.report.words import label_of, scientific
+from shardwise.report.verdict import Verdict, setting, verdicts
+from shardwise.report.words import label_of
 
 State = Status | Literal["unchecked", "wrong", "unreadable", "not run"]
 STATES: tuple[State, ...] = (
     *("ok", "unchecked", "wrong", "oom", "unsupported", "timeout", "failed", "stopped", "unreadable", "not run"),
 )
-NOISE_FACTOR = 10.0
-"""A control is one draw of what rounding does to a loss; a real mistake moves it a thousand times further."""
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
 
 
@@ -30,48 +30,57 @@ class Row:
     state: State
     reason: str = ""
     record: CellRecord | None = None
-    is_reference: bool = False
-    departure: float | None = None  # largest |loss - reference's| over the steps; NaN where a loss is
-    tolerance: float | None = None
+    verdict: Verdict | None = None  # of a cell that ran to its end
+    is_baseline: bool = False  # speeds are set against it
+    is_reference: bool = False  # losses are: a baseline's, or of other numerics
     tokens_per_second: float | None = None
     tokens_range: tuple[float, float] | None = None  # over the good rounds, where there are several
     peak_memory_bytes: int | None = None  # of the rank with the most
-    speedup: float | None = None  # over the reference
+    speedup: float | None = None  # over the baseline
+    speedup_over: str | None = None  # name of the baseline
     over_slowest: float | None = None  # over the slowest cell of the group
     efficiency: float | None = None  # T_N / (N T_1), T in global tokens/s
-    efficiency_over: str | None = None  # label of the cell that T_1 is of
+    efficiency_over: str | None = None  # name of the cell that T_1 is of
     saving: float | None = None  # share of ddp's peak memory that is not needed
     saving_over: str | None = None
 
     @property
     def measured(self) -> bool:
-        """Whether its figures may be told."""
-        return self.state in ("ok", "unchecked")
+        """Whether its figures may be told; a control ran for its losses alone."""
+        return self.state in ("ok", "unchecked") and not self.plan.control
 
     @property
     def name(self) -> str:
         """Its label, as it stands beside its figures."""
         return f"{self.label} (unchecked)" if self.state == "unchecked" else self.label
 
+    @property
+    def good_rounds(self) -> int:
+        """How many of its rounds its figures are of."""
+        return sum(a_round["status"] == "ok" for a_round in self.record.rounds) if self.record else 0
+
 
 def make_rows(bench: Bench) -> list[Row]:
     """A row for each cell of the sweep, controls too, in the sweep's order: never a gap."""
-    sweep, records = bench.sweep, bench.records
-    controls = {plan.reference: records.get(plan.id) for plan in sweep.cells if plan.control}
-    references = {plan.reference for plan in sweep.cells}
+    sweep = bench.sweep
+    found = verdicts(sweep, bench.records)
+    baselines = {_baseline_of(plan) for plan in sweep.cells if not plan.control}
+    references = baselines | {plan.reference for plan in sweep.cells}
     rows = []
     for plan in sweep.cells:
-        label = label_of(plan, sweep)
-        record = records.get(plan.id)
+        label, record, verdict = label_of(plan, sweep), bench.records.get(plan.id), found.get(plan.id)
         if record is None:
             rows.append(_without_record(plan, label, bench))
             continue
-        row = Row(plan, label, record.status, record.reason, record, is_reference=plan.id in references)
-        if record.status == "ok":
-            reference = records.get(plan.reference) if plan.reference is not None else None
-            row = _judge(row, reference, controls.get(plan.reference or plan.id))
+        state, reason = (verdict.state, verdict.reason) if verdict else (record.status, record.reason)
+        row = Row(plan, label, state, reason, record, verdict, plan.id in baselines, plan.id in references)
         rows.append(_with_figures(row) if row.measured else row)
-    return [_derive(row, rows, sweep) if row.measured and not row.plan.control else row for row in rows]
+    return [_derive(row, rows) if row.measured else row for row in rows]
+
+
+def _baseline_of(plan: CellPlan) -> str | None:
+    """The id of the cell that this one's speed is set against; None for a baseline."""
+    return plan.baseline or plan.reference
 
 
 def _without_record(plan: CellPlan, label: str, bench: Bench) -> Row:
@@ -83,66 +92,10 @@ def _without_record(plan: CellPlan, label: str, bench: Bench) -> Row:
     return Row(plan, label, "not run", "shardwise bench has not come to it")
 
 
-def spacing(loss: float) -> float:
-    """The distance from |loss| to the next float32 above it: 2^(exponent - 23)."""
-    return 2.0 ** (math.frexp(loss)[1] - 24)
-
-
-def departure(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest distance at any step; NaN if any loss is not finite. Both have the same number of steps."""
-    if not all(map(math.isfinite, losses)):
-        return math.nan
-    return max((abs(a - b) for a, b in zip(losses, reference, strict=True)), default=0.0)
-
-
-def tolerance(reference: Sequence[float], control: Sequence[float]) -> float:
-    """What rounding may do: the control's own departure, at least float32's spacing at the largest loss, tenfold."""
-    return NOISE_FACTOR * max(departure(control, reference), spacing(max(map(abs, reference))))
-
-
-def _judge(row: Row, reference: CellRecord | None, control: CellRecord | None) -> Row:
-    """The row of a cell that ran to its end, with the verdict on its losses."""
-    assert row.record is not None
-    losses = row.record.losses
-    step = next((i for i, loss in enumerate(losses, start=1) if not math.isfinite(loss)), None)
-    if step is not None:
-        return replace(row, state="wrong", reason=f"its loss is {losses[step - 1]} at step {step}", departure=math.nan)
-    if row.is_reference:
-        usable = _usable(control, losses)
-        return replace(row, tolerance=tolerance(losses, control.losses) if control and usable else None)
-    if row.plan.reference is None:
-        return replace(row, state="unchecked", reason="no reference to check its losses against")
-    if reference is None or not _usable(reference, reference.losses):
-        return replace(row, state="unchecked", reason=f"its reference {row.plan.reference} has no usable losses")
-    if len(losses) != len(reference.losses):
-        reason = f"{len(losses)} losses where its reference has {len(reference.losses)}"
-        return replace(row, state="wrong", reason=reason)
-    if control is None or not _usable(control, reference.losses):
-        reason = f"no usable noise control of {row.plan.reference}: no tolerance is known"
-        return replace(row, state="unchecked", reason=reason, departure=departure(losses, reference.losses))
-    far, allowed = departure(losses, reference.losses), tolerance(reference.losses, control.losses)
-    row = replace(row, departure=far, tolerance=allowed)
-    if far <= allowed:
-        return row
-    reason = f"its loss departs by {scientific(far)} from {row.plan.reference}, tolerance {scientific(allowed)}"
-    return replace(row, state="wrong", reason=reason)
-
-
-def _usable(record: CellRecord | None, like: Sequence[float]) -> bool:
-    """Whether a run's losses can serve as a measure."""
-    return (
-        record is not None
-        and record.status == "ok"
-        and 0 < len(record.losses) == len(like)
-        and all(map(math.isfinite, record.losses))
-    )
-
-
 def _with_figures(row: Row) -> Row:
     record = row.record
     assert record is not None
-    several = sum(a_round.get("status") == "ok" for a_round in record.rounds) > 1
-    low_high = record.spread.get("tokens_per_second") if several else None
+    low_high = record.spread.get("tokens_per_second") if row.good_rounds > 1 else None
     return replace(
         row,
         tokens_per_second=record.tokens_per_second,
@@ -151,27 +104,24 @@ def _with_figures(row: Row) -> Row:
     )
 
 
-def _derive(row: Row, rows: Sequence[Row], sweep: SweepRecord) -> Row:
+def _derive(row: Row, rows: Sequence[Row]) -> Row:
     """What follows from a cell's figures and those of the cells of its group."""
-    group = [r for r in rows if r.plan.group == row.plan.group and r.measured and not r.plan.control]
-    speed, peak, processes = row.tokens_per_second, row.peak_memory_bytes, row.plan.nproc
-    reference = row if row.is_reference else next((r for r in group if r.plan.id == row.plan.reference), None)
-    row = replace(
-        row,
-        speedup=_ratio(speed, reference.tokens_per_second) if reference else None,
-        over_slowest=_ratio(speed, min((r.tokens_per_second for r in group if r.tokens_per_second), default=None)),
-    )
-    layout = {axis.name for axis in sweep.axes if _is_layout(axis)}
-    alone = _nearest(row, group, layout, lambda r: r.plan.nproc == 1 and bool(r.tokens_per_second))
-    if alone is not None and processes > 1:
-        per_process = _ratio(speed, alone.tokens_per_second)
-        if per_process is not None:
-            row = replace(row, efficiency=per_process / processes, efficiency_over=alone.label)
-    ddp = _nearest(row, group, layout, lambda r: r.plan.nproc == processes and _strategy(r) == "ddp")
-    if ddp is not None and ddp.plan != row.plan:
-        share = _ratio(peak, ddp.peak_memory_bytes)
-        if share is not None:
-            row = replace(row, saving=1 - share, saving_over=ddp.label)
+    group = [r for r in rows if r.plan.group == row.plan.group and r.measured]
+    speed, processes = row.tokens_per_second, row.plan.nproc
+    baseline = row if row.is_baseline else next((r for r in group if r.plan.id == _baseline_of(row.plan)), None)
+    speedup = _ratio(speed, baseline.tokens_per_second) if baseline else None
+    if baseline is not None and speedup is not None:
+        row = replace(row, speedup=speedup, speedup_over=baseline.name)
+    slowest = min((r.tokens_per_second for r in group if r.tokens_per_second), default=None)
+    row = replace(row, over_slowest=_ratio(speed, slowest))
+    alone = _nearest(row, group, lambda r: r.plan.nproc == 1 and bool(r.tokens_per_second))
+    per_process = _ratio(speed, alone.tokens_per_second) if alone and processes > 1 else None
+    if alone is not None and per_process is not None:
+        row = replace(row, efficiency=per_process / processes, efficiency_over=alone.name)
+    ddp = _nearest(row, group, lambda r: r.plan.nproc == processes and _strategy(r) == "ddp")
+    share = _ratio(row.peak_memory_bytes, ddp.peak_memory_bytes) if ddp and _strategy(row) != "ddp" else None
+    if ddp is not None and share is not None:
+        row = replace(row, saving=1 - share, saving_over=ddp.name)
     return row
 
 
@@ -179,23 +129,35 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a is not None and b else None
 
 
-def _is_layout(axis: Axis) -> bool:
-    return all(key in ("nproc", "training.global_batch_size") or key.startswith("parallel.") for key in axis.keys)
+def differing_keys(a: CellRecord, b: CellRecord) -> list[str]:
+    """The keys of the run file that two cells do not have in common, where their output lies aside."""
+    of_a, of_b = flat(a), flat(b)
+    return [key for key in dict.fromkeys([*of_a, *of_b]) if of_a.get(key, ...) != of_b.get(key, ...)]
 
 
-def _nearest(row: Row, group: Sequence[Row], layout: set[str], wanted: Callable[[Row], bool]) -> Row | None:
-    """The wanted cell that differs from this one in layout axes alone, and in as few of them as there is."""
-    mine = row.plan.values
+def flat(record: CellRecord) -> dict[str, Any]:
+    """A record's config as `section.key` -> value, without where its output lies."""
+    found: dict[str, Any] = {}
+    for section, keys in record.config.items():
+        found |= {f"{section}.{key}": v for key, v in keys.items()} if isinstance(keys, dict) else {section: keys}
+    found.pop("training.output_dir", None)
+    return found
 
-    def differs(other: Row) -> set[str]:
-        return {name for name, value in other.plan.values.items() if mine.get(name) != value}
 
-    found = [other for other in group if wanted(other) and differs(other) <= layout]
-    return min(found, key=lambda other: len(differs(other)), default=None)
+def _nearest(row: Row, group: Sequence[Row], wanted: Callable[[Row], bool]) -> Row | None:
+    """The wanted cell that differs from this one in layout alone, and in as few keys as there is."""
+    found = [
+        (len(keys), place, other)
+        for place, other in enumerate(group)
+        if wanted(other) and row.record and other.record
+        for keys in [differing_keys(row.record, other.record)]
+        if all(key.startswith("parallel.") or key == "training.global_batch_size" for key in keys)
+    ]
+    return min(found)[2] if found else None
 
 
 def _strategy(row: Row) -> str | None:
-    return row.record.config.get("parallel", {}).get("data") if row.record else None
+    return setting(row.record, "parallel", "data")
 
 
 def scaling_kind(sweep: SweepRecord) -> str:
@@ -204,12 +166,18 @@ def scaling_kind(sweep: SweepRecord) -> str:
     return "weak" if weak else "strong"
 
 
+def candidates(rows: Sequence[Row]) -> list[Row]:
+    """The cells of a group that may be called its best: unchecked ones only where none is known to be right."""
+    known = [row for row in rows if row.measured]
+    return [row for row in known if row.state == "ok"] or known
+
+
 def pareto(rows: Sequence[Row]) -> list[Row]:
-    """The cells that no other beats in speed or memory without losing in the other; leanest first."""
+    """The candidates that no other beats in speed or memory without losing in the other; leanest first."""
     points = [
         (row.tokens_per_second, row.peak_memory_bytes, row)
-        for row in rows
-        if row.tokens_per_second and row.peak_memory_bytes and not row.plan.control
+        for row in candidates(rows)
+        if row.tokens_per_second and row.peak_memory_bytes
     ]
     front = [
         (peak, row)
@@ -220,12 +188,12 @@ def pareto(rows: Sequence[Row]) -> list[Row]:
 
 
 def memory_parts(row: Row) -> dict[str, int] | None:
-    """What the peak of the rank with the largest one is made of."""
+    """What the peak of the rank with the largest one is made of, in the first good round."""
     record = row.record
-    if record is None or not row.measured or not record.memory_parts or not record.peak_memory_bytes:
+    if record is None or not row.measured or not record.memory_parts:
         return None
-    rank = max(range(len(record.peak_memory_bytes)), key=record.peak_memory_bytes.__getitem__)
-    return {part: record.memory_parts[rank].get(part, 0) for part in MEMORY_PARTS}
+    parts = max(record.memory_parts, key=lambda of_rank: sum(of_rank.get(part, 0) for part in MEMORY_PARTS))
+    return {part: parts.get(part, 0) for part in MEMORY_PARTS}
 
 
 def number_of(axis: Axis, row: Row) -> float | None:
@@ -279,9 +247,22 @@ def counts(rows: Sequence[Row]) -> dict[State, int]:
     return {state: states.count(state) for state in STATES if state in states}
 
 
-def findings(rows: Sequence[Row]) -> tuple[Row | None, Row | None]:
-    """The fastest and the leanest of the measured cells of a group."""
-    known = [row for row in rows if row.measured and not row.plan.control]
-    fastest = max((r for r in known if r.tokens_per_second), key=lambda r: r.tokens_per_second or 0, default=None)
-    leanest = min((r for r in known if r.peak_memory_bytes), key=lambda r: r.peak_memory_bytes or 0, default=None)
-    return fastest, leanest
+def interleaved(rows: Sequence[Row]) -> bool:
+    """Whether the times show that in each group no cell ran a round before every other had run the one before it."""
+    for cells in groups_of([row for row in rows if row.record and not row.plan.control]).values():
+        starts = [[a_round.get("started") or "" for a_round in row.record.rounds] for row in cells if row.record]
+        by_round = [[times[k] for times in starts if k < len(times)] for k in range(max(map(len, starts)))]
+        if not all(time for times in by_round for time in times):
+            return False
+        if any(max(one) > min(following) for one, following in pairwise(by_round)):
+            return False
+    return True
+
+
+def rounds_of(rows: Sequence[Row]) -> str:
+    """How many good rounds the cells with figures have: `3 rounds`, `2 to 3 rounds`; empty where none has."""
+    numbers = [row.good_rounds for row in rows if row.measured]
+    if not numbers:
+        return ""
+    low, high = min(numbers), max(numbers)
+    return f"{low} round{'' if high == 1 else 's'}" if low == high else f"{low} to {high} rounds"

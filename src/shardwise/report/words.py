@@ -10,12 +10,14 @@ from shardwise.metrics.cell import WEAK_SCALING, Axis, CellPlan, SweepRecord
 
 NOTHING = "–"
 """Stands where nothing was measured."""
+SAYS_NOTHING = {"none", "full", "true", "false", "auto", "null", "base"}
+"""Names of values that mean something only beside the name of their axis."""
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def label_of(plan: CellPlan, sweep: SweepRecord) -> str:
     """What a cell is called within its group: its values on the compared axes."""
-    name = named_values(plan, [axis for axis in sweep.axes if axis.compared]) or plan.id
+    name = named_values(plan, sweep, [axis for axis in sweep.axes if axis.compared]) or plan.id
     return f"control of {name}" if plan.control else name
 
 
@@ -27,20 +29,27 @@ def group_title(group: str, sweep: SweepRecord) -> str:
     plans = {plan.group: plan for plan in sweep.cells}
     if len(plans) < 2:
         return WEAK_SCALING if group.endswith(WEAK_SCALING) else ""
-    titles = {name: named_values(plan, [a for a in sweep.axes if not a.compared]) for name, plan in plans.items()}
+    apart = [axis for axis in sweep.axes if not axis.compared]
+    titles = {name: named_values(plan, sweep, apart) for name, plan in plans.items()}
     if not titles[group] or len(set(titles.values())) < len(titles):
         return group
     return f"{titles[group]} · {WEAK_SCALING}" if group.endswith(WEAK_SCALING) else titles[group]
 
 
-def named_values(plan: CellPlan, axes: Sequence[Axis]) -> str:
-    """A cell's values on these axes; a number or a yes says of what."""
+def named_values(plan: CellPlan, sweep: SweepRecord, axes: Sequence[Axis]) -> str:
+    """A cell's values on these axes of its sweep; those that do not explain themselves say of what they are."""
     words = []
     for axis in axes:
         value = plan.values.get(axis.name)
         if value is not None and len(axis.values) > 1:
-            words.append(f"{axis_name(axis)} {value}" if is_number(value) or value in ("true", "false") else value)
+            words.append(value if _explain_themselves(axis, sweep) else f"{axis_name(axis)} {value}")
     return printable(" · ".join(words))
+
+
+def _explain_themselves(axis: Axis, sweep: SweepRecord) -> bool:
+    """Whether the names of an axis's values tell what they are of: not so a number, or what another axis has too."""
+    others = {value for other in sweep.axes if other.name != axis.name for value in other.values}
+    return not any(is_number(value) or value in SAYS_NOTHING or value in others for value in axis.values)
 
 
 def axis_name(axis: Axis) -> str:
@@ -54,9 +63,10 @@ def is_number(value: str) -> bool:
 
 
 def printable(text: str, longest: int = 60) -> str:
-    """A name on one line, without what a figure or a table cannot show."""
+    """A name on one line, without what a figure or a table cannot show; what is too long loses its middle."""
     text = "".join(c if c.isprintable() else " " for c in text)
-    return text if len(text) <= longest else text[: longest - 1] + "…"
+    head, tail = (longest - 1) // 2, longest - 1 - (longest - 1) // 2
+    return text if len(text) <= longest else f"{text[:head]}…{text[-tail:]}"
 
 
 def number(value: float | None) -> str:
