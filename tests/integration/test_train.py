@@ -16,6 +16,7 @@ import torch
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training, UserError
 from shardwise.metrics.record import RunRecord
 from shardwise.parallel.mesh import build_mesh
+from shardwise.training import loop
 from shardwise.training.loop import train
 from tests.distributed import run_ranks
 from tests.models.unproven import write_config
@@ -210,3 +211,23 @@ def test_a_vocabulary_smaller_than_the_tokenizer(folder):
         RuntimeError, match=f"{UserError.__name__}: the tokenizer has 256 tokens but the model only 100"
     ):
         run_on(1, cfg)
+
+
+def test_a_compiled_run_has_a_sample(folder):
+    # 48 rows, each of another length: as many versions of a compiled layer would be too many (8 for each of 4 layers).
+    cfg = config(folder, "compiled", steps=1, eval_every=0, compile="aot_eager", sample="the state")
+    record = run_on(1, replace(cfg, model=replace(cfg.model, path=str(CONFIGS / "tiny-llama"))))
+    assert record.sample is not None
+    assert len(record.sample) > len("the state")
+
+
+def test_what_fails_after_training_does_not_cost_the_record(folder, monkeypatch):
+    def fails(*args: object) -> str:
+        raise LookupError("no sample")
+
+    monkeypatch.setattr(loop, "greedy_sample", fails)
+    with pytest.raises(RuntimeError, match="no sample"):
+        run_on(1, config(folder, "failing", steps=2, sample="the state"))
+    record = RunRecord.read(folder / "failing" / "record.json")
+    assert (record.status, len(record.losses), record.sample) == ("ok", 2, None)
+    assert (folder / "failing" / "adapter").exists()

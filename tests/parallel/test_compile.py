@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shardwise.parallel.compile import BACKENDS
+from shardwise.interfaces import Batch
+from shardwise.parallel import compile
+from shardwise.parallel.compile import BACKENDS, uncompiled
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.build import build
 from shardwise.training.step import training_step
@@ -66,3 +68,54 @@ def test_why_aot_eager_is_not_torchs_own():
     torch.testing.assert_close(ours, plain)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         run_ranks(1, _softplus, "aot_eager")
+
+
+def _runs_of_other_shapes() -> int:
+    cfg = run_config(Cell("llama", "single", "lora"))
+    cfg = replace(cfg, training=replace(cfg.training, compile="aot_eager"))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    graphs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "VERSIONS_PER_LAYER", 1)  # 4 layers: 4 versions
+        for size in (1, 2, 4, 8):
+            sized = replace(cfg, training=replace(cfg.training, micro_batch_size=size))
+            training_step(build(sized, mesh, random_b(sized)), microbatches(sized, mesh, 1), mesh, 1.0)
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == sorted(set(graphs)), "some run has compiled nothing"
+    return graphs[-1]
+
+
+def test_what_earlier_runs_have_compiled_does_not_count():
+    assert run_ranks(1, _runs_of_other_shapes)[0] > 4
+
+
+def _uncompiled() -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    logits: dict[str, list[torch.Tensor]] = {}
+    graphs = []
+    for compiled in ("none", "aot_eager"):
+        cfg = run_config(Cell("qwen3_5_text", "single", "lora", variant="dropout"))
+        cfg = replace(cfg, training=replace(cfg.training, compile=compiled))
+        mesh = build_mesh(cfg, torch.device("cpu"))
+        job = build(cfg, mesh, random_b(cfg))
+        (part,) = job.pm.parts
+        part.eval()
+        batch = microbatches(cfg, mesh, 1)[0]
+        with torch.no_grad(), uncompiled(cfg):
+            logits[compiled] = [part(_cut(batch, length), return_logits=True) for length in (3, 5, 7)]
+        if compiled != "none":
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+            training_step(job, microbatches(cfg, mesh, 1), mesh, 1.0)
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return logits["none"], logits["aot_eager"], graphs
+
+
+def _cut(batch: Batch, length: int) -> Batch:
+    cut = {name: getattr(batch, name)[:, :length] for name in ("input_ids", "labels", "document_ids")}
+    return replace(batch, **cut)
+
+
+def test_rows_of_every_length_run_uncompiled_where_they_are_asked_to():
+    ((plain, ours, graphs),) = run_ranks(1, _uncompiled)
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert graphs[0] == 0
+    assert graphs[1] > 0  # and compiled again after it

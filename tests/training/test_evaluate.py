@@ -9,8 +9,9 @@ import torch
 
 from shardwise.config import Lora, UserError
 from shardwise.parallel.mesh import build_mesh
+from shardwise.training import evaluate as evaluation
 from shardwise.training.build import build
-from shardwise.training.evaluate import evaluate
+from shardwise.training.evaluate import SAMPLE_TOKENS, encode_prompt, evaluate, greedy_sample
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, random_b, run_config
@@ -52,3 +53,46 @@ def _not_finite() -> str:
 
 def test_a_loss_that_is_not_finite_is_an_error():
     assert run_ranks(1, _not_finite)[0].startswith("validation loss after step 5 is nan")
+
+
+def _sample(prompt: str) -> tuple[str, int]:
+    cfg = run_config(Cell("llama", "single", "full"))
+    cfg = replace(cfg, training=replace(cfg.training, sample=prompt))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    beats = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "beat", lambda: beats.append(1))
+        text = greedy_sample(job.pm, Letters(), encode_prompt(cfg, Letters(), job.positions) or [], mesh)
+    return text, len(beats)
+
+
+class Letters:
+    """A tokenizer: a letter is a token."""
+
+    eos_token_id = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_each_token_of_a_sample_is_progress():
+    ((text, beats),) = run_ranks(1, _sample, "ab")
+    assert text.startswith("ab")
+    assert len(text) == 2 + SAMPLE_TOKENS
+    assert beats == SAMPLE_TOKENS
+
+
+def test_a_sample_may_use_every_position_that_is_learned():
+    cfg = run_config(Cell("gpt2", "single", "full"))
+    # The model reads the prompt and all new tokens but the last: 11 + 48 - 1 = 58.
+    for length, positions in ((11, 58), (11, None)):
+        fits = replace(cfg, training=replace(cfg.training, sample="a" * length))
+        assert encode_prompt(fits, Letters(), positions) == [ord("a")] * length
+    beyond = replace(cfg, training=replace(cfg.training, sample="a" * 12))
+    with pytest.raises(UserError, match=r"^training\.sample has 12 tokens and is continued by 48, but .* only 58 "):
+        encode_prompt(beyond, Letters(), 58)
+    assert encode_prompt(cfg, Letters(), 58) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -17,6 +18,10 @@ BACKENDS = {"inductor": "inductor", "aot_eager": "aot_eager_decomp_partition"}
 """torch's plain aot_eager takes softplus's gradient for contiguous, which it is not: Gated DeltaNet's backward fails.
 This one takes the gradient apart, as inductor does, and runs what it has traced operator by operator too."""
 
+VERSIONS_PER_LAYER = 8
+"""Layers share a code object, of which there is one version for each kind, shape and mode of them; more than so many
+for each layer is an error, not slow."""
+
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Compile the forward of every decoder layer, and with it its backward, on `training.compile`'s backend.
@@ -29,10 +34,10 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
             "training.checkpointing operators chooses among operators that training.compile fuses; "
             "use full, none or a list of layer kinds, or compile none"
         )
-    # Layers share a code object: one version for each kind, shape and mode of them, and more is an error, not slow.
-    dynamo: Any = importlib.import_module("torch._dynamo").config  # seconds that only a compiled run has to wait
-    dynamo.recompile_limit = 8 * len(spec.layers)
-    dynamo.fail_on_recompile_limit_hit = True
+    dynamo: Any = importlib.import_module("torch._dynamo")  # seconds that only a compiled run has to wait
+    dynamo.reset()  # what earlier runs of this process have compiled counts too; one still in use compiles anew
+    dynamo.config.recompile_limit = VERSIONS_PER_LAYER * len(spec.layers)
+    dynamo.config.fail_on_recompile_limit_hit = True
     # Masks are drawn outside: a seed that depends on step and slot must not become a constant.
     eager_dropout: Any = torch.compiler.disable(SlotDropout.forward)
     for part in pm.parts:
@@ -43,3 +48,8 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
             module = part.get_submodule(f"hf.{layer.name}")
             module.forward = torch.compile(module.forward, backend=BACKENDS[cfg.training.compile], dynamic=False)
     return pm
+
+
+def uncompiled(cfg: RunConfig) -> AbstractContextManager[None]:
+    """Within it, compiled layers run as they were written: for rows of which each has another length."""
+    return nullcontext() if cfg.training.compile == "none" else torch.compiler.set_stance("force_eager")

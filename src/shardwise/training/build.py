@@ -45,6 +45,7 @@ class Job:
     counts: ModelCounts | None  # of the whole model; None where FLOPs cannot be counted, as a note says
     coverage: lora.Coverage | None
     loss_scale: LossScale
+    positions: int | None  # how many the model has learned; None: it takes any
     notes: tuple[str, ...] = ()  # what whoever reads the result must know; printed, and kept in the record
 
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -59,10 +60,11 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     compose.check(cfg, hf_config.model_type)
     hf = load.build_meta(cfg.model, hf_config)
     spec = spec_of(hf_config, hf)
-    if spec.positions is not None and cfg.data.sequence_length > hf_config.max_position_embeddings:
+    positions = None if spec.positions is None else hf_config.max_position_embeddings
+    if positions is not None and cfg.data.sequence_length > positions:
         raise UserError(
             f"data.sequence_length is {cfg.data.sequence_length}, but {spec.family} has learned only "
-            f"{hf_config.max_position_embeddings} positions; lower it"
+            f"{positions} positions; lower it"
         )
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     family = family_of(hf)
@@ -86,9 +88,8 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     pm = compose.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step)
-    return Job(
-        pm, optimizer, lr_schedule, spec, parameters, counts, coverage, LossScale.of(cfg.training.precision), notes
-    )
+    loss_scale = LossScale.of(cfg.training.precision)
+    return Job(pm, optimizer, lr_schedule, spec, parameters, counts, coverage, loss_scale, positions, notes)
 
 
 def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.config import UserError
+from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import IGNORED, Batch, Mesh, ParallelModel
 from shardwise.parallel.reduce import sum_over
 from shardwise.training.step import LOSS_AXES, count_targets
 from shardwise.training.watchdog import beat
+
+SAMPLE_TOKENS = 48
+"""How far `training.sample` is continued."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +44,39 @@ def evaluate(pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, 
     return Evaluation(step, loss, math.exp(loss) if loss < 700 else math.inf, tokens)
 
 
+def encode_prompt(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, positions: int | None) -> list[int] | None:
+    """The tokens of `training.sample`, if one is asked for: called before training, so that no mistake costs a run.
+
+    UserError where there is none, or they and those to come are more than the `positions` that a model has learned.
+    """
+    if cfg.training.sample is None:
+        return None
+    ids = list(tokenizer(cfg.training.sample)["input_ids"])
+    if not ids:
+        raise UserError(f"training.sample {cfg.training.sample!r} has no tokens; give at least a word to continue")
+    if positions is not None and len(ids) + SAMPLE_TOKENS - 1 > positions:  # the last new token is not read any more
+        raise UserError(
+            f"training.sample has {len(ids)} tokens and is continued by {SAMPLE_TOKENS}, but the model has learned "
+            f"only {positions} positions; shorten it, or leave it out"
+        )
+    return ids
+
+
 @torch.no_grad()
-def greedy_sample(
-    pm: ParallelModel, tokenizer: PreTrainedTokenizerBase, prompt: str, mesh: Mesh, num_tokens: int = 48
-) -> str:
-    """`prompt` continued by the most likely token, up to `num_tokens` times or to the end of text.
+def greedy_sample(pm: ParallelModel, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], mesh: Mesh) -> str:
+    """The text of `prompt` and of the most likely next tokens, SAMPLE_TOKENS of them or up to the end of text.
 
     Every rank computes the same sample, since a sharded model's forward is a collective. Each token costs a whole
     forward: there is no cache, so that the path is the trained one.
     """
     (part,) = pm.parts
     part.eval()
-    ids = tokenizer(prompt)["input_ids"]
-    if not ids:
-        raise UserError(f"training.sample {prompt!r} has no tokens; give at least a word to continue")
-    for _ in range(num_tokens):
+    ids = list(prompt)
+    for _ in range(SAMPLE_TOKENS):
         row = torch.tensor([ids], device=mesh.device)
         batch = Batch(row, torch.full_like(row, IGNORED), torch.zeros_like(row), slots=(0,), step=0)
         ids.append(int(part(batch, return_logits=True)[0, -1].argmax()))
+        beat()
         if ids[-1] == tokenizer.eos_token_id:
             break
     return str(tokenizer.decode(ids))

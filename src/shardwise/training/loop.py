@@ -12,12 +12,13 @@ from shardwise.interfaces import Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.record import RunRecord
 from shardwise.models import load
+from shardwise.parallel.compile import uncompiled
 from shardwise.training.build import State, build
 from shardwise.training.checkpoint import Checkpointer, restore
 from shardwise.training.ending import Stopped
-from shardwise.training.evaluate import Evaluation, evaluate, greedy_sample
+from shardwise.training.evaluate import Evaluation, encode_prompt, evaluate, greedy_sample
 from shardwise.training.export import save_result
-from shardwise.training.measure import documents_read, measure_memory, write_record
+from shardwise.training.measure import add_to_record, documents_read, measure_memory, write_record
 from shardwise.training.reporter import Reporter
 from shardwise.training.resume import find_start
 from shardwise.training.step import NonFiniteLossError, training_step
@@ -33,6 +34,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         start = find_start(cfg)
         loaders = build_loaders(cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader)
     job = build(cfg, mesh, State(step=start.step))
+    prompt = encode_prompt(cfg, tokenizer, job.positions)
     restore(start, job, cfg)
     meter = Meter(cfg.measure.warmup_steps)
     steps, eval_every = cfg.training.steps, cfg.training.eval_every
@@ -69,8 +71,12 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
                 raise Stopped(signalled, step, checkpointer.stop(step))
         checkpointer.wait()
         reporter.data(documents_read(loaders))
-        save_result(job, cfg, Path(cfg.training.output_dir))  # before anything that could go wrong
-        if cfg.training.sample is not None:
-            reporter.sample(greedy_sample(job.pm, tokenizer, cfg.training.sample, mesh))
-        memory = measure_memory(job, next(loaders.train), mesh, cfg) if cfg.measure.memory else None
-        return write_record(cfg, mesh, job, reporter, meter, memory)
+        save_result(job, cfg, Path(cfg.training.output_dir))  # it and the record are there
+        record = write_record(cfg, mesh, job, reporter, meter)  # before what may fail
+        if prompt is not None:
+            with uncompiled(cfg):
+                sample = reporter.sample(greedy_sample(job.pm, tokenizer, prompt, mesh))
+            record = add_to_record(cfg, record, sample=sample)
+        if cfg.measure.memory:
+            record = add_to_record(cfg, record, **measure_memory(job, next(loaders.train), mesh, cfg).fields())
+        return record

@@ -37,6 +37,10 @@ class Memory:
     parts: list[dict[str, int]]  # of the peak
     state_bytes: list[dict[str, int]]
 
+    def fields(self) -> dict[str, Any]:
+        """As the record has them."""
+        return {"peak_memory_bytes": self.peak_bytes, "memory_parts": self.parts, "state_bytes": self.state_bytes}
+
 
 def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: RunConfig) -> Memory:
     """Peak and state bytes of a whole step, which changes the model: call it when everything is saved and timed."""
@@ -67,18 +71,24 @@ def documents_read(loaders: Loaders) -> dict[str, Counts]:
     return read if loaders.validation is None else {**read, "validation": loaders.validation.read}
 
 
-def write_record(
-    cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, memory: Memory | None
-) -> RunRecord | None:
+def write_record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter) -> RunRecord | None:
     """Put together what was measured and write `record.json`; on rank 0, which gets it, while the others wait."""
-    record = _record(cfg, mesh, job, reporter, meter, memory) if dist.get_rank() == 0 else None
+    return _on_disk(cfg, _record(cfg, mesh, job, reporter, meter) if dist.get_rank() == 0 else None)
+
+
+def add_to_record(cfg: RunConfig, record: RunRecord | None, **fields: Any) -> RunRecord | None:
+    """Write the record again, with what came after it: that may fail, which does not take anything from the rest."""
+    return _on_disk(cfg, None if record is None else replace(record, **fields))
+
+
+def _on_disk(cfg: RunConfig, record: RunRecord | None) -> RunRecord | None:
     if record is not None:
         record.write(Path(cfg.training.output_dir) / "record.json")
     dist.barrier()
     return record
 
 
-def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter, memory: Memory | None) -> RunRecord:
+def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter) -> RunRecord:
     seconds = meter.step_seconds()
     # Positions, not targets: the device computes the filled ones too.
     positions = cfg.training.global_batch_size * cfg.data.sequence_length / seconds["mean"] if seconds else None
@@ -98,10 +108,6 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         data={name: read.to_dict() for name, read in reporter.documents.items()},
         tokens_per_second=meter.tokens_per_second(),
         step_seconds=seconds,
-        peak_memory_bytes=memory.peak_bytes if memory else None,
-        memory_parts=memory.parts if memory else None,
-        state_bytes=memory.state_bytes if memory else None,
-        sample=reporter.sample_text,
         notes=list(job.notes),
         resumed_from={"folder": str(start.folder), "step": start.step} if start.folder else None,
         **figures,

@@ -38,7 +38,6 @@ class Reporter:
         self.skipped_steps = 0
         self.evaluations: list[Evaluation] = []
         self.documents: Mapping[str, Counts] = {}
-        self.sample_text: str | None = None
         if start.folder is not None:
             self._recall(start.folder / METRICS)
         self._main = dist.get_rank() == 0
@@ -107,10 +106,10 @@ class Reporter:
         for name, read in documents.items():
             self._progress.message(f"data.{name}: {read}")
 
-    def sample(self, text: str) -> None:
-        """The model has continued `training.sample`."""
-        self.sample_text = text
+    def sample(self, text: str) -> str:
+        """The model has continued `training.sample`; returns what it was given."""
         self._progress.message(f"sample: {text}")
+        return text
 
     def non_finite(self, step: int, microbatches: Sequence[Batch], error: NonFiniteLossError) -> UserError:
         """Leave the rows of the step in a file per rank, and say where; to be raised."""
