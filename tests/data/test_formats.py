@@ -120,6 +120,47 @@ def test_template_that_rewrites_the_beginning_is_refused(tokenizer: PreTrainedTo
     assert not isinstance(caught.value, BadDocument)  # no document is to blame, so none may be left out for it
 
 
+@pytest.mark.parametrize(
+    "mark",
+    ["{% generation %}", "{%- generation -%}", "{%+ generation %}", "{%generation%}", "{%-\n generation +%}"],
+)
+def test_marks_are_found_as_jinja_reads_them(tokenizer: PreTrainedTokenizerFast, mark: str) -> None:
+    # Without the mark this template would be refused: it writes the beginning otherwise than the whole.
+    words = "{{ message.content }}"
+    template = LAST_TURN_DIFFERS.replace(words, mark + words + "{% endgeneration %}")
+    text = marked(chat_tokenizer(tokenizer, template), dialogue("hi", "yes", "and?", "no"))
+    assert re.findall("«([^»]*)»", text) == ["hi", "yes", "and?", "no"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "{# {% generation %} would stand here #}",
+        "{% raw %}{% generation %}{% endraw %}",
+        "{{ '{% generation %}'[:0] }}",
+    ],
+)
+def test_what_only_looks_like_a_mark_is_none(tokenizer: PreTrainedTokenizerFast, words: str) -> None:
+    text = marked(chat_tokenizer(tokenizer, words + CHATML), dialogue("hi", "hello!"))
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«hello!<|im_end|>»\n")
+
+
+def test_a_header_that_would_be_learnt_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    template = CHATML.replace("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "")
+    message = (
+        r"^the tokenizer's chat template writes '<\|im_start\|>assistant' before what the assistant says, and not for "
+        "add_generation_prompt, so it would be learnt; let it do so, or mark the assistant's turns by {% generation %}"
+    )
+    with pytest.raises(UserError, match=message) as caught:
+        marked(chat_tokenizer(tokenizer, template), dialogue("hi", "yes"))
+    assert not isinstance(caught.value, BadDocument)
+
+
+def test_template_that_is_not_jinja(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match=r"^the tokenizer's chat template is not valid Jinja \(.*\); mend it$"):
+        marked(chat_tokenizer(tokenizer, "{{ 'no end }}"), dialogue("hi", "yes"))
+
+
 def test_long_dialogue_is_cut_into_rows(tokenizer: PreTrainedTokenizerFast) -> None:
     # <pad>[INST] hi [/INST] yes<eos> is 1 + 17 + 4 + 1 tokens, of which " yes<eos>" are the targets 18 to 22. Rows of 6
     # are positions 0-6, 6-12, 12-18, 18-23: the first two predict nothing and are left out.
@@ -197,11 +238,12 @@ def test_broken_chat(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any],
 def test_fields_that_only_other_rows_have_are_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
     template = (
         "{% for m in messages %}{{ m.role }}{% if 'name' in m %}({{ m.name }}){% endif %}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
     )
     record = {
         "messages": [{"role": "user", "content": "a", "name": None}, {"role": "assistant", "content": "b", "name": "c"}]
     }
-    assert marked(chat_tokenizer(tokenizer, template), record) == "user:a;«assistant(c):b;»"
+    assert marked(chat_tokenizer(tokenizer, template), record) == "user:a;assistant«(c):b;»"
 
 
 def test_what_a_format_takes_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:

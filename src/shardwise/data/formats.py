@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -133,11 +134,12 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, record: Record) -> Encoded:
 
     That is what the template itself marks as generated. One that marks nothing is asked for the beginnings of the
     dialogue: what it adds to a generation prompt for a turn of the assistant, down to the mark of the turn's end but
-    without white space after it. UserError where it does not write a beginning as the beginning of the whole.
+    without white space after it. UserError where it does not write a beginning as the beginning of the whole, and where
+    it writes the assistant's header after the generation prompt: nobody could say where the words begin.
     """
     messages = _messages(record)
     template: Any = tokenizer.chat_template
-    if re.search(r"{%-?\s*generation\s*-?%}", template):
+    if _marks_turns(template):
         options: Any = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoded = _rendered(lambda: tokenizer.apply_chat_template(messages, **options, verbose=False))
         return encoded["input_ids"], [mark == 1 for mark in encoded["assistant_masks"]]
@@ -156,10 +158,30 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, record: Record) -> Encoded:
                     "the tokenizer's chat template writes the beginning of a dialogue otherwise than the whole, so the "
                     "assistant's turns cannot be found; mark them in it by {% generation %} and {% endgeneration %}"
                 )
+            added = after[len(before) :]
+            header = added[: max(added.find(message["content"].strip()), 0)].strip()
+            if header and before == render(messages[:turn]):
+                raise UserError(
+                    f"the tokenizer's chat template writes {header[:40]!r} before what the assistant says, and not for "
+                    "add_generation_prompt, so it would be learnt; let it do so, or mark the assistant's turns by "
+                    "{% generation %} and {% endgeneration %}"
+                )
             spans.append((len(before), len(after.rstrip())))
     encoded = _tokenize(tokenizer, whole, add_special_tokens=False, return_offsets_mapping=True)
     held = [any(start < end and begin < stop for begin, end in spans) for start, stop in encoded["offset_mapping"]]
     return encoded["input_ids"], held
+
+
+@functools.cache
+def _marks_turns(template: str) -> bool:
+    """Whether `{% generation %}` stands in a chat template, other than in a comment or a raw text."""
+    import jinja2
+
+    try:
+        tokens = itertools.pairwise(jinja2.Environment().lexer.tokenize(template))
+        return any(a.type == "block_begin" and (b.type, b.value) == ("name", "generation") for a, b in tokens)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"the tokenizer's chat template is not valid Jinja ({error}); mend it") from None
 
 
 def _messages(record: Record) -> list[Record]:
