@@ -66,7 +66,7 @@ def test_a_full_disk_is_one_line():
     assert (ending.exit_code, ending.status) == (1, "failed")
     assert ending.text == (
         "error: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'; "
-        "make room, then go on with --resume latest-good"
+        "make room, then start again; a run that has saved goes on with --resume latest-good"
     )
 
 

@@ -59,7 +59,8 @@ def explain(error: BaseException, where: str = "") -> Ending:
     if isinstance(error, Stopped):
         return Ending(128 + error.number, message, message, "stopped")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Ending(FAILED, message, f"error{where}: {message}; make room, then go on with --resume latest-good")
+        room = "make room, then start again; a run that has saved goes on with --resume latest-good"
+        return Ending(FAILED, message, f"error{where}: {message}; {room}")
     if is_out_of_memory(error):
         wanted = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
         reason = f"out of memory{where}" + (f": {wanted[0].lower()}" if wanted else "")
