@@ -88,7 +88,7 @@ class Data(Section):
     """What it is trained on."""
 
     train: str | list[str]
-    """Files, folders or glob patterns: `.jsonl`, `.parquet` or plain text (one document a file); or the name or folder
+    """Files, folders or glob patterns: JSONL, Parquet or plain text (one document a file); or the name or folder
     of a `datasets` dataset."""
     weights: list[float] | None = None
     """How often each entry of `train` is read, relative to the others; none: as often as it has documents."""

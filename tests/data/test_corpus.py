@@ -51,8 +51,8 @@ def data(**keys: Any) -> Data:
 
 def test_sources_of_every_kind_are_one_corpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     files = tmp_path / "files"
-    write(files / "b.jsonl", '{"text": "in JSONL"}\n')
-    parquet(files / "a.parquet", {"id": [1, 2, 3], "text": ["p0", "p1", "p2"]})
+    write(files / "b.JSONL", '{"text": "in JSONL"}\n')
+    parquet(files / "a.Parquet", {"id": [1, 2, 3], "text": ["p0", "p1", "p2"]})
     write(files / "c.txt", "plain")
     write(tmp_path / "builder" / "rows.csv", "text,id\nc0,1\nc1,2\n")
     saved(tmp_path / "saved", {"text": ["s0", "s1"], "id": [1, 2]})
@@ -60,9 +60,9 @@ def test_sources_of_every_kind_are_one_corpus(tmp_path: Path, capfd: pytest.Capt
     corpus = open_corpus([str(tmp_path / name) for name in ("saved", "files", "builder")], data())
     assert texts(corpus) == ["in JSONL", "plain", "p0", "p1", "p2", "s0", "s1", "c0", "c1"]
     assert [corpus.where(i).removeprefix(f"{tmp_path}/") for i in (0, 1, 3, 6)] == [
-        "files/b.jsonl:1",
+        "files/b.JSONL:1",
         "files/c.txt",
-        "files/a.parquet: row 1",
+        "files/a.Parquet: row 1",
         "saved: row 1",
     ]
     again = pickle.loads(pickle.dumps(corpus))  # as a worker process gets it

@@ -2,6 +2,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,8 +135,9 @@ def test_state_counts_documents_that_rows_have_left_behind(
         ({"sequence_length": 5}, r"data\.sequence_length \(was 4, is 5\)"),
         ({"packing": "none"}, r"data\.packing \(was concat, is none\)"),
         ({"validation": 0.4}, r"documents to train on \(was 5, is 3\)"),
-        ({"texts": ["abc"] * 6}, r"documents to train on \(was 5, is 6\), places of the documents .*"),
-        ({"texts": ["abcd"] * 5}, r"places of the documents in data\.train \(was \w+, is \w+\)"),
+        ({"texts": ["abc"] * 6}, r"documents to train on \(was 5, is 6\), the text of .*"),
+        ({"texts": ["abcd"] * 5}, r"the text of data\.train \(was \w+, is \w+\)"),
+        ({"texts": ["abd"] * 5}, r"the text of data\.train \(was \w+, is \w+\)"),
         ({"tokenizer": True}, r"the tokenizer \(was \w+, is \w+\)"),
     ],
 )
@@ -156,6 +158,18 @@ def test_state_of_other_data_is_refused(
     message = f"^the data of this run is not that of the checkpoint: {name}; restore it, or start a new run$"
     with pytest.raises(UserError, match=message):
         build_loaders(cfg, other, range(cfg.training.global_batch_size), state)
+
+
+def test_state_with_other_validation_text_is_refused(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    held_out = write_corpus(["the cat"] * 3)
+    cfg = run_config(write_corpus(["abc"] * 5), validation=held_out, sequence_length=4, global_batch_size=2)
+    _, state = read(cfg, tokenizer, 1, 1)
+    build_loaders(cfg, tokenizer, range(2), state)
+    Path(held_out).write_text(Path(held_out).read_text().replace("cat", "dog"))
+    with pytest.raises(UserError, match=r"checkpoint: the text of data\.validation \(was \w+, is \w+\);"):
+        build_loaders(cfg, tokenizer, range(2), state)
 
 
 def test_state_of_another_order_is_refused(

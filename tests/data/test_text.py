@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Model, UserError
-from shardwise.data.text import STRIDE, BadDocument, find_files, index_files, load_tokenizer
+from shardwise.data.text import BLOCK, SAMPLES, STRIDE, BadDocument, find_files, index_files, load_tokenizer
 
 
 def write(path: Path, content: bytes | str) -> Path:
@@ -130,22 +130,59 @@ def test_plain_text_is_the_field_that_is_asked_for(tmp_path: Path) -> None:
     assert index_files([write(tmp_path / "a.txt", "a")], text_field="body")[0] == {"body": "a"}
 
 
-def test_fingerprint_is_that_of_the_places(tmp_path: Path) -> None:
+def test_fingerprint_is_that_of_places_sizes_and_text(tmp_path: Path) -> None:
     def fingerprint(name: str, *contents: str) -> str:
         paths = [write(tmp_path / name / f"{i}.jsonl", content) for i, content in enumerate(contents)]
         return index_files(paths).fingerprint()
 
-    # What is kept of 33 lines is where lines 0 and 32 begin.
     line, last = '{"text": "a"}\n', '{"text": "b"}\n'
     same = fingerprint("a", line * 32 + last)
-    assert fingerprint("b", last * 32 + line) == same
+    assert fingerprint("same", line * 32 + last) == same
     others = [
+        fingerprint("b", last * 32 + line),
         fingerprint("c", line * 32, last),
         fingerprint("d", line * 31 + '{"text": "aa"}\n{"text":"b"}\n'),
         fingerprint("e", line * 32 + '{"text": "bb"}\n'),
         fingerprint("f", line * 32 + last + last),
     ]
-    assert len({same, *others}) == 5
+    assert len({same, *others}) == 6
+
+
+@pytest.mark.parametrize("size", [BLOCK - 1, SAMPLES * BLOCK, 100 * BLOCK])
+def test_fingerprint_looks_at_blocks_of_a_file(tmp_path: Path, size: int) -> None:
+    path = write(tmp_path / "a.txt", b"x" * size)
+    before = index_files([path]).fingerprint()
+    # All of a file up to SAMPLES blocks; of a larger one the first block, the last, and those between.
+    last = size - BLOCK
+    seen = [0, size // 2, size - 1] if size <= SAMPLES * BLOCK else [0, last // 17 + 1, 9 * last // 17, size - 1]
+    for place in seen:
+        write(path, b"x" * place + b"y" + b"x" * (size - place - 1))
+        assert index_files([path]).fingerprint() != before, place
+    write(path, b"x" * size)
+    assert index_files([path]).fingerprint() == before
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.NDJson"])
+def test_json_lines_are_known_by_names_in_any_case(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, '{"text": "a"}\n{"text": "b"}\n')
+    (found,) = find_files(str(tmp_path))
+    corpus = index_files([found])
+    assert [corpus[i] for i in range(len(corpus))] == [{"text": "a"}, {"text": "b"}]
+    assert corpus.where(1) == f"{path}:2"
+
+
+@pytest.mark.parametrize(
+    "content", ['{"text": "a"}', '{"text": "a"}\n[1]\n', "{\n}\n", "\n\n", b"\xff\n{}\n", "{" * 2**21, "[1]\n[2]\n"]
+)
+def test_text_that_is_not_json_lines_is_text(tmp_path: Path, content: bytes | str) -> None:
+    assert len(index_files([write(tmp_path / "a.txt", content)])) == 1
+
+
+def test_json_lines_under_another_name_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", '\n{"text": "a"}\n\n{"text": "b"}\nand so on')
+    message = f"^{path}: its lines are JSON objects, but by its name it is one text; let the name end in .jsonl$"
+    with pytest.raises(UserError, match=message):
+        index_files([path])
 
 
 def test_json_is_refused(tmp_path: Path) -> None:

@@ -75,7 +75,12 @@ CASES = {
         [f"--model.path={CONFIGS / 'tiny-gpt2'}", "--data.sequence_length=5000"],
         r"data.sequence_length is 5000, but gpt2 has learned only \d+ positions; lower it",
     ),
-    "empty prompt": (["--training.sample=''", "--training.steps=1"], r"training.sample '' has no tokens"),
+    "empty prompt": (["--training.sample=''"], r"training.sample '' has no tokens"),
+    "sample beyond what is learned": (
+        [f"--model.path={CONFIGS / 'tiny-gpt2'}", f"--training.sample={'state ' * 400}"],
+        r"training.sample has \d+ tokens and is continued by 48, but the model has learned only 1024 positions",
+    ),
+    "home of nobody": (["--data.train=~nouser/x"], r"data.train: ~nouser/x matches no file"),
 }
 
 
@@ -166,3 +171,17 @@ def test_output_folder_that_holds_another_run(run_file, capfd, tmp_path):
 def test_a_world_that_does_not_fit(run_file, capfd):
     line = refused(capfd, run_file, "--nproc=2")
     assert "parallel.data is single but there are 2 processes" in line
+
+
+def test_a_tokenizer_that_is_none(run_file, capfd, tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    line = refused(capfd, run_file, f"--model.tokenizer={tmp_path}")
+    assert f"{tmp_path}: no tokenizer could be loaded (" in line
+
+
+@pytest.mark.parametrize("name", ["corpus.txt", "corpus.json.log", "corpus"])
+def test_json_lines_under_another_name(run_file, capfd, tmp_path, name):
+    (tmp_path / name).write_text('\n{"text": "a"}\n\n{"text": "b"}\n')
+    line = refused(capfd, run_file, f"--data.train={tmp_path / name}")
+    assert f"{tmp_path / name}: its lines are JSON objects, but by its name it is one text" in line

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from shardwise.config import Data, UserError
 from shardwise.data.tables import is_dataset_folder, is_dataset_name, open_dataset, open_parquet
-from shardwise.data.text import Record, find_files, index_files, is_jsonl
+from shardwise.data.text import Record, expanded, find_files, index_files, is_jsonl, suffix
 
 FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
 """The fields that a format reads; `text` reads `data.text_field`."""
@@ -32,7 +31,7 @@ class Source(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """A short hash that is another one when documents were added or removed."""
+        """A short hash that is another one when documents were added, removed, or changed where it looks."""
         ...
 
 
@@ -78,12 +77,12 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
     """
     entries = [entries] if isinstance(entries, str) else entries
     fields = FIELDS.get(data.format, (data.text_field,))
-    named = [entry for entry in entries if is_dataset_folder(Path(entry).expanduser()) or is_dataset_name(entry)]
+    named = [entry for entry in entries if is_dataset_folder(expanded(entry)) or is_dataset_name(entry)]
     others = [entry for entry in entries if entry not in named]
     files = find_files(others, key) if others or not named else []
-    parquet = [file for file in files if file.suffix == ".parquet"]
-    text = [file for file in files if file.suffix != ".parquet"]
-    plain = [file for file in text if not is_jsonl(file) and file.suffix != ".json"]
+    parquet = [file for file in files if suffix(file) == ".parquet"]
+    text = [file for file in files if suffix(file) != ".parquet"]
+    plain = [file for file in text if not is_jsonl(file) and suffix(file) != ".json"]
     if plain and data.format != "text":
         raise UserError(
             f"{key}: {plain[0]} is plain text, which data.format {data.format} cannot use; "
@@ -100,7 +99,7 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
 
 
 def _origin(dataset: str) -> str:
-    path = Path(dataset).expanduser()
+    path = expanded(dataset)
     return str(path.resolve()) if path.exists() else dataset
 
 

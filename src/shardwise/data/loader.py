@@ -79,7 +79,7 @@ def build_loaders(
             f"data.train: {len(order)} documents are fewer than the {batch_size} rows of training.global_batch_size, "
             f"and with data.format {cfg.data.format} rows cannot share one; give more documents or a smaller batch"
         )
-    source = read_from(cfg, corpus, len(order), tokenizer)
+    source = read_from(cfg, corpus, held_out and held_out[0], len(order), tokenizer)
     step, begin = starts(state, source, slots)
     stream = TrainStream(corpus, order, encoder, batch_size, begin)
     reading = _Reading(step, begin)

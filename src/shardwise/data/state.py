@@ -93,11 +93,16 @@ def starts(state: LoaderState | None, read_from: dict[str, Any], slots: range) -
     return state["step"], {slot: SlotState(**state["slots"][str(slot)]) for slot in slots}
 
 
-def read_from(cfg: RunConfig, corpus: Corpus, num_documents: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What the batches of a run are a function of, under the names that an error shows."""
+def read_from(
+    cfg: RunConfig, corpus: Corpus, validation: Corpus | None, num_documents: int, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """What the batches of a run, and of an evaluation, are a function of, under the names that an error shows."""
     return {
         "documents to train on": num_documents,
-        "places of the documents in data.train": corpus.fingerprint(),
+        "the text of data.train": corpus.fingerprint(),
+        "the text of data.validation": (
+            None if validation is None or validation is corpus else validation.fingerprint()
+        ),
         "training.seed": cfg.training.seed,
         "training.global_batch_size": cfg.training.global_batch_size,
         "data.sequence_length": cfg.data.sequence_length,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import UserError
-from shardwise.data.text import SUFFIXES, Record
+from shardwise.data.text import SUFFIXES, Record, expanded, suffix
 
 SPLIT = "train"
 """The split that is read of a dataset that has several."""
@@ -53,17 +53,18 @@ def is_dataset_folder(path: Path) -> bool:
     ):
         return True
     files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
-    return bool(files) and not any(file.suffix in SUFFIXES for file in files) and any(map(_is_data, files))
+    return bool(files) and not any(suffix(file) in SUFFIXES for file in files) and any(map(_is_data, files))
 
 
 def _is_data(file: Path) -> bool:
-    return file.suffix in (".csv", ".tsv", ".arrow", ".json")
+    return suffix(file) in (".csv", ".tsv", ".arrow", ".json")
 
 
 def is_dataset_name(entry: str) -> bool:
     """Whether an entry that is no path can be the name of a dataset on the hub: `owner/name`, no suffix of ours."""
-    path = Path(entry).expanduser()
-    return not path.exists() and path.suffix not in SUFFIXES and bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", entry))
+    path = expanded(entry)
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", entry) is not None
+    return is_name and not path.exists() and suffix(path) not in SUFFIXES
 
 
 def open_parquet(path: Path, fields: Sequence[str]) -> Table:
@@ -95,7 +96,7 @@ def open_dataset(entry: str, fields: Sequence[str], key: str = "data.train") -> 
     UserError (naming `key`) where it cannot be loaded, has several splits but none named `train`, or lacks a field.
     """
     datasets = _datasets(entry)
-    path = Path(entry).expanduser()
+    path = expanded(entry)
     try:
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
             loaded = datasets.load_from_disk(str(path))

@@ -6,6 +6,7 @@ import glob
 import hashlib
 import itertools
 import json
+import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 STRIDE = 32
 """Of so many documents the place of one is kept: little to keep, and little to read past."""
 
+SAMPLES, BLOCK = 18, 4096
+"""A fingerprint looks at so many blocks of so many bytes of each file: at all of it up to 72 KiB."""
+
 Record = dict[str, Any]
 """A document as it is stored: its fields by name."""
 
@@ -36,11 +40,21 @@ class BadDocument(UserError):
 
 # fmt: off
 SUFFIXES = frozenset({
-    ".jsonl", ".parquet", ".txt", ".md", ".rst", ".tex",
+    ".jsonl", ".ndjson", ".parquet", ".txt", ".md", ".rst", ".tex",
     ".py", ".c", ".h", ".cpp", ".cu", ".go", ".java", ".js", ".rs", ".sh", ".ts",
 })
 # fmt: on
 """What is taken from a folder; a file that is named, or that a glob pattern matches, may have any suffix."""
+
+
+def expanded(entry: str) -> Path:
+    """The path that an entry is; a `~name` of nobody stays as it is, as in a shell."""
+    return Path(os.path.expanduser(entry))
+
+
+def suffix(path: Path) -> str:
+    """By what a file's name says what it is: its ending in lower case."""
+    return path.suffix.lower()
 
 
 def find_files(patterns: str | Sequence[str], key: str = "data.train") -> list[Path]:
@@ -52,7 +66,7 @@ def find_files(patterns: str | Sequence[str], key: str = "data.train") -> list[P
     """
     found: dict[Path, Path] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        path = Path(pattern).expanduser()
+        path = expanded(pattern)
         # A path that exists is taken literally, even where it holds a `[` or `*`.
         matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path), recursive=True)]
         files = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
@@ -69,7 +83,7 @@ def _files_below(folder: Path) -> list[Path]:
     return [
         file
         for file in folder.rglob("*")
-        if file.suffix in SUFFIXES
+        if suffix(file) in SUFFIXES
         and not any(part.startswith(".") for part in file.relative_to(folder).parts)
         and file.is_file()
     ]
@@ -97,9 +111,14 @@ class TextFiles:
         return f"{path}:{_line_number(path, offset)}" if is_jsonl(path) else str(path)
 
     def fingerprint(self) -> str:
-        """A short hash of the kept places and the files' sizes; it sees no change of text that moves none of them."""
+        """A short hash of the kept places, and of each file's size and a sample of its bytes (`_sample`)."""
         content = hashlib.blake2b(self.ends.tobytes() + self.offsets.tobytes(), digest_size=8)
-        content.update(repr([file.stat().st_size for file in self.files]).encode())
+        for path in self.files:
+            try:
+                for part in _sample(path):
+                    content.update(part)
+            except OSError as error:
+                _unreadable(path, error)
         return content.hexdigest()
 
     def _read(self, document: int) -> tuple[Path, int, bytes]:
@@ -117,6 +136,16 @@ class TextFiles:
             _unreadable(path, error)
 
 
+def _sample(path: Path) -> Iterator[bytes]:
+    """The size of a file, and SAMPLES blocks of it, evenly spaced from the first to the last."""
+    size = path.stat().st_size
+    yield str(size).encode()
+    with path.open("rb") as file:
+        for place in sorted({max(size - BLOCK, 0) * i // (SAMPLES - 1) for i in range(SAMPLES)}):
+            file.seek(place)
+            yield file.read(BLOCK)
+
+
 def _object(line: str) -> Record:
     try:
         record = json.loads(line)
@@ -128,17 +157,21 @@ def _object(line: str) -> Record:
 
 
 def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
-    """Find the documents of these files: each line of a `.jsonl` file that is not blank; any other file as a whole.
+    """Find the documents of these files: each line of a JSONL file that is not blank; any other file as a whole.
 
-    Text is not checked here but when a document is read. UserError for a file that cannot be read, and for `.json`
-    (one value, not a document a line).
+    Text is not checked here but when a document is read. UserError for a file that cannot be read, for `.json` (one
+    value, not a document a line), and for JSON lines under another name, which nobody means as one text.
     """
     files, count = tuple(files), 0
     ends, offsets = array("q"), array("q")
     for path in files:
-        if path.suffix == ".json":
+        if suffix(path) == ".json":
             raise UserError(f"{path}: .json is not read; rename it to .jsonl if it holds one object a line")
         try:
+            if not is_jsonl(path) and _begins_with_json_lines(path):
+                raise UserError(
+                    f"{path}: its lines are JSON objects, but by its name it is one text; let the name end in .jsonl"
+                )
             starts = (start for start, _ in _lines(path)) if is_jsonl(path) else range(min(path.stat().st_size, 1))
             for start in starts:
                 if count % STRIDE == 0:
@@ -160,6 +193,16 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
+def _begins_with_json_lines(path: Path) -> bool:
+    with path.open("rb") as file:
+        lines = iter(lambda: file.readline(1 << 20), b"")
+        first = list(itertools.islice((line for line in lines if not line.isspace()), 2))
+    try:
+        return len([_object(_decode(line)) for line in first]) == 2
+    except BadDocument:
+        return False
+
+
 def _line_number(path: Path, offset: int) -> int:
     # Counted only when an error needs it: an index of line numbers would be as large as the index of offsets.
     number = 1
@@ -171,8 +214,8 @@ def _line_number(path: Path, offset: int) -> int:
 
 
 def is_jsonl(path: Path) -> bool:
-    """Whether the file holds a document a line."""
-    return path.suffix == ".jsonl"
+    """Whether the file holds a document a line, by its name."""
+    return suffix(path) in (".jsonl", ".ndjson")
 
 
 def _decode(raw: bytes) -> str:
@@ -199,8 +242,9 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     way_out = "set model.tokenizer to a folder or hub id that has one"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(f"{source}: no tokenizer could be loaded ({error}); {way_out}") from None
+    except Exception as error:  # what a file may make transformers and tokenizers raise is anything
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UserError(f"{source}: no tokenizer could be loaded ({what}); {way_out}") from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"{source}: no tokenizer files here, or an empty vocabulary; {way_out}")
     return tokenizer
