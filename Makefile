@@ -24,8 +24,8 @@ demo: setup  ## train a small hybrid model, then LoRA-tune it under six strategi
 
 study: setup  ## compare the strategies fairly, in rounds (about half an hour); goes on where it stopped
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
-	$(BIN)/shardwise bench configs/study-cpu.yaml --out results/study-cpu
-	$(BIN)/shardwise report results/study-cpu
+	$(BIN)/shardwise bench configs/study-cpu.yaml --out runs/study-cpu
+	$(BIN)/shardwise report runs/study-cpu
 
 test: setup  ## the tests, in minutes on two cores
 	$(BIN)/python -m pytest
