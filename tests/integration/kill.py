@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,13 @@ import yaml
 
 from shardwise.config import RunConfig
 from shardwise.metrics.hardware import environment
-from shardwise.metrics.record import RunRecord
 
 ROOT = Path(__file__).parents[2]
 STEPS, SAVE_EVERY, NPROC = 40, 8, 2
+LAYOUTS = ("ddp", "fsdp2", "zero2")
+START_SECONDS, STEP_SECONDS, END_SECONDS = 6.0, 0.2, 0.5
+"""How long a kill waits at most: for a run to start, in which nothing is done yet; after a step; after the last one,
+when its checkpoint, the adapter and the record are written."""
 
 
 def run_file(folder: Path, cfg: RunConfig) -> Path:
@@ -47,13 +52,23 @@ def start(path: Path, output_dir: Path, *overrides: str, nproc: int = NPROC) -> 
     )
 
 
-def steps_done(output_dir: Path) -> int:
-    """The last step that `metrics.jsonl` tells of."""
+def losses(output_dir: Path) -> dict[int, float]:
+    """Of every step that `metrics.jsonl` tells of."""
     try:
         *lines, _ = (output_dir / "metrics.jsonl").read_text().split("\n")  # the last one may be half written
     except FileNotFoundError:
-        return 0
-    return max((json.loads(line)["step"] for line in lines if '"loss"' in line), default=0)
+        return {}
+    return {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
+
+
+def steps_done(output_dir: Path) -> int:
+    """The last step that `metrics.jsonl` tells of."""
+    return max(losses(output_dir), default=0)
+
+
+def trained(output_dir: Path) -> tuple[dict[int, float], bytes]:
+    """Every loss, and what a run leaves."""
+    return losses(output_dir), (output_dir / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
 def wait_for_step(process: subprocess.Popen[str], output_dir: Path, step: int, seconds: float = 180) -> None:
@@ -67,44 +82,71 @@ def wait_for_step(process: subprocess.Popen[str], output_dir: Path, step: int, s
 
 def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes of the ranks, which `process` has spawned (as it has multiprocessing's helpers)."""
-    children = psutil.Process(process.pid).children()
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # they may be ending
+        for child in psutil.Process(process.pid).children():
+            if "spawn_main" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
-def run_killed(path: Path, output_dir: Path, *kills: tuple[int, float, int]) -> tuple[int, str]:
-    """Exit code and stderr of a run that starts again after each kill: (step to wait for, seconds more, rank)."""
-    process = start(path, output_dir, f"--training.max_restarts={len(kills)}")
+def run_killed(
+    path: Path, output_dir: Path, *kills: tuple[int, float, int], overrides: tuple[str, ...] = ()
+) -> tuple[int, str]:
+    """Exit code and stderr of a run that starts again after each kill: (step to wait for, seconds more, rank).
+
+    To wait for step 0 is to wait until there are ranks.
+    """
+    process = start(path, output_dir, f"--training.max_restarts={len(kills)}", *overrides)
     for step, delay, victim in kills:
         wait_for_step(process, output_dir, step)
+        while len(found := ranks(process)) < NPROC:
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.01)
         time.sleep(delay)
-        ranks(process)[victim].send_signal(signal.SIGKILL)
+        found[victim].send_signal(signal.SIGKILL)
     told = process.communicate(timeout=300)[1].strip()
     return process.returncode, told
 
 
-def kill_once(path: Path, output_dir: Path, reference: RunRecord, seed: int) -> dict[str, Any]:
-    """One run with one rank killed; what was done, and `joined`: the losses of all steps equal the reference's."""
+def kill_once(path: Path, output_dir: Path, references: Mapping[str, Path], seed: int) -> dict[str, Any]:
+    """One run with one rank killed; what was done, and `joined`: losses and adapter equal the undisturbed run's.
+
+    What is killed after the adapter was saved does not start again, and ends with exit code 1.
+    """
     draw = random.Random(seed)
-    step, delay, victim = draw.randrange(1, STEPS - 8), draw.random() * 0.2, draw.randrange(NPROC)
+    layout, asynchronous = draw.choice(LAYOUTS), draw.random() < 0.5
+    moments = {
+        "start": (0, START_SECONDS),
+        "step": (draw.randrange(1, STEPS), STEP_SECONDS),
+        "end": (STEPS, END_SECONDS),
+    }
+    moment = draw.choice(list(moments))
+    step, longest = moments[moment]
+    kill = step, draw.random() * longest, draw.randrange(NPROC)
     begin = time.monotonic()
-    exit_code, told = run_killed(path, output_dir, (step, delay, victim))
-    record = RunRecord.read(output_dir / "record.json")
+    overrides = f"--parallel.data={layout}", f"--training.async_save={str(asynchronous).lower()}"
+    exit_code, told = run_killed(path, output_dir, kill, overrides=overrides)
+    ended_well = exit_code == 0 or "the results were saved before" in told
     return {
         "seed": seed,
+        "layout": layout,
+        "async_save": asynchronous,
+        "moment": moment,
         "killed_after_step": step,
         "exit_code": exit_code,
         "told": told,
-        "joined": exit_code == 0 and record.losses == reference.losses,
+        "joined": ended_well and trained(output_dir) == trained(references[layout]),
         "seconds": round(time.monotonic() - begin, 1),
     }
 
 
-def undisturbed(path: Path, output_dir: Path) -> RunRecord:
-    """The run that nobody kills."""
-    process = start(path, output_dir)
+def undisturbed(path: Path, output_dir: Path, layout: str) -> Path:
+    """The folder of the run that nobody kills."""
+    process = start(path, output_dir, f"--parallel.data={layout}")
     told = process.communicate(timeout=300)[1]
     assert process.returncode == 0, told
-    return RunRecord.read(output_dir / "record.json")
+    return output_dir
 
 
 def kill_config(folder: Path) -> RunConfig:
@@ -125,10 +167,10 @@ def main() -> int:
         folder = Path(name)
         make_corpus(folder)
         path = run_file(folder, kill_config(folder))
-        reference = undisturbed(path, folder / "reference")
+        references = {layout: undisturbed(path, folder / layout, layout) for layout in LAYOUTS}
         rows = []
         for seed in range(options.times):
-            rows.append(kill_once(path, folder / f"run-{seed}", reference, seed))
+            rows.append(kill_once(path, folder / f"run-{seed}", references, seed))
             print(json.dumps(rows[-1]), flush=True)
     joined = sum(row["joined"] for row in rows)
     content = {"environment": environment(), "joined": joined, "times": options.times, "runs": rows}

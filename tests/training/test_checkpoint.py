@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,16 @@ from shardwise.parallel.place import full_tensor
 from shardwise.training import checkpoint, checkpoint_folder
 from shardwise.training.build import Job, build
 from shardwise.training.checkpoint import Checkpointer, portable_tensors, restore
-from shardwise.training.checkpoint_folder import complete, damage, folder_of, mark_best, prune, read_manifest, take_over
+from shardwise.training.checkpoint_folder import (
+    MANIFEST,
+    complete,
+    damage,
+    folder_of,
+    mark_best,
+    prune,
+    read_manifest,
+    take_over,
+)
 from shardwise.training.ending import Ending, RunError, explain
 from shardwise.training.evaluate import Evaluation
 from shardwise.training.resume import Start, find_start
@@ -34,6 +44,9 @@ from tests.parity.harness import Cell, microbatches, run_config
 
 class NoLoader:
     """In the place of a run's loaders: these tests make their batches themselves."""
+
+    def __init__(self, validation_text: str = "") -> None:
+        self.validation = SimpleNamespace(corpus=SimpleNamespace(fingerprint=lambda: validation_text))
 
     def state(self) -> dict[str, Any]:
         return {"step": 0, "read_from": {}, "slots": {}}
@@ -99,7 +112,8 @@ def test_what_is_kept(tmp_path):
     (seen,) = run_ranks(1, body)
     assert seen == [[], [2], [3, 2], [3, 2], [3, 2], [6, 3], [7, 6], [8, 7]]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-7"
-    assert read_manifest(tmp_path / "checkpoints" / "step-8").best == {"step": 7, "loss": 2.0}
+    best = {"step": 7, "loss": 2.0, "tokens": 1, "documents": ""}
+    assert read_manifest(tmp_path / "checkpoints" / "step-8").best == best
 
 
 def test_the_best_is_not_kept_where_none_is_known(tmp_path):
@@ -110,7 +124,8 @@ def test_the_best_is_not_kept_where_none_is_known(tmp_path):
 
 def make_checkpoints(folder: Path, *names: str) -> None:
     for name in names:
-        (folder / "checkpoints" / name / "file").mkdir(parents=True)
+        (folder / "checkpoints" / name).mkdir(parents=True)
+        (folder / "checkpoints" / name / MANIFEST).touch()
 
 
 def names_on_disk(folder: Path) -> set[str]:
@@ -171,6 +186,25 @@ def test_a_best_that_is_gone_is_not_waited_for(tmp_path):
     assert run_ranks(1, body) == [("step-3 is later; it is set aside as step-3.abandoned",)]
     assert names_on_disk(tmp_path) == {"step-2", "step-3", "best"}
     assert best.resolve().name == "step-3"
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "best"), [("old", 8, "step-1"), ("old", 16, "step-2"), ("new", 8, "step-2")]
+)
+def test_a_best_is_no_rival_to_a_loss_on_other_text(text, tokens, best, tmp_path):
+    def body() -> None:
+        cfg = config(tmp_path, steps=3, save_every=1, keep_best=True)
+        job, make_step, _ = start_run(cfg)
+        make_step(1)
+        with Checkpointer(cfg, job, NoLoader("old"), Start()) as checkpointer:
+            checkpointer.after_step(1, Evaluation(1, 1.0, 1.0, 8))
+        start = find_start(replace(cfg, training=replace(cfg.training, resume="latest", eval_batches=2)))
+        with Checkpointer(cfg, job, NoLoader(text), start) as checkpointer:
+            for step, loss in ((2, 2.0), (3, 2.5)):
+                checkpointer.after_step(step, Evaluation(step, loss, 1.0, tokens))
+
+    run_ranks(1, body)
+    assert (tmp_path / "checkpoints" / "best").resolve().name == best
 
 
 def test_async_saves_what_the_run_was_when_it_was_asked(tmp_path):

@@ -21,6 +21,7 @@ from shardwise.config import Data, Measure, Model, Parallel, RunConfig, Training
 from shardwise.interfaces import Mesh
 from shardwise.training.ending import Stopped
 from shardwise.training.launch import World, find_world, first_host, launch, pick_device
+from shardwise.training.stop import StopRequest
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
 BATCH_SCRIPT = {
@@ -88,6 +89,21 @@ def hang_on_last(cfg: RunConfig, mesh: Mesh) -> None:
 
 def stopped(cfg: RunConfig, mesh: Mesh) -> None:
     raise Stopped(signal.SIGTERM, 3, "checkpoints/step-3")
+
+
+def finish_a_step(cfg: RunConfig, mesh: Mesh) -> None:
+    with StopRequest() as stop:
+        Path(cfg.training.output_dir, f"pid-{os.getpid()}").touch()
+        while not stop.agreed(mesh):
+            time.sleep(0.01)
+    raise Stopped(stop.number, 3, "checkpoints/step-3")
+
+
+def finish_the_run(cfg: RunConfig, mesh: Mesh) -> None:
+    with StopRequest() as stop:
+        Path(cfg.training.output_dir, f"pid-{os.getpid()}").touch()
+        while not stop.agreed(mesh):
+            time.sleep(0.01)
 
 
 def sleep(cfg: RunConfig, mesh: Mesh) -> None:
@@ -352,9 +368,17 @@ def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
     assert not any(is_running(pid) for pid in pids)
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 128 + 15)])
-def test_processes_end_with_the_one_that_started_them(number, exit_code, start, tmp_path):
-    process = start(2, "sleep")
+@pytest.mark.parametrize(
+    ("number", "exit_code", "train"),
+    [
+        (signal.SIGKILL, -9, "sleep"),
+        (signal.SIGKILL, -9, "finish_a_step"),
+        (signal.SIGKILL, -9, "finish_the_run"),
+        (signal.SIGTERM, 128 + 15, "sleep"),
+    ],
+)
+def test_processes_end_with_the_one_that_started_them(number, exit_code, train, start, tmp_path):
+    process = start(2, train)
     pids = wait_for_pids(process, tmp_path)
     os.kill(process.pid, number)
     process.communicate(timeout=20)  # until nobody holds its pipes

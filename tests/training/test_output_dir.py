@@ -22,7 +22,7 @@ def leave_a_run(folder: Path) -> set[str]:
         (folder / name).write_text("{}")
     for name in ("adapter", "model", "checkpoints/step-3", "tensorboard", "data"):
         (folder / name).mkdir(parents=True)
-        (folder / name / "file").write_text("x")
+        (folder / name / ("checkpoint.json" if "step" in name else "file")).write_text("x")
     return {"notes.txt", "data"}
 
 
@@ -91,9 +91,41 @@ def test_a_run_that_goes_on_here_needs_no_overwrite_and_changes_nothing_yet(resu
 
 
 def test_a_run_that_goes_on_elsewhere_does_not_replace_another(tmp_path):
-    leave_a_run(tmp_path)
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+        leave_a_run(tmp_path / name)
     with pytest.raises(UserError, match="holds another run"):
-        claim(config(tmp_path, resume="elsewhere/checkpoints/step-3"), clear=True)
+        claim(config(tmp_path / "here", resume=str(tmp_path / "elsewhere/checkpoints/step-3")), clear=True)
+
+
+@pytest.mark.parametrize(
+    ("resume", "way_out"),
+    [
+        (".", "the newest is {}/checkpoints/step-3"),
+        ("nope", "they are checkpoints/step-N in the output_dir of a run"),
+        ("checkpoints/step-4", "they are checkpoints/step-N in the output_dir of a run"),
+    ],
+)
+def test_what_is_no_checkpoint_is_not_called_damaged(resume, way_out, tmp_path):
+    leave_a_run(tmp_path)
+    path = tmp_path / resume
+    with pytest.raises(UserError) as error:
+        claim(config(tmp_path, resume=str(path), overwrite=True), clear=True)
+    way_out = way_out.format(tmp_path)
+    assert str(error.value) == f"training.resume: {path} is no checkpoint, it has no checkpoint.json; {way_out}"
+    assert (tmp_path / "checkpoints" / "step-3").exists()
+
+
+def test_results_are_not_replaced_because_a_command_runs_again(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "model.tmp").mkdir()
+    claim(config(tmp_path, resume="auto"), clear=True)  # it died before anything was saved
+    assert names(tmp_path) == set()
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match="holds results, and no checkpoint to go on from; choose another folder"):
+        claim(config(tmp_path, resume="auto"), clear=True)
+    assert names(tmp_path) == {"metrics.jsonl", "model"}
 
 
 def test_checkpoints_alone_are_a_run(tmp_path):

@@ -137,3 +137,33 @@ def test_a_restart_goes_on_from_where_the_run_stands(resume, tmp_path, monkeypat
     cfg = config(tmp_path, resume=resume, max_restarts=3)
     assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 0
     assert given == [resume, resume, "auto", "auto"]
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_what_fails_after_the_results_are_saved_is_not_started_again(save_every, tmp_path, monkeypatch, capsys):
+    starts = []
+
+    def run_group(cfg: RunConfig, *_: Any) -> Ending:
+        starts.append(cfg.training.resume)
+        if save_every and len(starts) == 1:
+            make_checkpoints(tmp_path, "step-2")
+        else:
+            (tmp_path / "model").mkdir()
+        return Ending(1, "died", "error: died")
+
+    monkeypatch.setattr(launch, "_run_group", run_group)
+    cfg = config(tmp_path, max_restarts=3, save_every=save_every)
+    assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 1
+    assert starts == ([None, "auto"] if save_every else [None])
+    assert (tmp_path / "model").is_dir()
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == "error: died; the results were saved before, so it does not start again"
+
+
+def test_results_that_were_there_before_do_not_keep_a_run_from_starting_again(tmp_path, monkeypatch):
+    make_checkpoints(tmp_path, "step-2")
+    (tmp_path / "model").mkdir()
+    endings = iter([Ending(1, "died", "error: died"), None])
+    monkeypatch.setattr(launch, "_run_group", lambda *_: next(endings))
+    cfg = config(tmp_path, resume="latest", max_restarts=1)
+    assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 0

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import threading
 import time
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from shardwise.config import UserError
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training import export, loop, watchdog
 from shardwise.training.build import build
-from shardwise.training.checkpoint import Checkpointer
+from shardwise.training.checkpoint_folder import complete
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, run_config
+from tests.training.test_checkpoint import config, start_run
 
 SECONDS = 0.5
 
@@ -47,6 +51,21 @@ def hang_after_a_pause() -> None:
     hang_in_python()
 
 
+def write_for_long() -> None:
+    with watchdog.watched(), watchdog.paused():
+        time.sleep(60)
+
+
+def hang_beside_a_thread_that_writes() -> None:
+    threading.Thread(target=write_for_long, daemon=True).start()
+    hang_in_python()
+
+
+def wait_for_a_thread_that_hangs() -> None:
+    with ThreadPoolExecutor(1) as pool, watchdog.paused():
+        pool.submit(watchdog.watched()(hang_in_python)).result()
+
+
 def main(function, folder: Path) -> None:
     watchdog.GRACE_SECONDS = 0.5
     with watchdog.watch(SECONDS, folder / "stacks.txt", (folder / "called").touch):
@@ -63,7 +82,14 @@ def run(function, folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("function", "python_runs"), [(hang_in_python, True), (hang_in_c, False), (hang_after_a_pause, True)]
+    ("function", "python_runs"),
+    [
+        (hang_in_python, True),
+        (hang_in_c, False),
+        (hang_after_a_pause, True),
+        (hang_beside_a_thread_that_writes, True),
+        (wait_for_a_thread_that_hangs, True),
+    ],
 )
 def test_what_hangs_is_ended_with_its_stack(function, python_runs, tmp_path):
     start = time.monotonic()
@@ -80,23 +106,34 @@ def test_what_moves_or_is_paused_is_left_alone_for_longer_than_the_limit(functio
     assert {path.name for path in tmp_path.iterdir()} == {"done"}
 
 
-def save_on_a_slow_disk(folder: Path, seconds: list[float]) -> list[float] | str:
-    """On each rank work of so many seconds, as for a checkpoint, and a wait for the others."""
-    checkpointer = object.__new__(Checkpointer)
-    checkpointer._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=4 * SECONDS))
-    mine = seconds[dist.get_rank()]
-    with watchdog.watch(SECONDS, folder / f"stacks-{dist.get_rank()}.txt", lambda: None):
-        try:
-            return checkpointer._together(lambda: time.sleep(mine) or mine, folder)
-        except RuntimeError as error:
-            return str(error)
+def save(folder: Path, asynchronous: bool, seconds: list[float], limits: list[float]) -> None:
+    """Save with a disk that takes so many seconds on each rank, under such time limits."""
+    cfg = config(folder, async_save=asynchronous)
+    _, make_step, checkpointer = start_run(replace(cfg, parallel=replace(cfg.parallel, data="ddp")))
+    rank, write = dist.get_rank(), dcp.FileSystemWriter.write_data
+
+    def write_slowly(*args):
+        time.sleep(seconds[rank])
+        return write(*args)
+
+    dcp.FileSystemWriter.write_data = write_slowly
+    make_step(1)
+    with watchdog.watch(limits[rank], folder / f"stacks-{rank}.txt", lambda: None), checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
 
 
-def test_ranks_that_save_wait_for_one_with_a_slow_disk_but_not_for_ever(tmp_path):
-    slow = [0.0, 2 * SECONDS]
-    assert run_ranks(2, save_on_a_slow_disk, tmp_path, slow) == [slow, slow]
-    # One hangs: the other is told by the time-out of the save's own group.
-    assert "Timed out" in run_ranks(2, save_on_a_slow_disk, tmp_path, [0.0, 8 * SECONDS])[0]
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_save_takes_as_long_as_this_ranks_disk(asynchronous, tmp_path):
+    run_ranks(2, save, tmp_path, asynchronous, [0.0, 3.0], [60.0, 2.0])
+    assert [path.name for path in complete(tmp_path)] == ["step-1"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_who_waits_in_a_save_for_a_rank_that_hangs_is_ended_with_its_stack(asynchronous, tmp_path):
+    with pytest.raises(RuntimeError, match="rank 0 died without a word"):
+        run_ranks(2, save, tmp_path, asynchronous, [0.0, 60.0], [2.0, 60.0])
+    assert "in _together" in (tmp_path / "stacks-0.txt").read_text()
 
 
 def start_with_much_to_read(folder: Path) -> str:

@@ -7,12 +7,12 @@ several ranks hold one copy; nothing is gathered. Everything else stands in `che
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import Loaders
@@ -33,7 +35,7 @@ from shardwise.training.checkpoint_folder import METRICS, UNFINISHED, Manifest, 
 from shardwise.training.ending import RunError
 from shardwise.training.evaluate import Evaluation
 from shardwise.training.resume import Start, fingerprint
-from shardwise.training.watchdog import paused
+from shardwise.training.watchdog import beat, paused, watched
 
 
 class Checkpointer:
@@ -45,10 +47,13 @@ class Checkpointer:
         self._main = dist.get_rank() == 0
         self._model = fingerprint(cfg) if self._main else {}  # now, while the files are those that were loaded
         # Of its own: a save may go on beside the collectives of training, and has objects to send, not GPU tensors.
-        self._group = dist.new_group(backend="gloo")
+        # Its time-out is longer than the watchdog waits, whose end comes with stacks.
+        timeout = timedelta(seconds=2 * cfg.training.timeout_seconds)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._saved = start.step
+        self._judged_on = loaders.validation.corpus.fingerprint() if loaders.validation is not None else None
         best = start.manifest.best if start.manifest else None
         # One that is gone, or in another folder, cannot be kept: the next is the best again.
         there = best is not None and folder_of(self._output_dir, best["step"]).is_dir()
@@ -67,9 +72,12 @@ class Checkpointer:
     def after_step(self, step: int, evaluation: Evaluation | None) -> None:
         """Save if it is time to, or if the evaluation after this step is the best so far and that is to be kept."""
         training = self._cfg.training
-        bound = self._best["loss"] if self._best else math.inf
-        if training.keep_best and evaluation is not None and evaluation.loss < bound:
-            self._best = {"step": step, "loss": evaluation.loss}
+        if training.keep_best and evaluation is not None:
+            judged_on = {"tokens": evaluation.tokens, "documents": self._judged_on}
+            # A loss on other text is no rival: with a resume the validation set may have changed.
+            rival = self._best if self._best is not None and judged_on.items() <= self._best.items() else None
+            if rival is None or evaluation.loss < rival["loss"]:
+                self._best = {"step": step, "loss": evaluation.loss, **judged_on}
         best = self._best is not None and self._best["step"] == step
         due = training.save_every > 0 and (step % training.save_every == 0 or step == training.steps)
         if due or best:
@@ -96,7 +104,7 @@ class Checkpointer:
         metrics = (self._output_dir / METRICS).read_bytes() if self._main else b""
         if self._cfg.training.async_save:
             copies = {key: tensor.to("cpu", copy=True) for key, tensor in portable}
-            self._writing = self._thread.submit(self._write, manifest, copies, metrics)
+            self._writing = self._thread.submit(watched()(self._write), manifest, copies, metrics)
         else:
             self._write(manifest, dict(portable), metrics)
 
@@ -112,20 +120,28 @@ class Checkpointer:
         """Wait until nothing is being written; raise what went wrong in writing."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            with paused():  # the thread that writes is watched itself
+                writing.result()
 
     def _write(self, manifest: Manifest, tensors: dict[str, torch.Tensor], metrics: bytes) -> None:
         folder = folder_of(self._output_dir, manifest.step)
         unfinished = folder.with_name(folder.name + UNFINISHED)
-        writer = dcp.FileSystemWriter(unfinished)  # waits for the disk, file by file
+        writer = _Writer(unfinished)
 
+        @paused()
+        def begin() -> None:
+            unfinished.mkdir(parents=True)
+
+        @paused()
         def write_metrics() -> None:
             folders.write_synced(unfinished / METRICS, metrics)
 
+        @paused()
         def check() -> dict[str, dict[str, Any]]:
             names = sorted(path.name for path in unfinished.iterdir())
             return folders.checksums(unfinished, names[dist.get_rank() :: dist.get_world_size()])
 
+        @paused()
         def finish() -> None:
             folders.write_manifest(unfinished, replace(manifest, files=files))
             folders.publish(unfinished, folder)
@@ -134,7 +150,7 @@ class Checkpointer:
             folders.prune(self._output_dir, manifest.step, self._cfg.training.keep_last)
 
         try:
-            self._on_main(lambda: unfinished.mkdir(parents=True), folder)
+            self._on_main(begin, folder)
             self._together(lambda: dcp.save(tensors, storage_writer=writer, process_group=self._group), folder)
             self._on_main(write_metrics, folder)
             files = {name: known for part in self._together(check, folder) for name, known in part.items()}
@@ -148,17 +164,33 @@ class Checkpointer:
         self._together(work if self._main else lambda: None, folder)
 
     def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
-        """What `work` gives on every rank, in rank order; RunError on every rank if it failed on one."""
+        """What `work` gives on every rank, in rank order; RunError on every rank if it failed on one.
+
+        A rank that is done waits for the others no longer than for a step: its time runs while it waits, and only files
+        of its own stop it.
+        """
         result, reason = None, None
-        with paused():  # a rank that is done waits for one whose disk is slow
-            try:
-                result = work()
-            except (Exception, CheckpointException) as error:  # the latter is no Exception
-                reason = _reason(error, folder)
-            results = of_every_rank((result, reason), self._group)
+        try:
+            result = work()
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            reason = _reason(error, folder)
+        results = of_every_rank((result, reason), self._group)
+        beat()
         if reasons := [reason for _, reason in results if reason is not None]:
             raise RunError(f"checkpoint {folder.name} could not be written: {min(reasons)[1]}")
         return [result for result, _ in results]
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Waits for the disk, file by file, for as long as that takes; only what lies between its files is timed."""
+
+    @paused()
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        return super().write_data(plan, planner)
+
+    @paused()
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
 
 
 def restore(start: Start, job: Job, cfg: RunConfig) -> None:

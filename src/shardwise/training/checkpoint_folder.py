@@ -36,7 +36,7 @@ class Manifest:
     loader: dict[str, Any]  # where every slot of the global batch is in its stream
     loss_scale: dict[str, Any]  # float16's, where it stands
     model: dict[str, str]  # by which the files of `model.path` are known
-    best: dict[str, Any] | None = None  # step and loss of this run's checkpoint with the lowest validation loss so far
+    best: dict[str, Any] | None = None  # this run's checkpoint with the lowest loss so far: step, loss, of which text
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes, sha256
     format: int = FORMAT
 

@@ -230,15 +230,20 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> i
             ending = _run_group(cfg, nproc, train, asked)
             if ending is None:
                 return 0
-            again = ending.status in ("failed", "timeout") and attempt < restarts and not asked
+            may_restart = ending.status in ("failed", "timeout") and attempt < restarts and not asked
+            new = {path.name for path, _ in _published(cfg) - before}
+            finished = not new.isdisjoint(output_dir.RESULTS)
+            again = may_restart and not finished
             tail = f"; starting again ({attempt + 1} of {restarts})" if again else ""
+            if may_restart and finished:
+                tail = "; the results were saved before, so it does not start again"
             if sys.stdout.isatty():
                 print()  # rank 0 may have been ended in the middle of the line of its progress bar
             if ending.text:
                 print(f"{ending.text}{tail}", file=sys.stderr, flush=True)
             if not again:
                 break
-            if _published(cfg) - before:
+            if new:
                 cfg = replace(cfg, training=replace(cfg.training, resume="auto"))
             else:  # it died before its first checkpoint: once more from where it began
                 cfg = replace(cfg, training=replace(cfg.training, overwrite=True))
@@ -248,8 +253,9 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> i
 
 
 def _published(cfg: RunConfig) -> set[tuple[Path, int]]:
-    """The checkpoints in the output folder, with the time in nanoseconds: one may take the name of another."""
-    return {(path, path.stat().st_mtime_ns) for path in complete(cfg.training.output_dir)}
+    """Checkpoints and results in the output folder, with the time in nanoseconds: one may take the name of another."""
+    folder = cfg.training.output_dir
+    return {(path, path.stat().st_mtime_ns) for path in [*complete(folder), *output_dir.results(folder)]}
 
 
 def _run_group(cfg: RunConfig, nproc: int, train: Train | None, asked: list[int]) -> Ending | None:
@@ -310,6 +316,15 @@ def _process_main(cfg: RunConfig, train: Train | None, folder: str) -> None:
         sys.stderr.flush()
         if ending.status != "stopped":  # that is no failure, for which the launcher would kill the others
             os._exit(ending.exit_code)  # an orderly exit could wait on the device for a collective that no peer joins
+    # Torch elastic keeps a process that is done until the launcher has heard of it: for ever, if that was killed.
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+
+
+def _end_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(FAILED)
 
 
 def _report_path(folder: str, rank: int) -> Path:

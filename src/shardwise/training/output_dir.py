@@ -8,12 +8,14 @@ from pathlib import Path
 
 from shardwise.config import RunConfig, UserError
 from shardwise.metrics.record import RunRecord, Status
-from shardwise.training.checkpoint_folder import CHECKPOINTS, METRICS, complete
+from shardwise.training.checkpoint_folder import CHECKPOINTS, MANIFEST, METRICS, UNFINISHED, complete
 
 RECORD = "record.json"
 FILES = (RECORD, METRICS, "non-finite-step-*-rank-*.json")
 """The files that a run writes, as patterns, but for stacks: a rank may have its file open before another clears."""
-FOLDERS = ("adapter", "model", CHECKPOINTS, "tensorboard")
+RESULTS = ("adapter", "model")
+"""The folders of what was trained, there once they are whole."""
+FOLDERS = (*RESULTS, *(name + UNFINISHED for name in RESULTS), CHECKPOINTS, "tensorboard")
 """The folders that a run writes."""
 
 
@@ -25,6 +27,7 @@ def claim(cfg: RunConfig, clear: bool) -> None:
     checkpoint in this folder leaves everything as it is until the checkpoint is found whole: see `go_on`.
     """
     folder = Path(cfg.training.output_dir)
+    _check_is_checkpoint(cfg.training.resume)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -32,12 +35,14 @@ def claim(cfg: RunConfig, clear: bool) -> None:
     _check_inputs_stay(folder, cfg.model.path, cfg.model.tokenizer)
     if _goes_on_here(cfg, folder):
         return
-    again = cfg.training.resume == "auto"  # of a run that died before its first checkpoint nothing is kept
+    auto = cfg.training.resume == "auto"
+    again = auto and not results(folder)  # of a run that died before its first checkpoint nothing is kept
     if not ((folder / RECORD).exists() or (folder / METRICS).exists() or complete(folder)):
         return
     if not (cfg.training.overwrite or again or _was_refused(folder)):
+        held = "results, and no checkpoint to go on from" if auto else "another run"
         raise UserError(
-            f"training.output_dir {folder} holds another run; choose another folder, or set training.overwrite=true"
+            f"training.output_dir {folder} holds {held}; choose another folder, or set training.overwrite=true"
         )
     _check_inputs_stay(folder, cfg.training.resume)
     if clear:
@@ -46,6 +51,11 @@ def claim(cfg: RunConfig, clear: bool) -> None:
                 path.unlink()
         for name in FOLDERS:
             shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def results(folder: str | Path) -> list[Path]:
+    """What was trained, as far as it was saved to its end."""
+    return [path for name in RESULTS if (path := Path(folder, name)).is_dir()]
 
 
 def go_on(cfg: RunConfig, metrics: Path) -> None:
@@ -71,6 +81,14 @@ def record_failure(cfg: RunConfig, status: Status, reason: str) -> None:
         status = "failed"
     with contextlib.suppress(OSError):  # a full disk, two ranks at once: what matters is the error that is told next
         RunRecord(status, cfg.to_dict(), reason, environment()).write(folder / RECORD)
+
+
+def _check_is_checkpoint(resume: str | None) -> None:
+    if resume in (None, "latest", "latest-good", "auto") or Path(resume, MANIFEST).exists():
+        return
+    found = complete(resume)
+    way_out = f"the newest is {found[0]}" if found else "they are checkpoints/step-N in the output_dir of a run"
+    raise UserError(f"training.resume: {resume} is no checkpoint, it has no {MANIFEST}; {way_out}")
 
 
 def _goes_on_here(cfg: RunConfig, folder: Path) -> bool:

@@ -1,7 +1,8 @@
 """The end of a run that hangs: when nothing has moved for too long, every rank tells where it stands, and ends.
 
-There is one watchdog in a process, as there is one main thread to watch; what makes progress says so with `beat`, and
-what may take as long as disks and networks do stands in `paused`.
+There is one watchdog in a process. It watches the main thread, and another while that is in `watched`; each has a time
+of its own. What makes progress says so with `beat`, and what may take as long as disks and networks do stands in
+`paused`.
 """
 
 from __future__ import annotations
@@ -12,40 +13,62 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 GRACE_SECONDS = 5.0
 """How much later a process ends whose Python threads do not run any more."""
 
-_last_beat = [0.0]
-_pauses: set[object] = set()
+
+@dataclass
+class _Clock:
+    """The time of one thread."""
+
+    last_beat: float
+    num_pauses: int = 0
+
+
+_clocks: dict[int, _Clock] = {}
+"""By thread; a thread that nobody watches has none."""
 
 
 def beat() -> None:
-    """Something was finished: a step, an evaluated batch, a checkpoint. The time starts anew."""
-    _last_beat[0] = time.monotonic()
+    """Something was finished: a step, an evaluated batch, a checkpoint. The time of this thread starts anew."""
+    if (clock := _clocks.get(threading.get_ident())) is not None:
+        clock.last_beat = time.monotonic()
 
 
 @contextlib.contextmanager
 def paused() -> Generator[None]:
-    """Let the block take as long as it wants, in any thread: nobody knows what reading or writing files takes.
+    """Let the block take as long as this thread wants: nobody knows what reading or writing files takes.
 
-    Where it is this rank's own work, those that wait for it outside of such a block end the run if it takes too long.
-    Where the block waits for others, their process group's own time-out ends it, without stacks.
+    Those that wait for it outside of such a block end the run if it takes too long. So where ranks wait for each other
+    does not belong into one: there only their process group's own time-out would end it, without stacks.
     """
-    this = object()
-    _pauses.add(this)
+    clock = _clocks.get(threading.get_ident()) or _Clock(0.0)
+    clock.num_pauses += 1
     try:
         yield
     finally:
         beat()
-        _pauses.remove(this)
+        clock.num_pauses -= 1
+
+
+@contextlib.contextmanager
+def watched() -> Generator[None]:
+    """Watch this thread, too, while it is in the block."""
+    this = threading.get_ident()
+    _clocks[this] = _Clock(time.monotonic())
+    try:
+        yield
+    finally:
+        del _clocks[this]
 
 
 @contextlib.contextmanager
 def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Generator[None]:
-    """End this process with exit code 1 once `seconds` have passed without a `beat`.
+    """End this process with exit code 1 once a watched thread, as this one is, has been without `beat` for `seconds`.
 
     Before that the stacks of all its threads are written to `stacks`, and `at_timeout` is called. It is done by a
     thread; where a call into C keeps all Python threads from running, the interpreter's own watchdog, which needs
@@ -54,16 +77,22 @@ def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Gener
     """
     over = threading.Event()
 
+    def oldest() -> float:
+        clocks = list(_clocks.values())
+        for clock in clocks:
+            if clock.num_pauses:
+                clock.last_beat = time.monotonic()
+        return min(clock.last_beat for clock in clocks)
+
     def arm(file: TextIO) -> float:
-        late = _last_beat[0] + seconds + GRACE_SECONDS - time.monotonic()
+        armed = oldest()
+        late = armed + seconds + GRACE_SECONDS - time.monotonic()
         faulthandler.dump_traceback_later(max(late, 0.1), exit=True, file=file)
-        return _last_beat[0]
+        return armed
 
     def guard(file: TextIO, armed: float) -> None:
         while not over.wait(min(1.0, seconds / 10)):
-            if _pauses:
-                beat()
-            if _last_beat[0] != armed:
+            if oldest() != armed:
                 armed = arm(file)
             if time.monotonic() > armed + seconds:
                 faulthandler.dump_traceback(file, all_threads=True)
@@ -71,8 +100,7 @@ def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Gener
                 at_timeout()
                 os._exit(1)
 
-    beat()
-    with stacks.open("w", encoding="utf-8") as file:
+    with watched(), stacks.open("w", encoding="utf-8") as file:
         thread = threading.Thread(target=guard, name="watchdog", args=(file, arm(file)), daemon=True)
         thread.start()
         try:
