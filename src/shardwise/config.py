@@ -239,7 +239,7 @@ class Training(Section):
     max_restarts: int = 0
     """How often a group of processes is started again, from the last checkpoint, after one of them died."""
     timeout_seconds: float = 600.0
-    """How long a step, or a wait for others (in a save too), may take before the run ends with the stacks of every rank."""
+    """How long a step, or a wait for others (in a save too), may take before the run ends with every rank's stacks."""
     sample: str | None = None
     """A prompt to continue greedily when training ends."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
