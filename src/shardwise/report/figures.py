@@ -137,7 +137,7 @@ def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
     listed = [_listed(cells) for _, cells in groups]
     figure, axes = grid(len(groups), 2, [max(2.8, 0.2 * len(rows)) for rows in listed], [1.6, 1.0])
     unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for _, cells in groups for row in cells), default=1))
-    numbered: list[tuple[Axes, list[tuple[float, float, str, bool]]]] = []
+    numbered: list[tuple[Axes, list[tuple[float, float, str, bool]], list[tuple[float, float]]]] = []
     others: list[Row] = []
     for (title, cells), rows, (panel, names) in zip(groups, listed, axes, strict=True):
         panel.set_title(title)
@@ -159,7 +159,8 @@ def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
             mark["markeredgecolor"] = colour("faint") if is_listed else style.colour
             panel.plot(*points[row.plan.id], linestyle="none", markeredgewidth=1.2, color="none", **mark)
             others += [] if is_listed else [row]
-        numbered.append((panel, [(*points[row.plan.id], str(i), row in front) for i, row in enumerate(rows, 1)]))
+        with_numbers = [(*points.pop(row.plan.id), str(i), row in front) for i, row in enumerate(rows, 1)]
+        numbered.append((panel, with_numbers, [*points.values()]))
         panel.margins(x=0.14, y=0.16)
         panel.set_xlabel(f"peak memory, {unit_name}   (← less is better)")
         panel.set_ylabel("tokens/s   (more is better →)")
@@ -168,8 +169,8 @@ def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
         _list(names, rows, len(front))
     legend(figure, others, look, {}, dashes=False)
     settle(figure)
-    for panel, points_of_panel in numbered:
-        number_points(panel, points_of_panel)
+    for panel, with_numbers, without in numbered:
+        number_points(panel, with_numbers, without)
     doubtful = any(row.state == "unchecked" for _, cells in groups for row in cells)
     unchecked = " An unchecked cell is on it only where none is known to be right." if doubtful else ""
     return Drawn(
@@ -194,9 +195,9 @@ def _listed(cells: Sequence[Row]) -> list[Row]:
 def _list(panel: Axes, rows: Sequence[Row], num_front: int) -> None:
     """The numbered cells by name: the front, leanest first, then the others."""
     panel.set_axis_off()
-    panel.set_title("On the Pareto front, leanest first" if num_front else "No cell has both figures")
-    roomy = len(rows) <= 7
-    line = 0.13 if roomy else 1 / (len(rows) + 0.5)
+    panel.set_title("Pareto front, leanest first" if num_front else "No cell has both figures")
+    roomy = len(rows) <= 9
+    line = min(0.13, 1 / (len(rows) + 0.5))
     for place, row in enumerate(rows):
         on_front = place < num_front
         top = 0.98 - (place + (0.4 if not on_front and num_front else 0)) * line
@@ -206,7 +207,7 @@ def _list(panel: Axes, rows: Sequence[Row], num_front: int) -> None:
         panel.text(0.09, top, printable(row.name, NAME), fontsize=8.5, color=ink, **told)
         if roomy:
             figures = f"{size(row.peak_memory_bytes)}, {number(row.tokens_per_second)} tokens/s"
-            panel.text(0.09, top - 0.06, figures, fontsize=7.5, color=colour("muted"), **told)
+            panel.text(0.09, top - 0.052, figures, fontsize=7.5, color=colour("muted"), **told)
 
 
 def steps(groups: Groups, look: dict[str, Look]) -> Drawn:

@@ -193,26 +193,33 @@ def line_style(row: Row, look: Look) -> Mapping[str, Any]:
     return {"color": look.colour, "linestyle": look.dash, "linewidth": 1.3, "marker": look.marker, "markersize": 4.5}
 
 
-def number_points(panel: Axes, points: Sequence[tuple[float, float, str, bool]]) -> None:
-    """Numbers in circles on their points, filled where so asked; one that has no room there stands beside, on a line.
+def number_points(
+    panel: Axes, points: Sequence[tuple[float, float, str, bool]], others: Sequence[tuple[float, float]]
+) -> None:
+    """Numbers in circles on their points, filled where so asked; one with no room there, clear of `others`, is moved.
 
     For a figure that is settled.
     """
     dots = panel.figure.dpi / 72
     step = 17 * dots
-    taken: list[tuple[float, float]] = []
-    ways = [(0.0, 0.0)]
-    ways += [(r * math.cos(i * math.pi / 6), r * math.sin(i * math.pi / 6)) for r in (1, 2, 3) for i in range(12)]
+    leash = {"arrowstyle": "-", "color": colour("muted"), "linewidth": 0.9, "shrinkA": 0, "shrinkB": 0}
+    taken = [tuple(panel.transData.transform(point)) for point in others]
+    turns = [sign * i * math.pi / 6 for i in range(7) for sign in (1, -1)]
     for x, y, text, filled in points:
         at = panel.transData.transform((x, y))
-        places = [(at[0] + dx * step, at[1] + dy * step) for dx, dy in ways]
+        away = math.pi * (0.75 if filled else -0.25)  # the front rises: left of it and above there is nothing
+        ways = [(r * math.cos(away + turn), r * math.sin(away + turn)) for r in (1, 1.5, 2, 3) for turn in turns]
+        places = [(at[0] + dx * step, at[1] + dy * step) for dx, dy in [(0.0, 0.0), *ways]]
         free = (place for place in places if all(math.dist(place, other) >= 0.99 * step for other in taken))
         place = next(free, places[0])
         taken.append(place)
+        moved = ((place[0] - at[0]) / dots, (place[1] - at[1]) / dots)
+        if place != places[0]:  # below every number
+            panel.annotate("", (x, y), xytext=moved, textcoords="offset points", arrowprops=leash, zorder=3)
         panel.annotate(
             text,
             (x, y),
-            xytext=((place[0] - at[0]) / dots, (place[1] - at[1]) / dots),
+            xytext=moved,
             textcoords="offset points",
             ha="center",
             va="center",
@@ -224,7 +231,6 @@ def number_points(panel: Axes, points: Sequence[tuple[float, float, str, bool]])
                 "facecolor": colour("accent" if filled else "paper"),
                 "edgecolor": colour("accent" if filled else "faint"),
             },
-            arrowprops={"arrowstyle": "-", "color": colour("faint"), "linewidth": 0.8} if place != places[0] else None,
             zorder=5 if filled else 4,
         )
 
