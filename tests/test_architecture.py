@@ -37,6 +37,7 @@ FORBIDDEN = {
     "metrics/record.py": ("torch", "transformers", "shardwise.models"),
     "config.py": ("torch", "transformers"),
     "benchmark": ("torch", "transformers"),
+    "schedule": ("torch", "transformers", "matplotlib"),
 }
 
 

@@ -1,0 +1,233 @@
+"""Splits against brute force on small models, and against bounds worked out by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import UserError
+from shardwise.schedule.costs import Cost, effective
+from shardwise.schedule.orders import ORDERS, Pipeline
+from shardwise.schedule.simulate import Work, times
+from shardwise.schedule.split import bottleneck, bound_seconds, predict, search, split
+
+CASES = [  # schedule, ranks, chunks per rank
+    ("gpipe", 3, 1),
+    ("1f1b", 3, 1),
+    ("interleaved-1f1b", 2, 2),
+    ("looped-bfs", 2, 2),
+    ("interleaved-zero-bubble", 2, 2),
+    ("zbv", 2, 2),
+    ("dualpipe-v", 2, 2),
+]
+
+
+def unit(seconds: float, **more: object) -> Cost:
+    """A frozen layer with adapters: as much backward as forward, and no weight gradients."""
+    return Cost("unit", seconds, seconds, 0.0, **{"activation_bytes": 1, "output_bytes": 1, **more})
+
+
+def model(*layers: float, head: float = 0.0) -> list[Cost]:
+    return [unit(0.0), *map(unit, layers), unit(head)]
+
+
+def every_split(num_units: int, num_chunks: int) -> list[tuple[int, ...]]:
+    return [(0, *cuts, num_units) for cuts in combinations(range(1, num_units), num_chunks - 1)]
+
+
+def random_model(draw: random.Random, layers: int) -> list[Cost]:
+    return [
+        Cost(
+            str(i),
+            float(draw.randint(1, 9)),
+            float(draw.randint(0, 9)),
+            float(draw.randint(0, 5)),
+            activation_bytes=draw.randint(0, 9),
+            output_bytes=draw.randint(1, 9),
+            weight_bytes=draw.randint(0, 30),
+            parameters=draw.randint(1, 9),
+            trainable=draw.random() < 0.5,
+        )
+        for i in range(layers + 2)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=2, max_size=9), st.data())
+def test_bottleneck_is_exact(values, data):
+    num_chunks = data.draw(st.integers(1, len(values)))
+    sums = np.concatenate([[0], np.cumsum(values)])
+    factors = data.draw(st.lists(st.integers(1, 3), min_size=num_chunks, max_size=num_chunks))  # a chunk's own cost
+    tables = []
+    for factor in factors:
+        table = (sums[None] - sums[:, None]) * float(factor)
+        table[np.tril_indices(len(sums))] = math.inf
+        tables.append(table)
+
+    def worst(boundaries: tuple[int, ...]) -> int:
+        return max(f * sum(values[a:b]) for f, (a, b) in zip(factors, pairwise(boundaries), strict=True))
+
+    found, reached = bottleneck(tables)
+    assert reached == min(map(worst, every_split(len(values), num_chunks)))
+    assert worst(tuple(found.tolist())) == reached
+    assert (np.diff(found) > 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(CASES), st.integers(0, 10**6))
+def test_balanced_is_the_shortest_step_of_all(case, seed):
+    schedule, p, v = case
+    units = random_model(random.Random(seed), 5)
+    pipeline = Pipeline(schedule, p, 6, v, latency_seconds=0.5, bytes_per_second=2.0)
+    steps = [predict(units, cut, pipeline).timeline.seconds for cut in every_split(len(units), p * v)]
+    found = split("balanced", units, pipeline)
+    assert found.timeline.seconds == pytest.approx(min(steps), rel=1e-8)  # the search rounds at 1e-9 of all work
+    assert found.timeline.seconds >= bound_seconds(units, pipeline)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(CASES), st.integers(0, 10**6))
+def test_the_memory_limit_is_met_or_the_smallest_one_named(case, seed):
+    schedule, p, v = case
+    units = random_model(random.Random(seed), 5)
+    pipeline = Pipeline(schedule, p, 6, v)
+    all_splits = [predict(units, cut, pipeline) for cut in every_split(len(units), p * v)]
+    least = min(max(one.memory_bytes) for one in all_splits)
+    if least:
+        with pytest.raises(UserError, match=rf"no split.*; {least} bytes"):
+            split("balanced", units, pipeline, limit_bytes=least - 1)
+    limit = least + seed % 20
+    found = split("balanced", units, pipeline, limit_bytes=limit)
+    fitting = [one.timeline.seconds for one in all_splits if max(one.memory_bytes) <= limit]
+    assert max(found.memory_bytes) <= limit
+    assert found.timeline.seconds == pytest.approx(min(fitting), rel=1e-8)
+
+
+def test_the_search_finds_what_brute_force_finds():
+    """Where there are too many splits to try: nearly always the best, never far from it."""
+    draw = random.Random(0)
+    ratios = []
+    for i in range(140):
+        schedule, p, v = CASES[i % len(CASES)]
+        costs = effective(random_model(draw, 8), schedule)
+        pipeline = Pipeline(schedule, p, 6, v)
+        found, _ = search(costs, pipeline)
+        every = np.array([found, *every_split(len(costs), p * v)])
+        steps = times(pipeline, Work.of(costs, every))[1].max(axis=0)
+        ratios.append(steps[0] / steps.min())
+    assert sum(ratio < 1 + 1e-8 for ratio in ratios) >= 0.9 * len(ratios)
+    assert max(ratios) < 1.05
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-zero-bubble"])
+def test_with_one_chunk_per_rank_the_search_knows_the_smallest_limit(schedule):
+    draw = random.Random(2)
+    for _ in range(10):
+        units, pipeline = random_model(draw, 8), Pipeline(schedule, 4, 6)
+        least = min(max(predict(units, cut, pipeline).memory_bytes) for cut in every_split(len(units), 4))
+        assert search(effective(units, schedule), pipeline, limit_bytes=0)[1] == least
+        assert search(effective(units, schedule), pipeline, limit_bytes=least)[1] == 0
+
+
+@pytest.mark.parametrize(("schedule", "p", "v"), [("1f1b", 8, 1), ("interleaved-1f1b", 4, 4), ("zbv", 8, 2)])
+def test_the_search_is_no_worse_than_where_it_starts(schedule, p, v):
+    units = random_model(random.Random(1), 24)
+    pipeline = Pipeline(schedule, p, 2 * p, v)
+    found, uniform = split("balanced", units, pipeline), split("uniform", units, pipeline)
+    assert found.timeline.seconds < uniform.timeline.seconds
+    limit = max(uniform.memory_bytes)
+    limited = split("balanced", units, pipeline, limit_bytes=limit)
+    assert max(limited.memory_bytes) <= limit
+    assert limited.timeline.seconds <= uniform.timeline.seconds
+    with pytest.raises(UserError, match="no split") as error:
+        split("balanced", units, pipeline, limit_bytes=1)
+    named = int(str(error.value).split("; ")[1].split(" bytes")[0])
+    assert max(split("balanced", units, pipeline, limit_bytes=named).memory_bytes) <= named
+
+
+def test_a_large_model_is_quick():
+    sums = np.arange(131.0)
+    table = sums[None] - sums[:, None]
+    table[np.tril_indices(131)] = math.inf
+    started = time.perf_counter()
+    _, worst = bottleneck([table] * 64)  # 128 layers, embedding and head; 16 ranks x 4
+    assert time.perf_counter() - started < 1.0
+    assert worst == 3.0  # 130 units over 64 chunks
+
+
+def test_a_heavy_head_costs_a_uniform_split_two_fifths():
+    # 24 layers, a head worth 9 of them, 4 ranks: 6 + 9 against the head alone, with 8 layers on each other rank.
+    units, pipeline = model(*[1.0] * 24, head=9.0), Pipeline("1f1b", 4, 64)
+    uniform, balanced = split("uniform", units, pipeline), split("balanced", units, pipeline)
+    assert max(chunk.seconds for chunk in uniform.chunks) == 2 * 15
+    assert max(chunk.seconds for chunk in balanced.chunks) == 2 * 9
+    assert balanced.boundaries[-2:] == (25, 26)
+    assert bound_seconds(units, pipeline) == 64 * 2 * 9
+
+
+def test_adapters_on_the_upper_half_gain_a_third():
+    # 32 layers of 1 + 1, the upper 16 trained, so the lower 16 are 1 + 0. Uniform 16 and 32; 16 + 4 x 2 = 12 x 2 = 24.
+    units = [unit(0.0, trainable=False), *(unit(1.0, trainable=i >= 16) for i in range(32)), unit(0.0, trainable=False)]
+    pipeline = Pipeline("1f1b", 2, 300)
+    uniform, balanced = split("uniform", units, pipeline), split("balanced", units, pipeline)
+    assert [chunk.seconds for chunk in uniform.chunks] == [16, 32]
+    assert [chunk.seconds for chunk in balanced.chunks] == [24, 24]
+    assert bound_seconds(units, pipeline) == 300 * 24
+    # The first rank's forward before, and its backward of the last micro-batch after the last rank's.
+    assert uniform.timeline.seconds == 16 + 300 * 32
+    assert uniform.timeline.seconds / balanced.timeline.seconds == pytest.approx(4 / 3, rel=0.01)
+    # Where the gradient goes down to the embedding, both halves cost the same.
+    assert [c.seconds for c in split("uniform", units, Pipeline("looped-bfs", 2, 300)).chunks] == [32, 32]
+
+
+def test_uniform_parameters_and_explicit():
+    units = [unit(0.0, parameters=n) for n in (90, 10, 10, 10, 10, 10, 10, 10, 60)]
+    pipeline = Pipeline("1f1b", 3, 4)
+    assert split("uniform", units, pipeline).boundaries == (0, 4, 6, 9)  # 3, 2 and 2 layers; embedding; head
+    assert max(chunk.parameters for chunk in split("parameters", units, pipeline).chunks) == 90
+    assert split([2, 5, 0], units, pipeline).boundaries == (0, 3, 8, 9)
+
+
+def test_memory_counts_what_is_in_flight():
+    units = [unit(1.0, weight_bytes=100, gradient_bytes=10, optimizer_bytes=20, activation_bytes=5)] * 6
+    # 1F1B on 3 ranks keeps 3, 2 and 1 micro-batches; two units a rank.
+    assert split("uniform", units[:5], Pipeline("1f1b", 3, 8)).memory_bytes == (260 + 30, 130 + 10, 260 + 10)
+    # ZB-V: both of a rank's chunks count.
+    assert split([1, 1, 1, 1], units, Pipeline("zbv", 2, 8, 2)).memory_bytes[1] == 260 + 5 * 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "p", "what"),
+    [
+        ("balanced", 5, "5 pipeline stages .* more than the model's 4 layers"),
+        ("uniform", 5, "more than the model's 4 layers"),
+        ([2, 2], 3, "does not cover the model; give 3 numbers of layers that add up to 4"),
+        ([2, 1, 0], 3, "add up to 4"),
+        ([5, -1, 0], 3, "add up to 4"),
+        ([2, 0, 2], 3, "a stage with nothing in it"),
+    ],
+)
+def test_wrong_splits_are_refused(mode, p, what):
+    with pytest.raises(UserError, match=what) as error:
+        split(mode, model(1, 1, 1, 1), Pipeline("1f1b", p, 8))
+    assert "\n" not in str(error.value)
+
+
+def test_a_split_that_is_given_has_to_meet_the_limit():
+    units = [unit(1.0, weight_bytes=10)] * 6
+    with pytest.raises(UserError, match=r"the uniform split takes .* let the split be balanced"):
+        split("uniform", units, Pipeline("1f1b", 2, 8), limit_bytes=20)
+
+
+def test_every_schedule_splits():
+    for schedule in ORDERS:
+        v = 1 if schedule in ("gpipe", "1f1b") else 2
+        found = split("balanced", model(*[1.0, 2.0] * 6, head=4.0), Pipeline(schedule, 4, 8, v))
+        assert len(found.chunks) == 4 * v
