@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from shardwise.config import UserError, _NoDuplicates, load_config
+from shardwise.config import UserError
+from shardwise.run_file import _NoDuplicates, load_config
 
 SECTIONS = """
 model: {path: base, init: random}

@@ -15,9 +15,10 @@ import yaml
 
 from shardwise.benchmark.sweep import read_sweep
 from shardwise.cli import build_parser
-from shardwise.config import Model, RunConfig, load_config, parse_config
+from shardwise.config import Model, RunConfig
 from shardwise.models import load
 from shardwise.models.save import save_model
+from shardwise.run_file import load_config, parse_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

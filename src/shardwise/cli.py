@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from shardwise import __version__
-from shardwise.config import Model, UserError, load_config
+from shardwise.config import Model, UserError
+from shardwise.run_file import load_config
 from shardwise.training.ending import guarded
 from shardwise.training.launch import launch
 

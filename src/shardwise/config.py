@@ -1,7 +1,7 @@
 """The run file: typed, strict, and the only way to say what a run does.
 
-The sections are plain frozen dataclasses, so a Python caller needs nothing but this module; `load_config` and
-`parse_config` check data from outside (a YAML file, command-line overrides) with pydantic.
+The sections are plain frozen dataclasses, so a Python caller needs nothing but this module; `run_file.py` checks what
+comes from outside (a YAML file, command-line overrides).
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
-
-import yaml
 
 DType = Literal["float32", "bfloat16"]
 
@@ -32,7 +29,8 @@ class Section:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """UserError with `message` unless `condition` holds."""
     if not condition:
         raise UserError(message)
 
@@ -77,10 +75,10 @@ class Lora(Section):
     """What the adapters are stored in: float32, or the model's own dtype."""
 
     def __post_init__(self) -> None:
-        _require(self.r >= 1, f"lora.r is {self.r}; give a rank of at least 1")
-        _require(math.isfinite(self.alpha), f"lora.alpha is {self.alpha}; give a number")
-        _require(self.targets != [], "lora.targets is an empty list; name linears, or leave the section out")
-        _require(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; give a value in [0, 1)")
+        require(self.r >= 1, f"lora.r is {self.r}; give a rank of at least 1")
+        require(math.isfinite(self.alpha), f"lora.alpha is {self.alpha}; give a number")
+        require(self.targets != [], "lora.targets is an empty list; name linears, or leave the section out")
+        require(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; give a value in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -111,16 +109,16 @@ class Data(Section):
     """Worker processes that tokenise, per rank; the batches do not depend on it."""
 
     def __post_init__(self) -> None:
-        _require(self.sequence_length >= 1, f"data.sequence_length is {self.sequence_length}; give at least 1")
-        _require(self.workers >= 0, f"data.workers is {self.workers}; give 0 or more")
+        require(self.sequence_length >= 1, f"data.sequence_length is {self.sequence_length}; give at least 1")
+        require(self.workers >= 0, f"data.workers is {self.workers}; give 0 or more")
         if self.weights is not None:
             num = 1 if isinstance(self.train, str) else len(self.train)
-            _require(
+            require(
                 len(self.weights) == num and all(0 < w < math.inf for w in self.weights),
                 f"data.weights is {self.weights}; give one positive number for each of the {num} entries of data.train",
             )
         if isinstance(self.validation, int | float):
-            _require(0.0 <= self.validation < 1.0, f"data.validation is {self.validation}; give a share in [0, 1)")
+            require(0.0 <= self.validation < 1.0, f"data.validation is {self.validation}; give a share in [0, 1)")
 
 
 @dataclass(frozen=True)
@@ -138,24 +136,62 @@ class Parallel(Section):
     which frozen weights take memory for gradients as if they were trained."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """fsdp2: keep the optimizer (its states and its step), or it and the sharded weights and gradients, on the CPU."""
+    pp: int = 1
+    """Pipeline: number of ranks that the layers are spread over."""
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipe-v"
+    ] = "1f1b"
+    """Pipeline: in which order a rank runs its micro-batches' forwards and backwards."""
+    virtual_stages: int | None = None
+    """Pipeline: stages per rank; null: 1 for gpipe and 1f1b, 2 for the others."""
+    split: Literal["balanced", "uniform", "parameters"] | list[int] = "balanced"
+    """Pipeline: `balanced`, the shortest step by measured costs (`shardwise split --profile`) or else by FLOPs;
+    `uniform`, as many layers in each stage; `parameters`, as many parameters; or the numbers of layers."""
+    memory_limit_gib: float | None = None
+    """Pipeline: what a rank may hold of weights, gradients, optimizer states and activations in flight, in GiB."""
+
+    @property
+    def num_virtual(self) -> int:
+        """Pipeline stages per rank."""
+        return self.virtual_stages or (1 if self.schedule in ("gpipe", "1f1b") else 2)
 
     def __post_init__(self) -> None:
         if self.data == "zero3":
             object.__setattr__(self, "data", "fsdp2")
-        _require(self.dp_replicate >= 1, f"parallel.dp_replicate is {self.dp_replicate}; give 1 or more")
-        _require(
+        require(self.pp >= 1, f"parallel.pp is {self.pp}; give 1 or more")
+        for key, default in (
+            ("schedule", "1f1b"),
+            ("virtual_stages", None),
+            ("split", "balanced"),
+            ("memory_limit_gib", None),
+        ):
+            value = getattr(self, key)
+            require(
+                self.pp > 1 or value == default,
+                f"parallel.{key} is {value}, for a pipeline; set parallel.pp to 2 or more",
+            )
+        require(
+            self.virtual_stages is None or self.virtual_stages >= 1,
+            f"parallel.virtual_stages is {self.virtual_stages}; give 1 or more, or leave it out",
+        )
+        require(
+            self.memory_limit_gib is None or self.memory_limit_gib > 0,
+            f"parallel.memory_limit_gib is {self.memory_limit_gib}; give a positive number, or leave it out",
+        )
+        require(self.dp_replicate >= 1, f"parallel.dp_replicate is {self.dp_replicate}; give 1 or more")
+        require(
             self.dp_replicate == 1 or self.data == "fsdp2",
             f"parallel.dp_replicate is for fsdp2 (HSDP), not {self.data}; leave it at 1",
         )
-        _require(
+        require(
             self.reshard_after_forward or self.data == "fsdp2",
             f"parallel.reshard_after_forward is for fsdp2, not {self.data}; leave it at true",
         )
-        _require(
+        require(
             self.fsdp1_wrap == "separate" or self.data == "fsdp1",
             f"parallel.fsdp1_wrap is for fsdp1, not {self.data}; leave it out",
         )
-        _require(
+        require(
             self.offload == "none" or self.data == "fsdp2",
             f"parallel.offload is for fsdp2, not {self.data}; leave it at none",
         )
@@ -186,10 +222,10 @@ class Optimizer(Section):
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay"):
             value = getattr(self, name)
-            _require(0 <= value < math.inf, f"optimizer.{name} is {value}; give a number of 0 or more")
-        _require(all(0 <= b < 1 for b in self.betas), f"optimizer.betas is {list(self.betas)}; give two in [0, 1)")
-        _require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}; give 0 or more")
-        _require(
+            require(0 <= value < math.inf, f"optimizer.{name} is {value}; give a number of 0 or more")
+        require(all(0 <= b < 1 for b in self.betas), f"optimizer.betas is {list(self.betas)}; give two in [0, 1)")
+        require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}; give 0 or more")
+        require(
             self.max_grad_norm is None or self.max_grad_norm > 0,
             f"optimizer.max_grad_norm is {self.max_grad_norm}; give a positive number, or null for no clipping",
         )
@@ -248,16 +284,14 @@ class Training(Section):
     """Replace what another run left in `output_dir`."""
 
     def __post_init__(self) -> None:
-        _require(bool(self.output_dir), "training.output_dir is empty; name a folder")
+        require(bool(self.output_dir), "training.output_dir is empty; name a folder")
         for name in ("steps", "global_batch_size", "micro_batch_size"):
-            _require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; give at least 1")
+            require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; give at least 1")
         for name in ("eval_every", "eval_batches", "save_every", "max_restarts"):
-            _require(getattr(self, name) >= 0, f"training.{name} is {getattr(self, name)}; give 0 or more")
-        _require(
-            self.checkpointing != [], "training.checkpointing is an empty list; name kinds of layers, or give none"
-        )
-        _require(self.keep_last >= 1, f"training.keep_last is {self.keep_last}; give at least 1")
-        _require(
+            require(getattr(self, name) >= 0, f"training.{name} is {getattr(self, name)}; give 0 or more")
+        require(self.checkpointing != [], "training.checkpointing is an empty list; name kinds of layers, or give none")
+        require(self.keep_last >= 1, f"training.keep_last is {self.keep_last}; give at least 1")
+        require(
             0 < self.timeout_seconds <= 1e6, f"training.timeout_seconds is {self.timeout_seconds}; give at most 1e6"
         )
 
@@ -276,7 +310,7 @@ class Measure(Section):
     """Experiment trackers; all but TensorBoard must be installed by you."""
 
     def __post_init__(self) -> None:
-        _require(self.warmup_steps >= 0, f"measure.warmup_steps is {self.warmup_steps}; give 0 or more")
+        require(self.warmup_steps >= 0, f"measure.warmup_steps is {self.warmup_steps}; give 0 or more")
 
 
 @dataclass(frozen=True)
@@ -292,97 +326,19 @@ class RunConfig(Section):
     measure: Measure = field(default_factory=Measure)
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             not self.training.keep_best or self.data.validation != 0,
             "training.keep_best needs a validation loss; set data.validation",
         )
-        _require(
+        require(
             self.data.packing != "isolated" or self.training.compile == "none",
             f"training.compile is {self.training.compile}, but with data.packing isolated layers meet new shapes in "
             "every micro-batch and would be compiled for each; set compile to none, or packing to concat or none",
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved config as plain data: `parse_config(cfg.to_dict()) == cfg`."""
+        """The resolved config as plain data: `run_file.parse_config(cfg.to_dict()) == cfg`."""
         return dataclasses.asdict(self)
-
-
-def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
-    """Check plain data against the sections above; raise UserError with one line for the first thing wrong."""
-    import pydantic  # here, so that a Python caller who builds RunConfig himself does not need it
-
-    try:
-        cfg = pydantic.TypeAdapter(RunConfig).validate_python(data)
-    except pydantic.ValidationError as error:
-        raise UserError(f"{source}: {_first_problem(error)}") from None
-    for section, keys in data.items():  # pydantic takes true for 1
-        for key, value in (keys or {}).items():
-            taken = getattr(getattr(cfg, section), key)
-            _require(
-                not isinstance(value, bool) or isinstance(taken, bool), f"{source}: {section}.{key} is not a switch"
-            )
-    return cfg
-
-
-def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a run file and apply `--section.key=value` overrides (values are YAML, so `null` and `[a, b]` work)."""
-    data = read_yaml(path, "a run file is a mapping of sections; see docs/reference/config.md")
-    for override in overrides or []:
-        _apply_override(data, override)
-    return parse_config(data, source=str(path))
-
-
-def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
-    """Read a YAML file whose content has to be a mapping; `what` tells the user so. A key given twice is an error."""
-    try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), _NoDuplicates)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the file ({error.strerror}); give the path of a YAML file") from None
-    except (yaml.YAMLError, ValueError) as error:  # bytes that are no text, dates that are none
-        raise UserError(f"{path}: not valid YAML ({error})") from None
-    _require(isinstance(data, dict), f"{path}: {what}")
-    return data
-
-
-class _NoDuplicates(yaml.SafeLoader):
-    """YAML's plain data, but a key given twice is an error: the second would win without a word."""
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        # As written: later what `<<` merges stands beside a mapping's own keys, which go before it.
-        node = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in node.value]
-        if twice := [key for key in keys if keys.count(key) > 1]:
-            raise yaml.YAMLError(f"the key {twice[0]} is given twice")
-        return node
-
-
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    key, equals, text = override.removeprefix("--").partition("=")
-    section, _, name = key.partition(".")
-    _require(bool(equals and section), f"{override}: write an override as --section.key=value")
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        raise UserError(f"{override}: the value is not valid YAML; quote it") from None
-    existing = data.get(section)
-    kept = existing if isinstance(existing, dict) else {}
-    data[section] = {**kept, name: value} if name else value  # the latter a whole section, such as --lora=null
-
-
-def _first_problem(error: Any) -> str:
-    # Unknown keys first: a misspelt required key also makes a "missing" error, and the spelling is the way out.
-    problem = min(error.errors(), key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"))
-    location = [str(part) for part in problem["loc"]]
-    if problem["type"] == "unexpected_keyword_argument":
-        return f"unknown key {'.'.join(location)}; {nearest(location[-1], known_keys(*location[:-1]))}"
-    if problem["type"] in ("missing", "missing_argument"):
-        return f"{'.'.join(location)} is missing; add it"
-    if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
-    wanted = " or ".join(
-        dict.fromkeys(e["msg"] for e in error.errors() if [str(p) for p in e["loc"][:2]] == location[:2])
-    )
-    return f"{'.'.join(location[:2])} is {problem['input']!r}: {wanted[:1].lower()}{wanted[1:]}"
 
 
 def nearest(name: str, known: Sequence[str], what: str = "keys") -> str:

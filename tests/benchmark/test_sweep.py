@@ -11,7 +11,8 @@ import yaml
 
 from shardwise.benchmark.fairness import check_group
 from shardwise.benchmark.sweep import ID_LENGTH, Sweep, read_sweep
-from shardwise.config import UserError, parse_config
+from shardwise.config import UserError
+from shardwise.run_file import parse_config
 from tests.benchmark.sweeps import BASE, STRATEGIES, sweep_file
 
 

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.cli import main
-from shardwise.config import load_config
 from shardwise.metrics.record import RunRecord
 from shardwise.models import load
+from shardwise.run_file import load_config
 from tests.integration import kill
 from tests.integration.test_train import CONFIGS, config, run_on
 

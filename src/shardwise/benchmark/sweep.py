@@ -14,8 +14,9 @@ from typing import Any
 
 from shardwise.benchmark import fairness
 from shardwise.benchmark.fairness import GLOBAL_BATCH, NPROC
-from shardwise.config import Training, UserError, known_keys, nearest, parse_config, read_yaml
+from shardwise.config import Training, UserError, known_keys, nearest
 from shardwise.metrics.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
+from shardwise.run_file import parse_config, read_yaml
 
 KEYS = ("title", "base", "set", "nproc", "rounds", "timeout_seconds", "reference", "axes")
 ID_LENGTH, MOST_CELLS = 80, 10_000

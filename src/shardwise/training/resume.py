@@ -8,10 +8,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.config import RunConfig, UserError, parse_config
+from shardwise.config import RunConfig, UserError
 from shardwise.data.state import LoaderState
 from shardwise.models import load
 from shardwise.parallel.reduce import of_every_rank
+from shardwise.run_file import parse_config
 from shardwise.training.checkpoint_folder import ABANDONED, Manifest, complete, damage, read_manifest, step_of
 
 MAY_DIFFER = frozenset(
