@@ -51,6 +51,21 @@ def test_figures_are_medians_with_their_range():
     assert record(run(10.0), run(20.0)).tokens_per_second == 15.0  # of an even number the mean of the middle two
 
 
+def pipeline(seconds: float, error: float | None = None) -> dict[str, Any]:
+    return {"measured": {"seconds": seconds, "bubble": seconds / 10}, "simulator_error_percent": error}
+
+
+def test_the_pipeline_is_that_of_the_middle_round():
+    made = record(*(run(pipeline=pipeline(seconds, seconds - 3)) for seconds in (5.0, 2.0, 4.0)))
+    assert made.pipeline == pipeline(4.0, 1.0)
+    assert made.spread["pipeline.seconds"] == [2.0, 5.0]
+    assert made.spread["pipeline.bubble"] == [0.2, 0.5]
+    assert made.spread["pipeline.simulator_error_percent"] == [-1.0, 2.0]
+    assert "pipeline.simulator_error_percent" not in record(run(pipeline=pipeline(1.0))).spread  # costs by FLOPs
+    untimed = {"measured": None, "simulator_error_percent": None}
+    assert record(run(pipeline=untimed)).pipeline == untimed
+
+
 def test_a_round_that_went_wrong_is_told_and_left_out():
     made = record(run(10.0), run(99.0, status="failed", reason="was killed"), run(20.0))
     assert (made.status, made.tokens_per_second, made.spread["tokens_per_second"]) == ("ok", 15.0, [10.0, 20.0])

@@ -192,7 +192,9 @@ def test_uniform_parameters_and_explicit():
     pipeline = Pipeline("1f1b", 3, 4)
     assert split("uniform", units, pipeline).boundaries == (0, 4, 6, 9)  # 3, 2 and 2 layers; embedding; head
     assert max(chunk.parameters for chunk in split("parameters", units, pipeline).chunks) == 90
-    assert split([2, 5, 0], units, pipeline).boundaries == (0, 3, 8, 9)
+    explicit = split([2, 5, 0], units, pipeline)
+    assert (explicit.boundaries, explicit.layers) == ((0, 3, 8, 9), (2, 5, 0))
+    assert predict(units, (0, 1, 6, 9), pipeline).layers == (0, 5, 2)
 
 
 def test_memory_counts_what_is_in_flight():

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Event, Timeline, simulate
-from shardwise.schedule.trace import chrome_trace, gantt
+from shardwise.schedule.trace import chrome_trace, gantt, pack, unpack
 from tests.schedule.test_simulate import cost
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -31,15 +31,32 @@ def test_a_trace_has_every_action_on_its_ranks_track():
         names = {event["name"]: event for event in events if event["ph"] == "M" and "tid" not in event}
         assert names["process_name"]["args"] == {"name": name}
         tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-        assert tracks == {0: "rank 0", 1: "rank 1"}
-        spans = [event for event in events if event["ph"] == "X"]
+        assert tracks == {0: "rank 0", 1: "rank 0 waits", 2: "rank 1", 3: "rank 1 waits"}
+        spans = [event for event in events if event["ph"] == "X" and event["cat"] != "wait"]
         assert len(spans) == len(timeline.events)
         for span, event in zip(spans, timeline.events, strict=True):
             assert span["name"] == f"{event.kind}{event.microbatch}"
-            assert span["tid"] == event.rank
+            assert span["tid"] == 2 * event.rank
             assert span["ts"] == event.start * 1e6
             assert span["ts"] + span["dur"] == pytest.approx(event.end * 1e6)
             assert span["args"] == {"chunk": event.chunk, "microbatch": event.microbatch}
+        for rank in (0, 1):
+            waits = [e["dur"] for e in events if e.get("cat") == "wait" and e["tid"] == 2 * rank + 1]
+            assert sum(waits) == pytest.approx(timeline.idle_seconds(rank) * 1e6)
+            assert len(waits) == len(timeline.waits(rank))
+    assert told["uniform"].waits(1)
+
+
+def test_a_packed_timeline_is_what_it_was_to_the_microsecond():
+    short = simulate(Pipeline("zbv", 2, 4, 2), [cost(0.0010004, 0.002, 0.003)] * 4)
+    again = unpack(pack(short))
+    assert again.num_ranks == 2
+    for event, same in zip(short.events, again.events, strict=True):
+        assert same[:4] == event[:4]
+        assert same[4:] == pytest.approx(event[4:], abs=0.51e-6)
+    for broken in ("F 0 0 1", "X 0 0 1 2", "F 0 0 1 two", ""):
+        with pytest.raises(ValueError, match=r"unpack|invalid literal"):
+            unpack([broken])
 
 
 def test_a_chart_is_xml_and_has_one_time_axis():

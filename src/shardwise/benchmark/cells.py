@@ -43,7 +43,8 @@ def cell_record(
 ) -> CellRecord:
     """The record of a cell with these rounds (at least one) and what each of them left.
 
-    Figures are medians over the rounds that went well; `environment` is added to the runs' own.
+    Figures are medians over the rounds that went well, but for `pipeline`, which is that of the round whose measured
+    step is the median; `environment` is added to the runs' own.
     """
     good = [record for record in records if record.status == "ok"]
     first = good[0] if good else records[0]
@@ -67,6 +68,8 @@ def cell_record(
         ] or None
         named = rates | {f"step_seconds.{name}": values for name, values in times.items()}
         named["peak_memory_bytes"] = [max(peak) for peak in peaks]
+        fields["pipeline"], of_pipelines = _pipeline(good)
+        named |= of_pipelines
         spread = {name: [min(values), max(values)] for name, values in named.items() if values}
     return CellRecord(
         **fields,
@@ -76,6 +79,19 @@ def cell_record(
         spread=spread,
         largest_round_difference=max((_difference(first.losses, record.losses) for record in good), default=0.0),
     )
+
+
+def _pipeline(good: Sequence[RunRecord]) -> tuple[dict[str, Any] | None, dict[str, list[float]]]:
+    """The pipeline of the round whose measured step is the median, and of all rounds what varies."""
+    measured = [record.pipeline for record in good if record.pipeline and record.pipeline["measured"]]
+    if not measured:
+        return good[0].pipeline, {}
+    middle = sorted(measured, key=lambda pipeline: pipeline["measured"]["seconds"])[(len(measured) - 1) // 2]
+    return middle, {
+        "pipeline.seconds": [pipeline["measured"]["seconds"] for pipeline in measured],
+        "pipeline.bubble": [pipeline["measured"]["bubble"] for pipeline in measured],
+        "pipeline.simulator_error_percent": _present(pipeline["simulator_error_percent"] for pipeline in measured),
+    }
 
 
 def _present(values: Iterable[float | None]) -> list[float]:

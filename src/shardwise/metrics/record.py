@@ -48,6 +48,7 @@ class RunRecord:
     mfu: float | None = None
     hfu: float | None = None
     flops: dict[str, Any] | None = None  # per token (model, hardware), convention, peak and where it comes from
+    pipeline: dict[str, Any] | None = None  # schedule, split, and a step as measured and as predicted
     sample: str | None = None
     notes: list[str] = field(default_factory=list)  # what a reader of these figures must know
     resumed_from: dict[str, Any] | None = None  # folder, step of a checkpoint; times are of what followed

@@ -42,7 +42,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, axes: It
 
 
 def of_every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The value of every rank, in rank order: small plain data, pickled, from each rank to all."""
-    values: list[Any] = [None] * dist.get_world_size()
+    """The value of every rank (of a group), in rank order: small plain data, pickled, from each rank to all."""
+    values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

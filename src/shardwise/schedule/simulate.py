@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,12 @@ class Timeline:
     def idle_seconds(self, rank: int) -> float:
         """What a rank spends on nothing."""
         return self.seconds - sum(event.end - event.start for event in self.events if event.rank == rank)
+
+    def waits(self, rank: int) -> list[tuple[float, float]]:
+        """From when to when a rank does nothing."""
+        spans = sorted((event.start, event.end) for event in self.events if event.rank == rank)
+        edges = pairwise([(0.0, 0.0), *spans, (self.seconds, self.seconds)])
+        return [(before[1], after[0]) for before, after in edges if after[0] > before[1]]
 
     def bubble(self, rank: int | None = None) -> float:
         """The idle share of a rank's time; without a rank of the time of all ranks together."""

@@ -42,6 +42,12 @@ class Split:
     memory_bytes: tuple[int, ...]
     """Weights, gradients, optimizer and activations in flight of each rank at its peak."""
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """How many layers each chunk has: the first unit is the embedding, and the last the head."""
+        edges = [min(max(edge, 1), self.boundaries[-1] - 1) for edge in self.boundaries]
+        return tuple(high - low for low, high in pairwise(edges))
+
 
 def split(
     mode: Mode | Sequence[int], units: Sequence[Cost], pipeline: Pipeline, limit_bytes: float = math.inf

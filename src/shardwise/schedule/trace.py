@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from shardwise.schedule.orders import Kind
 from shardwise.schedule.simulate import Event, Timeline
 
-NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 
 # Light and dark; a page that has the report's palette sets the variable, and its own colours are taken.
 _COLOURS = {
@@ -27,28 +28,52 @@ _ROW, _BAR = 26.0, 22.0
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
-    """Trace event JSON: a process for each timeline, a track for each rank, microseconds."""
+    """Trace event JSON: a process for each timeline, a track for each rank and one for its waits, microseconds."""
     events: list[dict[str, object]] = []
     for pid, (name, timeline) in enumerate(timelines.items()):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
+        for rank in range(timeline.num_ranks):
+            for tid, track in ((2 * rank, f"rank {rank}"), (2 * rank + 1, f"rank {rank} waits")):
+                events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}})
         events += [
-            {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": f"rank {rank}"}}
-            for rank in range(timeline.num_ranks)
-        ]
-        events += [
-            {
-                "ph": "X",
-                "name": f"{event.kind}{event.microbatch}",
-                "cat": NAMES[event.kind],
-                "pid": pid,
-                "tid": event.rank,
-                "ts": event.start * 1e6,
-                "dur": (event.end - event.start) * 1e6,
-                "args": {"chunk": event.chunk, "microbatch": event.microbatch},
-            }
+            _span(pid, 2 * event.rank, f"{event.kind}{event.microbatch}", NAMES[event.kind], event.start, event.end)
+            | {"args": {"chunk": event.chunk, "microbatch": event.microbatch}}
             for event in timeline.events
         ]
+        events += [
+            _span(pid, 2 * rank + 1, "wait", "wait", start, end)
+            for rank in range(timeline.num_ranks)
+            for start, end in timeline.waits(rank)
+        ]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _span(pid: int, tid: int, name: str, category: str, start: float, end: float) -> dict[str, object]:
+    times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, **times}
+
+
+def pack(timeline: Timeline) -> list[str]:
+    """A timeline in few bytes: for each rank a line of `kind chunk micro-batch start end`, in whole microseconds."""
+    return [
+        ", ".join(
+            f"{event.kind} {event.chunk} {event.microbatch} {event.start * 1e6:.0f} {event.end * 1e6:.0f}"
+            for event in timeline.events
+            if event.rank == rank
+        )
+        for rank in range(timeline.num_ranks)
+    ]
+
+
+def unpack(lines: Sequence[str]) -> Timeline:
+    """The timeline that `pack` told; ValueError where it is none."""
+    events = []
+    for rank, line in enumerate(lines):
+        for told in line.split(", "):
+            letter, chunk, microbatch, start, end = told.split(" ")
+            (kind,) = (kind for kind in NAMES if kind == letter)
+            events.append(Event(rank, int(chunk), int(microbatch), kind, int(start) / 1e6, int(end) / 1e6))
+    return Timeline(len(lines), tuple(events))
 
 
 def gantt(timelines: Mapping[str, Timeline], standalone: bool = True) -> str:

@@ -11,7 +11,9 @@ from shardwise.metrics.record import RunRecord, Status
 from shardwise.training.checkpoint_folder import CHECKPOINTS, MANIFEST, METRICS, UNFINISHED, complete
 
 RECORD = "record.json"
-FILES = (RECORD, METRICS, "non-finite-step-*-rank-*.json")
+TIMELINES = ("timeline.json", "trace.json", "timeline.svg")
+"""What a pipeline did in a step, for programs, for Perfetto, and to look at."""
+FILES = (RECORD, METRICS, *TIMELINES, "non-finite-step-*-rank-*.json")
 """The files that a run writes, as patterns, but for stacks: a rank may have its file open before another clears."""
 RESULTS = ("adapter", "model")
 """The folders of what was trained, there once they are whole."""
@@ -61,7 +63,8 @@ def results(folder: str | Path) -> list[Path]:
 def go_on(cfg: RunConfig, metrics: Path) -> None:
     """Make the folder one of a run that stands where its checkpoint, whose metrics these are, was written."""
     folder = Path(cfg.training.output_dir)
-    (folder / RECORD).unlink(missing_ok=True)
+    for name in (RECORD, *TIMELINES):
+        (folder / name).unlink(missing_ok=True)
     temporary = folder / f".{METRICS}.tmp"
     shutil.copyfile(metrics, temporary)
     temporary.replace(folder / METRICS)
