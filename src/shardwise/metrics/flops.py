@@ -5,6 +5,7 @@ Both are sums over what `models/counts.py` reads off the model. Convention, reco
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.models.counts import ModelCounts, Unit, Weight
@@ -65,15 +66,38 @@ def hardware_flops_per_token(
     Left out: the K - 1 columns of padding that a convolution computes and drops; under `operators`, what a core
     computes elementwise (`models/cores.py`), which is run again.
     """
-    total = 0.0
-    tokens = sequence_length * micro_batch_size
-    for unit in counts.units:
-        layer = unit.backward and unit.kind not in ("embed", "head")
-        again = layer and (unit.kind in checkpointing if isinstance(checkpointing, list) else checkpointing == "full")
-        low_rank_again = again or (layer and checkpointing == "operators")
-        total += sum(_executed(weight, again, low_rank_again, tokens) for weight in unit.weights)
-        total += _executed_core(unit, again, sequence_length)
-    return total
+    units = (unit_flops_per_token(unit, sequence_length, micro_batch_size, checkpointing) for unit in counts.units)
+    return sum(unit.total for unit in units)
+
+
+@dataclass(frozen=True)
+class UnitFlops:
+    """What the hardware runs for one unit, in FLOPs per token, by the pass it runs them in."""
+
+    forward: float
+    input_gradient: float  # of the unit's input, and of whatever lies between; a core's whole backward
+    weight_gradient: float
+    again: float  # the forward that a checkpoint runs in the backward
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.forward + self.input_gradient + self.weight_gradient + self.again
+
+
+def unit_flops_per_token(
+    unit: Unit,
+    sequence_length: int,
+    micro_batch_size: int,
+    checkpointing: Literal["none", "full", "operators"] | list[str],
+) -> UnitFlops:
+    """What `hardware_flops_per_token` adds up."""
+    layer = unit.backward and unit.kind not in ("embed", "head")
+    again = layer and (unit.kind in checkpointing if isinstance(checkpointing, list) else checkpointing == "full")
+    low_rank_again = again or (layer and checkpointing == "operators")
+    passes = [_executed(weight, again, low_rank_again, sequence_length * micro_batch_size) for weight in unit.weights]
+    passes.append(_executed_core(unit, again, sequence_length))
+    return UnitFlops(*(sum(each) for each in zip(*passes, strict=True)))
 
 
 def utilization(
@@ -90,19 +114,31 @@ def _passes(weight: Weight) -> int:
     return 2 + 2 * weight.input_gradient + 2 * weight.trainable
 
 
-def _executed(weight: Weight, again: bool, low_rank_again: bool, tokens: int) -> float:
+_Passes = tuple[float, float, float, float]  # the fields of UnitFlops
+
+
+def _executed(weight: Weight, again: bool, low_rank_again: bool, tokens: int) -> _Passes:
     if weight.folded:
-        return 0.0
+        return 0.0, 0.0, 0.0, 0.0
     weight_gradient = weight.trainable or weight.fold_rank > 0
     rerun = weight.rerun and (low_rank_again if ".lora_B." in weight.name else again)
-    per_token = weight.active * weight.numel * (2 + 2 * weight.input_gradient + 2 * weight_gradient + 2 * rerun)
-    fold = 2 * weight.fold_rank * weight.numel
-    return per_token + fold * (4 + 2 * (weight.rerun and low_rank_again)) / tokens
+    product = 2 * weight.active * weight.numel
+    fold = 4 * weight.fold_rank * weight.numel / tokens  # evaluated twice; two products in its backward
+    return (
+        product + fold,
+        product * weight.input_gradient,
+        product * weight_gradient + fold,
+        product * rerun + fold * (weight.rerun and low_rank_again),
+    )
 
 
-def _executed_core(unit: Unit, again: bool, sequence_length: int) -> float:
+def _executed_core(unit: Unit, again: bool, sequence_length: int) -> _Passes:
     if unit.core is None:
-        return 0.0
+        return 0.0, 0.0, 0.0, 0.0
     forward = unit.core.executed_forward(sequence_length)
-    backward = unit.core.executed_backward(sequence_length) if unit.core_gradient else 0.0
-    return forward * (2 if again else 1) + backward
+    return (
+        forward,
+        unit.core.executed_backward(sequence_length) if unit.core_gradient else 0.0,
+        0.0,
+        forward if again else 0.0,
+    )

@@ -93,16 +93,19 @@ def count_model(model: PreTrainedModel, spec: ModelSpec) -> ModelCounts:
 
     `requires_grad` must be as in training. Sharded parameters (DTensor) count with their global shape.
     """
-    sites = [
-        (tuple(filter(None, (spec.embed, spec.positions))), "embed"),
-        *(((layer.name,), layer.kind) for layer in spec.layers),
-    ]
+    kinds = ("embed", *(layer.kind for layer in spec.layers), "head")
     counted: set[int] = set()
     units: list[Unit] = []
-    for names, kind in [*sites, ((spec.norm, spec.head), "head")]:
+    for names, kind in zip(unit_modules(spec), kinds, strict=True):
         below = bool(units) and units[-1].backward
         units.append(_count_unit(model, names, kind, counted, below))
     return ModelCounts(tuple(units))
+
+
+def unit_modules(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
+    """The modules of each unit, from the embedding to the head, by path in the transformers model."""
+    embed = (spec.embed,) if spec.positions is None else (spec.embed, spec.positions)
+    return (embed, *((layer.name,) for layer in spec.layers), (spec.norm, spec.head))
 
 
 def _count_unit(model: PreTrainedModel, names: tuple[str, ...], kind: str, counted: set[int], below: bool) -> Unit:

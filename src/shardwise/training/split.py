@@ -1,0 +1,152 @@
+"""What the units of a model cost in a run's pipeline, and where the model is cut."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.config import RunConfig
+from shardwise.metrics.flops import unit_flops_per_token
+from shardwise.models.counts import ModelCounts, Unit, Weight, count_model, unit_modules
+from shardwise.models.spec import ModelSpec
+from shardwise.schedule.costs import SKIPPING, Cost
+from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.split import Split, split
+
+
+def costs_of(
+    cfg: RunConfig,
+    hf: PreTrainedModel,
+    spec: ModelSpec,
+    counts: ModelCounts | None,
+    num_shards: int = 1,
+    flops_per_second: float = 1.0,
+) -> tuple[tuple[Cost, ...], str]:
+    """What one micro-batch costs in each unit of a model, bottom up, and where that is known from.
+
+    `hf`: the whole model with its adapters, on any device (`meta` too). `counts`: of it, where the run has any.
+    `num_shards`: fsdp2's ranks that share what a stage holds. Seconds are the FLOPs that the hardware runs over
+    `flops_per_second`; with the default of 1 they are good for comparisons only, which is all that a split needs.
+
+    Weights, gradients and optimizer are exact, a tied weight counted at either end. Activations are `_kept_bytes`.
+    """
+    units = _with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
+    modules = [[hf.get_submodule(name) for name in names] for names in unit_modules(spec)]
+    costs = (_cost(cfg, hf, unit, parts, num_shards, flops_per_second) for unit, parts in zip(units, modules))
+    return tuple(costs), "counted FLOPs"
+
+
+def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int) -> Split:
+    """Cut the model as `parallel.split` says; UserError where that is not possible or breaks the memory limit."""
+    parallel = cfg.parallel
+    pipeline = Pipeline(parallel.schedule, parallel.pp, num_microbatches, parallel.num_virtual)
+    limit = math.inf if parallel.memory_limit_gib is None else parallel.memory_limit_gib * 2**30
+    return split(parallel.split, units, pipeline, limit)
+
+
+def _with_gradients(counts: ModelCounts, schedule: str) -> ModelCounts:
+    """Under schedules that are not SKIPPING the gradient goes down to the embedding's output, whatever is trained."""
+    if schedule in SKIPPING:
+        return counts
+    embedding, *above = counts.units
+    return ModelCounts((replace(embedding, backward=True), *(_with_gradient(unit) for unit in above)))
+
+
+def _with_gradient(unit: Unit) -> Unit:
+    weights = tuple(replace(weight, input_gradient=True) for weight in unit.weights)
+    return replace(unit, weights=weights, core_gradient=True, backward=True)
+
+
+def _cost(
+    cfg: RunConfig, hf: PreTrainedModel, unit: Unit, modules: list[nn.Module], num_shards: int, flops_per_second: float
+) -> Cost:
+    tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
+    flops = unit_flops_per_token(
+        unit, cfg.data.sequence_length, cfg.training.micro_batch_size, cfg.training.checkpointing
+    )
+    forward, weights = flops.forward, flops.weight_gradient
+    inputs = flops.input_gradient + flops.again
+    if unit.kind == "head" and cfg.training.loss == "chunked":
+        # The chunked loss takes the gradients in its forward; its backward only scales them.
+        forward, inputs, weights = forward + inputs + weights, 0.0, 0.0
+    rate = flops_per_second / tokens
+    parameters = list({p for module in modules for p in module.parameters()})
+    trained = [p for p in parameters if p.requires_grad]
+    weight_bytes, gradient_bytes, optimizer_bytes = _state_bytes(cfg, parameters, trained, num_shards)
+    return Cost(
+        name=unit.name,
+        forward_seconds=forward / rate,
+        input_seconds=inputs / rate,
+        weight_seconds=weights / rate,
+        activation_bytes=_kept_bytes(cfg, hf, unit),
+        output_bytes=tokens * hf.config.hidden_size * getattr(torch, cfg.model.dtype).itemsize,
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=optimizer_bytes,
+        parameters=sum(p.numel() for p in parameters),
+        trainable=bool(trained),
+    )
+
+
+def _state_bytes(
+    cfg: RunConfig, parameters: list[nn.Parameter], trained: list[nn.Parameter], num_shards: int
+) -> tuple[int, int, int]:
+    """Of weights, gradients and optimizer on a rank with this unit. AdamW has two states in the weight's dtype and a
+    float32 count for each parameter.
+    """
+    wide = cfg.training.accumulation == "float32"
+    states, counter = (2, 4) if cfg.optimizer.name == "adamw" else (0, 0)
+    weights = sum(p.nbytes for p in parameters)
+    gradients = sum(p.numel() * 4 if wide else p.nbytes for p in trained)
+    optimizer = sum(states * p.nbytes for p in trained)
+    shared = cfg.parallel.offload != "all"
+    return (
+        (weights // num_shards if cfg.parallel.reshard_after_forward else weights) * shared,
+        gradients // num_shards * shared,
+        (optimizer // num_shards + counter * len(trained)) * (cfg.parallel.offload == "none"),
+    )
+
+
+def _kept_bytes(cfg: RunConfig, hf: PreTrainedModel, unit: Unit) -> int:
+    """What a forward leaves for the backward, by formula.
+
+    A layer: what goes into and comes out of each product (of an adapter, its rank), in the dtype of products; its input
+    alone if it is computed again; its input and what comes out of products with `operators`. Without dropout that is
+    the 32 bytes per token and channel of a GPT layer in 16 bits in Korthikanti et al., arXiv 2205.05198, section 4.1,
+    with fused attention. Autocast keeps, in 16 bits, each weight that it casts. What recurrences keep within is left
+    out: only a profile knows it. Head: its input and what the loss keeps.
+    """
+    if not unit.backward or unit.kind == "embed":
+        return 0
+    tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
+    autocast = cfg.training.precision != "float32"
+    itemsize = 2 if autocast else getattr(torch, cfg.model.dtype).itemsize
+    hidden = tokens * hf.config.hidden_size * getattr(torch, cfg.model.dtype).itemsize
+    if unit.kind == "head":
+        weight = unit.weights[0]
+        if cfg.training.loss == "plain":  # the probabilities, in float32
+            return 2 * hidden + 4 * tokens * hf.config.vocab_size
+        return hidden + 4 * (tokens * hf.config.hidden_size + weight.numel * weight.trainable)
+    again = cfg.training.checkpointing
+    if again == "full" or (isinstance(again, list) and unit.kind in again):
+        return hidden
+    if again == "operators":
+        return hidden + sum(_elements(hf, weight)[1] for weight in unit.weights) * tokens * itemsize
+    kept = sum(sum(_elements(hf, weight)) for weight in unit.weights) * tokens * itemsize
+    cast = autocast and cfg.model.dtype == "float32"
+    return int(kept + sum(itemsize * weight.numel for weight in unit.weights if weight.input_gradient) * cast)
+
+
+def _elements(hf: PreTrainedModel, weight: Weight) -> tuple[float, float]:
+    """Elements per token that go into a product and come out of it."""
+    shape = hf.get_parameter(weight.name).shape
+    if ".lora_" in weight.name:  # what goes in and comes out is the adapted product's already
+        return 0.0, shape[0] if ".lora_A." in weight.name and not weight.folded else 0.0
+    if len(shape) == 3 and shape[1] == 1:  # a convolution of each channel, [C, 1, K]
+        return shape[0], shape[0]
+    met = weight.active * math.prod(shape[:-2])  # experts that a token meets
+    return met * shape[-1], met * shape[-2]
