@@ -68,7 +68,7 @@ def test_router_loss_only_in_training_and_adds_up_over_rows():
 def test_router_loss_of_one_row_and_layer_is_transformers_own():
     logits = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
     router = torch.nn.Identity()
-    loss = RouterLoss([router], coefficient=0.1)
+    loss = RouterLoss([router], coefficient=0.1, num_layers=1)
     chosen = logits.softmax(-1).topk(2).indices
     loss.outputs = [(logits, chosen)]
     row = batch(rows=1, ignored=0)

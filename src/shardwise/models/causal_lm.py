@@ -16,15 +16,22 @@ from shardwise.models.attention import use_kernel
 from shardwise.models.dropout import DropoutState, replace_dropouts
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.isolation import isolate, with_documents
+from shardwise.models.router_loss import RouterLoss
 from shardwise.models.spec import ModelSpec
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+Inputs = dict[str, torch.Tensor]
+"""`input_ids` [B, T], or `inputs_embeds` [B, T, D] in their place: what transformers' models take."""
 
 
 class CausalLM(Part):
     """Batch in, loss out: embedding and head are never used outside (fsdp, pipelines)."""
 
-    def __init__(self, hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig) -> None:
+    def __init__(
+        self, hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig, whole: PreTrainedModel | None = None
+    ) -> None:
+        """`whole`: the model that `hf` is a stage of."""
         super().__init__()
         # Drawn inside the fused attention from torch's global generator: no seed of ours reaches it. What a family that
         # is not listed calls dropout may be such a function too, rather than a module.
@@ -44,10 +51,10 @@ class CausalLM(Part):
         self.isolated = cfg.data.packing == "isolated"
         if self.isolated:
             isolate(hf, spec, family, self.dropout)
-        self.router_loss = _router_loss(hf, family, cfg.model.router_aux_loss_coef)
+        self.router_loss = _router_loss(hf, whole or hf, family, cfg.model.router_aux_loss_coef)
         # What a family that is not known does to its logits is not known either.
         self.chunked_loss = cfg.training.loss == "chunked" and family.model_type in FAMILIES
-        if self.chunked_loss:
+        if self.chunked_loss and spec.last:
             _give_loss(hf.get_submodule(spec.head), *_scale_and_softcap(hf.config, family))
 
     def forward(self, batch: Batch, return_logits: bool = False) -> torch.Tensor:
@@ -55,25 +62,43 @@ class CausalLM(Part):
 
         Sums, not means: what is added up over micro-batches and ranks is divided once, by the global number of targets.
         """
-        self.dropout.batch = with_documents(batch) if self.isolated else batch
-        if self.router_loss is not None:
-            self.router_loss.start()
-        device = batch.input_ids.device.type
-        inputs = {"input_ids": batch.input_ids, "use_cache": False}
-        with torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None):
-            if self.chunked_loss and not return_logits:
-                hidden = self.hf.base_model(**inputs).last_hidden_state  # [B, T, D]
+        inputs = {"input_ids": batch.input_ids}
+        return self.logits_of(batch, inputs) if return_logits else self.loss_of(batch, inputs)
+
+    def hidden_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
+        """Hidden states [B, T, D] that the transformers model's base gives for the micro-batch `batch`."""
+        with self._computing(batch):
+            return self.hf.base_model(**inputs, use_cache=False).last_hidden_state
+
+    def logits_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
+        """Logits [B, T, V]."""
+        with self._computing(batch):
+            return self.hf(**inputs, use_cache=False).logits
+
+    def loss_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
+        """The summed loss, in training plus the router loss (scalar, float32)."""
+        if self.chunked_loss:
+            hidden = self.hidden_of(batch, inputs)
+            with self._autocast(batch):
                 # Through the module, never by its weight: what PEFT and fsdp2 do to the head, they do in its call.
                 loss = self.hf.get_submodule(self.spec.head)(hidden, labels=batch.labels)
-            else:
-                logits = self.hf(**inputs).logits  # [B, T, V]
-                if return_logits:
-                    return logits
-                logits, labels = logits.flatten(0, 1).float(), batch.labels.flatten()
-                loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        else:
+            logits = self.logits_of(batch, inputs).flatten(0, 1).float()
+            loss = F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
         if self.training and self.router_loss is not None:
             loss = loss + self.router_loss(batch)
         return loss
+
+    def _computing(self, batch: Batch) -> torch.autocast:
+        """Where one forward of `batch` is computed."""
+        self.dropout.batch = with_documents(batch) if self.isolated else batch
+        if self.router_loss is not None:
+            self.router_loss.start()
+        return self._autocast(batch)
+
+    def _autocast(self, batch: Batch) -> torch.autocast:
+        device = batch.input_ids.device.type
+        return torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
 
 def _give_loss(head: nn.Module, scale: float, softcap: float | None) -> None:
@@ -112,58 +137,19 @@ def _scale_and_softcap(config: PretrainedConfig, family: Family) -> tuple[float,
     return scale, None if family.logits_capped_by is None else getattr(config, family.logits_capped_by)
 
 
-class RouterLoss:
-    """Load-balancing loss of mixture-of-experts layers (Fedus et al. 2021, eq. 4-6), in a form that adds up.
-
-    For layer l and row b with n_b target tokens: E * sum_e f_e P_e, where f_e is the number of the row's target tokens
-    times choices routed to expert e, over n_b, and P_e the mean router probability over those tokens. The loss is the
-    sum over rows and layers of n_b times that, times coefficient / number of layers. Divided by the global number of
-    target tokens it is the same for every split of rows over ranks and micro-batches. transformers pools the tokens of
-    all rows and layers before it multiplies f_e by P_e, and that product depends on which rows share a forward.
-    """
-
-    def __init__(self, routers: list[nn.Module], coefficient: float) -> None:
-        self.coefficient = coefficient
-        self.num_layers = len(routers)
-        self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for router in routers:
-            router.register_forward_hook(self._record)
-
-    def _record(self, router: nn.Module, args: object, output: tuple[torch.Tensor, ...]) -> None:
-        logits, _, chosen = output  # [B*T, E], _, [B*T, top_k]
-        self.outputs.append((logits, chosen))
-
-    def start(self) -> None:
-        """Forget what was recorded: under activation checkpointing the backward before has run every layer again."""
-        self.outputs = []
-
-    def __call__(self, batch: Batch) -> torch.Tensor:
-        """The summed loss of the forward just done (scalar, float32)."""
-        outputs, self.outputs = self.outputs, []
-        assert len(outputs) == self.num_layers
-        targets = (batch.labels != IGNORED).float()  # [B, T]
-        tokens = targets.sum(dim=1, keepdim=True)  # [B, 1]
-        total = torch.zeros((), device=targets.device)
-        for logits, chosen in outputs:
-            num_experts = logits.shape[-1]
-            probabilities = F.softmax(logits.float(), dim=-1).view(*targets.shape, num_experts)
-            routed = F.one_hot(chosen, num_experts).sum(dim=1).view(*targets.shape, num_experts)
-            # Both [B, E]; rows without a target weigh nothing, the clamp only keeps 0/0 away.
-            share = torch.einsum("bte,bt->be", routed.float(), targets) / tokens.clamp(min=1)
-            mean_probability = torch.einsum("bte,bt->be", probabilities, targets) / tokens.clamp(min=1)
-            total = total + num_experts * (tokens * share * mean_probability).sum()
-        return total * self.coefficient / self.num_layers
-
-
-def _router_loss(hf: PreTrainedModel, family: Family, coefficient: float) -> RouterLoss | None:
+def _router_loss(hf: PreTrainedModel, whole: PreTrainedModel, family: Family, coefficient: float) -> RouterLoss | None:
     if coefficient == 0.0:
         return None
-    # Not what a copy in `modules_to_save` stands for: that is never called.
-    named = ((name, m) for name, m in hf.named_modules() if ".original_module" not in name)
-    routers = [m for _, m in named if type(m).__name__ == family.router]
-    if not routers:
+    num_layers = len(_routers(whole, family))
+    if num_layers == 0:
         raise UserError(
             f"model.router_aux_loss_coef is {coefficient}, but {hf.config.model_type} has no router that takes a "
             "load-balancing loss here; leave it at 0"
         )
-    return RouterLoss(routers, coefficient)
+    return RouterLoss(_routers(hf, family), coefficient, num_layers)
+
+
+def _routers(hf: PreTrainedModel, family: Family) -> list[nn.Module]:
+    # Not what a copy in `modules_to_save` stands for: that is never called.
+    named = ((name, m) for name, m in hf.named_modules() if ".original_module" not in name)
+    return [m for _, m in named if type(m).__name__ == family.router]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Container, Generator, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,8 +13,12 @@ from shardwise.config import UserError
 from shardwise.models.dropout import stable_seed
 
 
-def random_weights(skeleton: PreTrainedModel, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def random_weights(
+    skeleton: PreTrainedModel, seed: int, wanted: Container[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter of a model on meta, tied ones once, with the values its family starts training from.
+
+    With `wanted`, those of these names only, and no module is drawn that has none of them.
 
     A value depends on (seed, path of the module that owns it): not on the other modules, the order of the calls, the
     dtype (it is drawn in float32 and rounded) or torch's global random state, which is left as it was. In memory at a
@@ -23,8 +27,9 @@ def random_weights(skeleton: PreTrainedModel, seed: int) -> Iterator[tuple[str, 
     for path, module in skeleton.named_modules():
         own = {f"{path}.{leaf}" if path else leaf: leaf for leaf, _ in module.named_parameters(recurse=False)}
         own = {name: leaf for name, leaf in own.items() if name not in skeleton.all_tied_weights_keys}
-        if own:
-            yield from _values_of(skeleton, path, module, own, seed)
+        chosen = {name for name in own if wanted is None or name in wanted}
+        if chosen:  # all of the module is drawn: a value may come after another one's
+            yield from (pair for pair in _values_of(skeleton, path, module, own, seed) if pair[0] in chosen)
 
 
 def initialise_buffers(skeleton: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,22 +89,25 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
     return built
 
 
-def weights(hf_model: PreTrainedModel, model: Model, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def weights(
+    hf_model: PreTrainedModel, model: Model, seed: int, wanted: Container[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (transformers name, full CPU tensor) of every parameter, tied ones once, and every persistent buffer.
 
     From safetensors, or a function of (seed, module path) where `model.init` is `random`. In the parameter's dtype,
     but for what comes from a file as it is: that has the file's dtype, so that whoever fills a shard casts the shard
     only. One parameter at a time is in memory (while experts are stacked, up to twice their stack). Of `hf_model` only
-    the config is used, so it may be sharded or have adapters.
+    the config is used, so it may be sharded, a stage or have adapters. With `wanted`, only entries of these names, and
+    no others are read or drawn (but for those that come out of one conversion or one module with them).
     UserError, on the first call of `next` or at the parameter in question, if the files do not fit the model.
     """
     skeleton = build_meta(model, hf_model.config)
     if model.init == "weights":
-        yield from _weights_from_files(skeleton, model.path)
+        yield from _weights_from_files(skeleton, model.path, wanted)
         return
-    yield from random_weights(skeleton, seed)
+    yield from random_weights(skeleton, seed, wanted)
     for name, tensor in skeleton.state_dict().items():
-        if not tensor.is_meta:  # a persistent buffer
+        if not tensor.is_meta and (wanted is None or name in wanted):  # a persistent buffer
             yield name, tensor
 
 
@@ -176,7 +179,9 @@ class _Source:
     converter: WeightConverter | None  # None: the one key's tensor as it is
 
 
-def _weights_from_files(skeleton: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights_from_files(
+    skeleton: PreTrainedModel, path: str, wanted: Container[str] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
     files = _files_by_key(_weight_folder(path))
     state = skeleton.state_dict()
     tied = skeleton.all_tied_weights_keys
@@ -184,6 +189,8 @@ def _weights_from_files(skeleton: PreTrainedModel, path: str) -> Iterator[tuple[
     with ExitStack() as stack:
         read = _Reader(stack, files)
         for first, source in sources.items():
+            if wanted is not None and not any(tied.get(name, name) in wanted for name in _targets(first, source)):
+                continue
             if first in tied and tied[first] in sources:
                 _check_equal(read, sources[first], sources[tied[first]], first, tied[first], path)
                 continue
@@ -193,7 +200,8 @@ def _weights_from_files(skeleton: PreTrainedModel, path: str) -> Iterator[tuple[
                         f"{path}: {name} has the shape {list(tensor.shape)} (from {source.keys[0][0]}), but by "
                         f"config.json it is {list(state[name].shape)}; the config does not belong to these weights"
                     )
-                yield tied.get(name, name), tensor.contiguous()
+                if wanted is None or tied.get(name, name) in wanted:
+                    yield tied.get(name, name), tensor.contiguous()
 
 
 def _plan(

@@ -18,7 +18,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A causal language model as an ordered list of modules, by path in the transformers model."""
+    """A causal language model, or a pipeline stage of one, as an ordered list of modules by path in the whole model."""
 
     family: str  # config.model_type
     embed: str
@@ -29,3 +29,7 @@ class ModelSpec:
     tied: bool  # the head's weight is the embedding's
     hidden_size: int
     vocab_size: int
+    first: bool = True
+    """Holds the embedding, and that of positions. (A last stage has a tied one too, but only as its head's weight.)"""
+    last: bool = True
+    """Holds final norm, head and loss."""

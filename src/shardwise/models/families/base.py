@@ -24,6 +24,19 @@ HYBRID_MIXERS = {
 
 
 @dataclass(frozen=True)
+class Cut:
+    """What a pipeline stage must know of the base model around the layers (see models/stage.py)."""
+
+    factor: str | None = None
+    """Attribute of the base model that multiplies the embeddings it is given, and not only its own."""
+    dropout: str | None = None
+    """The dropout between embedding and first layer."""
+    layer_attribute: str | None = None
+    """What the base model asks a layer for before it calls it."""
+    layers_return_tuples: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """The facts about a family of models (one `model_type`) that the rest of the project goes by."""
 
@@ -41,6 +54,8 @@ class Family:
     token_mixers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """From layer kinds to the modules of a layer that carry something from one token to the next, where they
     are proven to keep documents apart (tests/models/test_isolation.py); `data.packing: isolated` refuses the others."""
+    cut: Cut = Cut()
+    """Where it differs from a base model that only runs its layers on the embeddings it is given."""
     router: str | None = None
     """Class of the routers that are trained with a load-balancing loss, called with hidden states."""
 

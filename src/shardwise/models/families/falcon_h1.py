@@ -1,6 +1,6 @@
 """Falcon-H1: Mamba2 and full attention side by side on the same input in every layer, then an MLP."""
 
-from shardwise.models.families.base import Family
+from shardwise.models.families.base import Cut, Family
 
 FALCON_H1 = Family(
     "falcon_h1",
@@ -9,6 +9,7 @@ FALCON_H1 = Family(
     mixers={"hybrid": "attention_and_mamba2"},
     token_mixers={"attention_and_mamba2": ("self_attn", "mamba")},
     feed_forward=("feed_forward",),
+    cut=Cut(layers_return_tuples=True),
     # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
     bypassed=("mamba.out_proj",),
 )

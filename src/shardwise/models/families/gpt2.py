@@ -1,6 +1,6 @@
 """GPT-2: learned positions; its linears are transformers' Conv1D, which keep their weight as [in, out]."""
 
-from shardwise.models.families.base import Family
+from shardwise.models.families.base import Cut, Family
 
 GPT2 = Family(
     "gpt2",
@@ -9,5 +9,6 @@ GPT2 = Family(
     layers="transformer.h",
     norm="transformer.ln_f",
     attention="attn",
+    cut=Cut(dropout="transformer.drop"),
     # No token_mixers: positions are added before the first layer and run on from one document to the next.
 )

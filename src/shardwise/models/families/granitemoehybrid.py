@@ -1,12 +1,13 @@
 """Granite 4.0 hybrids: Mamba2 or full attention, then a mixture of experts beside an MLP that every token takes."""
 
-from shardwise.models.families.base import Family
+from shardwise.models.families.base import Cut, Family
 
 GRANITEMOEHYBRID = Family(
     "granitemoehybrid",
     mixers={"linear_attention": "mamba2", "full_attention": "full_attention"},
     token_mixers={"mamba2": ("mamba",), "full_attention": ("self_attn",)},
     feed_forward=("block_sparse_moe", "shared_mlp"),
+    cut=Cut(factor="embedding_multiplier"),
     router="GraniteMoeHybridTopKRouter",
     logits_divided_by="logits_scaling",
     experts=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),

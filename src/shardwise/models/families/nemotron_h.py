@@ -1,6 +1,6 @@
 """Nemotron-H: one mixer per block, which is Mamba2, full attention, an MLP or a mixture of experts."""
 
-from shardwise.models.families.base import Family
+from shardwise.models.families.base import Cut, Family
 
 NEMOTRON_H = Family(
     "nemotron_h",
@@ -11,6 +11,7 @@ NEMOTRON_H = Family(
     token_mixers={"mamba2": ("mixer",), "full_attention": ("mixer",)},
     # No router: its load is balanced by a bias on the scores (e_score_correction_bias), not by a loss.
     attention="mixer",
+    cut=Cut(layer_attribute="block_type"),
     experts=("mixer.experts.up_proj", "mixer.experts.down_proj"),
     gating=("mixer.gate",),
     # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
