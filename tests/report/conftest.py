@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
+from shardwise.config import Parallel
 from shardwise.metrics.cell import RECORD, RUN_FILE, SWEEP, Axis, CellPlan, CellRecord, SweepRecord
 from shardwise.metrics.record import dumps
+from shardwise.schedule.costs import Cost
+from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.simulate import Timeline
+from shardwise.schedule.split import split
+from shardwise.training.timeline import describe
 
 MIB = 2**20
 PLACE = {
@@ -173,6 +179,43 @@ def processes(kind: str = "strong") -> tuple[SweepRecord, dict[str, CellRecord]]
     plans.append(plan)
     made[plan.id] = record(plan, losses=shifted(NOISE, step=3))
     return sweep_of(axes, plans, "Scaling"), made
+
+
+def pipelines() -> tuple[SweepRecord, dict[str, CellRecord]]:
+    """Two shapes of a pipeline, each split in three ways; the head is worth six layers."""
+    shapes = {"2 ranks": Pipeline("1f1b", 2, 32), "4 ranks": Pipeline("interleaved-1f1b", 4, 16, 2)}
+    splits = ("balanced", "uniform", "parameters")
+    axes = (
+        Axis("shape", tuple(shapes), ("nproc", "parallel.pp"), True),
+        Axis("parallel.split", splits, ("parallel.split",), True),
+    )
+    layer = Cost("layer", 0.010, 0.011, 0.009, activation_bytes=1, output_bytes=1, parameters=1)
+    head = Cost("head", 0.060, 0.066, 0.054, activation_bytes=1, output_bytes=1, parameters=2)
+    units = [Cost("embedding", 0.001, 0.0, 0.001, 1, 1, parameters=4), *[layer] * 18, head]
+    plans, made = [], {}
+    for shape, pipeline in shapes.items():
+        for i, name in enumerate(splits):
+            reference = None if not plans else plans[0].id
+            values = {"shape": shape, "parallel.split": name}
+            plan = CellPlan(f"{shape[0]}-{name}", values, pipeline.num_ranks, "all", reference, baseline=reference)
+            plans.append(plan)
+            cut = split(name, units, pipeline)
+            measured = slower(cut.timeline, 1.02 + 0.01 * i)
+            told = describe(Parallel(pp=pipeline.num_ranks, split=name), cut, "made by hand", measured, cut.timeline)
+            told = dataclasses.replace(told, schedule=pipeline.schedule)
+            made[plan.id] = record(plan, speed=1e3 / measured.seconds, pipeline=dataclasses.asdict(told))
+            made[plan.id].spread["pipeline.simulator_error_percent"] = [-3.0 - i, -1.0]
+            made[plan.id].config["parallel"]["pp"] = pipeline.num_ranks
+    control = dataclasses.replace(plans[0], id="control", reference=plans[0].id, control=True)
+    plans.append(control)
+    made[control.id] = record(control, losses=shifted(NOISE), pipeline=made[plans[0].id].pipeline)
+    return sweep_of(axes, plans, "Splits of a pipeline"), made
+
+
+def slower(timeline: Timeline, times: float) -> Timeline:
+    """Every action takes so many times as long."""
+    events = (event._replace(start=times * event.start, end=times * event.end) for event in timeline.events)
+    return Timeline(timeline.num_ranks, tuple(events))
 
 
 @pytest.fixture

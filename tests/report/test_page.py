@@ -14,7 +14,7 @@ import pytest
 from shardwise.metrics.cell import Axis, CellPlan
 from shardwise.report.folder import read_bench
 from shardwise.report.page import write_report
-from tests.report.conftest import MIB, large, processes, record, strategies, sweep_of, write
+from tests.report.conftest import MIB, large, pipelines, processes, record, strategies, sweep_of, write
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'$\\frac{1}{0}$ & {{ 7*7 }} | `x` 😀\n"
@@ -150,6 +150,20 @@ def test_light_and_dark(browser, page_file):
     assert light[0] == "rgb(255, 255, 255)"
     assert toggled == dark
     assert all(a != b for a, b in zip(light, dark, strict=True))
+
+
+def test_pipelines_follow_the_theme(browser, tmp_path):
+    path = write_report(write(tmp_path / "bench", *pipelines()))
+    read = """() => [...document.querySelectorAll('figure#timelines svg.gantt rect')].slice(0, 3)
+                       .map(rect => getComputedStyle(rect).fill)"""
+    with open_page(browser, path, color_scheme="light") as page:
+        assert page.evaluate(read) == ["rgb(42, 111, 176)", "rgb(214, 122, 0)", "rgb(218, 222, 228)"]
+        page.locator("#theme").click()
+        dark = page.evaluate(read)
+        assert dark == ["rgb(106, 174, 232)", "rgb(245, 171, 74)", "rgb(54, 61, 71)"]
+    with open_page(browser, path, color_scheme="dark", viewport={"width": 390, "height": 800}) as page:
+        assert page.evaluate(read) == dark
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
 def test_a_phone_scrolls_tables_and_figures_but_not_the_page(browser, page_file):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from xml.etree import ElementTree
 
 import pytest
@@ -64,26 +65,26 @@ def test_what_is_said_of_a_step(tmp_path):
     split = predicted()
     simulated, measured = split.timeline, late(split.timeline)
     told = describe(Parallel(pp=2, split=[2, 1]), split, "by hand", measured, simulated)
-    assert (told["schedule"], told["split"], told["boundaries"], told["layers"]) == ("1f1b", [2, 1], [0, 3, 5], [2, 1])
+    assert (told.schedule, told.split, told.boundaries, told.layers) == ("1f1b", [2, 1], [0, 3, 5], [2, 1])
     # Rank 0 has 4 micro-batches of 6 seconds, two forwards of which end at 4; rank 1 has 3 seconds of the first one,
     # from 2 on, so rank 0 waits for a second then, and never again.
-    assert told["simulated"]["seconds"] == 25.0
-    assert told["simulated"]["busy_seconds"] == [24.0, 12.0]
-    assert told["simulated"]["idle_seconds"] == [1.0, 13.0]
-    assert told["simulated"]["bubble"] == pytest.approx(14 / 50)
+    assert told.simulated.seconds == 25.0
+    assert told.simulated.busy_seconds == [24.0, 12.0]
+    assert told.simulated.idle_seconds == [1.0, 13.0]
+    assert told.simulated.bubble == pytest.approx(14 / 50)
     assert split.timeline.waits(0) == [(4.0, 5.0)]
-    assert told["measured"]["seconds"] == 1.25 * 25.0
-    assert told["simulator_error_percent"] == pytest.approx(-20.0)
-    assert unpack(told["events"]) == measured
-    RunRecord("ok", {}, pipeline=told).write(tmp_path / "record.json")
-    assert RunRecord.read(tmp_path / "record.json").pipeline == told
+    assert told.measured.seconds == 1.25 * 25.0
+    assert told.simulator_error_percent == pytest.approx(-20.0)
+    assert unpack(told.events) == measured
+    RunRecord("ok", {}, pipeline=asdict(told)).write(tmp_path / "record.json")
+    assert RunRecord.read(tmp_path / "record.json").pipeline == asdict(told)
 
 
 def test_of_costs_that_are_no_times_there_is_no_error():
     split = predicted()
     told = describe(Parallel(pp=2), split, "FLOPs", split.timeline, None)
-    assert (told["simulated"], told["simulator_error_percent"]) == (None, None)
-    assert told["measured"]["seconds"] == 25.0
+    assert (told.simulated, told.simulator_error_percent) == (None, None)
+    assert told.measured.seconds == 25.0
 
 
 def test_files(tmp_path):
@@ -96,7 +97,7 @@ def test_files(tmp_path):
     assert content["schema_version"] == 1
     assert [Event(*event) for event in content["measured"]["events"]] == list(measured.events)
     assert [Event(*event) for event in content["simulated"]["events"]] == list(simulated.events)
-    assert content["simulator_error_percent"] == told["simulator_error_percent"]
+    assert content["simulator_error_percent"] == told.simulator_error_percent
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["measured", "simulated"]
     assert "measured" in ElementTree.parse(tmp_path / "timeline.svg").getroot().attrib["aria-label"]
@@ -105,11 +106,11 @@ def test_files(tmp_path):
 def test_a_run_without_a_timed_step_draws_nothing(tmp_path):
     told = describe(Parallel(pp=2), predicted(), "FLOPs", None, None)
     write_files(tmp_path, told, None, None)
-    assert (told["measured"], told["events"], list(tmp_path.iterdir())) == (None, None, [])
+    assert (told.measured, told.events, list(tmp_path.iterdir())) == (None, None, [])
 
 
 def test_the_measured_step_is_small_in_a_record():
     timeline = simulate(Pipeline("interleaved-zero-bubble", 2, 32, 1), [cost(0.011, 0.012, 0.013)] * 2)
     told = describe(Parallel(pp=2), predicted(), "FLOPs", timeline, None)
     assert len(timeline.events) == 2 * 32 * 3
-    assert len(json.dumps(told["events"])) < 6000
+    assert len(json.dumps(told.events)) < 6000

@@ -22,6 +22,31 @@ Status = Literal["ok", "oom", "failed", "timeout", "unsupported", "stopped"]
 
 
 @dataclass(frozen=True)
+class PipelineStep:
+    """One step of a pipeline, from its first action to its last."""
+
+    seconds: float
+    bubble: float  # idle share of all ranks' time
+    busy_seconds: list[float]  # of each rank
+    idle_seconds: list[float]
+
+
+@dataclass(frozen=True)
+class PipelineRecord:
+    """How a model was cut for a pipeline, and what came of it."""
+
+    schedule: str
+    split: str | list[int]  # as asked for
+    boundaries: list[int]  # chunk c holds units boundaries[c] to boundaries[c + 1]: embedding, layers, head
+    layers: list[int]  # of each chunk
+    costs: str  # where the units' costs come from
+    measured: PipelineStep | None  # the timed step of median length
+    simulated: PipelineStep | None  # None where the costs are no times of this machine
+    simulator_error_percent: float | None  # simulated over measured seconds, less one
+    events: list[str] | None  # of the measured step, a line for each rank: see `schedule.trace.pack`
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """One run: what was asked, where it ran, what was measured. Lists over ranks are in rank order.
 
@@ -48,7 +73,7 @@ class RunRecord:
     mfu: float | None = None
     hfu: float | None = None
     flops: dict[str, Any] | None = None  # per token (model, hardware), convention, peak and where it comes from
-    pipeline: dict[str, Any] | None = None  # schedule, split, and a step as measured and as predicted
+    pipeline: dict[str, Any] | None = None  # PipelineRecord as plain data
     sample: str | None = None
     notes: list[str] = field(default_factory=list)  # what a reader of these figures must know
     resumed_from: dict[str, Any] | None = None  # folder, step of a checkpoint; times are of what followed

@@ -13,6 +13,8 @@ import pydantic
 
 from shardwise.config import UserError
 from shardwise.metrics.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
+from shardwise.metrics.record import PipelineRecord
+from shardwise.schedule.trace import unpack
 
 T = TypeVar("T")
 FOLDER = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,200}")
@@ -56,6 +58,12 @@ def _read_record(path: Path) -> CellRecord:
         raise UserError(f"{path}: not a record ({error}); run the cell again") from None
     checked = _typed(CellRecord, content, path)
     _typed(list[Round], json.dumps(checked.rounds), path, "rounds.")
+    if checked.pipeline is not None:
+        pipeline = _typed(PipelineRecord, json.dumps(checked.pipeline), path, "pipeline.")
+        try:
+            unpack(pipeline.events or [])
+        except ValueError as error:
+            raise UserError(f"{path}: pipeline.events: {error}; run shardwise bench again") from None
     _typed(dict[str, tuple[float, float]], json.dumps(checked.spread), path, "spread.")
     return checked
 

@@ -39,6 +39,7 @@ from shardwise.report.tables import (
     rounds_of,
     scaling_kind,
 )
+from shardwise.report.timelines import FIGURES, TIMELINES, WORDS, Chart, charts
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -65,14 +66,17 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
     try:
         figures.mkdir(parents=True, exist_ok=True)
         with drawing():
-            drawn = draw_all(bench, rows)
-            _clear(figures, {figure.name for figure in drawn})
+            drawn, pipelines = draw_all(bench, rows), charts(bench, rows)
+            _clear(figures, {figure.name for figure in [*drawn, *pipelines]})
             svgs = {figure.name: svg_of(figure.figure, figure.name) for figure in drawn}
             for figure in drawn:
                 (figures / f"{figure.name}.svg").write_text(svg_file(svgs[figure.name]), encoding="utf-8")
                 (figures / f"{figure.name}.png").write_bytes(png_of(figure.figure))
-        page.with_suffix(".md").write_text(markdown(bench, rows, drawn, quote(figures.name)), encoding="utf-8")
-        _write_whole(page, html(template, bench, rows, drawn, svgs, quote(figures.name)))
+        for chart in pipelines:
+            (figures / f"{chart.name}.svg").write_text(chart.svg(standalone=True), encoding="utf-8")
+        place = quote(figures.name)
+        page.with_suffix(".md").write_text(markdown(bench, rows, drawn, pipelines, place), encoding="utf-8")
+        _write_whole(page, html(template, bench, rows, drawn, svgs, pipelines, place))
     except OSError as error:
         raise UserError(f"{page}: cannot write the report ({error.strerror}); give another place with -o") from None
     return page
@@ -81,7 +85,7 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
 def _clear(figures: Path, names: set[str]) -> None:
     """Remove the figures that an earlier report drew here and this one does not; nobody else's files."""
     for path in [*figures.glob("*.svg"), *figures.glob("*.png")]:
-        if path.stem not in names and (path.stem in NAMES or path.stem.startswith(AGAINST)):
+        if path.stem not in names and (path.stem in NAMES or path.stem.startswith((AGAINST, TIMELINES))):
             path.unlink()
 
 
@@ -111,6 +115,7 @@ def html(
     rows: Sequence[Row],
     drawn: Sequence[Drawn],
     svgs: dict[str, str],
+    pipelines: Sequence[Chart],
     figures_folder: str,
 ) -> str:
     """The page. Whatever comes from records is escaped; the only script that may run is the one whose hash is named."""
@@ -147,6 +152,9 @@ def html(
             for name, cells in groups_of(rows).items()
         ],
         figures={figure.name: {"drawn": figure, "svg": safe(svgs[figure.name])} for figure in drawn},
+        pipelines=[{"chart": chart, "svg": safe(chart.svg(standalone=False))} for chart in pipelines],
+        pipeline_head=(WORDS, FIGURES),
+        costs=sorted({run.pipeline.costs for chart in pipelines for run in chart.runs}),
         rows=[(row, _details(row, bench)) for row in rows],
         group_title=lambda row: words.group_title(row.plan.group, bench.sweep),
         sortable=_sortable,
@@ -177,7 +185,9 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else dumps(value)
 
 
-def markdown(bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn], figures_folder: str) -> str:
+def markdown(
+    bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn], pipelines: Sequence[Chart], figures_folder: str
+) -> str:
     """The table of the cells and the figures, for a README."""
     lines = [f"# {_cell(bench.sweep.title)}", ""]
     short = [f"{title}: {text}" if title else text for title, text in in_short(bench, rows)]
@@ -213,6 +223,11 @@ def markdown(bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn], figures_
             state = f"**{row.state}**" if row.state == "wrong" else row.state
             lines.append(_line([_cell(row.label), state + (f": {_cell(row.reason)}" if row.reason else ""), *figures]))
     lines += [line for one in drawn for line in ("", f"![{one.title}]({figures_folder}/{one.name}.png)")]
+    for chart in pipelines:
+        lines += ["", f"## {_cell(' · '.join(filter(None, ['Pipeline timelines', chart.title])))}", ""]
+        lines += [_line([*WORDS, *FIGURES]), _line([*["---"] * len(WORDS), *["---:"] * len(FIGURES)])]
+        lines += [_line([_cell(text) for text in (*run.words, *run.figures)]) for run in chart.runs]
+        lines += ["", f"![What each rank did in a step]({figures_folder}/{chart.name}.svg)"]
     return "\n".join(lines) + "\n"
 
 

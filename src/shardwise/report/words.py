@@ -121,9 +121,9 @@ def times(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2f}×"
 
 
-def percent(value: float | None) -> str:
+def percent(value: float | None, decimals: int = 0) -> str:
     """58 %, with a real minus sign."""
-    return NOTHING if value is None else f"{value * 100:.0f} %".replace("-", "−")
+    return NOTHING if value is None else f"{value * 100:.{decimals}f} %".replace("-", "−")
 
 
 def span(low_high: tuple[float, float] | None) -> str:

@@ -107,10 +107,11 @@ def gantt(timelines: Mapping[str, Timeline], standalone: bool = True) -> str:
 def _rows(name: str, timeline: Timeline, top: float, longest: float) -> Iterator[str]:
     """A timeline's title, and its ranks."""
     width = _place(timeline.seconds, longest) - _LEFT
+    digits = len(str(max(event.microbatch for event in timeline.events)))
     gain = f", {1 - timeline.seconds / longest:.1%} less time" if timeline.seconds < longest else ""
     yield _text(_LEFT, top + 16, name, 'font-weight="bold" font-size="13"')
     told = f"{_seconds(timeline.seconds, longest)}{gain}, bubble {timeline.bubble():.1%}"
-    yield _text(_LEFT + width, top + 16, told, 'text-anchor="end"')
+    yield _text(_WIDTH - _RIGHT, top + 16, told, 'text-anchor="end"')
     for rank in range(timeline.num_ranks):
         y = top + 28.0 + rank * _ROW
         yield _text(_LEFT - 8, y + 15, f"rank {rank}", 'text-anchor="end"', "muted")
@@ -118,11 +119,11 @@ def _rows(name: str, timeline: Timeline, top: float, longest: float) -> Iterator
         events = [event for event in timeline.events if event.rank == rank]
         chunks = sorted({event.chunk for event in events})
         for event in events:
-            yield from _bar(event, y, longest, chunks.index(event.chunk) / len(chunks))
+            yield from _bar(event, y, longest, digits, chunks.index(event.chunk) / len(chunks))
         yield _text(_LEFT + width + 8, y + 15, f"{timeline.bubble(rank):.1%} idle", "", "muted")
 
 
-def _bar(event: Event, y: float, longest: float, pale: float) -> Iterator[str]:
+def _bar(event: Event, y: float, longest: float, digits: int, pale: float) -> Iterator[str]:
     x, width = _place(event.start, longest), _place(event.end, longest) - _place(event.start, longest)
     if width <= 0.0:
         return
@@ -130,9 +131,8 @@ def _bar(event: Event, y: float, longest: float, pale: float) -> Iterator[str]:
     told = f"{NAMES[event.kind]} of micro-batch {event.microbatch}, chunk {event.chunk}: {lasted}"
     # The gap between bars is the idle time's colour, so it is thinner than any bar.
     yield _rectangle(x, y, width - min(0.6, width * 0.2), event.kind, f'fill-opacity="{1 - 0.55 * pale:.2f}"', told)
-    number = str(event.microbatch)
-    if width > 6.0 * len(number) + 3.0:
-        yield _text(x + width / 2, y + 15, number, 'text-anchor="middle" font-size="10"', "paper")
+    if width > 6.0 * digits + 3.0:
+        yield _text(x + width / 2, y + 15, str(event.microbatch), 'text-anchor="middle" font-size="10"', "paper")
 
 
 def _legend(timelines: Mapping[str, Timeline]) -> Iterator[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from shardwise.config import Parallel
-from shardwise.metrics.record import dumps
+from shardwise.metrics.record import PipelineRecord, PipelineStep, dumps
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.simulate import Event, Timeline
 from shardwise.schedule.split import Split
@@ -58,45 +59,40 @@ class Recorder:
 
 def describe(
     cfg: Parallel, split: Split, costs: str, measured: Timeline | None, simulated: Timeline | None
-) -> dict[str, Any]:
-    """A pipeline and its steps as plain data: the field `pipeline` of a record.
+) -> PipelineRecord:
+    """A pipeline and its steps as a record has them.
 
     `costs` says where the units' costs come from. `simulated` is the step that they predict, None where they are no
     times of this machine.
     """
-    error = 100 * (simulated.seconds / measured.seconds - 1) if measured and simulated else None
-    return {
-        "schedule": cfg.schedule,
-        "split": cfg.split,
-        "boundaries": list(split.boundaries),
-        "layers": list(split.layers),
-        "costs": costs,
-        "measured": _figures(measured) if measured else None,
-        "simulated": _figures(simulated) if simulated else None,
-        "simulator_error_percent": error,
-        "events": pack(measured) if measured else None,
-    }
+    return PipelineRecord(
+        schedule=cfg.schedule,
+        split=cfg.split,
+        boundaries=list(split.boundaries),
+        layers=list(split.layers),
+        costs=costs,
+        measured=_figures(measured) if measured else None,
+        simulated=_figures(simulated) if simulated else None,
+        simulator_error_percent=100 * (simulated.seconds / measured.seconds - 1) if measured and simulated else None,
+        events=pack(measured) if measured else None,
+    )
 
 
-def _figures(timeline: Timeline) -> dict[str, Any]:
+def _figures(timeline: Timeline) -> PipelineStep:
     idle = [timeline.idle_seconds(rank) for rank in range(timeline.num_ranks)]
-    return {
-        "seconds": timeline.seconds,
-        "bubble": timeline.bubble(),
-        "busy_seconds": [timeline.seconds - seconds for seconds in idle],
-        "idle_seconds": idle,
-    }
+    return PipelineStep(timeline.seconds, timeline.bubble(), [timeline.seconds - seconds for seconds in idle], idle)
 
 
-def write_files(folder: Path, described: dict[str, Any], measured: Timeline | None, simulated: Timeline | None) -> None:
+def write_files(folder: Path, record: PipelineRecord, measured: Timeline | None, simulated: Timeline | None) -> None:
     """Write TIMELINES into the folder; nothing where there is neither timeline."""
     named = {"measured": measured, "simulated": simulated}
     timelines = {name: timeline for name, timeline in named.items() if timeline is not None}
     if not timelines:
         return
-    whole = {name: described[name] | {"events": timeline.events} for name, timeline in timelines.items()}
-    content = {"schema_version": SCHEMA_VERSION, **described, **whole}
-    del content["events"]  # packed
+    content: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **asdict(record)}
+    del content["events"]  # packed; here they are whole
+    for name, timeline in timelines.items():
+        content[name]["events"] = timeline.events
     texts = (dumps(content), chrome_trace(timelines), gantt(timelines))
     for name, text in zip(TIMELINES, texts, strict=True):
         (folder / name).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,91 @@
+"""Pipelines in a report: which cells stand where, and what is said of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from shardwise.report.folder import Bench, read_bench
+from shardwise.report.page import write_report
+from shardwise.report.tables import make_rows
+from shardwise.report.timelines import charts
+from tests.report.conftest import pipelines, strategies, write
+
+
+def drawn(sweep, records):
+    bench = Bench(sweep, records)
+    return charts(bench, make_rows(bench))
+
+
+def test_cells_that_differ_in_their_split_alone_stand_together_uniform_on_top():
+    two, four = drawn(*pipelines())
+    assert [run.row.plan.id for run in two.runs] == ["2-uniform", "2-parameters", "2-balanced"]
+    assert [run.row.plan.id for run in four.runs] == ["4-uniform", "4-parameters", "4-balanced"]
+    assert (two.name, two.title, four.name, four.title) == ("timelines", "2 ranks", "timelines-2", "4 ranks")
+    sweep, records = pipelines()
+    for name in ("uniform", "balanced"):  # of another schedule in the same group
+        records[f"2-{name}"].config["parallel"]["schedule"] = "gpipe"
+    two, _ = drawn(sweep, records)
+    assert [run.row.plan.id for run in two.runs] == ["2-uniform", "2-balanced", "2-parameters"]
+
+
+def test_what_the_table_says():
+    (run, *_), _ = (chart.runs for chart in drawn(*pipelines()))
+    told = run.pipeline
+    assert run.words == ["2 ranks · uniform", "1f1b", "uniform: 9 + 9"]
+    # The second of the splits: measured as 1.03 times what was predicted, so -2.9 %.
+    assert told.measured.seconds == pytest.approx(1.03 * told.simulated.seconds, abs=1e-6)
+    step = [f"{seconds:.1f} s" for seconds in (told.simulated.seconds, told.measured.seconds)]
+    bubble = f"{100 * run.timeline.bubble():.1f} %"
+    assert run.figures == [*step, "−2.9 % (−4.0 to −1.0)", bubble, bubble]
+    without = dataclasses.replace(told, simulated=None, simulator_error_percent=None, split=[9, 9])
+    record = dataclasses.replace(run.row.record, spread={})
+    run = dataclasses.replace(run, pipeline=without, row=dataclasses.replace(run.row, record=record))
+    assert run.words[2] == "given: 9 + 9"
+    assert run.figures == ["–", step[1], "–", "–", bubble]
+
+
+def test_nothing_is_shown_of_cells_that_are_wrong_or_without_a_timeline():
+    sweep, records = pipelines()
+    untimed = {**records["2-uniform"].pipeline, "measured": None, "events": None}
+    records["2-uniform"] = dataclasses.replace(records["2-uniform"], pipeline=untimed)
+    records["2-parameters"] = dataclasses.replace(records["2-parameters"], losses=[9.0] * 12)
+    two, _ = drawn(sweep, records)
+    assert [run.row.plan.id for run in two.runs] == ["2-balanced"]
+    assert drawn(*strategies()) == []
+
+
+def test_page_table_and_files(tmp_path, strategies_folder):
+    page = write_report(write(tmp_path / "pipelines", *pipelines()), tmp_path / "report.html")
+    text, table = page.read_text(), page.with_suffix(".md").read_text()
+    assert text.count('class="gantt"') == 2
+    assert 'href="#timelines-title"' in text
+    assert "![What each rank did in a step](figures/timelines-2.svg)" in table
+    assert "| 2 ranks · balanced | 1f1b | balanced: 12 + 6 |" in table
+    for name in ("timelines", "timelines-2"):
+        svg = ElementTree.parse(tmp_path / "figures" / f"{name}.svg").getroot()
+        assert "color-scheme:light dark" in svg.attrib["style"]
+    page = write_report(strategies_folder, tmp_path / "report.html")
+    assert "imeline" not in page.read_text().partition("</style>")[2]
+    assert list((tmp_path / "figures").glob("timelines*")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layers": "many"}, "pipeline.layers: "),
+        ({"events": ["F 0 0 1"]}, "pipeline.events: not enough values to unpack"),
+        ({"measured": {"seconds": 1.0}}, "pipeline.measured.bubble: "),
+    ],
+)
+def test_a_broken_pipeline_is_a_broken_record(tmp_path, change, said):
+    sweep, records = pipelines()
+    folder = write(tmp_path / "bench", sweep, records)
+    path = folder / "2-uniform" / "record.json"
+    content = json.loads(path.read_text())
+    content["pipeline"] |= change
+    path.write_text(json.dumps(content))
+    assert said in read_bench(folder).problems["2-uniform"]
