@@ -112,6 +112,15 @@ def test_a_second_backward_is_an_error_or_right():
     assert torch.equal(torch.autograd.grad(frozen * 2, hidden)[0], 2 * once)
 
 
+def test_gradients_may_be_taken_one_after_the_other():
+    """As a zero-bubble pipeline does: the hidden states' in a first backward, the weights' in a later one."""
+    tensors, labels = inputs(6, 5, 37)
+    _, together = run(chunked.linear_cross_entropy, tensors, labels)
+    loss = chunked.linear_cross_entropy(tensors[0], tensors[1], labels, bias=tensors[2]) * 0.7
+    apart = [torch.autograd.grad(loss, tensor, retain_graph=True)[0] for tensor in tensors]
+    assert all(torch.equal(one, other) for one, other in zip(apart, together, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [True, False])
 def test_low_precision_is_as_good_as_the_plain_loss(monkeypatch, dtype, autocast):

@@ -38,85 +38,95 @@ def linear_cross_entropy(
     if scale != 1.0:
         hidden = hidden * scale
         bias = None if bias is None else bias * scale
-    return _Loss.apply(hidden, weight, bias, labels.index_select(0, rows), softcap, torch.is_grad_enabled())
+    tensors = (hidden, weight, bias)
+    needed = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
+    with torch.no_grad():
+        loss, gradients = _loss_and_gradients(*tensors, labels.index_select(0, rows), softcap, needed)
+    # One node for each, side by side: a backward for one of them alone (pipelines take the hidden states' first and the
+    # weight's later) runs no other.
+    for tensor, gradient in zip(tensors, gradients):
+        if gradient is not None:
+            loss = loss + _Known.apply(tensor, gradient, tensor is weight)
+    return loss
 
 
-class _Loss(torch.autograd.Function):
+class _Known(torch.autograd.Function):
+    """0, with a gradient with respect to `tensor` that is known up to the factor that comes with the backward."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        softcap: float | None,
-        with_gradients: bool,
-    ) -> torch.Tensor:
-        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device) and wide == torch.float32:
-            hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
-        needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        # float16 is coarse below 6e-5 and ends at 6e-8: there lie most of the probabilities of a large vocabulary.
-        lift = 64.0 if hidden.dtype == torch.float16 else 1.0
-
-        def zeros_if(needed: bool, *shape: int) -> torch.Tensor | None:
-            return torch.zeros(shape, dtype=wide, device=hidden.device) if needed else None
-
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
-        dx, dw, db = (
-            zeros_if(needs[0], *hidden.shape),
-            zeros_if(needs[1], *weight.shape),
-            zeros_if(needs[2], len(weight)),
-        )
-        size = _rows_per_chunk(len(hidden), len(weight) * wide.itemsize)
-        # The chunk as the products give and take it, and as the softmax does: the same memory where the dtype is.
-        narrow_buffer = hidden.new_empty(size, len(weight))
-        wide_buffer = narrow_buffer if hidden.dtype == wide else torch.empty_like(narrow_buffer, dtype=wide)
-        with torch.autocast(device, enabled=False):
-            for start in range(0, len(hidden), max(size, 1)):
-                x, targets = hidden[start : start + size], labels[start : start + size, None]
-                narrow = narrow_buffer[: len(x)]
-                z = narrow if wide_buffer is narrow_buffer else wide_buffer[: len(x)]
-                torch.mm(x, weight.t(), out=narrow)
-                z.copy_(narrow)
-                if bias is not None:
-                    z.add_(bias)
-                slope = None
-                if softcap is not None:
-                    z.div_(softcap).tanh_()
-                    slope = 1 - z * z
-                    z.mul_(softcap)
-                z.sub_(z.amax(1, keepdim=True))
-                target_logits = z.gather(1, targets)
-                total = z.exp_().sum(1, keepdim=True)
-                loss += (total.log() - target_logits).sum()
-                if not any(needs):
-                    continue
-                z.mul_(lift / total).scatter_add_(1, targets, torch.full_like(total, -lift))
-                if slope is not None:
-                    z.mul_(slope)
-                narrow.copy_(z)
-                if dx is not None:
-                    dx[start : start + size].copy_(narrow @ weight).div_(lift)
-                if dw is not None:
-                    _add_product(dw, narrow.t(), x / lift)
-                if db is not None:
-                    db.add_(z.sum(0), alpha=1 / lift)
-        ctx.save_for_backward(dx, dw, db)
-        return loss
+    def forward(ctx: Any, tensor: torch.Tensor, gradient: torch.Tensor, large: bool) -> torch.Tensor:
+        ctx.dtype, ctx.large = tensor.dtype, large
+        ctx.save_for_backward(gradient)
+        return gradient.new_zeros(())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
-        dx, dw, db = ctx.saved_tensors
-        if dw is not None:
-            dw.mul_(grad)  # in place, as it is large; autograd then refuses to hand it out a second time
-        scaled = (None if dx is None else dx * grad, dw, None if db is None else db * grad)
-        gradients = [None if g is None else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes)]
-        return (*gradients, None, None, None)
+        (gradient,) = ctx.saved_tensors
+        # In place if it is large; autograd then refuses to hand it out a second time.
+        return (gradient.mul_(grad) if ctx.large else gradient * grad).to(ctx.dtype), None, None
+
+
+def _loss_and_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    softcap: float | None,
+    needed: list[bool],
+) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and wide == torch.float32:
+        hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
+    # float16 is coarse below 6e-5 and ends at 6e-8: there lie most of the probabilities of a large vocabulary.
+    lift = 64.0 if hidden.dtype == torch.float16 else 1.0
+
+    def zeros_if(wanted: bool, *shape: int) -> torch.Tensor | None:
+        return torch.zeros(shape, dtype=wide, device=hidden.device) if wanted else None
+
+    loss = torch.zeros((), dtype=wide, device=hidden.device)
+    dx, dw, db = (
+        zeros_if(needed[0], *hidden.shape),
+        zeros_if(needed[1], *weight.shape),
+        zeros_if(needed[2], len(weight)),
+    )
+    size = _rows_per_chunk(len(hidden), len(weight) * wide.itemsize)
+    # The chunk as the products give and take it, and as the softmax does: the same memory where the dtype is.
+    narrow_buffer = hidden.new_empty(size, len(weight))
+    wide_buffer = narrow_buffer if hidden.dtype == wide else torch.empty_like(narrow_buffer, dtype=wide)
+    with torch.autocast(device, enabled=False):
+        for start in range(0, len(hidden), max(size, 1)):
+            x, targets = hidden[start : start + size], labels[start : start + size, None]
+            narrow = narrow_buffer[: len(x)]
+            z = narrow if wide_buffer is narrow_buffer else wide_buffer[: len(x)]
+            torch.mm(x, weight.t(), out=narrow)
+            z.copy_(narrow)
+            if bias is not None:
+                z.add_(bias)
+            slope = None
+            if softcap is not None:
+                z.div_(softcap).tanh_()
+                slope = 1 - z * z
+                z.mul_(softcap)
+            z.sub_(z.amax(1, keepdim=True))
+            target_logits = z.gather(1, targets)
+            total = z.exp_().sum(1, keepdim=True)
+            loss += (total.log() - target_logits).sum()
+            if not any(needed):
+                continue
+            z.mul_(lift / total).scatter_add_(1, targets, torch.full_like(total, -lift))
+            if slope is not None:
+                z.mul_(slope)
+            narrow.copy_(z)
+            if dx is not None:
+                dx[start : start + size].copy_(narrow @ weight).div_(lift)
+            if dw is not None:
+                _add_product(dw, narrow.t(), x / lift)
+            if db is not None:
+                db.add_(z.sum(0), alpha=1 / lift)
+    return loss, (dx, dw, db)
 
 
 def _rows_per_chunk(num_rows: int, row_bytes: int) -> int:
