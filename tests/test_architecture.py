@@ -29,6 +29,7 @@ ARROWS = {
     "planner": {"models", "metrics", "schedule"},
     "benchmark": {"planner", "metrics"},
     "report": {"metrics", "schedule"},
+    "interfaces": {"schedule"},
 }
 EVERYONE = {"config", "run_file", "interfaces"}
 FREE = {"cli", "__main__", "__init__"}

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from shardwise.schedule.simulate import Event
+
 IGNORED = -100
 """The label of a position that has no target; cross entropy skips it."""
 
@@ -101,6 +103,12 @@ def no_sync_needed(sync: bool) -> None:
     """The `set_sync` of a model that reduces no gradients by itself."""
 
 
+def next_token(pm: ParallelModel, row: Batch) -> int:
+    """The `next_token` of a model in one part."""
+    (part,) = pm.parts
+    return int(part(row, return_logits=True)[0, -1].argmax())
+
+
 def already_portable(name: str, held: torch.Tensor) -> torch.Tensor:
     """The `to_portable` of a model that holds plain tensors or DTensors."""
     return held.detach()
@@ -127,13 +135,20 @@ class ParallelModel:
     from_portable: Callable[[str, torch.Tensor, torch.Tensor], None] = field(kw_only=True)
     """(parameter name, what this rank holds, a portable tensor placed as `to_portable` gives it, or a plain whole one):
     copy it, or this rank's share of it, back."""
+    next_token: Callable[[ParallelModel, Batch], int] = next_token
+    """The most likely token after one row [1, T], the same on every rank; a collective where weights are split."""
+    events: Callable[[], Sequence[Event]] = tuple
+    """What this rank of a pipeline did in the latest training step, in seconds from its start."""
     flat: tuple[nn.Parameter, ...] = ()
     """What a strategy keeps the named parameters in, with their gradients, if they are views."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank by their names in the transformers model (with PEFT's layers in it)."""
+        seen: set[nn.Parameter] = set()  # a tied weight may be in the first of this rank's stages and in the last
         for part in self.parts:
-            yield from part.hf.named_parameters()
+            fresh = [(name, p) for name, p in part.hf.named_parameters() if p not in seen]
+            seen.update(p for _, p in fresh)
+            yield from fresh
 
     def stored(self) -> Iterator[nn.Parameter]:
         """What takes this rank's memory for weights and, in their `.grad`, gradients; storages may come up twice."""

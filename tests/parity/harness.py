@@ -189,7 +189,7 @@ def run_cell(cell: Cell) -> Outcome:
         norms.append(math.inf if result.skipped else result.grad_norm)  # inf on one rank may be NaN on another
     eval_loss = evaluate(job.pm, [microbatches(cfg, mesh, step) for step in (7, 8)], mesh, cfg.training.steps).loss
     with tempfile.TemporaryDirectory() as folder:
-        written = save_result(job, cfg, Path(folder))
+        written = save_result(job, cfg, mesh, Path(folder))
         saved = {} if written is None else _read_safetensors(written)
     params = {
         name: full_tensor(job.pm.to_portable(name, p)).clone()
@@ -197,6 +197,13 @@ def run_cell(cell: Cell) -> Outcome:
         if p.requires_grad
     }
     return Outcome(losses, norms, eval_loss, grads, params, saved)
+
+
+def together(outcomes: list[Outcome]) -> Outcome:
+    """What all ranks have between them: the stages of a pipeline hold different parameters."""
+    grads = {name: grad for outcome in outcomes for name, grad in outcome.grads.items()}
+    params = {name: param for outcome in outcomes for name, param in outcome.params.items()}
+    return replace(outcomes[0], grads=grads, params=params)
 
 
 def _pairs(group: dict[str, Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -184,7 +184,7 @@ def test_adapters_on_the_upper_half_gain_a_third():
     assert uniform.timeline.seconds == 16 + 300 * 32
     assert uniform.timeline.seconds / balanced.timeline.seconds == pytest.approx(4 / 3, rel=0.01)
     # Where the gradient goes down to the embedding, both halves cost the same.
-    assert [c.seconds for c in split("uniform", units, Pipeline("looped-bfs", 2, 300)).chunks] == [32, 32]
+    assert [c.seconds for c in split("uniform", units, Pipeline("zbv", 2, 300, 2)).chunks] == [16, 16, 16, 16]
 
 
 def test_uniform_parameters_and_explicit():

@@ -32,11 +32,11 @@ def test_a_result_replaces_the_one_before_when_it_is_whole(mode, name, write, tm
 
         setattr(export, write, cut_off)
         with pytest.raises(OSError, match="cut off"):
-            export.save_result(job, cfg, tmp_path)
+            export.save_result(job, cfg, build_mesh(cfg, torch.device("cpu")), tmp_path)
         assert names() == {name, f"{name}.tmp"}
         assert (tmp_path / name / "of-the-run-before").exists()
         setattr(export, write, save)
-        return export.save_result(job, cfg, tmp_path)
+        return export.save_result(job, cfg, build_mesh(cfg, torch.device("cpu")), tmp_path)
 
     (tmp_path / name).mkdir()
     (tmp_path / name / "of-the-run-before").touch()

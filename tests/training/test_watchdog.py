@@ -160,7 +160,7 @@ def beats_of_an_export(folder: Path) -> tuple[int, int]:
     job = build(cfg, build_mesh(cfg, torch.device("cpu")))
     beats: list[None] = []
     export.beat = lambda: beats.append(None)
-    export.save_result(job, cfg, folder)
+    export.save_result(job, cfg, build_mesh(cfg, torch.device("cpu")), folder)
     return len(beats), len(list(job.pm.named_parameters()))
 
 

@@ -16,6 +16,7 @@ from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Batch, Mesh, ParallelModel, no_sync_needed
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import DATA_AXES, sum_over
+from shardwise.schedule.orders import SPLITTING
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
@@ -24,10 +25,16 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     Float32 weights need nothing. single, zero: autograd adds up in float32. ddp: it does, and the wrapper, whose
     buckets have the weights' dtype, is left idle; the sums are all-reduced after the last backward, 4 bytes an element.
     fsdp2: each micro-batch's shards are moved into float32 ones; its reduce-scatter adds up ranks in float32 but hands
-    over the weights' dtype, so each micro-batch's sum over ranks is rounded once. UserError under fsdp1.
+    over the weights' dtype, so each micro-batch's sum over ranks is rounded once. UserError under fsdp1, and in a
+    pipeline where it is torch's stage that adds up: with fsdp2, and where backwards run in two halves.
     """
     if all(p.dtype == torch.float32 for p in _trained(pm)):
         return pm
+    if cfg.parallel.pp > 1 and (cfg.parallel.data == "fsdp2" or cfg.parallel.schedule in SPLITTING):
+        raise UserError(
+            "training.accumulation is float32, but in a pipeline with fsdp2 or a zero-bubble schedule the gradients of "
+            "bfloat16 weights add up in bfloat16; use 1f1b with ddp, or set model.dtype to float32"
+        )
     if cfg.parallel.data == "fsdp1":
         raise UserError(
             "training.accumulation is float32, but fsdp1 keeps the gradients of bfloat16 weights in bfloat16; "
@@ -37,7 +44,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     if cfg.parallel.data == "fsdp2":
         return replace(pm, run=_moving_shards(pm.run))
     _hold_float32(_trained(pm))
-    if cfg.parallel.data != "ddp":
+    if cfg.parallel.data != "ddp" or cfg.parallel.pp > 1:  # where all-reduces come after the last backward anyway
         return pm
 
     def reduce() -> None:

@@ -42,10 +42,20 @@ _LEFT_OPERAND = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.baddbmm.defaul
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Recompute decoder layers in their backward, as `training.checkpointing` says."""
+    """Recompute decoder layers in their backward, as `training.checkpointing` says.
+
+    UserError if it names a kind of layer that the model has none of.
+    """
+    asked = cfg.training.checkpointing
+    kinds = {layer.kind for layer in spec.layers}
+    if isinstance(asked, list) and (unknown := sorted(set(asked) - kinds)):
+        raise UserError(
+            f"training.checkpointing names {unknown[0]}, but this model's layers are of the kinds "
+            f"{', '.join(sorted(kinds))}; choose among these, or full or operators"
+        )
     for part in pm.parts:
         assert isinstance(part, CausalLM)
-        recompute(part.hf, spec, cfg.training.checkpointing, part.dropout)
+        recompute(part.hf, part.spec, asked, part.dropout)
     return pm
 
 
@@ -53,26 +63,17 @@ def recompute(hf: nn.Module, spec: ModelSpec, asked: str | list[str], dropout: D
     """Replace the forwards of the layers to be recomputed.
 
     `full`: every layer from its input. `operators`: every layer, but for the outputs of PRODUCTS. A list: the layers of
-    these kinds, from their input; UserError if the model has no such layer.
+    these kinds, from their input.
 
     A layer's forward is replaced rather than the layer wrapped: names stay, and fsdp2's hooks lie outside, so a layer's
     weights are gathered once for its recomputation and backward together.
     """
     if asked == "none":
         return
-    kinds = {layer.kind for layer in spec.layers}
-    if isinstance(asked, list):
-        unknown = sorted(set(asked) - kinds)
-        if unknown:
-            raise UserError(
-                f"training.checkpointing names {unknown[0]}, but this model's layers are of the kinds "
-                f"{', '.join(sorted(kinds))}; choose among these, or full or operators"
-            )
-        kinds = set(asked)
     policy = partial(_keep_products, _ranks(hf))
     contexts = partial(create_selective_checkpoint_contexts, policy) if asked == "operators" else noop_context_fn
     for layer in spec.layers:
-        if layer.kind in kinds:
+        if not isinstance(asked, list) or layer.kind in asked:
             module = hf.get_submodule(layer.name)
             module.forward = _recomputed(module.forward, dropout, contexts)
 

@@ -11,6 +11,7 @@ import torch
 
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dropout import SlotDropout
 from shardwise.models.spec import ModelSpec
 
@@ -41,10 +42,11 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     # Masks are drawn outside: a seed that depends on step and slot must not become a constant.
     eager_dropout: Any = torch.compiler.disable(SlotDropout.forward)
     for part in pm.parts:
+        assert isinstance(part, CausalLM)
         for module in part.modules():
             if isinstance(module, SlotDropout):
                 module.forward = MethodType(eager_dropout, module)
-        for layer in spec.layers:
+        for layer in part.spec.layers:
             module = part.get_submodule(f"hf.{layer.name}")
             module.forward = torch.compile(module.forward, backend=BACKENDS[cfg.training.compile], dynamic=False)
     return pm

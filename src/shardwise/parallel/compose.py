@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.families import FAMILIES
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel import accumulate, activation_checkpoint, compile, ddp, fsdp1, fsdp2, offload, zero
+from shardwise.parallel import (
+    accumulate,
+    activation_checkpoint,
+    compile,
+    ddp,
+    fsdp1,
+    fsdp2,
+    offload,
+    pipeline_parallel,
+    zero,
+)
+from shardwise.schedule.orders import SPLITTING
 
 Load = Callable[[ParallelModel], None]
 
@@ -24,9 +37,10 @@ ORDER: tuple[tuple[str, Any], ...] = (
     ("zero1", zero.apply),  # the optimizer's shards are views into real weights
     ("zero2", zero.apply),
     ("float32 accumulation", accumulate.apply),  # changes what the wrappers hand over, and to whom
+    ("pipeline", pipeline_parallel.apply),  # runs the stages that all others have made ready
 )
 
-LAYOUTS = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
+LAYOUTS = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp", "pp", "pp-ddp", "pp-fsdp2", "pp-hsdp")
 EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
 """(family, layout) that is not proven although both are; each with the reason beside it."""
 
@@ -34,13 +48,16 @@ COMPATIBLE: dict[str, frozenset[str]] = {
     family: frozenset(layout for layout in LAYOUTS if (family, layout) not in EXCEPTIONS) for family in FAMILIES
 }
 """Per proven family, the layouts that tests/parity proves; others are refused before memory is taken."""
-UNPROVEN = frozenset(LAYOUTS)
+UNPROVEN = frozenset(layout for layout in LAYOUTS if not layout.startswith("pp"))
 """The layouts of a family that is not listed: those that ask nothing of a model's inside."""
 
 
 def layout(cfg: RunConfig) -> str:
     """The name of a run's layout, as COMPATIBLE has it."""
-    return "hsdp" if cfg.parallel.dp_replicate > 1 else cfg.parallel.data
+    data = "hsdp" if cfg.parallel.dp_replicate > 1 else cfg.parallel.data
+    if cfg.parallel.pp == 1:
+        return data
+    return "pp" if data == "single" else f"pp-{data}"
 
 
 def check(cfg: RunConfig, family: str) -> None:
@@ -48,6 +65,29 @@ def check(cfg: RunConfig, family: str) -> None:
     offered = COMPATIBLE.get(family, UNPROVEN)
     if layout(cfg) not in offered:
         raise UserError(f"{layout(cfg)} is not proven for {family}; use one of {', '.join(sorted(offered))}")
+    if cfg.parallel.pp > 1:
+        _check_pipeline(cfg)
+
+
+def _check_pipeline(cfg: RunConfig) -> None:
+    """Refuse what is silently wrong in torch's schedules, or not proven in them; each has a test that says so."""
+    parallel = cfg.parallel
+    if torch.__version__ < "2.13":
+        raise UserError(f"parallel.pp needs torch 2.13 or later, and this is {torch.__version__}; install that")
+    if parallel.offload != "none":
+        raise UserError("parallel.offload is not proven in a pipeline; leave it at none, or parallel.pp at 1")
+    if parallel.schedule not in SPLITTING:
+        return
+    if parallel.data == "fsdp2" and parallel.reshard_after_forward:
+        raise UserError(
+            f"{parallel.schedule} halves backwards, and torch loses gradients of weights that fsdp2 frees in between; "
+            "set parallel.reshard_after_forward to false, or use 1f1b, interleaved-1f1b, looped-bfs or gpipe"
+        )
+    if cfg.training.compile != "none":
+        raise UserError(
+            f"{parallel.schedule} halves backwards, which compiled code cannot; set training.compile to none, or use "
+            "1f1b, interleaved-1f1b, looped-bfs or gpipe"
+        )
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: Load) -> ParallelModel:
@@ -59,6 +99,8 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: 
         asked.add("compile")
     if cfg.training.accumulation == "float32":
         asked.add("float32 accumulation")
+    if cfg.parallel.pp > 1:
+        asked.add("pipeline")
     for name, strategy in ORDER:
         if name == "load":
             load(pm)

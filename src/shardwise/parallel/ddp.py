@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
 from shardwise.models.spec import ModelSpec
+from shardwise.parallel.reduce import sum_gradients
 
 # torch 2.13 renames it and warns at the old name.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -25,7 +26,18 @@ _FORWARD_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS 
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Wrap the loaded model so that its backward adds gradients up over `dp_replicate`."""
+    """Wrap the loaded model so that its backward adds gradients up over `dp_replicate`.
+
+    In a pipeline nothing is wrapped: where torch's schedules halve a backward, the wrapper's hooks never run, and no
+    gradient would be reduced. They are, after the last backward, in one all-reduce.
+    """
+    if cfg.parallel.pp > 1:
+
+        def reduce() -> None:
+            trained = [parameter for _, parameter in pm.named_parameters() if parameter.requires_grad]
+            sum_gradients(trained, mesh, ("dp_replicate",))
+
+        return replace(pm, reduce_grads=(*pm.reduce_grads, reduce))
     (part,) = pm.parts
     no_buffers: dict[str, Any] = {_FORWARD_SYNC: False}  # they are functions of the config, equal everywhere
     wrapped = DistributedDataParallel(

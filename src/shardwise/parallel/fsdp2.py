@@ -20,31 +20,53 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import materialise, shard_dim
 from shardwise.parallel.reduce import DATA_AXES, sum_gradients
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Shard the model while its parameters are still on `meta`; weights go into the shards afterwards."""
-    (part,) = pm.parts
+    """Shard the model, or this rank's stages, while their parameters are on `meta`; weights go into shards afterwards.
+
+    In a pipeline torch's stage decides when gradients are reduced: whole ones add up over a step's micro-batches, and
+    are reduce-scattered after the last.
+    """
+    for part in pm.parts:
+        assert isinstance(part, CausalLM)
+        _shard(part, mesh, cfg)
+
+    def set_sync(sync: bool) -> None:
+        # Every micro-batch is reduce-scattered, so no rank ever keeps whole gradients; replicas are added up once.
+        for part in pm.parts:
+            assert isinstance(part, FSDPModule)
+            part.set_requires_all_reduce(sync)
+
+    def reduce() -> None:
+        # Found anew at each call: loading replaces the parameters on meta by others.
+        sum_gradients([p for part in pm.parts for p in odd_dtype_parameters(part)], mesh, DATA_AXES)
+
+    replicated = any(odd_dtype_parameters(part) for part in pm.parts)
+    return replace(pm, set_sync=set_sync, reduce_grads=(*pm.reduce_grads, reduce) if replicated else pm.reduce_grads)
+
+
+def _shard(part: CausalLM, mesh: Mesh, cfg: RunConfig) -> None:
     axes = DATA_AXES if mesh.size("dp_replicate") > 1 else ("dp_shard",)
-    replicated = odd_dtype_parameters(part)
     options: dict[str, Any] = {
         "mesh": mesh.dense[axes],
         # Autocast chooses the dtype of the computation, here as under every strategy; reduce in float32 always.
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
         "shard_placement_fn": lambda parameter: Shard(shard_dim(parameter.shape, mesh.size("dp_shard"))),
-        "ignored_params": set(replicated),
+        "ignored_params": set(odd_dtype_parameters(part)),
     }
     if cfg.parallel.offload == "all":
         # Sharded weights and gradients live on the CPU; a unit is copied to the device to be gathered, and freed there.
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-    for unit in units(part, spec):
+    for unit in units(part):
         # The last unit's backward follows its forward at once: to free its weights between the two gains nothing.
         last = not isinstance(unit, nn.Module)
         fully_shard(unit, reshard_after_forward=cfg.parallel.reshard_after_forward and not last, **options)
-    root = fully_shard(part, reshard_after_forward=cfg.parallel.reshard_after_forward and not spec.tied, **options)
+    fully_shard(part, reshard_after_forward=cfg.parallel.reshard_after_forward and not part.spec.tied, **options)
     sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         # Sums, not means; gloo knows no other reduction.
@@ -54,34 +76,26 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     if cfg.parallel.offload == "all":
         materialise(part, torch.device("cpu"), only=DTensor)  # what is not sharded goes to the device as usual
 
-    def set_sync(sync: bool) -> None:
-        # Every micro-batch is reduce-scattered, so no rank ever keeps whole gradients; replicas are added up once.
-        root.set_requires_all_reduce(sync)
-
     def free_after_evaluation(*_: object) -> None:
         if not torch.is_grad_enabled():  # no backward comes to free what `reshard_after_forward=False` has kept
             for module in sharded:
                 module.reshard()
 
     part.register_forward_hook(free_after_evaluation)
-    reduce_grads = pm.reduce_grads
-    if replicated:
-        # Found anew at each call: loading replaces the parameters on meta by others.
-        reduce_grads = (*reduce_grads, lambda: sum_gradients(odd_dtype_parameters(part), mesh, DATA_AXES))
-    return replace(pm, set_sync=set_sync, reduce_grads=reduce_grads)
 
 
-def units(part: nn.Module, spec: ModelSpec) -> list[nn.Module | list[nn.Module]]:
+def units(part: CausalLM) -> list[nn.Module | list[nn.Module]]:
     """What is gathered and freed together, in forward order; the root takes what is left.
 
     A tied embedding is used at both ends of the model, so it and the head stay with the root, which is gathered for the
     whole step.
     """
-    layers = [part.get_submodule(f"hf.{layer.name}") for layer in spec.layers]
+    spec = part.spec
+    layers = [part.hf.get_submodule(layer.name) for layer in spec.layers]
     if spec.tied:
         return [*layers]
-    embed, norm, head = (part.get_submodule(f"hf.{name}") for name in (spec.embed, spec.norm, spec.head))
-    return [embed, *layers, [norm, head]]
+    ends = [part.hf.get_submodule(spec.norm), part.hf.get_submodule(spec.head)] if spec.last else []
+    return [*([part.hf.get_submodule(spec.embed)] if spec.first else []), *layers, *([ends] if ends else [])]
 
 
 def odd_dtype_parameters(part: nn.Module) -> list[nn.Parameter]:

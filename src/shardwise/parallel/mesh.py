@@ -23,22 +23,29 @@ def mesh_sizes(cfg: RunConfig, world_size: int) -> dict[str, int]:
     """Axis sizes for `world_size` ranks: what other axes leave goes to dp_shard (fsdp) or dp_replicate (ddp, zero)."""
     parallel, training = cfg.parallel, cfg.training
     sizes = dict.fromkeys(Mesh.AXES, 1)
+    if world_size % parallel.pp:
+        raise UserError(
+            f"parallel.pp is {parallel.pp}, which does not divide the {world_size} processes; "
+            f"use --nproc {parallel.pp} or a multiple of it"
+        )
+    sizes["pp"] = parallel.pp
+    left = world_size // parallel.pp
     if parallel.data == "single":
-        if world_size != 1:
+        if left != 1:
             raise UserError(
                 f"parallel.data is single but there are {world_size} processes; "
-                "use --nproc 1, or parallel.data ddp or fsdp2"
+                f"use --nproc {parallel.pp}, or parallel.data ddp or fsdp2"
             )
     elif parallel.data in ("ddp", "zero1", "zero2"):
-        sizes["dp_replicate"] = world_size
+        sizes["dp_replicate"] = left
     else:
-        if world_size % parallel.dp_replicate:
+        if left % parallel.dp_replicate:
             raise UserError(
-                f"parallel.dp_replicate is {parallel.dp_replicate}, which does not divide the {world_size} processes; "
-                f"use one of {_divisors(world_size)}"
+                f"parallel.dp_replicate is {parallel.dp_replicate}, which does not divide the {left} "
+                f"processes{f' of each of the {parallel.pp} stages' * (parallel.pp > 1)}; use one of {_divisors(left)}"
             )
         sizes["dp_replicate"] = parallel.dp_replicate
-        sizes["dp_shard"] = world_size // parallel.dp_replicate
+        sizes["dp_shard"] = left // parallel.dp_replicate
     data_size = sizes["dp_replicate"] * sizes["dp_shard"]
     unit = data_size * training.micro_batch_size
     if training.global_batch_size % unit:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-SKIPPING = ("gpipe", "1f1b", "interleaved-1f1b")
-"""Schedules under which a stage with nothing trainable at or below it runs no backward and is sent no gradient. Under
-the others the gradient goes down to the embedding, whose output has to require one."""
+from shardwise.schedule.orders import SPLITTING
 
 
 @dataclass(frozen=True)
@@ -73,9 +71,9 @@ def effective(units: Sequence[Cost], schedule: str) -> tuple[Cost, ...]:
     """What the units, from the embedding up, cost under this schedule.
 
     Below the lowest trainable unit no gradient is needed, so there is no backward, and nothing is kept for one. Under a
-    schedule that is not SKIPPING every unit costs what it says.
+    schedule that is SPLITTING the gradient goes down to the embedding, and every unit costs what it says.
     """
-    if schedule not in SKIPPING:
+    if schedule in SPLITTING:
         return tuple(units)
     lowest = next((index for index, unit in enumerate(units) if unit.trainable), len(units))
     nothing = {"input_seconds": 0.0, "weight_seconds": 0.0, "split_seconds": 0.0, "activation_bytes": 0}

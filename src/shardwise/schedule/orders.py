@@ -238,6 +238,11 @@ def _dualpipe_v(pipeline: Pipeline, rank: int) -> list[Action]:
     return [*todo.actions, *todo.pending]
 
 
+SPLITTING = ("interleaved-zero-bubble", "zbv", "dualpipe-v")
+"""Schedules that run backwards in two halves, first the gradient of a stage's input, later those of its weights. The
+first starts from a stage's output and needs an input that requires a gradient, all the way down to the embedding, even
+where nothing there is trained. Under the others a stage with nothing trainable at or below it runs no backward."""
+
 ORDERS: dict[str, Callable[[Pipeline, int], list[Action]]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
@@ -16,10 +18,16 @@ from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, family_of, spec_of, unproven_note
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
+from shardwise.models.stage import check_cut, stages
 from shardwise.parallel import compose
+from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.parallel.place import fill, materialise
+from shardwise.parallel.reduce import of_every_rank
+from shardwise.schedule.costs import Cost
+from shardwise.schedule.split import Split
 from shardwise.training.loss_scale import LossScale
 from shardwise.training.optimizer import is_decayed, make_lr_schedule, make_optimizer
+from shardwise.training.split import choose_split, costs_of
 from shardwise.training.watchdog import beat, paused
 
 
@@ -34,18 +42,31 @@ class State:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Where a pipeline's model is cut, and what that goes by; the same on every rank."""
+
+    split: Split
+    units: tuple[Cost, ...]  # what the split is of
+    source: str  # of the costs
+
+
+@dataclass(frozen=True)
 class Job:
     """A run that is ready to train."""
 
     pm: ParallelModel
+    hf: PreTrainedModel
+    """The whole model by names and config; on meta where it is cut into stages."""
     optimizer: torch.optim.Optimizer
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     spec: ModelSpec
     parameters: Mapping[str, int]  # of the whole model: how many are trainable, frozen, and in total
+    trained: frozenset[str]  # names of the trainable ones, of the whole model
     counts: ModelCounts | None  # of the whole model; None where FLOPs cannot be counted, as a note says
     coverage: lora.Coverage | None
     loss_scale: LossScale
     positions: int | None  # how many the model has learned; None: it takes any
+    cut: Cut | None = None  # of a pipeline
     notes: tuple[str, ...] = ()  # what whoever reads the result must know; printed, and kept in the record
 
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -68,19 +89,20 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
         )
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     family = family_of(hf)
-    part = CausalLM(hf, spec, family, cfg)
     parameters = _sizes(hf)
     notes = _notes(cfg, spec)
     counts = None if notes else count_model(hf, spec)
+    cut = _cut(cfg, mesh, hf, spec, counts) if cfg.parallel.pp > 1 else None
+    trained = frozenset(n for n, p in hf.named_parameters() if p.requires_grad)
     decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, family)}  # by whole shapes
 
     def load_parts(pm: ParallelModel) -> None:
+        materialise(nn.ModuleList(pm.parts), mesh.device)
         for part in pm.parts:
-            materialise(part, mesh.device)
             _fill_part(pm, part, cfg, state)
 
     pm = ParallelModel(
-        parts=(part,),
+        parts=_parts(cfg, mesh, hf, spec, cut),
         run=run_in_turn,
         make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
         from_portable=lambda name, held, portable: fill(held, portable),
@@ -89,7 +111,41 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step)
     loss_scale = LossScale.of(cfg.training.precision)
-    return Job(pm, optimizer, lr_schedule, spec, parameters, counts, coverage, loss_scale, positions, notes)
+    return Job(
+        pm=pm,
+        hf=hf,
+        optimizer=optimizer,
+        lr_schedule=lr_schedule,
+        spec=spec,
+        parameters=parameters,
+        trained=trained,
+        counts=counts,
+        coverage=coverage,
+        loss_scale=loss_scale,
+        positions=positions,
+        cut=cut,
+        notes=notes,
+    )
+
+
+def _cut(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, counts: ModelCounts | None) -> Cut:
+    check_cut(family_of(hf))
+    pipeline = pipeline_of(cfg, mesh)
+    if spec.tied and pipeline.v_shaped and cfg.parallel.data == "fsdp2":
+        raise UserError(
+            f"{cfg.parallel.schedule} has the embedding and the head on one rank, where they share their tied weight, "
+            "and two stages that fsdp2 shards cannot share one; use interleaved-zero-bubble or 1f1b, or ddp"
+        )
+    # A few numbers per layer, from every rank to all: on another node another profile may lie, or none.
+    units, source = of_every_rank(costs_of(cfg, hf, spec, counts))[0]
+    return Cut(choose_split(cfg, units, pipeline.num_microbatches), units, source)
+
+
+def _parts(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, cut: Cut | None) -> tuple[CausalLM, ...]:
+    if cut is None:
+        return (CausalLM(hf, spec, family_of(hf), cfg),)
+    chunks = pipeline_of(cfg, mesh).chunks_of(mesh.dense.get_local_rank("pp"))
+    return stages(hf, spec, cut.split.boundaries, chunks, cfg)
 
 
 def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
@@ -135,11 +191,11 @@ def _fill_part(pm: ParallelModel, part: Part, cfg: RunConfig, state: State) -> N
             by_hf_name.setdefault(hf_name(name), []).append(name)
     with paused():
         load.fetch(cfg.model)
-    base = load.weights(part.hf, cfg.model, cfg.training.seed)
+    base = load.weights(part.hf, cfg.model, cfg.training.seed, by_hf_name)
     initial = chain(
         ((name, full) for disk_name, full in base for name in by_hf_name[disk_name]),
         lora.adapter_weights(part.hf, cfg.training.seed),
-        state.parameters.items(),
+        ((name, full) for name, full in state.parameters.items() if name in targets),
     )
     filled = set()
     for name, full in initial:  # one at a time

@@ -201,7 +201,7 @@ def restore(start: Start, job: Job, cfg: RunConfig) -> None:
     if start.folder is None or start.manifest is None:
         return
     reader = dcp.FileSystemReader(start.folder)
-    _make_optimizer_states(job.optimizer, reader.read_metadata(), start.folder)
+    _make_optimizer_states(job, reader.read_metadata(), start.folder)
     tensors = dict(portable_tensors(job, cfg))
     try:
         # Each rank reads its shards, from whatever files they lie in. In place, where a tensor is portable as it is.
@@ -245,19 +245,21 @@ def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Te
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
-def _make_optimizer_states(optimizer: torch.optim.Optimizer, metadata: Metadata, folder: Path) -> None:
+def _make_optimizer_states(job: Job, metadata: Metadata, folder: Path) -> None:
     """Give an optimizer that has not made a step the states that were saved, all zero."""
-    parameters = dict(_optimized(optimizer))
+    parameters = dict(_optimized(job.optimizer))
     for key, saved in metadata.state_dict_metadata.items():
         kind, _, name = key.partition("/")
         if kind == "optimizer":
             name, _, state = name.rpartition("/")
             assert isinstance(saved, TensorStorageMetadata)
-            if name not in parameters:
+            if name not in job.trained:
                 raise UserError(f"checkpoint {folder} does not fit this run: {name} was trained, and is not here")
+            if name not in parameters:
+                continue  # another stage's
             parameter, dtype = parameters[name], saved.properties.dtype
             empty = torch.zeros_like(parameter, dtype=dtype) if saved.size else torch.zeros((), dtype=dtype)
-            optimizer.state[parameter][state] = empty
+            job.optimizer.state[parameter][state] = empty
 
 
 def _failures(error: BaseException) -> list[BaseException]:

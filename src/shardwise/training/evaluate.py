@@ -69,13 +69,13 @@ def greedy_sample(pm: ParallelModel, tokenizer: PreTrainedTokenizerBase, prompt:
     Every rank computes the same sample, since a sharded model's forward is a collective. Each token costs a whole
     forward: there is no cache, so that the path is the trained one.
     """
-    (part,) = pm.parts
-    part.eval()
+    for part in pm.parts:
+        part.eval()
     ids = list(prompt)
     for _ in range(SAMPLE_TOKENS):
         row = torch.tensor([ids], device=mesh.device)
         batch = Batch(row, torch.full_like(row, IGNORED), torch.zeros_like(row), slots=(0,), step=0)
-        ids.append(int(part(batch, return_logits=True)[0, -1].argmax()))
+        ids.append(pm.next_token(pm, batch))
         beat()
         if ids[-1] == tokenizer.eos_token_id:
             break

@@ -29,11 +29,12 @@ def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     """The 2-norm of all gradients together (scalar, float32), equal on every rank.
 
     Squares are added up on each rank per set of sharded axes and summed over just these axes, so that a shard counts
-    once and a replica is not counted again; stages of a pipeline hold disjoint parameters.
+    once and a replica is not counted again; stages of a pipeline hold disjoint parameters, but for a tied weight, of
+    which one is marked `is_copy`.
     """
     gradients: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
+        if parameter.grad is not None and not getattr(parameter, "is_copy", False):
             gradients.setdefault(sharded_axes(parameter), []).append(local(parameter.grad))
     total = torch.zeros((), device=mesh.device)
     for axes in sorted(gradients):

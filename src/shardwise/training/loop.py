@@ -71,7 +71,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
                 raise Stopped(signalled, step, checkpointer.stop(step))
         checkpointer.wait()
         reporter.data(documents_read(loaders))
-        save_result(job, cfg, Path(cfg.training.output_dir))  # it and the record are there
+        save_result(job, cfg, mesh, Path(cfg.training.output_dir))  # it and the record are there
         record = write_record(cfg, mesh, job, reporter, meter)  # before what may fail
         if prompt is not None:
             with uncompiled(cfg):

@@ -38,14 +38,17 @@ def make_optimizer(
     `decayed`: names of the parameters on which weight decay acts, since a shard need not show its parameter's shape.
     Each group has its parameters' names in `param_names`: what is saved of an optimizer is saved by name.
     """
-    # One group per kind of tensor: an optimizer's multi-tensor path refuses plain tensors beside DTensors.
-    kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    # One group per kind of tensor: an optimizer's multi-tensor path refuses plain tensors beside DTensors. And one that
+    # may be empty: a pipeline's stage need not have anything to train, but has a learning rate.
+    kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {(False, False): []} if not named else {}
     for name, parameter in named:
         kinds.setdefault((isinstance(parameter, DTensor), name in decayed), []).append((name, parameter))
     groups = [
         {"params": parameters, "weight_decay": cfg.weight_decay if decay else 0.0}
         for (_, decay), parameters in kinds.items()
     ]
+    if not named:
+        groups[0]["param_names"] = []  # which torch reads off the parameters
     if cfg.name == "sgd":
         return torch.optim.SGD(groups, lr=cfg.lr)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)

@@ -13,8 +13,8 @@ from shardwise.config import RunConfig
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.counts import ModelCounts, Unit, Weight, count_model, unit_modules
 from shardwise.models.spec import ModelSpec
-from shardwise.schedule.costs import SKIPPING, Cost
-from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.costs import Cost
+from shardwise.schedule.orders import SPLITTING, Pipeline
 from shardwise.schedule.split import Split, split
 
 
@@ -49,8 +49,8 @@ def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int)
 
 
 def _with_gradients(counts: ModelCounts, schedule: str) -> ModelCounts:
-    """Under schedules that are not SKIPPING the gradient goes down to the embedding's output, whatever is trained."""
-    if schedule in SKIPPING:
+    """Under schedules that are SPLITTING the gradient goes down to the embedding's output, whatever is trained."""
+    if schedule not in SPLITTING:
         return counts
     embedding, *above = counts.units
     return ModelCounts((replace(embedding, backward=True), *(_with_gradient(unit) for unit in above)))
