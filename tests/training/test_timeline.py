@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from shardwise.config import Parallel
-from shardwise.metrics.record import RunRecord
+from shardwise.metrics.record import PipelineRecord, RunRecord
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Event, Timeline, simulate
 from shardwise.schedule.split import Split, predict
 from shardwise.schedule.trace import unpack
+from shardwise.training import build
 from shardwise.training.output_dir import TIMELINES
+from shardwise.training.split import COUNTED, costs_of
 from shardwise.training.timeline import MOST_STEPS, Recorder, describe, write_files
 from tests.distributed import run_ranks
+from tests.integration.conftest import make_corpus
+from tests.integration.test_train import config, run_on
 from tests.schedule.test_simulate import cost
 
 PIPELINE = Pipeline("1f1b", 2, 4)
@@ -114,3 +120,23 @@ def test_the_measured_step_is_small_in_a_record():
     told = describe(Parallel(pp=2), predicted(), "FLOPs", timeline, None)
     assert len(timeline.events) == 2 * 32 * 3
     assert len(json.dumps(told.events)) < 6000
+
+
+@pytest.mark.parametrize("costs", [COUNTED, "measured on this machine"])
+def test_a_run_leaves_its_timeline(tmp_path, monkeypatch, costs):
+    monkeypatch.setattr(build, "costs_of", lambda *args, **more: (costs_of(*args, **more)[0], costs))
+    make_corpus(tmp_path)
+    cfg = config(tmp_path, "run", lora=False, steps=3, global_batch_size=4, micro_batch_size=1, eval_every=0)
+    cfg = replace(cfg, parallel=Parallel(pp=2, split=[1, 3]), data=replace(cfg.data, validation=0.0))
+    record = run_on(2, cfg)
+    assert record.pipeline is not None
+    told = TypeAdapter(PipelineRecord).validate_python(record.pipeline)
+    assert (told.layers, told.costs) == ([1, 3], costs)
+    assert (told.simulated is None) == (told.simulator_error_percent is None) == (costs == COUNTED)
+    # 2 of 3 steps are warm-up. Each rank has a forward and a backward of each micro-batch, in the order of 1F1B.
+    events = unpack(told.events or []).events
+    for rank in (0, 1):
+        did = [(e.kind, e.microbatch) for e in events if e.rank == rank]
+        assert did == [(action.kind, action.microbatch) for action in PIPELINE.order(rank)]
+    assert all(before.end <= after.start for before, after in pairwise(events) if before.rank == after.rank)
+    assert all((tmp_path / "run" / name).exists() for name in TIMELINES)

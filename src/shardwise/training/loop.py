@@ -23,6 +23,7 @@ from shardwise.training.reporter import Reporter
 from shardwise.training.resume import find_start
 from shardwise.training.step import NonFiniteLossError, training_step
 from shardwise.training.stop import StopRequest
+from shardwise.training.timeline import Recorder, record_timeline
 from shardwise.training.watchdog import beat, paused
 
 
@@ -36,7 +37,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     job = build(cfg, mesh, State(step=start.step))
     prompt = encode_prompt(cfg, tokenizer, job.positions)
     restore(start, job, cfg)
-    meter = Meter(cfg.measure.warmup_steps)
+    meter, recorder = Meter(cfg.measure.warmup_steps), Recorder(cfg.measure.warmup_steps)
     steps, eval_every = cfg.training.steps, cfg.training.eval_every
     with (
         closing(loaders.train),
@@ -63,6 +64,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             except NonFiniteLossError as error:
                 raise reporter.non_finite(step, microbatches, error) from None
             meter.stop(result.tokens)
+            recorder.step(job.pm.events())
             reporter.step(step, result, lr, meter)
             evaluated = step == steps or (eval_every and step % eval_every == 0)
             checkpointer.after_step(step, run_evaluation(step) if evaluated else None)
@@ -73,6 +75,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         reporter.data(documents_read(loaders))
         save_result(job, cfg, mesh, Path(cfg.training.output_dir))  # it and the record are there
         record = write_record(cfg, mesh, job, reporter, meter)  # before what may fail
+        record = add_to_record(cfg, record, **record_timeline(cfg, mesh, job, recorder))
         if prompt is not None:
             with uncompiled(cfg):
                 sample = reporter.sample(greedy_sample(job.pm, tokenizer, prompt, mesh))

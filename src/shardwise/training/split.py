@@ -17,6 +17,9 @@ from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import SPLITTING, Pipeline
 from shardwise.schedule.split import Split, split
 
+COUNTED = "counted FLOPs"
+"""Where costs come from whose seconds are no times of this machine."""
+
 
 def costs_of(
     cfg: RunConfig,
@@ -37,7 +40,7 @@ def costs_of(
     units = _with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
     modules = [[hf.get_submodule(name) for name in names] for names in unit_modules(spec)]
     costs = (_cost(cfg, hf, unit, parts, num_shards, flops_per_second) for unit, parts in zip(units, modules))
-    return tuple(costs), "counted FLOPs"
+    return tuple(costs), COUNTED
 
 
 def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int) -> Split:

@@ -11,13 +11,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.config import Parallel
+from shardwise.config import Parallel, RunConfig
+from shardwise.interfaces import Mesh
 from shardwise.metrics.record import PipelineRecord, PipelineStep, dumps
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.simulate import Event, Timeline
 from shardwise.schedule.split import Split
 from shardwise.schedule.trace import chrome_trace, gantt, pack
+from shardwise.training.build import Job
 from shardwise.training.output_dir import TIMELINES
+from shardwise.training.split import COUNTED
 
 MOST_STEPS = 50
 """As many steps are kept, the last ones: some 10 kB each."""
@@ -55,6 +58,22 @@ class Recorder:
         gathered = of_every_rank(self._steps[median], group)
         events = (e._replace(start=e.start - begin, end=e.end - begin) for events in gathered for e in events)
         return Timeline(len(gathered), tuple(events))
+
+
+def record_timeline(cfg: RunConfig, mesh: Mesh, job: Job, recorder: Recorder) -> dict[str, Any]:
+    """The field `pipeline` of the record, whose step rank 0 also writes to files; nothing where there is no pipeline.
+
+    A collective. Where data-parallel ranks have pipelines of their own, this is rank 0's.
+    """
+    if job.cut is None:
+        return {}
+    split, costs = job.cut.split, job.cut.source
+    measured = recorder.median_step(mesh.dense.get_group("pp"))
+    simulated = None if costs == COUNTED else split.timeline
+    pipeline = describe(cfg.parallel, split, costs, measured, simulated)
+    if dist.get_rank() == 0:
+        write_files(Path(cfg.training.output_dir), pipeline, measured, simulated)
+    return {"pipeline": asdict(pipeline)}
 
 
 def describe(
