@@ -67,6 +67,21 @@ def test_the_step_of_median_length_begins_at_0_and_is_the_same_on_every_rank():
     assert last.seconds == 28.0
 
 
+def _two_pipelines() -> Timeline | None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    pipeline, rank = dist.get_rank() % 2, dist.get_rank() // 2
+    recorder = Recorder(warmup_steps=0)
+    recorder.step([Event(rank, rank, 0, "F", 5.0 + rank, 7.0 + rank + pipeline)])
+    return recorder.median_step(groups[pipeline])
+
+
+def test_a_pipeline_beside_another_is_told_alone():
+    first, second, *others = run_ranks(4, _two_pipelines)
+    assert others == [first, second]
+    assert first == Timeline(2, (Event(0, 0, 0, "F", 0.0, 2.0), Event(1, 1, 0, "F", 1.0, 3.0)))
+    assert second.seconds == 4.0
+
+
 def test_what_is_said_of_a_step(tmp_path):
     split = predicted()
     simulated, measured = split.timeline, late(split.timeline)
