@@ -1,0 +1,44 @@
+"""`build` from memory: a job goes on under another cut, without a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardwise.config import Parallel, RunConfig
+from shardwise.interfaces import Mesh
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import full_tensor
+from shardwise.parallel.reduce import of_every_rank
+from shardwise.training.build import Job, State, build
+from shardwise.training.step import training_step
+from tests.distributed import run_ranks
+from tests.parity.harness import MAX_NORM, Cell, microbatches, random_b, run_config
+
+
+def losses(job: Job, cfg: RunConfig, mesh: Mesh, steps: range) -> list[float]:
+    return [training_step(job, microbatches(cfg, mesh, step), mesh, MAX_NORM).loss for step in steps]
+
+
+def cut_anew_after_two_steps(mode: str) -> tuple[list[float], list[float]]:
+    cfg = run_config(Cell("llama", "single", mode))
+    cfg = replace(cfg, parallel=Parallel(pp=2, split=[1, 3]))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    unmoved = losses(build(cfg, mesh, random_b(cfg)), cfg, mesh, range(1, 4))
+    job = build(cfg, mesh, random_b(cfg))
+    begun = losses(job, cfg, mesh, range(1, 3))
+    mine = {name: full_tensor(job.pm.to_portable(name, p)) for name, p in job.pm.named_parameters()}
+    everything = {name: tensor for held in of_every_rank(mine) for name, tensor in held.items()}
+    moved = replace(cfg, parallel=Parallel(pp=2, split=[3, 1], schedule="gpipe"))
+    again = build(moved, mesh, State(everything, step=2))
+    assert [len(part.spec.layers) for part in again.pm.parts] == [[3], [1]][mesh.dense.get_local_rank("pp")]
+    return unmoved, begun + losses(again, moved, mesh, range(3, 4))
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_a_job_is_cut_anew_from_memory(mode):
+    for unmoved, moved in run_ranks(2, cut_anew_after_two_steps, mode):
+        assert moved == pytest.approx(unmoved, rel=1e-6)
+        assert len(set(unmoved)) == 3
