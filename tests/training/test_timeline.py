@@ -142,16 +142,18 @@ def test_a_run_leaves_its_timeline(tmp_path, monkeypatch, costs):
     monkeypatch.setattr(build, "costs_of", lambda *args, **more: (costs_of(*args, **more)[0], costs))
     make_corpus(tmp_path)
     cfg = config(tmp_path, "run", lora=False, steps=3, global_batch_size=4, micro_batch_size=1, eval_every=0)
-    cfg = replace(cfg, parallel=Parallel(pp=2, split=[1, 3]), data=replace(cfg.data, validation=0.0))
+    parallel = Parallel(pp=2, schedule="interleaved-1f1b", split=[1, 1, 1, 1])
+    cfg = replace(cfg, parallel=parallel, data=replace(cfg.data, validation=0.0))
     record = run_on(2, cfg)
     assert record.pipeline is not None
     told = TypeAdapter(PipelineRecord).validate_python(record.pipeline)
-    assert (told.layers, told.costs) == ([1, 3], costs)
+    assert (told.layers, told.costs) == ([1, 1, 1, 1], costs)
     assert (told.simulated is None) == (told.simulator_error_percent is None) == (costs == COUNTED)
-    # 2 of 3 steps are warm-up. Each rank has a forward and a backward of each micro-batch, in the order of 1F1B.
+    # 2 of 3 steps are warm-up. Each rank has done what its schedule says, one after the other.
     events = unpack(told.events or []).events
+    pipeline = Pipeline("interleaved-1f1b", 2, 4, 2)
     for rank in (0, 1):
-        did = [(e.kind, e.microbatch) for e in events if e.rank == rank]
-        assert did == [(action.kind, action.microbatch) for action in PIPELINE.order(rank)]
+        did = [event[1:4] for event in events if event.rank == rank]
+        assert did == [(action.chunk, action.microbatch, action.kind) for action in pipeline.order(rank)]
     assert all(before.end <= after.start for before, after in pairwise(events) if before.rank == after.rank)
     assert all((tmp_path / "run" / name).exists() for name in TIMELINES)

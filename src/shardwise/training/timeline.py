@@ -57,7 +57,7 @@ class Recorder:
         begin = steps[median][0]
         gathered = of_every_rank(self._steps[median], group)
         events = (e._replace(start=e.start - begin, end=e.end - begin) for events in gathered for e in events)
-        return Timeline(len(gathered), tuple(events))
+        return Timeline(len(gathered), tuple(sorted(events, key=lambda event: (event.rank, event.start))))
 
 
 def record_timeline(cfg: RunConfig, mesh: Mesh, job: Job, recorder: Recorder) -> dict[str, Any]:
