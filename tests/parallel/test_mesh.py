@@ -11,12 +11,14 @@ from shardwise.parallel.mesh import build_mesh, mesh_sizes
 from tests.distributed import run_ranks
 
 
-def config(data: str = "single", dp_replicate: int = 1, global_batch: int = 8, micro_batch: int = 1) -> RunConfig:
+def config(
+    data: str = "single", dp_replicate: int = 1, global_batch: int = 8, micro_batch: int = 1, pp: int = 1
+) -> RunConfig:
     return RunConfig(
         Model("m"),
         Data("d"),
         Training("o", global_batch_size=global_batch, micro_batch_size=micro_batch, device="cpu"),
-        parallel=Parallel(data, dp_replicate),
+        parallel=Parallel(data, dp_replicate, pp=pp),
     )
 
 
@@ -49,11 +51,28 @@ def test_what_is_left_of_the_world(data, dp_replicate, world, expected):
         ),
         (config("ddp", global_batch=6), 4, "global_batch_size 6 is not a multiple of 4 .* use 4 or 8"),
         (config("ddp", global_batch=2, micro_batch=2), 2, "global_batch_size 2 .* use 4"),
+        (config(pp=3), 4, "parallel.pp is 3, which does not divide the 4 processes; use --nproc 3 or a multiple of it"),
+        (config(pp=4), 2, "parallel.pp is 4, .* use --nproc 4 or a multiple"),
+        (config(pp=2), 4, "parallel.data is single but there are 4 processes; use --nproc 2, or parallel.data ddp or"),
+        (
+            config("fsdp2", 3, pp=2),
+            4,
+            r"dp_replicate is 3, .* the 2 processes of each of the 2 stages; use one of \[1, 2\]",
+        ),
+        (config("ddp", global_batch=6, pp=2), 8, "global_batch_size 6 is not a multiple of 4 .* use 4 or 8"),
     ],
 )
 def test_sizes_that_do_not_fit_say_what_would(cfg, world, message):
     with pytest.raises(UserError, match=message):
         mesh_sizes(cfg, world)
+
+
+@pytest.mark.parametrize(
+    ("data", "dp_replicate", "expected"), [("ddp", 1, (4, 1)), ("fsdp2", 1, (1, 4)), ("fsdp2", 2, (2, 2))]
+)
+def test_a_pipeline_leaves_the_rest_of_the_world_to_data(data, dp_replicate, expected):
+    sizes = mesh_sizes(config(data, dp_replicate, pp=2), 8)
+    assert (sizes["pp"], sizes["dp_replicate"], sizes["dp_shard"]) == (2, *expected)
 
 
 def _slots() -> tuple[list[int], int, int]:

@@ -5,7 +5,7 @@ A bfloat16 sum stops growing when a summand is under 1/256 of it. Memory: 4 byte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,17 +19,12 @@ from shardwise.parallel.reduce import DATA_AXES, sum_over
 from shardwise.schedule.orders import SPLITTING
 
 
-def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Let gradients be float32 from the backward to the clipping; the optimizer gets them in the weights' dtype.
-
-    Float32 weights need nothing. single, zero: autograd adds up in float32. ddp: it does, and the wrapper, whose
-    buckets have the weights' dtype, is left idle; the sums are all-reduced after the last backward, 4 bytes an element.
-    fsdp2: each micro-batch's shards are moved into float32 ones; its reduce-scatter adds up ranks in float32 but hands
-    over the weights' dtype, so each micro-batch's sum over ranks is rounded once. UserError under fsdp1, and in a
-    pipeline where it is torch's stage that adds up: with fsdp2, and where backwards run in two halves.
+def check(cfg: RunConfig, trained: Iterable[nn.Parameter]) -> None:
+    """UserError where what is trained has no float32 sums: bfloat16 under fsdp1, and in a pipeline where torch's stage
+    adds up, which it does with fsdp2 and where backwards run in two halves.
     """
-    if all(p.dtype == torch.float32 for p in _trained(pm)):
-        return pm
+    if cfg.training.accumulation == "model" or all(p.dtype == torch.float32 for p in trained):
+        return
     if cfg.parallel.pp > 1 and (cfg.parallel.data == "fsdp2" or cfg.parallel.schedule in SPLITTING):
         raise UserError(
             "training.accumulation is float32, but in a pipeline with fsdp2 or a zero-bubble schedule the gradients of "
@@ -40,6 +35,18 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
             "training.accumulation is float32, but fsdp1 keeps the gradients of bfloat16 weights in bfloat16; "
             "use fsdp2, or set model.dtype to float32"
         )
+
+
+def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
+    """Let gradients be float32 from the backward to the clipping; the optimizer gets them in the weights' dtype.
+
+    Float32 weights need nothing. single, zero: autograd adds up in float32. ddp: it does, and the wrapper, whose
+    buckets have the weights' dtype, is left idle; the sums are all-reduced after the last backward, 4 bytes an element.
+    fsdp2: each micro-batch's shards are moved into float32 ones; its reduce-scatter adds up ranks in float32 but hands
+    over the weights' dtype, so each micro-batch's sum over ranks is rounded once.
+    """
+    if all(p.dtype == torch.float32 for p in _trained(pm)):
+        return pm
     pm = replace(pm, make_optimizer=_rounding_once(pm.make_optimizer))
     if cfg.parallel.data == "fsdp2":
         return replace(pm, run=_moving_shards(pm.run))

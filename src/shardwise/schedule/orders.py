@@ -46,17 +46,20 @@ class Pipeline:
         if min(p, m, v) < 1:
             raise UserError(f"{p} ranks, {m} micro-batches, {v} virtual stages: give at least 1 of each")
         if v != 1 and self.schedule in ("gpipe", "1f1b"):
-            raise UserError(f"{self.schedule} has one stage per rank, not {v}; set virtual stages to 1")
+            raise UserError(f"{self.schedule} has one stage per rank, not {v}; set virtual_stages to 1")
         if v != 2 and self.v_shaped:
-            raise UserError(f"{self.schedule} has two stages per rank, not {v}; set virtual stages to 2")
+            raise UserError(f"{self.schedule} has two stages per rank, not {v}; set virtual_stages to 2")
         least = {"1f1b": p, "dualpipe-v": 2 * p}.get(self.schedule, 1)
         if m < least:
-            raise UserError(f"{self.schedule} on {p} ranks needs {least} micro-batches or more, not {m}")
+            raise UserError(
+                f"{self.schedule} on {p} ranks needs {least} micro-batches or more, not {m}; raise the global batch "
+                "size, lower the micro-batch size, or use gpipe"
+            )
         rounds = max(1, m // p)
         if m % rounds and self.schedule.startswith("interleaved"):
             raise UserError(
                 f"{self.schedule} on {p} ranks makes {rounds} equal rounds of {m} micro-batches, which does not work "
-                f"out; give {m - m % rounds}"
+                f"out; give {m - m % rounds} by the global batch size"
             )
 
     @property

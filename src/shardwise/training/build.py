@@ -19,7 +19,7 @@ from shardwise.models.families import FAMILIES, family_of, spec_of, unproven_not
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import check_cut, stages
-from shardwise.parallel import compose
+from shardwise.parallel import accumulate, compose
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
@@ -88,6 +88,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
             f"{positions} positions; lower it"
         )
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
+    accumulate.check(cfg, (p for p in hf.parameters() if p.requires_grad))
     family = family_of(hf)
     parameters = _sizes(hf)
     notes = _notes(cfg, spec)
