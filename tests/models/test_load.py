@@ -1,17 +1,20 @@
 import json
 import logging
+import re
 import shutil
 import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5Config
 
 from shardwise.config import Model, UserError
-from shardwise.models import load
+from shardwise.models import initialise, load
 from shardwise.models.load import build_meta, check_vocabulary, load_whole, read_config, weights
 from shardwise.models.save import save_model
 from tests.models.tiny import CONFIGS, TINY, entries, on_meta, same, tiny
@@ -170,19 +173,88 @@ def test_weights_are_handed_over_one_at_a_time(init: str, folder: Path) -> None:
     assert count == len(on_meta(model).state_dict())
 
 
-def test_files_are_read_as_the_weights_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys that are read from files, as they are."""
+    keys: list[str] = []
     original = load._Reader.__call__
 
     def call(self: load._Reader, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        read.append(key)
+        keys.append(key)
         return original(self, key, dtype)
 
     monkeypatch.setattr(load._Reader, "__call__", call)
+    return keys
+
+
+def test_files_are_read_as_the_weights_are_asked_for(folder: Path, read: list[str]) -> None:
     for name, _ in weights(on_meta(Model(str(folder))), Model(str(folder)), 0):
         expected = 3 if name.endswith("conv1d.weight") else 1  # q, k and v lie apart in the file
         assert len(read) == expected, (name, read)
         read.clear()
+
+
+def parts_of(names: Iterable[str]) -> list[set[str]]:
+    """Names of every layer, and of every module around them, by themselves."""
+    parts: dict[str, set[str]] = {}
+    for name in names:
+        number = re.search(r"\.\d+\.", name)
+        parts.setdefault(number[0] if number else name.rpartition(".")[0], set()).add(name)
+    return list(parts.values())
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3_moe", "tiny-olmo_hybrid", "tiny-nemotron_h", "tiny-gpt2", "tiny-lfm2"])
+def test_only_what_is_wanted_is_read(name: str, tmp_path: Path, read: list[str]) -> None:
+    # Where experts are stacked and convolutions joined from keys of their own, and names differ; the last two are tied.
+    load_whole(tiny(name), read_config(tiny(name))).save_pretrained(tmp_path)
+    model = Model(str(tmp_path))
+    everything = entries(model)
+    read.clear()
+    for wanted in parts_of(everything):
+        found = dict(weights(on_meta(model), model, 0, wanted))
+        assert same(found, {entry: everything[entry] for entry in wanted})
+    assert sorted(read) == sorted(load_file(tmp_path / "model.safetensors"))  # each key once
+
+
+def test_tied_weights_are_read_where_they_are_wanted(tmp_path: Path, read: list[str]) -> None:
+    whole = load_whole(tiny("tiny-gpt2"), read_config(tiny("tiny-gpt2")))
+    whole.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    embedding = whole.get_parameter("transformer.wte.weight")
+    for keys in ({"lm_head.weight"}, {"lm_head.weight", "transformer.wte.weight"}):  # the head alone; both, if equal
+        held = {key: value for key, value in stored.items() if "wte" not in key}
+        save_file(held | {key: embedding.detach().clone() for key in keys}, tmp_path / "model.safetensors")
+        model = Model(str(tmp_path))
+        ((name, value),) = weights(on_meta(model), model, 0, {"transformer.wte.weight"})
+        assert name == "transformer.wte.weight"
+        assert torch.equal(value, embedding)
+        assert set(read) == keys
+        read.clear()
+        ((name, _),) = weights(on_meta(model), model, 0, {"transformer.ln_f.bias"})
+        assert len(read) == 1
+        read.clear()
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3_next", "tiny-kimi_linear", "tiny-gpt2"])
+def test_only_what_is_wanted_is_drawn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = entries(tiny(name))
+    drawn: list[str] = []
+    original = initialise._values_of
+
+    def values_of(
+        skeleton: PreTrainedModel, path: str, module: nn.Module, own: dict[str, str], seed: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        drawn.extend(own)
+        return original(skeleton, path, module, own, seed)
+
+    monkeypatch.setattr(initialise, "_values_of", values_of)
+    for wanted in parts_of(everything):
+        found = dict(weights(on_meta(tiny(name)), tiny(name), 0, wanted))
+        assert same(found, {entry: everything[entry] for entry in wanted})
+        assert set(drawn) <= wanted
+        drawn.clear()
+    (one,) = weights(on_meta(tiny(name)), tiny(name), 0, [next(iter(everything))])
+    assert torch.equal(one[1], everything[one[0]])
 
 
 # --- weights from files
