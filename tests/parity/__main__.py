@@ -59,13 +59,13 @@ def run(cell: Cell, references: dict[Cell, Outcome]) -> dict[str, Any]:
         "adapter": cell.mode,
         "processes": cell.nproc,
         "variant": cell.variant,
+        "schedule": cell.schedule,
     }
     try:
         reference = cell.reference()
         if reference not in references:
             (references[reference],) = run_ranks(1, run_cell, reference)
-        outcome = run_ranks(cell.nproc, run_cell, cell)[0]
-        errors = compare(outcome, references[reference])
+        errors = compare(run_ranks(cell.nproc, run_cell, cell), references[reference])
     except Exception as error:  # a cell that fails is a row with its reason, never a gap
         return {**row, "status": "failed", "reason": str(error).strip().splitlines()[-1], "errors": {}}
     wrong = verdict(errors)

@@ -7,9 +7,12 @@ from itertools import product
 
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.parallel.compose import LAYOUTS as PROVEN
+from shardwise.schedule.orders import SPLITTING
 from tests.parity.harness import FAMILIES, Cell
+from tests.parity.pipelines import FIXED as FIXED_PIPELINES
+from tests.parity.pipelines import PIPELINES, WITH_DATA
 
-LAYOUTS = tuple(layout for layout in PROVEN if layout != "single")
+LAYOUTS = tuple(layout for layout in PROVEN if layout != "single" and not layout.startswith("pp"))
 MODES = ("lora", "full")
 
 # One more thing that differs from the plain cell. `naive`: one flat parameter per layer under fsdp1; `offload-...`:
@@ -44,7 +47,7 @@ VARIANTS = (
 )
 
 # At 2 processes hsdp has 1 shard and 2 replicas: still its own code path.
-ALL = (*(Cell(*point) for point in product(FAMILIES, LAYOUTS, MODES, (2, 4))), *VARIANTS)
+ALL = (*(Cell(*point) for point in product(FAMILIES, LAYOUTS, MODES, (2, 4))), *VARIANTS, *PIPELINES)
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
 _FIXED = (
@@ -73,24 +76,35 @@ _FIXED = (
     Cell("llama", "ddp", "full", 2, "float16"),
     Cell("llama", "fsdp2", "full", 2, "float16"),
     Cell("qwen3_5_text", "fsdp2", "lora", 2, "compile"),
+    *FIXED_PIPELINES,
 )
 
 
 def pairs(cell: Cell) -> set[tuple[str, ...]]:
     """What a plain cell covers; a layout is of one of two kinds: weights whole on every rank, or sharded."""
-    if cell.variant:
+    if cell.variant or cell.split:
         return set()
+    if cell.schedule:
+        backward = "halved" if cell.schedule in SPLITTING else "whole"
+        return {(cell.family, "pp"), (cell.schedule, cell.mode), (cell.layout, backward), (cell.layout, cell.mode)}
     kind = "whole" if cell.layout in ("ddp", "zero1", "zero2") else "sharded"
     return {(cell.family, kind), (cell.family, cell.mode), (cell.layout, cell.mode)}
 
 
 def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:
-    """`chosen`, and plain cells until every pair is covered: each time one that covers most, of the rarest layout."""
-    plain = [cell for cell in ALL if not cell.variant and cell.nproc == 2]
+    """`chosen`, and plain cells until every pair is covered: each time one that covers most, of the rarest kind.
+
+    Those of 2 processes; a pipeline that also splits the data takes 4, of the model with the shortest step.
+    """
+    plain = [
+        c
+        for c in ALL
+        if not c.variant and not c.split and (c.nproc == 2 or (c.layout in WITH_DATA and c.family == "llama"))
+    ]
     left = set().union(*map(pairs, plain)) - set().union(*map(pairs, chosen))
     while left:
-        layouts = Counter(cell.layout for cell in chosen)
-        best = max(plain, key=lambda cell: (len(pairs(cell) & left), -layouts[cell.layout]))
+        kinds = Counter((cell.layout, cell.schedule) for cell in chosen)
+        best = max(plain, key=lambda cell: (len(pairs(cell) & left), -kinds[cell.layout, cell.schedule]))
         chosen = (*chosen, best)
         left -= pairs(best)
     return chosen

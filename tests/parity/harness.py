@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,12 +23,15 @@ from shardwise.models import families, load, lora
 from shardwise.models.families import spec_of
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
+from shardwise.schedule.orders import SPLITTING
 from shardwise.training.build import State, build
 from shardwise.training.evaluate import evaluate
 from shardwise.training.export import save_result
 from shardwise.training.step import forward_backward, training_step
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
+DEEP = Path(__file__).parent / "models"
+"""Eight layers in place of four: for pipelines of so many stages."""
 FAMILIES = {
     "llama": "tiny-llama",
     "qwen3_5_text": "tiny-qwen3_5",
@@ -44,6 +47,22 @@ FAMILIES = {
     "kimi_linear": "tiny-kimi_linear",
     "jamba": "tiny-jamba",
 }
+SOME_LAYERS = {
+    "upper": {  # layers 2 and 3 of 4
+        "llama": [
+            f"layers.{i}.{name}" for i in (2, 3) for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+        ],
+        "qwen3_next": [f"layers.2.linear_attn.{name}" for name in ("in_proj_qkvz", "out_proj")]
+        + [f"layers.3.self_attn.{name}" for name in ("v_proj", "o_proj")],
+    },
+    "lower": {  # layers 0 and 1
+        "llama": [
+            f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+        ],
+        "qwen3_next": [f"layers.{i}.linear_attn.{name}" for i in (0, 1) for name in ("in_proj_qkvz", "out_proj")],
+    },
+}
+"""Targets of LoRA in the variants of these names."""
 GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, 24, 0.2
 OVERFLOWING_SCALE = 2.0**22
 """Of the llama's loss: the first step's float16 gradients overflow, the last one's do not."""
@@ -59,17 +78,29 @@ class Cell:
     mode: str  # lora | full
     nproc: int = 1
     variant: str = ""  # "", or one more thing that differs from the plain cell: see `run_config` and `reference`
+    schedule: str = ""  # of a pipeline
+    split: tuple[int, ...] = ()  # layers of a pipeline's stages; (): uniform
+    deep: bool = False  # the model of DEEP
+    rows: int = GLOBAL_BATCH
 
     @property
     def id(self) -> str:
         """Unique in the matrix."""
-        return "-".join(filter(None, (self.family, self.layout, self.mode, f"{self.nproc}p", self.variant)))
+        split = "+".join(map(str, self.split))
+        rows = f"{self.rows}-rows" if self.rows != GLOBAL_BATCH else ""
+        parts = (self.family, self.layout, self.schedule, split, self.mode, f"{self.nproc}p", self.variant, rows)
+        return "-".join(filter(None, (*parts, "deep" * self.deep)))
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks: all, or 2 where others split the data."""
+        return 1 if not self.schedule else self.nproc if self.layout == "pp" else 2
 
     def reference(self) -> Cell:
         """The same work on one process, plain where the variant must not change what is computed."""
         same = ("checkpointing", "operators", "compile", "keep-gathered", "naive", "offload-optimizer", "offload-all")
         variant = "" if self.variant in same else self.variant
-        return replace(self, layout="single", nproc=1, variant=variant)
+        return replace(self, layout="single", nproc=1, variant=variant, schedule="", split=())
 
 
 @dataclass(frozen=True)
@@ -87,44 +118,65 @@ class Outcome:
 def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunConfig:
     """The run file of a cell."""
     name = FAMILIES[cell.family] + ("-tied" if cell.variant == "tied" else "")
-    hsdp = cell.layout == "hsdp"
     return RunConfig(
         model=Model(
-            str(CONFIGS / name),
+            str(DEEP / name.replace("tiny", "deep") if cell.deep else CONFIGS / name),
             init="random",
             router_aux_loss_coef=0.01 if getattr(families.FAMILIES.get(cell.family), "router", None) else 0.0,
         ),
-        lora=None if cell.mode == "full" else _lora(cell.variant),
+        lora=None if cell.mode == "full" else _lora(cell),
         data=Data(
             train="unused",
             sequence_length=SEQUENCE,
             packing="isolated" if cell.variant == "isolated" else "concat",
         ),
-        parallel=Parallel(
-            data="fsdp2" if hsdp else cell.layout,
-            dp_replicate=2 if hsdp else 1,
-            reshard_after_forward=cell.variant != "keep-gathered",
-            fsdp1_wrap="naive" if cell.variant == "naive" else "separate",
-            offload=cell.variant.removeprefix("offload-") if cell.variant.startswith("offload-") else "none",
+        parallel=_parallel(cell),
+        optimizer=Optimizer(
+            name=optimizer,
+            # In bfloat16 a weight that is off by 1e-7 may be rounded the other way, which is 4e-3 of it.
+            lr=0.0 if cell.variant == "bfloat16" else 1.0,
+            lr_schedule="linear",
+            weight_decay=0.01,
+            max_grad_norm=MAX_NORM,  # half of what the gradients of these models come to, so that clipping always acts
         ),
-        # Half of what the gradients of these models come to, so that clipping always acts.
-        optimizer=Optimizer(name=optimizer, lr=1.0, lr_schedule="linear", weight_decay=0.01, max_grad_norm=MAX_NORM),
         training=Training(
             output_dir="unused",
             steps=3,
-            global_batch_size=GLOBAL_BATCH,
-            micro_batch_size=1 if cell.nproc > 2 else 2,
+            global_batch_size=cell.rows,
+            # A micro-batch of another size has another rounding; a pipeline need not have one.
+            micro_batch_size=1 if cell.nproc > 2 and cell.layout != "pp" else 2,
             checkpointing={"checkpointing": "full", "operators": "operators"}.get(cell.variant, "none"),
             compile="aot_eager" if cell.variant == "compile" else "none",
-            precision="float16" if cell.variant == "float16" else "float32",
+            precision=cell.variant if cell.variant in ("float16", "bfloat16") else "float32",
             device="cpu",
         ),
     )
 
 
-def _lora(variant: str) -> Lora:
-    saved = ["lm_head"] if variant == "head" else []
-    return Lora(r=4, alpha=8, dropout=0.2 * (variant == "dropout"), modules_to_save=saved)
+def _parallel(cell: Cell) -> Parallel:
+    data = cell.layout.removeprefix("pp").removeprefix("-") or "single"
+    pipeline: dict[str, Any] = {"pp": cell.pp}
+    if cell.schedule:
+        pipeline |= {"schedule": cell.schedule, "split": list(cell.split) or "uniform"}
+    sharded = data in ("fsdp2", "hsdp")
+    return Parallel(
+        data="fsdp2" if sharded else data,
+        dp_replicate=2 if data == "hsdp" else 1,
+        reshard_after_forward=cell.variant != "keep-gathered" and not (sharded and cell.schedule in SPLITTING),
+        fsdp1_wrap="naive" if cell.variant == "naive" else "separate",
+        offload=cell.variant.removeprefix("offload-") if cell.variant.startswith("offload-") else "none",
+        **pipeline,
+    )
+
+
+def _lora(cell: Cell) -> Lora:
+    return Lora(
+        r=4,
+        alpha=64 if cell.variant in SOME_LAYERS else 8,  # so few adapters have small gradients
+        dropout=0.2 * (cell.variant == "dropout"),
+        targets=SOME_LAYERS[cell.variant][cell.family] if cell.variant in SOME_LAYERS else "auto",
+        modules_to_save=["lm_head"] if cell.variant == "head" else [],
+    )
 
 
 def microbatches(cfg: RunConfig, mesh: Mesh, step: int) -> list[Batch]:
@@ -199,13 +251,6 @@ def run_cell(cell: Cell) -> Outcome:
     return Outcome(losses, norms, eval_loss, grads, params, saved)
 
 
-def together(outcomes: list[Outcome]) -> Outcome:
-    """What all ranks have between them: the stages of a pipeline hold different parameters."""
-    grads = {name: grad for outcome in outcomes for name, grad in outcome.grads.items()}
-    params = {name: param for outcome in outcomes for name, param in outcome.params.items()}
-    return replace(outcomes[0], grads=grads, params=params)
-
-
 def _pairs(group: dict[str, Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     return zip(group["param_names"], group["params"])
 
@@ -215,18 +260,22 @@ def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-def compare(outcome: Outcome, reference: Outcome) -> dict[str, float]:
-    """Largest relative errors: of a tensor, the largest absolute difference over the largest absolute value."""
+def compare(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, float]:
+    """Largest relative errors of all ranks; a tensor's is its largest absolute difference over its largest value.
+
+    The ranks need not hold the same parameters, but must hold all of the reference's between them, and no others.
+    """
     for name, grad in reference.grads.items():
         assert grad.abs().max() > 0, f"the gradient of {name} is zero and proves nothing"
     assert min(reference.norms) > MAX_NORM, "clipping did not act"
     assert reference.norms[-1] < math.inf, "no step was done"
+    losses, norms = [*reference.losses, reference.eval_loss], reference.norms
     return {
-        "loss": max(map(_relative, [*outcome.losses, outcome.eval_loss], [*reference.losses, reference.eval_loss])),
-        "norm": max(map(_relative, outcome.norms, reference.norms)),
-        "grad": _worst(outcome.grads, reference.grads),
-        "param": _worst(outcome.params, reference.params),
-        "saved": _worst(outcome.saved, reference.saved),
+        "loss": _largest(e for rank in outcomes for e in map(_relative, [*rank.losses, rank.eval_loss], losses)),
+        "norm": _largest(e for rank in outcomes for e in map(_relative, rank.norms, norms)),
+        "grad": _worst([rank.grads for rank in outcomes], reference.grads),
+        "param": _worst([rank.params for rank in outcomes], reference.params),
+        "saved": _worst([rank.saved for rank in outcomes], reference.saved),
     }
 
 
@@ -239,8 +288,12 @@ def _relative(value: float, reference: float) -> float:
     return 0.0 if value == reference else abs(value - reference) / abs(reference)  # equal infinities differ by NaN
 
 
-def _worst(tensors: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    if tensors.keys() != reference.keys():
-        return float("inf")
-    errors = [((tensors[n] - r).abs().max() / r.abs().max().clamp(min=1e-30)).item() for n, r in reference.items()]
-    return max(errors)
+def _worst(by_rank: Sequence[dict[str, torch.Tensor]], reference: dict[str, torch.Tensor]) -> float:
+    if set().union(*by_rank) != reference.keys():
+        return math.inf
+    held = [(tensor, reference[name]) for tensors in by_rank for name, tensor in tensors.items()]
+    return _largest(((t - r).abs().max() / r.abs().max().clamp(min=1e-30)).item() for t, r in held)
+
+
+def _largest(values: Iterable[float]) -> float:
+    return torch.tensor(list(values)).max().item()  # NaN if one of them is, which Python's max need not be

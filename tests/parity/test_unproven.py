@@ -28,7 +28,7 @@ CELLS = (
 def test_equals_one_process(cell: Cell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(harness.FAMILIES, cell.family, str(write_config(cell.family, tmp_path)))
     (reference,) = run_ranks(1, run_cell, cell.reference())
-    errors = compare(run_ranks(cell.nproc, run_cell, cell)[0], reference)
+    errors = compare(run_ranks(cell.nproc, run_cell, cell), reference)
     assert not verdict(errors), errors
 
 

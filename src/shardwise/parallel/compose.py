@@ -78,15 +78,21 @@ def _check_pipeline(cfg: RunConfig) -> None:
         raise UserError("parallel.offload is not proven in a pipeline; leave it at none, or parallel.pp at 1")
     if parallel.schedule not in SPLITTING:
         return
+    instead = "use 1f1b, interleaved-1f1b, looped-bfs or gpipe"
     if parallel.data == "fsdp2" and parallel.reshard_after_forward:
         raise UserError(
             f"{parallel.schedule} halves backwards, and torch loses gradients of weights that fsdp2 frees in between; "
-            "set parallel.reshard_after_forward to false, or use 1f1b, interleaved-1f1b, looped-bfs or gpipe"
+            f"set parallel.reshard_after_forward to false, or {instead}"
+        )
+    if cfg.training.checkpointing != "none":
+        raise UserError(
+            f"{parallel.schedule} halves backwards, and torch recomputes a layer in the first half and then again for "
+            f"every weight of it; set training.checkpointing to none, or {instead}"
         )
     if cfg.training.compile != "none":
         raise UserError(
-            f"{parallel.schedule} halves backwards, which compiled code cannot; set training.compile to none, or use "
-            "1f1b, interleaved-1f1b, looped-bfs or gpipe"
+            f"{parallel.schedule} halves backwards, which compiled code cannot; set training.compile to none, "
+            f"or {instead}"
         )
 
 

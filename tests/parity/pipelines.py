@@ -1,0 +1,119 @@
+"""Which cells there are of pipelines; part of `cells.ALL`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.models.families import FAMILIES as FAMILY_FACTS
+from shardwise.schedule.orders import ORDERS, SPLITTING
+from tests.parity.harness import FAMILIES, Cell
+
+MODES = ("lora", "full")
+SINGLE = ("gpipe", "1f1b")  # one stage per rank; the others have two
+WHOLE = tuple(schedule for schedule in ORDERS if schedule not in SPLITTING)
+SPINE = ("llama", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "nemotron_h")
+WITH_DATA = (
+    "pp-ddp",
+    "pp-fsdp2",
+    "pp-hsdp",
+)  # two stages' ranks, and as many replicas or shards as there are ranks left
+
+
+def cell(family: str, schedule: str, mode: str, nproc: int = 2, variant: str = "", split: tuple[int, ...] = ()) -> Cell:
+    """A plain pipeline, of a deeper model where there are too many stages for the other.
+
+    DualPipe-V on 4 ranks needs 8 micro-batches, of 2 rows.
+    """
+    deep = nproc == 4 and (sum(split) > 4 if split else schedule not in SINGLE)
+    return Cell(family, "pp", mode, nproc, variant, schedule, split, deep, rows=16 if nproc == 4 else 8)
+
+
+def _plain() -> Iterator[Cell]:
+    for schedule in ORDERS:
+        for mode in MODES:
+            for nproc in (2, 4):
+                yield from (cell(family, schedule, mode, nproc) for family in SPINE)
+            for layout in WITH_DATA:
+                yield from (Cell(f, layout, mode, 4, schedule=schedule) for f in ("llama", "qwen3_next", "olmo_hybrid"))
+    for mode in MODES:
+        for family in FAMILIES:
+            if family not in SPINE:
+                yield cell(family, "1f1b", mode)
+            if family not in ("llama", "qwen3_next", "olmo_hybrid"):
+                yield from (Cell(family, layout, mode, 4, schedule="1f1b") for layout in WITH_DATA)
+
+
+def _uneven() -> Iterator[Cell]:
+    """Stages with one layer and with three, with nothing but the embedding, and with nothing but the head."""
+    for family in ("llama", "qwen3_next"):
+        for mode in MODES:
+            for schedule in SINGLE:
+                yield from (cell(family, schedule, mode, split=split) for split in ((3, 1), (1, 3), (4, 0), (0, 4)))
+                yield cell(family, schedule, mode, 4, split=(0, 1, 3, 0))
+                yield cell(family, schedule, mode, 4, split=(3, 2, 2, 1))
+            for schedule in ORDERS:
+                if schedule not in SINGLE:
+                    yield from (cell(family, schedule, mode, split=split) for split in ((0, 2, 2, 0), (1, 1, 2, 0)))
+                    yield cell(family, schedule, mode, 4, split=(0, 1, 1, 1, 1, 2, 2, 0))
+
+
+def _partly_trained() -> Iterator[Cell]:
+    """Adapters on two of the four layers: stages with nothing to train, above the others or below them."""
+    for schedule in ORDERS:
+        for family in ("llama", "qwen3_next"):
+            yield from (cell(family, schedule, "lora", variant=variant) for variant in ("upper", "lower"))
+        if schedule in SINGLE:
+            yield from (cell("llama", schedule, "lora", 4, variant) for variant in ("upper", "lower"))
+        for layout in WITH_DATA:
+            yield Cell("llama", layout, "lora", 4, "upper", schedule)
+
+
+def _variants() -> Iterator[Cell]:
+    for schedule in ORDERS:
+        for mode in MODES:
+            yield cell("qwen3_5_text", schedule, mode, variant="tied")
+            # Two shards cannot share a parameter, so fsdp2 and a V, which has both ends on one rank, are refused.
+            layouts = ("pp-ddp",) if schedule in ("zbv", "dualpipe-v") else WITH_DATA
+            yield from (Cell("qwen3_5_text", layout, mode, 4, "tied", schedule) for layout in layouts)
+        yield from (cell(family, schedule, "lora", variant="dropout") for family in ("llama", "qwen3_5_text"))
+        yield cell("llama", schedule, "lora", variant="head")
+        yield cell("llama", schedule, "full", variant="float16")
+        yield cell("llama", schedule, "full", variant="bfloat16")
+    for schedule in WHOLE:
+        yield from (cell(family, schedule, "lora", variant="checkpointing") for family in ("llama", "qwen3_next"))
+        yield cell("qwen3_5_text", schedule, "full", variant="operators")
+        yield cell("llama", schedule, "lora", variant="compile")
+        yield Cell("olmo_hybrid", "pp-fsdp2", "full", 4, "keep-gathered", schedule)
+        yield Cell("olmo_hybrid", "pp-fsdp2", "lora", 4, "checkpointing", schedule)
+    for family in FAMILIES:
+        yield cell(family, "1f1b", "full", variant="checkpointing")
+        if FAMILY_FACTS[family].token_mixers:
+            yield from (cell(family, schedule, "lora", variant="isolated") for schedule in ("1f1b", "zbv"))
+    yield from (cell("qwen3_5_text", schedule, "full", 4, "tied") for schedule in SINGLE)
+    for schedule, rows in (("1f1b", 8), ("interleaved-1f1b", 8), ("zbv", 16), ("dualpipe-v", 16)):
+        yield from (Cell("llama", "pp-hsdp", mode, 8, schedule=schedule, rows=rows) for mode in MODES)
+
+
+PIPELINES = (*_plain(), *_uneven(), *_partly_trained(), *_variants())
+# Where tests/parity/test_pipeline_sensitivity.py plants bugs, and the other shapes and variants.
+FIXED = (
+    cell("llama", "1f1b", "lora"),
+    cell("llama", "gpipe", "full"),
+    cell("qwen3_5_text", "1f1b", "full", variant="tied"),
+    cell("granitemoehybrid", "1f1b", "lora"),
+    cell("gpt2", "1f1b", "full"),
+    cell("qwen3_next", "interleaved-1f1b", "full"),
+    cell("llama", "zbv", "lora", variant="upper"),
+    cell("llama", "1f1b", "lora", variant="upper"),
+    cell("llama", "1f1b", "lora", variant="lower"),
+    Cell("llama", "pp-ddp", "lora", 4, schedule="zbv"),
+    Cell("llama", "pp-fsdp2", "full", 4, schedule="1f1b"),
+    Cell("qwen3_5_text", "pp-ddp", "full", 4, "tied", "dualpipe-v"),
+    cell("llama", "zbv", "full", 4),
+    cell("llama", "1f1b", "full", 4, split=(0, 1, 3, 0)),
+    cell("qwen3_next", "dualpipe-v", "lora", split=(0, 2, 2, 0)),
+    cell("qwen3_next", "1f1b", "lora", variant="checkpointing"),
+    cell("qwen3_5_text", "interleaved-zero-bubble", "lora", variant="dropout"),
+    cell("llama", "looped-bfs", "full", variant="float16"),
+    cell("llama", "zbv", "full", variant="bfloat16"),
+)
