@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.config import Lora, Parallel, RunConfig, UserError
+from shardwise.interfaces import IGNORED, Batch
+from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
+from shardwise.schedule.orders import ORDERS, SPLITTING, Pipeline
+from shardwise.schedule.simulate import Event
 from shardwise.training import build
+from shardwise.training.evaluate import evaluate
+from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.models.unproven import write_config
-from tests.parity.harness import CONFIGS, Cell, run_config
+from tests.parity.harness import CONFIGS, Cell, microbatches, random_b, run_config
 
 RANKS = 2
 BFLOAT16 = {"dtype": "bfloat16"}
@@ -168,3 +178,163 @@ def test_what_is_not_refused_takes_memory(answers):
 def test_keys_of_a_pipeline_need_one(parallel):
     with pytest.raises(UserError, match=r"for a pipeline; set parallel.pp to 2 or more"):
         Parallel(**parallel)
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+WHOLE = [name for name in ORDERS if name not in SPLITTING]
+CASES = [*((schedule, "full") for schedule in ORDERS), *((schedule, "upper") for schedule in WHOLE)]
+MICROBATCHES = 4
+UPPER = Lora(r=4, targets=["layers.2.self_attn.q_proj", "layers.3.mlp.down_proj"])
+"""What lies below, the lower of two stages or the lower two of four, has nothing to train."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rank in some steps and evaluations."""
+
+    losses: list[float]
+    norms: list[float]
+    lrs: list[float]
+    tokens: list[int]  # the most likely ones after rows of two lengths
+    trained: int  # parameters that this rank's optimizer has
+    events: list[Event]  # of the first step
+    sent: int  # messages to the other rank in it, hidden states or their gradients
+
+
+def run_config_of(schedule: str | None, mode: str) -> RunConfig:
+    lora = UPPER if mode == "upper" else None
+    if schedule is None:
+        return config(pp=1, lora=lora)
+    return config(schedule, lora=lora, split="uniform")
+
+
+def look(schedule: str | None, mode: str) -> Seen:
+    """Two steps; between them evaluations, and a step in which all is of another shape."""
+    cfg = run_config_of(schedule, mode)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build.build(cfg, mesh, random_b(cfg))
+    shorter = replace(cfg, training=replace(cfg.training, micro_batch_size=1))
+
+    def rows(step: int, of: RunConfig = cfg) -> list[Batch]:
+        return [cut(batch) if of is shorter else batch for batch in microbatches(of, mesh, step)]
+
+    def train(batches: list[Batch]) -> float:
+        result = training_step(job, batches, mesh, cfg.optimizer.max_grad_norm)
+        norms.append(result.grad_norm)
+        lrs.extend(group["lr"] for group in job.optimizer.param_groups[:1])
+        return result.loss
+
+    norms, lrs = [], []
+    with counted_messages() as sent:
+        losses = [train(rows(1))]
+    events = list(job.pm.events())
+    for of in (cfg, shorter):
+        losses.append(evaluate(job.pm, [rows(7, of)], mesh, 1).loss)
+    losses += [train(rows(2, shorter)), train(rows(3))]
+    tokens = [job.pm.next_token(job.pm, first_tokens(rows(1)[0], length)) for length in (7, 12)]
+    return Seen(losses, norms, lrs, tokens, len(job.trainable()), events, len(sent))
+
+
+def cut(batch: Batch, length: int = 16) -> Batch:
+    fields = ("input_ids", "labels", "document_ids")
+    return replace(batch, **{name: getattr(batch, name)[:, :length] for name in fields})
+
+
+def first_tokens(batch: Batch, length: int) -> Batch:
+    row = batch.input_ids[:1, :length]
+    return Batch(row, torch.full_like(row, IGNORED), torch.zeros_like(row), slots=(0,), step=0)
+
+
+@contextmanager
+def counted_messages() -> Iterator[list[None]]:
+    sent: list[None] = []
+    made = dist.P2POp
+
+    def counting(op: Any, *args: Any, **kwargs: Any) -> dist.P2POp:
+        sent.extend([None] * (op is dist.isend))
+        return made(op, *args, **kwargs)
+
+    dist.P2POp = counting
+    yield sent
+    dist.P2POp = made
+
+
+def _look_at_all(cases: list[tuple[str | None, str]]) -> list[Seen]:
+    return [look(*case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[tuple[str, str], tuple[Seen, ...]]:
+    """Of each case, what each rank has seen."""
+    return dict(zip(CASES, zip(*run_ranks(RANKS, _look_at_all, CASES)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Seen]:
+    modes = ["full", "upper"]
+    (found,) = run_ranks(1, _look_at_all, [(None, mode) for mode in modes])
+    return dict(zip(modes, found, strict=True))
+
+
+@pytest.mark.parametrize(("schedule", "mode"), CASES)
+def test_steps_evaluations_and_tokens_are_those_of_one_process(schedule, mode, seen, alone):
+    one = alone[mode]
+    for rank in seen[schedule, mode]:
+        assert rank.losses == pytest.approx(one.losses, rel=1e-6)
+        assert rank.norms == pytest.approx(one.norms, rel=1e-5)
+        assert rank.lrs == one.lrs  # also where there is nothing to train
+        assert rank.tokens == one.tokens
+    assert sum(rank.trained for rank in seen[schedule, mode]) == one.trained
+
+
+@pytest.mark.parametrize(("schedule", "mode"), CASES)
+def test_what_a_rank_does_is_what_the_schedule_says(schedule, mode, seen):
+    pipeline = Pipeline(schedule, RANKS, MICROBATCHES, Parallel(pp=RANKS, schedule=schedule).num_virtual)
+    below = 0 if mode == "full" else pipeline.num_chunks // 2  # chunks that run no backward
+    for rank, found in enumerate(seen[schedule, mode]):
+        order = [action[:3] for action in pipeline.order(rank) if action.kind == "F" or action.chunk >= below]
+        events = sorted(found.events, key=lambda event: event.start)
+        assert [(event.chunk, event.kind, event.microbatch) for event in events] == order
+        assert all(event.rank == rank and 0 <= event.start < event.end for event in events)
+        assert all(before.end <= after.start for before, after in pairwise(events))
+
+
+@pytest.mark.parametrize("schedule", WHOLE)
+def test_no_gradient_is_sent_to_what_has_nothing_to_train(schedule, seen):
+    for mode in ("full", "upper"):
+        virtual = Parallel(pp=RANKS, schedule=schedule).num_virtual
+        cuts = range(RANKS * virtual - 1)  # between chunk c and the next, which the other rank has
+        for rank, found in enumerate(seen[schedule, mode]):
+            up = [c for c in cuts if c % RANKS == rank]
+            down = [c for c in cuts if (c + 1) % RANKS == rank and (mode == "full" or c >= RANKS * virtual // 2)]
+            assert found.sent == MICROBATCHES * (len(up) + len(down))
+    if virtual == 1:
+        assert [rank.trained > 0 for rank in seen[schedule, "upper"]] == [False, True]
+
+
+def _peak(schedule: str, count: int) -> int:
+    """What a step of so many micro-batches needs beside what is there before it, in bytes."""
+    cfg = config(schedule, split="uniform", training={"global_batch_size": 2 * count})
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build.build(cfg, mesh)
+    rows = microbatches(cfg, mesh, 1)
+    with PeakMemory(mesh.device) as memory:
+        job.pm.run(job.pm, rows, 1.0, True)
+    assert memory.peak_bytes is not None
+    assert memory.entry_bytes is not None
+    return memory.peak_bytes - memory.entry_bytes
+
+
+def _peaks() -> tuple[int, int, int]:
+    return _peak("1f1b", 4), _peak("1f1b", 16), _peak("gpipe", 16)
+
+
+def test_memory_of_1f1b_does_not_grow_with_the_micro_batches(capsys):
+    state = 2 * 24 * 64 * 4  # hidden states of a micro-batch
+    for rank, (few, many, all_in_flight) in enumerate(run_ranks(RANKS, _peaks)):
+        with capsys.disabled():
+            told = f"{few:,} B, of 16 {many:,} B, by gpipe {all_in_flight:,} B"
+            print(f"\n  rank {rank}: a step of 4 micro-batches takes {told}", end="")
+        assert abs(many - few) < 2 * state  # gloo lets go of a buffer a little later; with all kept, 12 more
+        assert all_in_flight - many > 12 * state
