@@ -100,6 +100,10 @@ REFUSED = {
         config("zbv", data="fsdp2"),
         "zbv halves backwards, .* set parallel.reshard_after_forward to false, or use 1f1b",
     ),
+    "halves and recomputation": (
+        config("zbv", training={"checkpointing": "full"}),
+        "zbv halves backwards, and torch recomputes .* set training.checkpointing to none, or use 1f1b",
+    ),
     "halves and compiled code": (
         config("zbv", training={"compile": "aot_eager"}),
         "zbv halves backwards, which compiled code cannot; set training.compile to none, or use 1f1b",

@@ -60,6 +60,7 @@ def run(cell: Cell, references: dict[Cell, Outcome]) -> dict[str, Any]:
         "processes": cell.nproc,
         "variant": cell.variant,
         "schedule": cell.schedule,
+        "split": list(cell.split),
     }
     try:
         reference = cell.reference()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.schedule.orders import ORDERS, SPLITTING
@@ -57,6 +58,13 @@ def _uneven() -> Iterator[Cell]:
                     yield cell(family, schedule, mode, 4, split=(0, 1, 1, 1, 1, 2, 2, 0))
 
 
+def _few() -> Iterator[Cell]:
+    """Two micro-batches for four ranks, where the schedule can."""
+    for schedule in ORDERS:
+        if schedule not in ("1f1b", "dualpipe-v"):
+            yield from (replace(cell("llama", schedule, mode, 4), rows=4) for mode in MODES)
+
+
 def _partly_trained() -> Iterator[Cell]:
     """Adapters on two of the four layers: stages with nothing to train, above the others or below them."""
     for schedule in ORDERS:
@@ -94,7 +102,7 @@ def _variants() -> Iterator[Cell]:
         yield from (Cell("llama", "pp-hsdp", mode, 8, schedule=schedule, rows=rows) for mode in MODES)
 
 
-PIPELINES = (*_plain(), *_uneven(), *_partly_trained(), *_variants())
+PIPELINES = (*_plain(), *_uneven(), *_few(), *_partly_trained(), *_variants())
 # Where tests/parity/test_pipeline_sensitivity.py plants bugs, and the other shapes and variants.
 FIXED = (
     cell("llama", "1f1b", "lora"),
@@ -112,6 +120,7 @@ FIXED = (
     cell("llama", "zbv", "full", 4),
     cell("llama", "1f1b", "full", 4, split=(0, 1, 3, 0)),
     cell("qwen3_next", "dualpipe-v", "lora", split=(0, 2, 2, 0)),
+    replace(cell("llama", "interleaved-zero-bubble", "lora", 4), rows=4),
     cell("qwen3_next", "1f1b", "lora", variant="checkpointing"),
     cell("qwen3_5_text", "interleaved-zero-bubble", "lora", variant="dropout"),
     cell("llama", "looped-bfs", "full", variant="float16"),
