@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
@@ -81,6 +83,42 @@ def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, layout, copies
         assert peak <= total / NPROC + copies * largest + padding + (held - total / NPROC if lora else 0)
         for name, tensor in whole.items():
             assert torch.equal(tensor, saved[name.replace(".base_layer", "")]), name
+
+
+def _load_counting(cfg: RunConfig) -> tuple[dict[str, int], int, int, int]:
+    """Bytes that this rank reads, by key; peak while it does, the largest of its parameters, and all of them."""
+    read: dict[str, int] = {}
+    reader = load._Reader.__call__
+
+    def counting(self: Any, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor = reader(self, key, dtype)
+        assert key not in read
+        read[key] = tensor.nbytes
+        return tensor
+
+    load._Reader.__call__ = counting  # this process ends with the answer
+    peak, held, _, whole = _load(cfg)
+    return read, peak, max(map(tensor_bytes, [[p] for p in whole.values()])), held
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("demo-hybrid", "1f1b"), ("tiny-qwen3_5-tied", "interleaved-1f1b")])
+def test_a_rank_of_a_pipeline_reads_its_own_stages_only(name, schedule, tmp_path, capsys):
+    model = Model(str(CONFIGS / name), init="random")
+    hf = load.build_meta(model, load.read_config(model))
+    save_model(hf, load.weights(hf, model, seed=3), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    cfg = _config(tmp_path, lora=False)
+    cfg = replace(cfg, parallel=Parallel("single", pp=2, schedule=schedule))
+    outcomes = run_ranks(2, _load_counting, cfg)
+    with capsys.disabled():
+        read = " and ".join(f"{sum(read.values()):,}" for read, *_ in outcomes)
+        print(f"\n  {name}, {schedule}: {read} B read of a file of {tensor_bytes(stored.values()):,} B", end="")
+    for read, peak, largest, held in outcomes:
+        assert sum(read.values()) == held
+        assert peak <= held + largest
+    (below, *_), (above, *_) = outcomes
+    assert below.keys() | above.keys() == stored.keys()
+    assert below.keys() & above.keys() == ({"model.embed_tokens.weight"} if "tied" in name else set())
 
 
 def test_a_cast_while_loading_takes_no_memory_for_the_whole(folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -16,9 +16,12 @@ import torch.distributed as dist
 from shardwise.metrics.memory import state_bytes
 from shardwise.parallel import zero
 from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.parallel.place import shard_dim
 from shardwise.training.build import build
 from shardwise.training.gradients import clip_by_global_norm
+from shardwise.training.measure import measure_memory
+from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config
 
@@ -49,7 +52,8 @@ def measure(cell: Cell) -> Measured:
 
     setattr(dist, name, counting)  # this process ends with the measurement
     zero.reduce_scatter = counting
-    job.pm.run(job.pm, microbatches(cfg, mesh, 1)[:1], 1.0, True)
+    # A pipeline runs as many as its schedule needs.
+    job.pm.run(job.pm, microbatches(cfg, mesh, 1)[: 1 if cell.pp == 1 else None], 1.0, True)
     after_backward = state_bytes(job.pm.stored(), job.optimizer)["gradients"]
     for reduce in job.pm.reduce_grads:
         reduce()
@@ -159,6 +163,20 @@ CELLS = [
     *(Cell("qwen3_5_text", "fsdp2", mode, 2, "offload-optimizer") for mode in ("lora", "full")),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "offload-all"),
 ]
+PIPELINES = [
+    *(
+        Cell("qwen3_5_text", layout, mode, nproc, variant, schedule)
+        for mode in ("lora", "full")
+        for layout, nproc, variant, schedule in (
+            ("pp", 2, "", "1f1b"),
+            ("pp", 2, "tied", "gpipe"),
+            ("pp", 2, "tied", "zbv"),
+            ("pp-ddp", 4, "", "interleaved-1f1b"),
+            ("pp-fsdp2", 4, "", "1f1b"),
+        )
+    ),
+    Cell("qwen3_5_text", "pp-hsdp", "full", 4, schedule="1f1b"),
+]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
@@ -169,8 +187,79 @@ def test_state_bytes_equal_the_formula(cell, capsys):
     for rank, one in enumerate(measured):
         assert one.state == formula(one, num_shards, rank % num_shards), f"rank {rank}"
     with capsys.disabled():
-        row = measured[0].state
-        print(f"\n{cell.id:42} " + " ".join(f"{key} {value:>9,} B" for key, value in row.items()), end="")
+        tell(cell.id, measured[0].state)
+
+
+def tell(name: str, state: dict[str, int]) -> None:
+    print(f"\n{name:50} " + " ".join(f"{key} {value:>9,} B" for key, value in state.items()), end="")
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[Cell, Measured]:
+    """One process, by cell."""
+    cells = list(dict.fromkeys(cell.reference() for cell in PIPELINES))
+    return {cell: run_ranks(1, measure, cell)[0] for cell in cells}
+
+
+@pytest.mark.parametrize("cell", PIPELINES, ids=lambda cell: cell.id)
+def test_a_rank_of_a_pipeline_holds_its_stages_and_all_together_one_model(cell, whole, capsys):
+    num_shards = 2 if cell.layout == "pp-fsdp2" else 1
+    measured = run_ranks(cell.nproc, measure, cell)
+    for rank, one in enumerate(measured):
+        assert one.state == by_dim(one, num_shards, rank % num_shards), f"rank {rank}"
+    one = whole[cell.reference()]
+    replicas = cell.nproc // cell.pp
+    below, above = (one_rank.shapes for one_rank in measured[::replicas])  # of one pipeline
+    assert below | above == one.shapes
+    # Under zbv the first rank holds both ends of the model.
+    tied = {"model.embed_tokens.weight"} if cell.variant == "tied" and cell.schedule != "zbv" else set()
+    assert below.keys() & above.keys() == tied
+    if num_shards == 1:
+        shapes = {name: one.shapes[name] for name in tied}
+        copied = by_dim(replace(one, shapes=shapes), 1, 0)
+        for key, size in one.state.items():
+            assert sum(rank.state[key] for rank in measured[::replicas]) == size + copied[key], key
+    with capsys.disabled():
+        for rank, found in enumerate(measured[::replicas]):
+            tell(f"{cell.id} stage {rank}", found.state)
+
+
+def predict_and_measure(cell: Cell) -> tuple[dict[str, int], dict[str, int], int, int]:
+    """One rank's states and peak in a step of 4 micro-batches of 8 rows: predicted states, found ones, peaks."""
+    cfg = run_config(cell, optimizer="adamw")
+    rows = 32 * cell.nproc // cell.pp
+    cfg = replace(cfg, training=replace(cfg.training, micro_batch_size=8, global_batch_size=rows))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    batches = microbatches(cfg, mesh, 1)
+    training_step(job, batches, mesh, 1.0)
+    rank = dist.get_rank()
+    memory = measure_memory(job, batches, mesh, cfg)
+    assert job.cut is not None
+    stage = mesh.dense.get_local_rank("pp")
+    (chunk,) = pipeline_of(cfg, mesh).chunks_of(stage)
+    predicted = job.cut.split.chunks[chunk]
+    states = {part: getattr(predicted, f"{part}_bytes") for part in ("weight", "gradient", "optimizer")}
+    return states, memory.state_bytes[rank], job.cut.split.memory_bytes[stage], memory.peak_bytes[rank]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [Cell("llama", "pp", "full", 2, schedule="1f1b"), Cell("llama", "pp-fsdp2", "lora", 4, schedule="1f1b")],
+    ids=lambda cell: cell.id,
+)
+def test_memory_that_a_split_predicts(cell, capsys):
+    for rank, (states, held, predicted, peak) in enumerate(run_ranks(cell.nproc, predict_and_measure, cell)):
+        with capsys.disabled():
+            print(f"\n{cell.id:42} rank {rank}: predicted {predicted:>9,} B, peak {peak:>9,} B", end="")
+        assert states["optimizer"] == held["optimizer"]
+        if cell.layout == "pp":
+            assert list(states.values()) == list(held.values())
+        else:  # while a step runs, the stage's weights are gathered beside this rank's half, and gradients are whole
+            assert states["weight"] == 3 * held["weights"]
+            assert states["gradient"] == 2 * held["gradients"]
+        # Formulas leave out norms' inputs, and what a layer's backward needs while it runs.
+        assert 0.75 * peak < predicted < 1.25 * peak
 
 
 def trained_bytes(measured: Measured) -> int:

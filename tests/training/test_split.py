@@ -128,15 +128,13 @@ def test_state_bytes_are_what_training_holds(adapters, optimizer, accumulation):
     assert sum(unit.optimizer_bytes for unit in units) == states + tied_state
 
 
-def test_fsdp2_shares_the_state_of_a_stage():
-    whole = costs(config(tiny("llama"), data="fsdp2"))[1]
+def test_fsdp2_shares_weights_and_optimizer_but_a_step_gathers_a_stage_and_adds_whole_gradients_up():
+    whole = costs(config(tiny("llama")))[1]
     shared = costs(config(tiny("llama"), data="fsdp2"), num_shards=4)[1]
-    assert 4 * shared.weight_bytes == whole.weight_bytes
-    assert 4 * shared.gradient_bytes == whole.gradient_bytes
-    kept = costs(config(tiny("llama"), data="fsdp2", reshard_after_forward=False), num_shards=4)[1]
-    assert kept.weight_bytes == whole.weight_bytes
-    offloaded = costs(config(tiny("llama"), data="fsdp2", offload="all"))[1]
-    assert offloaded.state_bytes == 0
+    assert shared.weight_bytes == whole.weight_bytes // 4 + whole.weight_bytes
+    assert shared.gradient_bytes == whole.gradient_bytes
+    counters = 4 * 9  # of q, k, v, o, gate, up, down and two norms
+    assert 4 * (shared.optimizer_bytes - counters) == whole.optimizer_bytes - counters
 
 
 def test_adapters_on_the_upper_half_are_worth_a_third(tmp_path):

@@ -29,7 +29,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     """Wrap the loaded model so that its backward adds gradients up over `dp_replicate`.
 
     In a pipeline nothing is wrapped: where torch's schedules halve a backward, the wrapper's hooks never run, and no
-    gradient would be reduced. They are, after the last backward, in one all-reduce.
+    gradient would be reduced. They are after the last backward, one bucket after the other.
     """
     if cfg.parallel.pp > 1:
 

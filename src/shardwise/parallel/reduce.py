@@ -5,7 +5,7 @@ And what every rank has to say, where that is no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """Ranks along these hold different rows of a global batch."""
+BUCKET_ELEMENTS = 2**22
+"""As many gradients are added up together: enough that a message's latency does not matter."""
 
 
 def sum_over(tensor: torch.Tensor, mesh: Mesh, axes: Iterable[str]) -> torch.Tensor:
@@ -30,15 +32,26 @@ def sum_over(tensor: torch.Tensor, mesh: Mesh, axes: Iterable[str]) -> torch.Ten
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, axes: Iterable[str]) -> None:
-    """Add the gradients of replicated parameters up over `axes`, in float32, as one flat tensor per dtype."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        assert parameter.grad is not None
-        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for gradients in by_dtype.values():
-        flat = sum_over(torch.cat([g.flatten().float() for g in gradients]), mesh, axes)
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients])):
+    """Add the gradients of replicated parameters up over `axes`, in float32, some of them in one flat tensor at a time.
+
+    Memory: the largest gradient and BUCKET_ELEMENTS, 4 bytes each.
+    """
+    for bucket in _buckets(parameter.grad for parameter in parameters):
+        flat = sum_over(torch.cat([gradient.flatten().float() for gradient in bucket]), mesh, axes)
+        for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
             gradient.copy_(summed.view_as(gradient))
+
+
+def _buckets(gradients: Iterable[torch.Tensor | None]) -> Iterator[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    for gradient in gradients:
+        assert gradient is not None
+        bucket.append(gradient)
+        if sum(gradient.numel() for gradient in bucket) >= BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 def of_every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

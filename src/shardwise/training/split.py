@@ -100,17 +100,17 @@ def _state_bytes(
 ) -> tuple[int, int, int]:
     """Of weights, gradients and optimizer on a rank with this unit. AdamW has two states in the weight's dtype and a
     float32 count for each parameter.
+
+    With fsdp2 a rank keeps its share of weights and optimizer; but torch's stages free no weight between the first
+    backward and the end of a step, and add whole gradients up.
     """
     wide = cfg.training.accumulation == "float32"
     states, counter = (2, 4) if cfg.optimizer.name == "adamw" else (0, 0)
     weights = sum(p.nbytes for p in parameters)
-    gradients = sum(p.numel() * 4 if wide else p.nbytes for p in trained)
-    optimizer = sum(states * p.nbytes for p in trained)
-    shared = cfg.parallel.offload != "all"
     return (
-        (weights // num_shards if cfg.parallel.reshard_after_forward else weights) * shared,
-        gradients // num_shards * shared,
-        (optimizer // num_shards + counter * len(trained)) * (cfg.parallel.offload == "none"),
+        weights // num_shards + weights * (cfg.parallel.data == "fsdp2"),
+        sum(p.numel() * 4 if wide else p.nbytes for p in trained),
+        sum(states * p.nbytes for p in trained) // num_shards + counter * len(trained),
     )
 
 
