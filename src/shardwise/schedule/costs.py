@@ -35,6 +35,10 @@ class Cost:
     """What the backward takes longer where its two halves run apart."""
     backward: bool = True
     """The backward comes through it."""
+    stage_seconds: float = 0.0
+    """What a stage's forward takes around its units, however many they are; not in `forward_seconds`."""
+    output_seconds: float = 0.0
+    """What it takes to send `output_bytes`, where that was measured."""
 
     @property
     def backward_seconds(self) -> float:
@@ -56,11 +60,13 @@ class Cost:
         summed = {
             f.name: getattr(self, f.name) + getattr(above, f.name)
             for f in fields(Cost)
-            if f.name not in ("name", "output_bytes", "trainable", "backward")
+            if f.name not in ("name", "output_bytes", "output_seconds", "stage_seconds", "trainable", "backward")
         }
         return Cost(
             name=f"{self.name.split(' to ')[0]} to {above.name.split(' to ')[-1]}",
             output_bytes=above.output_bytes,
+            output_seconds=above.output_seconds,
+            stage_seconds=max(self.stage_seconds, above.stage_seconds),
             trainable=self.trainable or above.trainable,
             backward=self.backward or above.backward,
             **summed,

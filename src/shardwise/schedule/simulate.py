@@ -73,6 +73,8 @@ class Work:
     activation_bytes: Floats
     state_bytes: Floats
     output_bytes: Floats
+    output_seconds: Floats
+    stage_seconds: Floats
     backward: npt.NDArray[np.bool_]
 
     @staticmethod
@@ -84,6 +86,9 @@ class Work:
             sums = np.concatenate([[0.0], np.cumsum([getattr(unit, name) for unit in units])])
             return sums[high] - sums[low]
 
+        def of_last(name: str) -> Floats:
+            return np.array([float(getattr(unit, name)) for unit in units])[high - 1]
+
         return Work(
             forward_seconds=total("forward_seconds"),
             input_seconds=total("input_seconds"),
@@ -91,7 +96,9 @@ class Work:
             split_seconds=total("split_seconds"),
             activation_bytes=total("activation_bytes"),
             state_bytes=total("state_bytes"),
-            output_bytes=np.array([float(unit.output_bytes) for unit in units])[high - 1],
+            output_bytes=of_last("output_bytes"),
+            output_seconds=of_last("output_seconds"),
+            stage_seconds=of_last("stage_seconds"),
             backward=total("backward") > 0,
         )
 
@@ -134,7 +141,7 @@ def _seconds(work: Work) -> dict[Kind, Floats]:
     inputs, weights = work.input_seconds.copy(), work.weight_seconds + work.split_seconds
     # The first chunk sends no gradient on: torch leaves its whole backward to where its weights' turn is.
     inputs[0], weights[0] = 0.0, fused[0]
-    return {"F": work.forward_seconds, "B": fused, "I": inputs, "W": weights}
+    return {"F": work.forward_seconds + work.stage_seconds, "B": fused, "I": inputs, "W": weights}
 
 
 def _delays(pipeline: Pipeline, work: Work) -> dict[Kind, Floats]:
@@ -142,7 +149,9 @@ def _delays(pipeline: Pipeline, work: Work) -> dict[Kind, Floats]:
     last = pipeline.num_chunks - 1
     crosses = [pipeline.rank_of(chunk) != pipeline.rank_of(chunk + 1) for chunk in range(last)]
     # output_bytes from the rank of chunk c to that of c + 1, and as many back as its gradient.
-    message = pipeline.latency_seconds + work.output_bytes[:last] / pipeline.bytes_per_second
+    message = (
+        pipeline.latency_seconds + work.output_bytes[:last] / pipeline.bytes_per_second + work.output_seconds[:last]
+    )
     message = np.where(np.array(crosses, bool)[:, None], message, 0.0)
     forward = np.concatenate([np.zeros_like(message[:1]), message])
     backward = np.where(work.backward[:last], message, -np.inf)

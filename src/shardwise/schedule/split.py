@@ -95,7 +95,8 @@ def predict(units: Sequence[Cost], boundaries: tuple[int, ...], pipeline: Pipeli
 def bound_seconds(units: Sequence[Cost], pipeline: Pipeline) -> float:
     """What no split can beat: all work spread evenly over the ranks, or the slowest unit alone on one."""
     seconds = [unit.seconds for unit in effective(units, pipeline.schedule)]
-    return pipeline.num_microbatches * max(sum(seconds) / pipeline.num_ranks, *seconds)
+    around = pipeline.num_virtual * max(unit.stage_seconds for unit in units)
+    return pipeline.num_microbatches * (max(sum(seconds) / pipeline.num_ranks, *seconds) + around)
 
 
 def _uniform(layers: int, num_chunks: int) -> Boundaries:

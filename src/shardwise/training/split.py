@@ -16,6 +16,7 @@ from shardwise.models.spec import ModelSpec
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import SPLITTING, Pipeline
 from shardwise.schedule.split import Split, split
+from shardwise.training.profile_store import path_of, read, unit_keys, with_measured
 
 COUNTED = "counted FLOPs"
 """Where costs come from whose seconds are no times of this machine."""
@@ -28,19 +29,27 @@ def costs_of(
     counts: ModelCounts | None,
     num_shards: int = 1,
     flops_per_second: float = 1.0,
+    threads: int | None = None,
 ) -> tuple[tuple[Cost, ...], str]:
     """What one micro-batch costs in each unit of a model, bottom up, and where that is known from.
 
     `hf`: the whole model with its adapters, on any device (`meta` too). `counts`: of it, where the run has any.
-    `num_shards`: fsdp2's ranks that share what a stage holds. Seconds are the FLOPs that the hardware runs over
-    `flops_per_second`; with the default of 1 they are good for comparisons only, which is all that a split needs.
+    `num_shards`: fsdp2's ranks that share what a stage holds. `threads`: torch's of a rank, default this process's.
 
-    Weights, gradients and optimizer are exact, a tied weight counted at either end. Activations are `_kept_bytes`.
+    Times and activations are those of a profile of this model, run and machine, where the cache has one (UserError if
+    it is damaged). Else seconds are the FLOPs that the hardware runs over `flops_per_second`, with the default of 1
+    good for comparisons only, which is all that a split needs, and activations are `_kept_bytes`. Weights, gradients
+    and optimizer are exact, a tied weight counted at either end.
     """
     units = _with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
     modules = [[hf.get_submodule(name) for name in names] for names in unit_modules(spec)]
     costs = (_cost(cfg, hf, unit, parts, num_shards, flops_per_second) for unit, parts in zip(units, modules))
-    return tuple(costs), COUNTED
+    keys = unit_keys(hf, spec, cfg.parallel.schedule)
+    path = path_of(cfg, hf, keys, threads)
+    profile = read(path)
+    if profile is None:
+        return tuple(costs), COUNTED
+    return with_measured(tuple(costs), keys, profile), f"profile {path.stem}, {profile.num_processes} processes"
 
 
 def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int) -> Split:

@@ -1,0 +1,255 @@
+"""What the units of a model cost on this machine: each distinct one is run with its weights, and timed.
+
+Each is a pipeline stage of its own, and all are run as a pipeline runs its stages: forwards from the embedding up,
+backwards down, so that caches are as cold as there, in as many processes at a time as a run has. A stage with nothing
+but the embedding does what every stage does around its layers, so its forward is taken off the others'.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import _backward
+from transformers import PreTrainedModel
+
+from shardwise.config import Parallel, RunConfig
+from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.metrics.memory import PeakMemory
+from shardwise.models import load, lora
+from shardwise.models.families import spec_of
+from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.spec import ModelSpec
+from shardwise.models.stage import Stage, stages
+from shardwise.parallel import compose
+from shardwise.parallel.place import fill
+from shardwise.parallel.reduce import of_every_rank
+from shardwise.schedule.costs import SKIPPING
+from shardwise.training.build import run_in_turn
+from shardwise.training.launch import start_processes
+from shardwise.training.profile_store import Measured, Profile, needs_gradient, path_of, unit_keys, write
+from shardwise.training.watchdog import beat
+
+BUDGET_SECONDS, FEWEST, MOST = 20.0, 9, 41
+"""Rounds go on for about so long, and are so many at least and at most."""
+
+
+def measure(cfg: RunConfig, num_processes: int) -> int:
+    """Measure the units of a run's model in so many new processes at a time, and keep the profile in the cache.
+
+    Returns the exit code of the processes, as `launch.launch`; what went wrong has been told then.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        batch = num_processes * cfg.training.micro_batch_size
+        alike = replace(cfg.training, output_dir=folder, global_batch_size=batch, max_restarts=0)
+        return start_processes(
+            replace(cfg, parallel=Parallel(data="ddp"), training=alike), num_processes, partial(_rank, cfg)
+        )
+
+
+def _rank(cfg: RunConfig, _: RunConfig, mesh: Mesh) -> None:
+    hf_config = load.read_config(cfg.model)
+    hf = load.build_meta(cfg.model, hf_config)
+    spec = spec_of(hf_config, hf)
+    if cfg.lora:
+        lora.inject(hf, cfg.lora, spec)
+    keys = unit_keys(hf, spec, cfg.parallel.schedule)
+    profile = profile_units(cfg, mesh, hf, spec, keys)
+    if dist.get_rank() == 0:
+        write(profile, path_of(cfg, hf, keys))
+    dist.barrier()
+
+
+def profile_units(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, keys: Sequence[str]) -> Profile:
+    """Measure one unit of each key, on every rank at a time; the same on every rank."""
+    distinct = {key: place for place, key in reversed(list(enumerate(keys)))}
+    places = sorted(distinct.values())
+    bench = _bench(cfg, mesh, hf, spec, places)
+    for _ in range(2):
+        bench.round()
+    kept = [bench.kept_bytes(place) for place in range(len(places))]
+    rounds = int(BUDGET_SECONDS / max(of_every_rank(bench.round())))
+    alone = bench.medians(FEWEST, together=False) if dist.get_rank() == 0 else None
+    medians = bench.medians(min(max(rounds, FEWEST), MOST), together=True)
+    slowdown = _total(medians) / _total(alone) if alone else 1.0
+    # Some numbers for each stage, from every rank to all.
+    ranks = of_every_rank(medians)
+    mean = [{kind: statistics.mean(rank[i][kind] for rank in ranks) for kind in unit} for i, unit in enumerate(medians)]
+    around = mean[0]["F"]
+    units = {
+        keys[place]: Measured(
+            forward_seconds=max(0.0, seconds["F"] - around),
+            backward_seconds=seconds.get("B", 0.0),
+            input_seconds=seconds.get("I", 0.0),
+            weight_seconds=seconds.get("W", 0.0),
+            activation_bytes=num_bytes,
+        )
+        for place, seconds, num_bytes in zip(places, mean, kept, strict=True)
+    }
+    return Profile(
+        units=units,
+        stage_seconds=around,
+        output_seconds=_message_seconds(bench.carried),
+        num_processes=len(ranks),
+        slowdown=of_every_rank(slowdown)[0],
+        spread=of_every_rank(bench.spread())[0],
+        rounds=len(bench.rounds),
+    )
+
+
+def _total(units: list[dict[str, float]]) -> float:
+    return sum(unit["F"] + unit.get("B", 0.0) for unit in units)
+
+
+@dataclass
+class _Bench:
+    """Stages of one unit each, from the embedding up, and what they are run on."""
+
+    stages: list[Stage]
+    below: list[bool]  # the stage's input needs a gradient
+    carried: torch.Tensor  # hidden states
+    scale: float
+    seconds: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    rounds: list[float] = field(default_factory=list)
+
+    def medians(self, rounds: int, together: bool) -> list[dict[str, float]]:
+        """Of each stage, the seconds of its forward, of its backward in one go, and in two halves."""
+        self.seconds.clear()
+        gc.collect()
+        gc.disable()
+        try:
+            self.rounds = []
+            for _ in range(rounds):
+                if together:
+                    dist.barrier()
+                self.rounds.append(self.round())
+                beat()
+        finally:
+            gc.enable()
+        medians: list[dict[str, float]] = [{} for _ in self.stages]
+        for (place, kind), seconds in self.seconds.items():
+            medians[place][kind] = statistics.median(seconds)
+        return medians
+
+    def spread(self) -> float:
+        """Half the distance of the latest rounds' quartiles, over their median."""
+        first, median, third = statistics.quantiles(self.rounds, n=4)
+        return (third - first) / 2 / median
+
+    def round(self) -> float:
+        """Seconds of all forwards and all backwards, once with backwards in one go and once in two halves."""
+        start = self.now()
+        for halves in (False, True):
+            done = [self.forward(place) for place in range(len(self.stages))]
+            for place in reversed(range(len(self.stages))):
+                self.backward(place, *done.pop(), halves)
+        return self.now() - start
+
+    def forward(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stage's input and output."""
+        stage, number = self.stages[place], torch.zeros(1, dtype=torch.int64)
+        carried = number if stage.spec.first else self.carried.detach().requires_grad_(self.below[place])
+        start = self.now()
+        output = stage(carried, number)
+        self.seconds[place, "F"].append(self.now() - start)
+        return carried, output
+
+    def backward(self, place: int, carried: torch.Tensor, output: torch.Tensor, halves: bool) -> None:
+        """As torch's schedules do it; nothing where no gradient is needed."""
+        stage = self.stages[place]
+        if not output.requires_grad:
+            return
+        outputs = [output * self.scale] if stage.spec.last else [output]
+        gradients = None if stage.spec.last else [self.carried]
+        start = self.now()
+        if not (halves and self.below[place]):
+            _backward.stage_backward(tuple(outputs), gradients, [carried])
+            self.seconds[place, "B"].append(self.now() - start)
+            return
+        _, groups = _backward.stage_backward_input(outputs, gradients, [carried], stage.parameters())
+        between = self.now()
+        _backward.stage_backward_weight(stage.parameters(), groups)
+        self.seconds[place, "I"].append(between - start)
+        self.seconds[place, "W"].append(self.now() - between)
+
+    def kept_bytes(self, place: int) -> int:
+        """What a forward leaves alive, with its input and without its output; nothing where there is no backward."""
+        with PeakMemory(self.carried.device) as memory:
+            carried, output = self.forward(place)
+        if not output.requires_grad:
+            return 0
+        assert memory.exit_bytes is not None
+        assert memory.entry_bytes is not None
+        return (
+            memory.exit_bytes
+            - memory.entry_bytes
+            - output.nbytes
+            + (0 if self.stages[place].spec.first else carried.nbytes)
+        )
+
+    def now(self) -> float:
+        """The moment at which the device has done what it was given."""
+        if self.carried.is_cuda:
+            torch.cuda.synchronize(self.carried.device)
+        return time.perf_counter()
+
+
+def _bench(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, places: list[int]) -> _Bench:
+    """The stages with their weights, treated as in the run but for what data parallelism does."""
+    top = len(spec.layers) + 1
+    made: list[Stage] = []
+    for place in places:
+        boundaries = sorted({0, place, place + 1, top + 1})
+        made += stages(hf, spec, boundaries, [boundaries.index(place)], cfg)
+
+    def load_parts(pm: ParallelModel) -> None:
+        for part in made:
+            wanted = {hf_name(name) for name in part.hf.state_dict() if not is_adapter(name)}
+            weights = load.weights(part.hf, cfg.model, cfg.training.seed, wanted)
+            load.fill(part.hf, chain(weights, lora.adapter_weights(part.hf, cfg.training.seed)))
+            part.to(mesh.device)
+            beat()
+
+    pm = ParallelModel(
+        tuple(made), run_in_turn, torch.optim.SGD, from_portable=lambda name, held, full: fill(held, full)
+    )
+    compose.apply(pm, mesh, replace(cfg, parallel=Parallel()), spec, load_parts)
+    shape = (cfg.training.micro_batch_size, cfg.data.sequence_length)
+    generator = torch.Generator().manual_seed(cfg.training.seed)
+    tokens = torch.randint(spec.vocab_size, shape, generator=generator)
+    batch = Batch(tokens, tokens, torch.zeros_like(tokens), tuple(range(shape[0])), step=1).to(mesh.device)
+    for part in made:
+        part.train()
+        part.microbatches, part.loss_scale = [batch], 1.0 / tokens.numel()
+        part.gradient_below = cfg.parallel.schedule not in SKIPPING
+    embedded = made[0].logits(None, batch).detach()
+    below = needs_gradient(hf, spec, cfg.parallel.schedule)
+    return _Bench(made, [below[place] for place in places], embedded, 1.0 / tokens.numel())
+
+
+def _message_seconds(hidden: torch.Tensor) -> float:
+    """From rank 0 to rank 1: half of the way there and back, the median of some; 0 with one process."""
+    rank = dist.get_rank()
+    if dist.get_world_size() == 1:
+        return 0.0
+    seconds: list[float] = []
+    for _ in range(21 if rank < 2 else 0):
+        start = time.perf_counter()
+        # As pipelines do: [B, T, D] hidden states from rank 0 to 1, and back.
+        for operation in (dist.isend, dist.irecv) if rank == 0 else (dist.irecv, dist.isend):
+            for work in dist.batch_isend_irecv([dist.P2POp(operation, hidden, 1 - rank)]):
+                work.wait()
+        if hidden.is_cuda:
+            torch.cuda.synchronize(hidden.device)
+        seconds.append((time.perf_counter() - start) / 2)
+    # One number, from every rank to all.
+    return of_every_rank(statistics.median(seconds[1:]) if seconds else 0.0)[0]
