@@ -7,10 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 from shardwise import __version__
-from shardwise.config import Model, UserError
+from shardwise.config import Model, RunConfig, UserError
 from shardwise.run_file import load_config
 from shardwise.training.ending import guarded
 from shardwise.training.launch import launch
@@ -42,7 +44,7 @@ def run(arguments: list[str]) -> int:
     own = ("--nproc", "--resume", "--out", "--only", "--rerun")
     overrides = [a for a in arguments if a.startswith("--") and "=" in a and a.partition("=")[0] not in own]
     args, unknown = build_parser().parse_known_args([a for a in arguments if a not in overrides])
-    if args.command != "train":
+    if args.command not in ("train", "split"):
         unknown += overrides
     if unknown:
         raise UserError(f"unknown argument {unknown[0]}; see shardwise --help (an override is written {OVERRIDE})")
@@ -50,6 +52,8 @@ def run(arguments: list[str]) -> int:
         if args.resume is not None:
             overrides.append(f"--training.resume={json.dumps(args.resume)}")
         return launch(load_config(args.run, overrides), args.nproc)
+    if args.command == "split":
+        return split(load_config(args.run, overrides), args.nproc, args.profile, args.out)
     if args.command == "models":
         return models(args.path)
     if args.command == "bench":
@@ -75,6 +79,31 @@ def models(path: str | None) -> int:
         model = Model(path)
         table = model_table(model, COMPATIBLE.get(read_config(model).model_type, UNPROVEN))
     Console().print(table)
+    return 0
+
+
+def split(cfg: RunConfig, nproc: int | None, profiled: bool, out: str | None) -> int:
+    """Print where a run's model is cut and what that is predicted to cost, measured before if asked."""
+    from rich.console import Console
+    from transformers.utils import logging
+
+    from shardwise.training.profile import measure
+    from shardwise.training.split_view import FILES, plan, stages_table, summary, write_files
+
+    logging.set_verbosity_error()
+    if profiled:
+        anyhow = replace(cfg, parallel=replace(cfg.parallel, memory_limit_gib=None))  # measured, it may be met
+        plan(anyhow, nproc)
+        if code := measure(cfg, nproc or cfg.parallel.pp):
+            return code
+    planned = plan(cfg, nproc)
+    console = Console()
+    console.print(stages_table(planned))
+    for line in summary(planned):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    if out is not None:
+        write_files(planned, Path(out))
+        print(f"wrote {', '.join(FILES)} to {out}")
     return 0
 
 
@@ -157,6 +186,21 @@ def build_parser() -> Parser:
         ("--rerun", "forget what the matching cells have done, and run them anew"),
     ):
         bench.add_argument(option, nargs="+", action="extend", default=[], metavar="ID", help=told)
+
+    split = commands.add_parser(
+        "split",
+        help="show where a pipeline's model is cut, and what that costs",
+        usage=f"shardwise split RUN.yaml [--profile] [--nproc N] [-o DIR] [{OVERRIDE} ...]",
+        description="Show the stages of a run with parallel.pp, their predicted time and memory, the bubble, and the "
+        "gain over other splits. Nothing is trained.",
+        allow_abbrev=False,
+    )
+    split.add_argument("run", metavar="RUN.yaml", help=f"the run file; {OVERRIDE} replaces a value of it")
+    split.add_argument(
+        "--profile", action="store_true", help="measure this model on this machine first; kept for later runs"
+    )
+    split.add_argument("--nproc", type=int, metavar="N", help="processes of the run (default parallel.pp)")
+    split.add_argument("-o", "--out", metavar="DIR", help="write split.json, split.svg and trace.json there")
 
     models = commands.add_parser(
         "models",

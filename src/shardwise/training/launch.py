@@ -169,7 +169,7 @@ def pick_device(cfg: RunConfig, world: World) -> torch.device:
     """The device this rank computes on. Raises UserError where there is no such GPU."""
     import torch
 
-    if _device_type(cfg) == "cpu":
+    if device_type(cfg) == "cpu":
         return torch.device("cpu")
     if world.local_rank >= torch.cuda.device_count():
         raise UserError(
@@ -179,7 +179,8 @@ def pick_device(cfg: RunConfig, world: World) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def _device_type(cfg: RunConfig) -> str:
+def device_type(cfg: RunConfig) -> str:
+    """Of the device of each rank: cpu or cuda."""
     import torch
 
     if cfg.training.device == "auto":
@@ -215,14 +216,12 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> i
     """
     import torch
 
-    if _device_type(cfg) == "cuda" and nproc > torch.cuda.device_count():
+    if device_type(cfg) == "cuda" and nproc > torch.cuda.device_count():
         raise UserError(
             f"--nproc is {nproc} but there are {torch.cuda.device_count()} GPUs here; "
             "lower it, or set training.device=cpu"
         )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # More threads than cores spin against each other: 2 ranks of 2 threads on 2 cores are 5 times slower than of 1.
-    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // nproc))}
+    environment = {"OMP_NUM_THREADS": str(threads_each(nproc))}
     restarts = cfg.training.max_restarts
     before = _published(cfg)
     with _launcher(environment) as asked:
@@ -250,6 +249,19 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> i
             output_dir.claim(cfg, clear=True)
     _record(cfg, ending)
     return ending.exit_code
+
+
+def threads_each(nproc: int) -> int:
+    """Threads of each of `nproc` processes of this machine: OMP_NUM_THREADS, or its share of the cores.
+
+    More threads than cores spin against each other: 2 ranks of 2 threads on 2 cores are 5 times slower than of 1.
+    """
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, num_cores() // nproc))
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _published(cfg: RunConfig) -> set[tuple[Path, int]]:

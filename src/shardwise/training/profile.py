@@ -33,7 +33,7 @@ from shardwise.models.stage import Stage, stages
 from shardwise.parallel import compose
 from shardwise.parallel.place import fill
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.schedule.costs import SKIPPING
+from shardwise.schedule.orders import SPLITTING
 from shardwise.training.build import run_in_turn
 from shardwise.training.launch import start_processes
 from shardwise.training.profile_store import Measured, Profile, needs_gradient, path_of, unit_keys, write
@@ -230,7 +230,7 @@ def _bench(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, pla
     for part in made:
         part.train()
         part.microbatches, part.loss_scale = [batch], 1.0 / tokens.numel()
-        part.gradient_below = cfg.parallel.schedule not in SKIPPING
+        part.gradient_below = cfg.parallel.schedule in SPLITTING
     embedded = made[0].logits(None, batch).detach()
     below = needs_gradient(hf, spec, cfg.parallel.schedule)
     return _Bench(made, [below[place] for place in places], embedded, 1.0 / tokens.numel())

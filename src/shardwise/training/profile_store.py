@@ -18,7 +18,9 @@ from shardwise.config import RunConfig, UserError
 from shardwise.metrics.hardware import environment
 from shardwise.models.counts import unit_modules
 from shardwise.models.spec import ModelSpec
-from shardwise.schedule.costs import SKIPPING, Cost
+from shardwise.schedule.costs import Cost
+from shardwise.schedule.orders import SPLITTING
+from shardwise.training.launch import device_type
 
 SCHEMA_VERSION = 1
 
@@ -73,7 +75,7 @@ def unit_keys(hf: PreTrainedModel, spec: ModelSpec, schedule: str) -> tuple[str,
 def needs_gradient(hf: PreTrainedModel, spec: ModelSpec, schedule: str) -> list[bool]:
     """Whether each unit's input needs a gradient: something below is trained, or the schedule wants it all the way."""
     trained = [any(p.requires_grad for _, p in named) for named in _parameters(hf, spec)]
-    return [place > 0 and (schedule not in SKIPPING or any(trained[:place])) for place in range(len(trained))]
+    return [place > 0 and (schedule in SPLITTING or any(trained[:place])) for place in range(len(trained))]
 
 
 def _parameters(hf: PreTrainedModel, spec: ModelSpec) -> list[list[tuple[str, torch.nn.Parameter]]]:
@@ -83,12 +85,10 @@ def _parameters(hf: PreTrainedModel, spec: ModelSpec) -> list[list[tuple[str, to
     ]
 
 
-def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], threads: int | None = None) -> Path:
-    """The file of the profile of this run on this machine; `threads`: torch's of a rank, default this process's."""
-    device = (
-        torch.device("cpu") if cfg.training.device == "cpu" or not torch.cuda.is_available() else torch.device("cuda")
-    )
-    facts = environment(device)
+def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str]) -> Path:
+    """The file of the profile of this run on this machine."""
+    facts = environment(torch.device(device_type(cfg)))
+    machine = ("shardwise", "torch", "transformers", "peft", "fla-core", "device", "threads")
     depends = {
         "schema": SCHEMA_VERSION,
         "units": sorted(set(keys)),
@@ -98,8 +98,7 @@ def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], threads: i
         "training": [
             getattr(cfg.training, k) for k in ("precision", "accumulation", "checkpointing", "compile", "loss")
         ],
-        "machine": {k: facts[k] for k in ("shardwise", "torch", "transformers", "peft", "fla-core", "device")},
-        "threads": threads or facts["threads"],
+        "machine": {k: facts[k] for k in machine},
     }
     cache = os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise"
     return Path(cache, "profiles", f"{_digest(depends)[:16]}.json")

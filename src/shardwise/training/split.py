@@ -29,12 +29,11 @@ def costs_of(
     counts: ModelCounts | None,
     num_shards: int = 1,
     flops_per_second: float = 1.0,
-    threads: int | None = None,
 ) -> tuple[tuple[Cost, ...], str]:
     """What one micro-batch costs in each unit of a model, bottom up, and where that is known from.
 
     `hf`: the whole model with its adapters, on any device (`meta` too). `counts`: of it, where the run has any.
-    `num_shards`: fsdp2's ranks that share what a stage holds. `threads`: torch's of a rank, default this process's.
+    `num_shards`: fsdp2's ranks that share what a stage holds.
 
     Times and activations are those of a profile of this model, run and machine, where the cache has one (UserError if
     it is damaged). Else seconds are the FLOPs that the hardware runs over `flops_per_second`, with the default of 1
@@ -45,7 +44,7 @@ def costs_of(
     modules = [[hf.get_submodule(name) for name in names] for names in unit_modules(spec)]
     costs = (_cost(cfg, hf, unit, parts, num_shards, flops_per_second) for unit, parts in zip(units, modules))
     keys = unit_keys(hf, spec, cfg.parallel.schedule)
-    path = path_of(cfg, hf, keys, threads)
+    path = path_of(cfg, hf, keys)
     profile = read(path)
     if profile is None:
         return tuple(costs), COUNTED
