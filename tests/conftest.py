@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Before torch is imported anywhere: several processes of one thread each, no network, no fork warnings.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Costs that somebody has measured on this machine are not to move a test's split.
+os.environ["SHARDWISE_CACHE"] = os.path.join(tempfile.gettempdir(), "shardwise-no-such-cache")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -118,6 +118,7 @@ class _Bench:
     below: list[bool]  # the stage's input needs a gradient
     carried: torch.Tensor  # hidden states
     scale: float
+    number: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     seconds: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     rounds: list[float] = field(default_factory=list)
 
@@ -156,10 +157,10 @@ class _Bench:
 
     def forward(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The stage's input and output."""
-        stage, number = self.stages[place], torch.zeros(1, dtype=torch.int64)
-        carried = number if stage.spec.first else self.carried.detach().requires_grad_(self.below[place])
+        stage = self.stages[place]
+        carried = self.number if stage.spec.first else self.carried.detach().requires_grad_(self.below[place])
         start = self.now()
-        output = stage(carried, number)
+        output = stage(carried, self.number)
         self.seconds[place, "F"].append(self.now() - start)
         return carried, output
 

@@ -89,10 +89,10 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
 
 def stages_table(planned: Plan) -> Table:
     """A row for each stage, bottom up; the memory of a rank stands in the row of its lowest stage."""
-    table = Table(box=SIMPLE, title=planned.spec.family, title_justify="left")
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=planned.spec.family, title_justify="left")
     for column in ("stage", "rank", "layers", "kinds"):
         table.add_column(column, no_wrap=True)
-    for column in ("forward", "backward", "rank holds"):
+    for column in ("forward", "backward", "memory"):
         table.add_column(column, justify="right", no_wrap=True)
     split = planned.chosen
     for chunk, cost in enumerate(split.chunks):

@@ -1,0 +1,132 @@
+"""Measured costs: what is measured, what of it is kept, and what a run makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardwise.config import Lora, RunConfig, UserError
+from shardwise.interfaces import Mesh
+from shardwise.models.counts import count_model
+from shardwise.parallel.mesh import build_mesh
+from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.split import predict
+from shardwise.training import profile, profile_store
+from shardwise.training.profile_store import Measured, Profile, needs_gradient, path_of, unit_keys
+from shardwise.training.split import COUNTED, costs_of
+from tests.distributed import run_ranks
+from tests.training.test_split import LENGTH, build, config, tiny
+
+HIDDEN = 4 * 2 * LENGTH * 64  # bytes of two rows of hidden states in float32
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    monkeypatch.setattr(profile, "FEWEST", 3)
+    monkeypatch.setattr(profile, "MOST", 3)
+
+
+def measured(cfg: RunConfig) -> tuple[Profile, tuple[str, ...]]:
+    """On this rank, with others if there are."""
+    alike = replace(cfg, parallel=replace(cfg.parallel, pp=1, schedule="1f1b", data="ddp"))
+    mesh: Mesh = build_mesh(alike, torch.device("cpu"))
+    hf, spec = build(cfg)
+    keys = unit_keys(hf, spec, cfg.parallel.schedule)
+    return profile.profile_units(cfg, mesh, hf, spec, keys), keys
+
+
+def test_two_ranks_measure_each_kind_of_unit_once():
+    cfg = config(tiny("qwen3_5"))
+    (result, keys), (other, _) = run_ranks(2, measured, cfg)
+    assert result == other
+    assert list(result.units) == list(dict.fromkeys(keys))  # bottom up
+    assert [key.rpartition(",")[0] for key in result.units] == [
+        "embedding",
+        "gated_delta_net, dense",
+        "full_attention, dense",
+        "head",
+    ]
+    embedding, recurrent, attention, head = result.units.values()
+    assert (embedding.forward_seconds, embedding.activation_bytes) == (0.0, 0)
+    assert embedding.backward_seconds > 0  # its weight is trained
+    for layer in (recurrent, attention):
+        for seconds in (layer.forward_seconds, layer.backward_seconds, layer.input_seconds, layer.weight_seconds):
+            assert 0 < seconds < 1
+        assert layer.activation_bytes > HIDDEN
+    # Its input, the norm's and the hidden states' gradient; and the head's gradient, which the loss keeps.
+    assert 2 * HIDDEN + 4 * 64 * 256 <= head.activation_bytes < 5 * HIDDEN + 4 * 64 * 256
+    assert 0 < result.stage_seconds < 1
+    assert 0 < result.output_seconds < 1
+    assert (result.num_processes, result.rounds) == (2, 3)
+    assert result.slowdown > 0.5
+
+
+def test_what_needs_no_backward_has_none_and_a_layer_computed_again_keeps_its_input():
+    adapters = Lora(targets=["model.layers.2.self_attn.q_proj"])
+    cfg = config(tiny("llama"), adapters, {"checkpointing": "full"})
+    ((result, keys),) = run_ranks(1, measured, cfg)
+    frozen, lowest, above = (result.units[keys[place]] for place in (1, 3, 4))
+    assert keys[1] == keys[2]
+    assert (frozen.backward_seconds, frozen.activation_bytes) == (0.0, 0)
+    assert frozen.forward_seconds > 0
+    assert lowest.backward_seconds > 0
+    assert (lowest.input_seconds, lowest.weight_seconds) == (0.0, 0.0)  # its input needs no gradient
+    assert above.input_seconds > 0
+    # Beside the input: where each token stands, and so on; nothing of the size of a hidden state.
+    assert HIDDEN <= above.activation_bytes < 1.7 * HIDDEN
+    assert result.output_seconds == 0.0
+
+
+def test_which_inputs_need_a_gradient():
+    adapters = Lora(targets=["model.layers.2.self_attn.q_proj"])
+    hf, spec = build(config(tiny("llama"), adapters))
+    assert needs_gradient(hf, spec, "1f1b") == [False, False, False, False, True, True]
+    assert needs_gradient(hf, spec, "zbv") == [False, True, True, True, True, True]
+    plain, zero_bubble = unit_keys(hf, spec, "1f1b"), unit_keys(hf, spec, "zbv")
+    assert plain[1] == plain[2] != plain[3] != plain[4]
+    assert plain[1] != zero_bubble[1] == zero_bubble[2] == zero_bubble[4] != zero_bubble[3]
+
+
+def made_up(keys: tuple[str, ...]) -> Profile:
+    unit = Measured(2.0, 5.0, 4.0, 3.0, 1000)
+    return Profile(dict.fromkeys(keys, unit), 0.5, 0.25, num_processes=2, slowdown=1.1, spread=0.01, rounds=9)
+
+
+def test_a_run_finds_its_profile_and_another_does_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    cfg = config(tiny("llama"), Lora())
+    hf, spec = build(cfg)
+    counts = count_model(hf, spec)
+    keys = unit_keys(hf, spec, "1f1b")
+    counted, source = costs_of(cfg, hf, spec, counts)
+    assert source == COUNTED
+    path = path_of(cfg, hf, keys)
+    profile_store.write(made_up(keys), path)
+    units, source = costs_of(cfg, hf, spec, counts)
+    assert source == f"profile {path.stem}, 2 processes"
+    layer = units[2]
+    assert (layer.forward_seconds, layer.input_seconds, layer.weight_seconds) == (2.0, 4.0, 1.0)
+    assert layer.split_seconds == 2.0  # 4 + 3 apart, 5 together
+    assert (layer.activation_bytes, layer.state_bytes) == (1000, counted[2].state_bytes)
+    # Two stages with 0.5 s each around their three units, 0.25 s from one to the other, forwards of 2 s.
+    timeline = predict(units, (0, 3, 6), Pipeline("1f1b", 2, 2)).timeline
+    (first,) = (event for event in timeline.events if (event.rank, event.microbatch, event.kind) == (1, 0, "F"))
+    assert (first.start, first.end) == (6.75, 13.25)
+    for other in (
+        replace(cfg, data=replace(cfg.data, sequence_length=25)),
+        replace(cfg, training=replace(cfg.training, checkpointing="full")),
+        replace(cfg, training=replace(cfg.training, precision="bfloat16")),
+    ):
+        assert costs_of(other, hf, spec, counts)[1] == COUNTED
+    adapters = config(tiny("llama"), Lora(r=4))
+    hf, spec = build(adapters)
+    assert costs_of(adapters, hf, spec, None)[1] == COUNTED
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 0}', '{"schema_version": 1, "units": {"a": {}}}'])
+def test_a_damaged_profile_is_told(content, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(UserError, match=r"a\.json: not a whole profile .* shardwise split --profile"):
+        profile_store.read(tmp_path / "a.json")
