@@ -35,7 +35,7 @@ from shardwise.parallel.place import fill
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.orders import SPLITTING
 from shardwise.training.build import run_in_turn
-from shardwise.training.launch import start_processes
+from shardwise.training.launch import device_type, num_cores, start_processes, threads_each
 from shardwise.training.profile_store import Measured, Profile, needs_gradient, path_of, unit_keys, write
 from shardwise.training.watchdog import beat
 
@@ -44,19 +44,22 @@ BUDGET_SECONDS, FEWEST, MOST = 20.0, 9, 41
 
 
 def measure(cfg: RunConfig, num_processes: int) -> int:
-    """Measure the units of a run's model in so many new processes at a time, and keep the profile in the cache.
+    """Measure the units of a run's model on this machine, and keep the profile in the cache.
 
-    Returns the exit code of the processes, as `launch.launch`; what went wrong has been told then.
+    As many new processes measure at a time as the run has, but no more than there are cores or GPUs. Returns their exit
+    code, as `launch.launch` does; what went wrong has been told then.
     """
+    most = torch.cuda.device_count() if device_type(cfg) == "cuda" else num_cores()
+    num = min(num_processes, most)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        batch = num_processes * cfg.training.micro_batch_size
-        alike = replace(cfg.training, output_dir=folder, global_batch_size=batch, max_restarts=0)
-        return start_processes(
-            replace(cfg, parallel=Parallel(data="ddp"), training=alike), num_processes, partial(_rank, cfg)
-        )
+        batch = num * cfg.training.micro_batch_size
+        training = replace(cfg.training, output_dir=folder, global_batch_size=batch, max_restarts=0)
+        alike = replace(cfg, parallel=Parallel(data="ddp"), training=training)
+        return start_processes(alike, num, partial(_rank, cfg, threads_each(num_processes)))
 
 
-def _rank(cfg: RunConfig, _: RunConfig, mesh: Mesh) -> None:
+def _rank(cfg: RunConfig, threads: int, _: RunConfig, mesh: Mesh) -> None:
+    torch.set_num_threads(threads)
     hf_config = load.read_config(cfg.model)
     hf = load.build_meta(cfg.model, hf_config)
     spec = spec_of(hf_config, hf)
