@@ -99,7 +99,7 @@ class Cell:
     def reference(self) -> Cell:
         """The same work on one process, plain where the variant must not change what is computed."""
         same = ("checkpointing", "operators", "compile", "keep-gathered", "naive", "offload-optimizer", "offload-all")
-        variant = "" if self.variant in same else self.variant
+        variant = "" if self.variant in same else self.variant.removeprefix("checkpointing-")
         return replace(self, layout="single", nproc=1, variant=variant, schedule="", split=())
 
 
@@ -128,7 +128,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
         data=Data(
             train="unused",
             sequence_length=SEQUENCE,
-            packing="isolated" if cell.variant == "isolated" else "concat",
+            packing="isolated" if "isolated" in cell.variant else "concat",
         ),
         parallel=_parallel(cell),
         optimizer=Optimizer(
@@ -145,7 +145,9 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             global_batch_size=cell.rows,
             # A micro-batch of another size has another rounding; a pipeline need not have one.
             micro_batch_size=1 if cell.nproc > 2 and cell.layout != "pp" else 2,
-            checkpointing={"checkpointing": "full", "operators": "operators"}.get(cell.variant, "none"),
+            checkpointing={"checkpointing": "full", "operators": "operators"}.get(
+                cell.variant.partition("-")[0], "none"
+            ),
             compile="aot_eager" if cell.variant == "compile" else "none",
             precision=cell.variant if cell.variant in ("float16", "bfloat16") else "float32",
             device="cpu",
@@ -173,7 +175,7 @@ def _lora(cell: Cell) -> Lora:
     return Lora(
         r=4,
         alpha=64 if cell.variant in SOME_LAYERS else 8,  # so few adapters have small gradients
-        dropout=0.2 * (cell.variant == "dropout"),
+        dropout=0.2 * ("dropout" in cell.variant),
         targets=SOME_LAYERS[cell.variant][cell.family] if cell.variant in SOME_LAYERS else "auto",
         modules_to_save=["lm_head"] if cell.variant == "head" else [],
     )

@@ -90,6 +90,8 @@ def _variants() -> Iterator[Cell]:
     for schedule in WHOLE:
         yield from (cell(family, schedule, "lora", variant="checkpointing") for family in ("llama", "qwen3_next"))
         yield cell("qwen3_5_text", schedule, "full", variant="operators")
+        yield cell("llama", schedule, "lora", variant="checkpointing-dropout")
+        yield cell("olmo_hybrid", schedule, "full", variant="checkpointing-isolated")
         yield cell("llama", schedule, "lora", variant="compile")
         yield Cell("olmo_hybrid", "pp-fsdp2", "full", 4, "keep-gathered", schedule)
         yield Cell("olmo_hybrid", "pp-fsdp2", "lora", 4, "checkpointing", schedule)
@@ -123,6 +125,8 @@ FIXED = (
     replace(cell("llama", "interleaved-zero-bubble", "lora", 4), rows=4),
     cell("qwen3_next", "1f1b", "lora", variant="checkpointing"),
     cell("qwen3_5_text", "interleaved-zero-bubble", "lora", variant="dropout"),
+    cell("llama", "1f1b", "lora", variant="checkpointing-dropout"),
+    cell("olmo_hybrid", "1f1b", "full", variant="checkpointing-isolated"),
     cell("llama", "looped-bfs", "full", variant="float16"),
     cell("llama", "zbv", "full", variant="bfloat16"),
 )

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwise.models import stage
-from shardwise.parallel import ddp, pipeline_parallel, pipeline_stage
+from shardwise.parallel import activation_checkpoint, ddp, pipeline_parallel, pipeline_stage
 from shardwise.parallel.reduce import sum_over
 from shardwise.training import build, gradients
 from tests.parity.harness import Cell
@@ -149,6 +150,13 @@ def evaluated_with_dropout():
     pipeline_parallel.Part.train = lambda self, mode=True: train(self, True)
 
 
+def recomputed_with_the_masks_of_a_later_micro_batch():
+    wrap = activation_checkpoint._recomputed
+    activation_checkpoint._recomputed = lambda forward, state, contexts: wrap(
+        forward, SimpleNamespace(batch=None), contexts
+    )
+
+
 PLAIN = cell("llama", "1f1b", "lora")
 TIED = cell("qwen3_5_text", "1f1b", "full", variant="tied")
 ROUTED = cell("qwen3_next", "interleaved-1f1b", "full")
@@ -170,6 +178,10 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (no_gradient_through_a_frozen_stage, cell("llama", "1f1b", "lora", variant="lower")),
     (gradients_not_summed_over_replicas, Cell("llama", "pp-ddp", "lora", 4, schedule="zbv")),
     (fsdp_mean_instead_of_sum, Cell("llama", "pp-fsdp2", "full", 4, schedule="1f1b")),
+    (
+        recomputed_with_the_masks_of_a_later_micro_batch,
+        cell("llama", "1f1b", "lora", variant="checkpointing-dropout"),
+    ),
     (evaluated_with_dropout, cell("qwen3_5_text", "interleaved-zero-bubble", "lora", variant="dropout")),
 )
 
