@@ -59,6 +59,14 @@ def random_model(draw: random.Random, layers: int) -> list[Cost]:
     ]
 
 
+def test_what_a_chunk_has_in_words():
+    pipeline = Pipeline("gpipe", 4, 4)
+    cut = predict(model(1.0, 1.0, 1.0, 1.0, 1.0), (0, 1, 2, 5, 7), pipeline)
+    assert [cut.held(chunk) for chunk in range(4)] == [["embedding"], ["0"], ["1-3"], ["4", "head"]]
+    cut = predict(model(1.0, 1.0), (0, 3, 4), Pipeline("gpipe", 2, 4))
+    assert [cut.held(chunk) for chunk in range(2)] == [["embedding", "0-1"], ["head"]]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=2, max_size=9), st.data())
 def test_bottleneck_is_exact(values, data):

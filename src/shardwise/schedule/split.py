@@ -48,6 +48,14 @@ class Split:
         edges = [min(max(edge, 1), self.boundaries[-1] - 1) for edge in self.boundaries]
         return tuple(high - low for low, high in pairwise(edges))
 
+    def held(self, chunk: int) -> list[str]:
+        """What a chunk has, in words: the embedding, its layers by number (`2` or `2-5`), the head."""
+        low, high = self.boundaries[chunk : chunk + 2]
+        head = self.boundaries[-1] - 1
+        first, last = max(low, 1) - 1, min(high, head) - 2
+        numbers = [f"{first}-{last}" if last > first else f"{first}"] if last >= first else []
+        return ["embedding"] * (low == 0) + numbers + ["head"] * (high > head)
+
 
 def split(
     mode: Mode | Sequence[int], units: Sequence[Cost], pipeline: Pipeline, limit_bytes: float = math.inf

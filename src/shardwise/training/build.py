@@ -24,6 +24,7 @@ from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.costs import Cost
+from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split
 from shardwise.training.loss_scale import LossScale
 from shardwise.training.optimizer import is_decayed, make_lr_schedule, make_optimizer
@@ -45,9 +46,19 @@ class State:
 class Cut:
     """Where a pipeline's model is cut, and what that goes by; the same on every rank."""
 
+    pipeline: Pipeline
     split: Split
     units: tuple[Cost, ...]  # what the split is of
     source: str  # of the costs
+
+    def __str__(self) -> str:
+        pipeline, split = self.pipeline, self.split
+        held = [[", ".join(split.held(chunk)) for chunk in pipeline.chunks_of(r)] for r in range(pipeline.num_ranks)]
+        head = (
+            f"pipeline: {pipeline.schedule}, {pipeline.num_microbatches} micro-batches, cut by {self.source}; "
+            f"predicted bubble {split.timeline.bubble():.1%}"
+        )
+        return "\n".join([head, *(f"  rank {rank}: {' | '.join(chunks)}" for rank, chunks in enumerate(held))])
 
 
 @dataclass(frozen=True)
@@ -139,13 +150,13 @@ def _cut(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, count
         )
     # A few numbers per layer, from every rank to all: on another node another profile may lie, or none.
     units, source = of_every_rank(costs_of(cfg, hf, spec, counts, mesh.size("dp_shard")))[0]
-    return Cut(choose_split(cfg, units, pipeline.num_microbatches), units, source)
+    return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
 
 
 def _parts(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, cut: Cut | None) -> tuple[CausalLM, ...]:
     if cut is None:
         return (CausalLM(hf, spec, family_of(hf), cfg),)
-    chunks = pipeline_of(cfg, mesh).chunks_of(mesh.dense.get_local_rank("pp"))
+    chunks = cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
     return stages(hf, spec, cut.split.boundaries, chunks, cfg)
 
 

@@ -50,6 +50,7 @@ class Reporter:
         self._progress.message(
             f"{job.spec.family} on {mesh}: {trainable:,} of {total:,} parameters are trained"
             + (f"\n{job.coverage}" if job.coverage else "")
+            + (f"\n{job.cut}" if job.cut else "")
         )
         for note in job.notes:
             self._progress.message(f"note: {note}")

@@ -101,7 +101,7 @@ def stages_table(planned: Plan) -> Table:
         table.add_row(
             str(chunk),
             str(rank),
-            _units(planned, chunk),
+            "\n".join(split.held(chunk)),
             _kinds(planned, chunk),
             _seconds(cost.forward_seconds + cost.stage_seconds),
             _seconds(cost.backward_seconds),
@@ -157,14 +157,6 @@ def _described(split: Split) -> dict[str, Any]:
         "memory_bytes": split.memory_bytes,
         "chunks": [asdict(chunk) for chunk in split.chunks],
     }
-
-
-def _units(planned: Plan, chunk: int) -> str:
-    low, high = planned.chosen.boundaries[chunk : chunk + 2]
-    top = len(planned.spec.layers)
-    first, last = max(low, 1), min(high - 1, top)
-    numbers = [f"{first - 1}-{last - 1}" if last > first else f"{first - 1}"] if last >= first else []
-    return "\n".join(["embedding"] * (low == 0) + numbers + ["head"] * (high == top + 2))
 
 
 def _kinds(planned: Plan, chunk: int) -> str:
