@@ -15,21 +15,36 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from peft import PeftModel, get_peft_model_state_dict
 
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.metrics.hardware import PeakFlops
 from shardwise.metrics.record import RunRecord
+from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training import build, checkpoint, checkpoint_folder, loop, measure
 from shardwise.training.checkpoint import Checkpointer
 from shardwise.training.resume import Start, find_start
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
-from tests.parity.harness import CONFIGS, Cell, microbatches, run_config
+from tests.models.tiny import loaded_by_transformers, logits, same
+from tests.parity.harness import CONFIGS, DEEP, Cell, microbatches, run_config
 from tests.training.test_checkpoint import NoLoader, equal, values
 
 STEPS, HALF = 20, 10
-PROCESSES = {"single": 1, "ddp": 2, "zero1": 2, "zero2": 2, "fsdp1": 2, "fsdp2": 2, "offload": 2, "hsdp": 4}
+PIPELINES = {
+    "pp": Parallel(pp=2),
+    "pp-interleaved": Parallel(pp=2, schedule="interleaved-1f1b"),
+    "pp-ddp": Parallel("ddp", pp=2),
+    "pp-fsdp2": Parallel("fsdp2", pp=2),
+}
+PARALLEL = {
+    **{layout: Parallel(layout) for layout in ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2")},
+    "offload": Parallel("fsdp2", offload="optimizer"),
+    "hsdp": Parallel("fsdp2", dp_replicate=2),
+    **PIPELINES,
+}
+PROCESSES = dict.fromkeys(PARALLEL, 2) | {"single": 1} | dict.fromkeys(("hsdp", "pp-ddp", "pp-fsdp2"), 4)
 """Of every layout; under `offload` the optimizer has copies of the weights."""
 CASES = [(layout, lora) for layout in PROCESSES for lora in (True, False)]
 Values = dict[str, torch.Tensor]
@@ -37,10 +52,12 @@ Values = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module", autouse=True)
 def cheap(folder) -> Iterator[None]:
-    """Two layers, and a peak that no run here needs is not measured."""
+    """Few layers, and a peak that no run here needs is not measured."""
     model = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps({**model, "num_hidden_layers": 2}))
+    for layers in (2, 4):
+        path = folder / f"model-{layers}"
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps({**model, "num_hidden_layers": layers}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "peak_flops", lambda *_: PeakFlops(1.0, "not measured"))
         yield
@@ -48,12 +65,13 @@ def cheap(folder) -> Iterator[None]:
 
 def config(folder: Path, name: str, layout: str = "single", *, lora: bool = True, **training: Any) -> RunConfig:
     """All that a resume could forget: Adam's moments, a falling learning rate, dropout, a shuffled corpus."""
-    parallel = {"offload": Parallel("fsdp2", offload="optimizer"), "hsdp": Parallel("fsdp2", dp_replicate=2)}
+    parallel = PARALLEL[layout]
+    layers = 2 * parallel.num_virtual  # as many as there are stages
     return RunConfig(
-        model=Model(str(folder / "model"), init="random", tokenizer=str(folder / "tokenizer")),
+        model=Model(str(folder / f"model-{layers}"), init="random", tokenizer=str(folder / "tokenizer")),
         lora=Lora(r=4, dropout=0.1, targets=["q_proj", "down_proj"]) if lora else None,
         data=Data(str(folder / "corpus.jsonl"), validation=0.2, sequence_length=32),
-        parallel=parallel.get(layout) or Parallel(layout),
+        parallel=parallel,
         optimizer=Optimizer(lr=1e-2, warmup_steps=1, weight_decay=0.1),
         training=Training(
             **{
@@ -178,6 +196,41 @@ def test_each_part_under_another_layout_and_number_of_processes(ran):
     # As in test_train: ten times what another order of micro-batches does to one process.
     for apart in (losses_apart, weights_apart):
         assert apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))
+
+
+def test_a_pipeline_goes_on_under_fsdp2_as_another_pipeline_and_alone(ran):
+    def deep(name: str, **training: Any) -> RunConfig:
+        cfg = config(ran, name, steps=8, micro_batch_size=1, eval_batches=1, **training)
+        return replace(cfg, model=replace(cfg.model, path=str(DEEP / "deep-llama")))  # of 8 layers
+
+    one, noise = deep("deep"), deep("deep-noise")
+    noise = replace(noise, measure=replace(noise.measure, reverse_microbatches=True))
+    run_ranks(1, run_all, one, noise)
+    parts = [(Parallel(pp=2), 2), (Parallel("fsdp2"), 4), (Parallel(pp=4, schedule="zbv"), 6), (Parallel(), 8)]
+    for parallel, last in parts:
+        resume = "latest" if last > 2 else None
+        cfg = replace(deep("deep-chain", save_every=last, resume=resume), parallel=parallel)
+        run_ranks(max(parallel.pp, 1 if last == 8 else 2), *([run] if last == 8 else [run_until, last]), cfg)
+    assert [line["step"] for line in metrics(cfg)] == [line["step"] for line in metrics(one)]
+    for apart in (losses_apart, weights_apart):
+        assert apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which peft asks for
+@pytest.mark.parametrize("layout", ["pp", "pp-fsdp2"])
+def test_others_read_what_a_pipeline_leaves(ran, layout):
+    cfg, full = (whole(ran, layout, lora) for lora in (True, False))
+    for lora, run in ((True, cfg), (False, full)):
+        alone = result(whole(ran, "single", lora))
+        assert safetensors.torch.load(result(run)).keys() == safetensors.torch.load(alone).keys()
+    found = loaded_by_transformers(Path(full.training.output_dir) / "model").state_dict()
+    assert same(found, safetensors.torch.load(result(full)))
+    base = load.load_whole(cfg.model, load.read_config(cfg.model))
+    before = logits(base)
+    adapted = PeftModel.from_pretrained(base, Path(cfg.training.output_dir) / "adapter")
+    found = get_peft_model_state_dict(adapted)
+    assert same(found, safetensors.torch.load(result(cfg)))
+    assert not torch.allclose(logits(adapted), before)
 
 
 def losses_apart(cfg: RunConfig, other: RunConfig) -> float:
