@@ -79,6 +79,14 @@ def test_what_needs_no_backward_has_none_and_a_layer_computed_again_keeps_its_in
     assert result.output_seconds == 0.0
 
 
+def test_a_head_without_the_chunked_loss_has_its_products_in_the_backward():
+    cfg = config(tiny("llama"), training={"loss": "plain"})
+    ((result, keys),) = run_ranks(1, measured, cfg)
+    head = result.units[keys[-1]]
+    assert head.backward_seconds > 0.3 * (head.input_seconds + head.weight_seconds)
+    assert head.activation_bytes > 4 * 2 * LENGTH * 256  # probabilities
+
+
 def test_which_inputs_need_a_gradient():
     adapters = Lora(targets=["model.layers.2.self_attn.q_proj"])
     hf, spec = build(config(tiny("llama"), adapters))

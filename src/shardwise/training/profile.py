@@ -176,7 +176,8 @@ class _Bench:
         gradients = None if stage.spec.last else [self.carried]
         start = self.now()
         if not (halves and self.below[place]):
-            _backward.stage_backward(tuple(outputs), gradients, [carried])
+            # Given a tuple without gradients, torch would take it that there is nothing to do.
+            _backward.stage_backward(outputs[0] if stage.spec.last else outputs, gradients, [carried])
             self.seconds[place, "B"].append(self.now() - start)
             return
         _, groups = _backward.stage_backward_input(outputs, gradients, [carried], stage.parameters())
