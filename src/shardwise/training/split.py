@@ -33,7 +33,7 @@ def costs_of(
     """What one micro-batch costs in each unit of a model, bottom up, and where that is known from.
 
     `hf`: the whole model with its adapters, on any device (`meta` too). `counts`: of it, where the run has any.
-    `num_shards`: fsdp2's ranks that share what a stage holds.
+    `num_shards`: fsdp2's ranks that share a stage.
 
     Times and activations are those of a profile of this model, run and machine, where the cache has one (UserError if
     it is damaged). Else seconds are the FLOPs that the hardware runs over `flops_per_second`, with the default of 1
@@ -106,20 +106,17 @@ def _cost(
 def _state_bytes(
     cfg: RunConfig, parameters: list[nn.Parameter], trained: list[nn.Parameter], num_shards: int
 ) -> tuple[int, int, int]:
-    """Of weights, gradients and optimizer on a rank with this unit. AdamW has two states in the weight's dtype and a
-    float32 count for each parameter.
+    """Of weights, gradients and optimizer on a rank with this unit.
 
-    With fsdp2 a rank keeps its share of weights and optimizer; but torch's stages free no weight between the first
-    backward and the end of a step, and add whole gradients up.
+    AdamW has two states in the weight's dtype and a float32 count for each parameter. With fsdp2 torch's stages keep
+    weights gathered from a backward to the next forward, beside the shards, and gradients whole until the last one.
     """
     wide = cfg.training.accumulation == "float32"
     states, counter = (2, 4) if cfg.optimizer.name == "adamw" else (0, 0)
     weights = sum(p.nbytes for p in parameters)
-    return (
-        weights // num_shards + weights * (cfg.parallel.data == "fsdp2"),
-        sum(p.numel() * 4 if wide else p.nbytes for p in trained),
-        sum(states * p.nbytes for p in trained) // num_shards + counter * len(trained),
-    )
+    gradients = sum(p.numel() * 4 if wide else p.nbytes for p in trained)
+    optimizer = sum(states * p.nbytes for p in trained) // num_shards + counter * len(trained)
+    return weights + (weights // num_shards if num_shards > 1 else 0), gradients, optimizer
 
 
 def _kept_bytes(cfg: RunConfig, hf: PreTrainedModel, unit: Unit) -> int:
