@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo study test check format parity gpu clean
+.PHONY: help setup demo study pipeline-split test check format parity gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,12 @@ study: setup  ## compare the strategies fairly, in rounds (about half an hour); 
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
 	$(BIN)/shardwise bench configs/study-cpu.yaml --out runs/study-cpu
 	$(BIN)/shardwise report runs/study-cpu
+
+pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rounds, charts, tables (about 12 minutes)
+	test -d runs/corpus || $(BIN)/python examples/corpus.py
+	$(BIN)/python tools/pipeline_split.py
+	$(BIN)/python tools/pipeline_zero_bubble.py
+	$(BIN)/python tools/pipeline_shapes.py
 
 test: setup  ## the tests, in minutes on two cores
 	$(BIN)/python -m pytest

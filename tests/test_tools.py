@@ -1,0 +1,76 @@
+"""The arithmetic of the tools that compare pipelines."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from shardwise.schedule.costs import Cost
+from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.simulate import Event, Timeline, simulate
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module(request.param)
+
+
+def timeline(*spans: tuple[int, float, float]) -> Timeline:
+    return Timeline(2, tuple(Event(rank, rank, 0, "F", start, end) for rank, start, end in spans))
+
+
+@pytest.mark.parametrize("tool", ["pipeline_split"], indirect=True)
+def test_only_what_one_rank_does_alone_gets_faster(tool: ModuleType) -> None:
+    # Alone: rank 0 from 0 to 1 and 6 to 7, rank 1 from 2 to 4; both from 1 to 2; neither from 4 to 6.
+    step = timeline((0, 0, 2), (1, 1, 4), (0, 6, 7))
+    assert tool.alone_seconds(step) == 4
+    assert tool.corrected_seconds(step, slowdown=2.0) == 7 - 4 / 2
+    assert tool.corrected_seconds(step, slowdown=1.0) == 7
+
+
+@pytest.mark.parametrize("tool", ["pipeline_split"], indirect=True)
+def test_an_uneven_pipeline_loses_less_than_its_costs_say(tool: ModuleType) -> None:
+    # A stage of 1 and one of 3 seconds alone, 1.25 times as much while both work. While the first does a micro-batch,
+    # 1.25 s, the second does 1 of its 3 seconds; the other 2 go at full speed: 3.25 s, where the costs say 3.75.
+    chunks = [Cost(f"{s}", 1.25 * s / 2, 1.25 * s / 2, 0.0, activation_bytes=0, output_bytes=0) for s in (1.0, 3.0)]
+    step = simulate(Pipeline("1f1b", 2, 200), chunks)
+    fill_and_drain = 1.25 * (1 + 3)  # at most one micro-batch through both
+    assert step.seconds == pytest.approx(200 * 3.75, abs=fill_and_drain)
+    assert tool.corrected_seconds(step, slowdown=1.25) == pytest.approx(200 * 3.25, abs=fill_and_drain)
+
+
+@pytest.mark.parametrize("tool", ["pipeline_split"], indirect=True)
+def test_ratios_are_of_the_same_round(tool: ModuleType) -> None:
+    found = tool.ratios([3.0, 8.0, 10.0], [2.0, 4.0, 10.0])
+    assert found["rounds"] == [1.5, 2.0, 1.0]
+    assert (found["median"], found["interval"]) == (1.5, [1.0, 2.0])
+    assert found["interval_holds_median"] == 1 - 2 / 8  # all three above it, or all below
+
+
+@pytest.mark.parametrize("tool", ["pipeline_zero_bubble"], indirect=True)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_zero_bubble_wins_by_the_weights_gradients_alone(tool: ModuleType, ranks: int) -> None:
+    m = 4 * ranks
+    assert tool.predicted("lora", ranks, m)["speed_over_1f1b"]["zb1p"] == 1.0
+    # (m + p - 1) (F + I + W) over m (F + I + W) + (p - 1) (F + I - W), with F = I = W = 1.
+    expected = 3 * (m + ranks - 1) / (3 * m + ranks - 1)
+    assert tool.predicted("full", ranks, m)["speed_over_1f1b"]["zb1p"] == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize("tool", ["pipeline_shapes"], indirect=True)
+@pytest.mark.parametrize(
+    ("repository", "parameters"),
+    [("meta-llama/Llama-3.1-8B", 8_030_261_248), ("openai-community/gpt2-large", 774_030_080)],
+)
+def test_published_models_have_their_published_size(tool: ModuleType, repository: str, parameters: int) -> None:
+    (shape,) = (shape for shape in tool.SHAPES if shape.repository == repository)
+    embedding, *others = tool.units_of(shape, "full")
+    tied = shape.config["tie_word_embeddings"]  # then the head's unit counts the matrix once more
+    matrix = shape.config["vocab_size"] * shape.config["n_embd"] if tied else 0
+    assert embedding.parameters + sum(unit.parameters for unit in others) - matrix == parameters

@@ -1,0 +1,111 @@
+"""Does a zero-bubble schedule help where weights are frozen? Measured on two processes, and predicted for more.
+
+    python tools/pipeline_zero_bubble.py [--sweep configs/pipeline-zero-bubble.yaml] [--runs runs/pipeline-zero-bubble]
+                                         [--out results/pipeline-split]
+
+With F, I and W the seconds of a stage's forward and of its backward's two halves, 1F1B idles (p - 1)(F + I + W) of a
+step and ZB1P (p - 1)(F + I - W) (arXiv 2401.10241, table 1): with W = 0, as LoRA nearly has it, nothing is won. The
+prediction is for equal stages that cost F = I = 1 and W = 1 (full) or 0 (LoRA); what cutting a backward in two costs on
+top is only in the measurement. ZB-V has two chunks on each rank; what these alone are worth, interleaved 1F1B shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline_split import check, measured_bench, middle, ratios, read_rounds
+
+from shardwise.metrics.cell import CellRecord
+from shardwise.run_file import parse_config
+from shardwise.schedule.costs import Cost
+from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.simulate import simulate
+
+ROOT = Path(__file__).parents[1]
+SCHEDULES = {
+    "1f1b": ("1f1b", 1),
+    "zb1p": ("interleaved-zero-bubble", 1),
+    "interleaved": ("interleaved-1f1b", 2),
+    "zbv": ("zbv", 2),
+}
+"""Each zero-bubble schedule comes after the one that it is to be set against: as many chunks, backwards in one go."""
+MODES = {"lora": 0.0, "full": 1.0}
+"""Seconds of the weights' gradients where forward and inputs' gradients take 1."""
+RANKS, PER_RANK = (2, 4, 8), (2, 4, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", type=Path, default=ROOT / "configs" / "pipeline-zero-bubble.yaml")
+    parser.add_argument("--runs", type=Path, default=Path("runs/pipeline-zero-bubble"))
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "pipeline-split")
+    options = parser.parse_args()
+    sweep, records = measured_bench(options.sweep, options.runs)
+    plans = [plan for plan in sweep.record.cells if not plan.control]
+    cells = {(plan.values["mode"], plan.values["schedule"]): records[plan.id] for plan in plans}
+    check(sweep, records, list(cells.values()))
+    measured = {
+        mode: {name: of_cell(options.runs, cells[mode, name], cells[mode, "1f1b"]) for name in SCHEDULES}
+        for mode in MODES
+    }
+    result = {
+        "environment": next(iter(records.values())).environment,
+        "what": sweep.record.equal,
+        "measured": measured,
+        "predicted_for_equal_stages": [
+            predicted(mode, p, each * p) for mode in MODES for p in RANKS for each in PER_RANK
+        ],
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "zero-bubble.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for mode, schedules in measured.items():
+        for name, cell in schedules.items():
+            print(mode, name, json.dumps({key: cell[key] for key in ("speed_over_1f1b", "predicted", "layers")}))
+
+
+def of_cell(runs: Path, record: CellRecord, base: CellRecord) -> dict[str, Any]:
+    """One schedule: how fast it was, also against 1F1B round by round, and what the simulator says of both."""
+    rounds, base_rounds = (read_rounds(runs / one.cell["id"]) for one in (record, base))
+    steps = [r.pipeline["measured"] for r in rounds if r.pipeline]
+    assert record.pipeline is not None
+    assert base.pipeline is not None
+    simulated, base_simulated = record.pipeline["simulated"], base.pipeline["simulated"]
+    return {
+        "layers": record.pipeline["layers"],
+        "micro_batches": parse_config(record.config, record.cell["id"]).training.global_batch_size,
+        "tokens_per_second": middle([r.tokens_per_second or 0.0 for r in rounds]),
+        "speed_over_1f1b": ratios(*([r.tokens_per_second or 0.0 for r in each] for each in (rounds, base_rounds))),
+        "pipeline_seconds": middle([step["seconds"] for step in steps]),
+        "bubble": middle([step["bubble"] for step in steps]),
+        "predicted": {
+            "speed_over_1f1b": round(base_simulated["seconds"] / simulated["seconds"], 4),
+            "seconds": round(simulated["seconds"], 4),
+            "bubble": round(simulated["bubble"], 4),
+        },
+        "error_percent": middle([r.pipeline["simulator_error_percent"] for r in rounds if r.pipeline]),
+        "costs": record.pipeline["costs"],
+    }
+
+
+def predicted(mode: str, ranks: int, num_microbatches: int) -> dict[str, Any]:
+    """Of each schedule the bubble, and the speed over 1F1B's, on stages that all cost the same."""
+    steps = {}
+    for name, (schedule, num_virtual) in SCHEDULES.items():
+        pipeline = Pipeline(schedule, ranks, num_microbatches, num_virtual)
+        each = 1.0 / num_virtual
+        chunk = Cost("stage", each, each, MODES[mode] * each, activation_bytes=0, output_bytes=0)
+        steps[name] = simulate(pipeline, [chunk] * pipeline.num_chunks)
+    return {
+        "mode": mode,
+        "ranks": ranks,
+        "micro_batches": num_microbatches,
+        "bubble": {name: round(step.bubble(), 4) for name, step in steps.items()},
+        "speed_over_1f1b": {name: round(steps["1f1b"].seconds / step.seconds, 4) for name, step in steps.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
