@@ -52,6 +52,16 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     assert record.resumed_from["step"] in (24, 32)
 
 
+def test_a_killed_rank_of_a_pipeline_is_named_in_one_line(path, tmp_path):
+    layout = ["--parallel.data=single", "--parallel.pp=2", "--parallel.schedule=interleaved-1f1b"]
+    process = kill.start(path, tmp_path, *layout)
+    kill.wait_for_step(process, tmp_path, 2)
+    kill.ranks(process)[1].send_signal(signal.SIGKILL)
+    told = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert told == "error: rank 1 of 2 was killed by SIGKILL; the system does that when memory runs out\n"
+
+
 @pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
 def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(number, nproc, path, reference, tmp_path):
     out = tmp_path / "out"

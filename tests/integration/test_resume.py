@@ -286,6 +286,7 @@ def run_killed(moment: str, call: int, rank: int, cfg: RunConfig) -> None:
     ("moment", "layout", "call", "rank", "start"),
     [
         ("tensors are half written", "ddp", 2, 1, 5),  # rank 1 waits for the disk once in a save
+        ("tensors are half written", "pp", 2, 1, 5),
         ("there is no manifest yet", "ddp", 2, 0, 5),
         ("it is not renamed yet", "single", 2, 0, 5),
         ("the best is not marked yet", "single", 2, 0, 10),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from shardwise.config import Lora, Parallel, RunConfig, UserError
 from shardwise.interfaces import IGNORED, Batch
 from shardwise.metrics.memory import PeakMemory
+from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
 from shardwise.schedule.orders import ORDERS, SPLITTING, Pipeline
 from shardwise.schedule.simulate import Event
@@ -342,3 +343,26 @@ def test_memory_of_1f1b_does_not_grow_with_the_micro_batches(capsys):
             print(f"\n  rank {rank}: a step of 4 micro-batches takes {told}", end="")
         assert abs(many - few) < 2 * state  # gloo lets go of a buffer a little later; with all kept, 12 more
         assert all_in_flight - many > 12 * state
+
+
+def _fail() -> str:
+    """Each rank in a forward of its own: rank 1 in its first, and rank 0, which has sent for that, in its next."""
+    cfg = config("interleaved-1f1b")
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build.build(cfg, mesh)
+    forward, rank = Stage.forward, dist.get_rank()
+
+    def failing(stage: Stage, carried: torch.Tensor, microbatch: torch.Tensor) -> torch.Tensor:
+        if int(microbatch) == 1 - rank:
+            raise MemoryError(f"on rank {rank}")
+        return forward(stage, carried, microbatch)
+
+    Stage.forward = failing
+    with pytest.raises(MemoryError) as caught:
+        job.pm.run(job.pm, microbatches(cfg, mesh, 1), 1.0, True)
+    return str(caught.value)
+
+
+def test_what_a_stage_raises_is_told_as_it_is(capfd):
+    assert run_ranks(RANKS, _fail) == ["on rank 0", "on rank 1"]
+    assert "pipeline" not in capfd.readouterr().err.lower()  # torch would log its whole schedule
