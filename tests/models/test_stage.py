@@ -253,10 +253,12 @@ def test_gradients_reach_as_low_as_is_asked():
 @pytest.mark.parametrize("family", ["gpt2", "granitemoehybrid", "qwen3_5_text"])
 def test_logits_of_a_chain(family):
     cfg = config(family)
-    batch, carried = batches(cfg)[0], None
+    batch, number = batches(cfg)[0], torch.zeros(1, dtype=torch.int64)
+    carried = number
     with torch.no_grad():
         for stage in cut(cfg):
-            carried = stage.eval().logits(carried, batch)
+            stage.eval().microbatches = [batch]
+            carried = stage(carried, number, return_logits=True)
         assert torch.equal(carried, whole(cfg).eval()(batch, return_logits=True))
 
 

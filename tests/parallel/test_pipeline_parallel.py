@@ -366,3 +366,23 @@ def _fail() -> str:
 def test_what_a_stage_raises_is_told_as_it_is(capfd):
     assert run_ranks(RANKS, _fail) == ["on rank 0", "on rank 1"]
     assert "pipeline" not in capfd.readouterr().err.lower()  # torch would log its whole schedule
+
+
+def next_tokens(cell: Cell) -> list[int]:
+    cfg = run_config(cell)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build.build(cfg, mesh, random_b(cfg))
+    ids = (torch.arange(12) * 37 % 256)[None]
+    row = Batch(ids, ids, torch.zeros_like(ids), slots=(0,), step=1)
+    with torch.no_grad():
+        for part in job.pm.parts:
+            part.eval()
+        return [job.pm.next_token(job.pm, first_tokens(row, length)) for length in range(5, 13)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_sample_where_stages_are_sharded(schedule):
+    cell = Cell("qwen3_5_text", "pp-fsdp2", "lora", 4, schedule=schedule)
+    (alone,) = run_ranks(1, next_tokens, cell.reference())
+    assert run_ranks(4, next_tokens, cell) == [alone] * 4
+    assert len(set(alone)) > 1

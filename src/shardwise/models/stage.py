@@ -64,9 +64,9 @@ class Stage(CausalLM):
             hf.get_submodule(spec.embed).register_forward_hook(self._require_gradient)
 
     def forward(  # ty: ignore[incompatible-method-override]  # what torch.distributed.pipelining calls
-        self, carried: torch.Tensor, microbatch: torch.Tensor
+        self, carried: torch.Tensor, microbatch: torch.Tensor, return_logits: bool = False
     ) -> torch.Tensor:
-        """Hidden states [B, T, D], contiguous; of the last stage, the summed loss (scalar, float32) as of CausalLM.
+        """Hidden states [B, T, D], contiguous; of the last stage, the loss or logits [B, T, V] as of CausalLM.
 
         `carried`: hidden states [B, T, D] from the stage below; the first stage does not look at it. `microbatch`:
         int64 [1], the place of its batch in `microbatches`; on the CPU, or each forward waits for the device.
@@ -76,7 +76,7 @@ class Stage(CausalLM):
         batch = self.microbatches[int(microbatch)]
         inputs = self._inputs(carried, batch)
         if self.spec.last:
-            return self.loss_of(batch, inputs)
+            return self.logits_of(batch, inputs) if return_logits else self.loss_of(batch, inputs)
         hidden = self.hidden_of(batch, inputs)
         if self.training and self.router_loss is not None:
             loss = self.router_loss(batch)
@@ -93,15 +93,9 @@ class Stage(CausalLM):
         # Zero-bubble schedules detach a stage's output in place, which a view does not allow.
         return hidden.clone() if hidden._is_view() else hidden.contiguous()
 
-    def logits(self, carried: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        """Hidden states [B, T, D] for the next stage; of the last one, logits [B, T, V]. `carried` as in `forward`."""
-        inputs = self._inputs(carried, batch)
-        return self.logits_of(batch, inputs) if self.spec.last else self.hidden_of(batch, inputs)
-
-    def _inputs(self, carried: torch.Tensor | None, batch: Batch) -> Inputs:
+    def _inputs(self, carried: torch.Tensor, batch: Batch) -> Inputs:
         if self.spec.first:
             return {"input_ids": batch.input_ids}
-        assert carried is not None
         assert carried.dtype == self.carried_dtype, (carried.dtype, self.carried_dtype)
         return {"inputs_embeds": carried}
 

@@ -153,21 +153,21 @@ class _Runner:
 
     def next_token(self, pm: ParallelModel, row: Batch) -> int:
         """One stage after the other; hidden states [1, T, D] go from each to all ranks of the pipeline."""
-        hidden = self._like(*row.input_ids.shape, chunk=-1)
+        number = torch.zeros(1, dtype=torch.int64)
+        states, hidden = number, self._like(*row.input_ids.shape, chunk=-1)
         token = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
-        states: torch.Tensor | None = None
         for chunk in range(self.pipeline.num_chunks):
             owner = self.pipeline.rank_of(chunk)
             last = chunk == self.pipeline.num_chunks - 1
             if chunk in self.chunks:
                 part = pm.parts[self.chunks.index(chunk)]
                 assert isinstance(part, Part)
-                states = part.logits(states, row)  # [1, T, D], in the end [1, T, V]
+                part.microbatches = [row]
+                states = part(states, number, return_logits=True)  # [1, T, D], in the end [1, T, V]
                 if last:
                     token = states[0, -1].argmax()
             else:
                 states = torch.empty_like(hidden, device=self.mesh.device)
-            assert states is not None
             dist.broadcast(token if last else states, group=self.group, group_src=owner)
         return int(token)
 
