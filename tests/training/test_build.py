@@ -42,3 +42,15 @@ def test_a_job_is_cut_anew_from_memory(mode):
     for unmoved, moved in run_ranks(2, cut_anew_after_two_steps, mode):
         assert moved == pytest.approx(unmoved, rel=1e-6)
         assert len(set(unmoved)) == 3
+
+
+def notes_of(limit_gib: float | None) -> tuple[str, ...]:
+    cfg = run_config(Cell("qwen3_5_text", "single", "lora"))
+    cfg = replace(cfg, parallel=Parallel(pp=2, memory_limit_gib=limit_gib))
+    return build(cfg, build_mesh(cfg, torch.device("cpu"))).notes
+
+
+def test_a_memory_limit_by_counted_bytes_says_what_they_lack():
+    assert run_ranks(2, notes_of, None) == [(), ()]
+    for (note,) in run_ranks(2, notes_of, 1.0):
+        assert note.startswith("parallel.memory_limit_gib: memory is counted too low, without what gated_delta_net ")

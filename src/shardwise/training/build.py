@@ -28,7 +28,7 @@ from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split
 from shardwise.training.loss_scale import LossScale
 from shardwise.training.optimizer import is_decayed, make_lr_schedule, make_optimizer
-from shardwise.training.split import choose_split, costs_of
+from shardwise.training.split import choose_split, costs_of, memory_caveat
 from shardwise.training.watchdog import beat, paused
 
 
@@ -105,6 +105,8 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     notes = _notes(cfg, spec)
     counts = None if notes else count_model(hf, spec)
     cut = _cut(cfg, mesh, hf, spec, counts) if cfg.parallel.pp > 1 else None
+    if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
+        notes += (f"parallel.memory_limit_gib: {caveat}",)
     trained = frozenset(n for n, p in hf.named_parameters() if p.requires_grad)
     decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, family)}  # by whole shapes
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from shardwise.config import RunConfig
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.counts import ModelCounts, Unit, Weight, count_model, unit_modules
+from shardwise.models.families.base import SOFTMAX
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import SPLITTING, Pipeline
@@ -57,6 +58,18 @@ def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int)
     pipeline = Pipeline(parallel.schedule, parallel.pp, num_microbatches, parallel.num_virtual)
     limit = math.inf if parallel.memory_limit_gib is None else parallel.memory_limit_gib * 2**30
     return split(parallel.split, units, pipeline, limit)
+
+
+def memory_caveat(spec: ModelSpec, source: str) -> str | None:
+    """What is wrong with the memory of a split by these costs, in words; None where nothing is known to be."""
+    plain = (*SOFTMAX.values(), "mlp", "moe")
+    recurrent = [kind for kind in dict.fromkeys(layer.kind for layer in spec.layers) if kind not in plain]
+    if not source.startswith(COUNTED) or not recurrent:
+        return None
+    return (
+        f"memory is counted too low, without what {' and '.join(recurrent)} layers keep within; "
+        "shardwise split --profile measures it"
+    )
 
 
 def _with_gradients(counts: ModelCounts, schedule: str) -> ModelCounts:

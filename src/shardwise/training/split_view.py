@@ -26,7 +26,7 @@ from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split, bound_seconds
 from shardwise.schedule.trace import chrome_trace, gantt
 from shardwise.training.launch import device_type, threads_each
-from shardwise.training.split import COUNTED, choose_split, costs_of
+from shardwise.training.split import COUNTED, choose_split, costs_of, memory_caveat
 
 FILES = ("split.json", "split.svg", "trace.json")
 
@@ -125,6 +125,8 @@ def summary(planned: Plan) -> Iterator[str]:
     yield f"costs: {planned.source}"
     if planned.source.startswith(COUNTED):
         yield "shares are worth more than seconds here; shardwise split --profile measures this machine"
+    if caveat := memory_caveat(planned.spec, planned.source):
+        yield caveat
 
 
 def write_files(planned: Plan, folder: Path) -> None:
