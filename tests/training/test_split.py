@@ -128,6 +128,17 @@ def test_state_bytes_are_what_training_holds(adapters, optimizer, accumulation):
     assert sum(unit.optimizer_bytes for unit in units) == states + tied_state
 
 
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe-v"])
+def test_a_tied_weight_counts_once_where_both_ends_are_on_one_rank(schedule):
+    cfg = config(tiny("qwen3_5-tied"), None, {})
+    cfg = replace(cfg, parallel=Parallel(pp=2, schedule=schedule))
+    hf, _ = build(cfg)
+    weights = sum(p.nbytes for p in hf.parameters())
+    units = costs(cfg)
+    assert sum(unit.weight_bytes for unit in units) == sum(unit.gradient_bytes for unit in units) == weights
+    assert sum(unit.optimizer_bytes for unit in units) == 2 * weights + 4 * len(list(hf.parameters()))
+
+
 def test_fsdp2_shares_optimizer_states_but_no_gradients():
     whole, shared = (costs(config(tiny("llama"), data="fsdp2"), num_shards=n)[1] for n in (1, 4))
     assert shared.weight_bytes == whole.weight_bytes * 5 // 4  # gathered, beside the shard

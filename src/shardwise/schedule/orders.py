@@ -17,6 +17,10 @@ from shardwise.config import UserError, nearest
 Kind = Literal["F", "B", "I", "W"]  # forward; backward, in one go or as the input's and the weights' gradients
 
 
+V_SHAPED = ("zbv", "dualpipe-v")
+"""Schedules under which rank r of p holds the stages r and 2p-1-r, and so the first rank both ends of the model."""
+
+
 class Action(NamedTuple):
     """One piece of work of a rank. A chunk is what other texts call a virtual stage."""
 
@@ -65,7 +69,7 @@ class Pipeline:
     @property
     def v_shaped(self) -> bool:
         """Rank r holds chunks r and 2p-1-r; otherwise r, r+p, r+2p, ..."""
-        return self.schedule in ("zbv", "dualpipe-v")
+        return self.schedule in V_SHAPED
 
     @property
     def num_chunks(self) -> int:

@@ -15,7 +15,7 @@ from shardwise.models.counts import ModelCounts, Unit, Weight, count_model, unit
 from shardwise.models.families.base import SOFTMAX
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.costs import Cost
-from shardwise.schedule.orders import SPLITTING, Pipeline
+from shardwise.schedule.orders import SPLITTING, V_SHAPED, Pipeline
 from shardwise.schedule.split import Split, split
 from shardwise.training.profile_store import path_of, read, unit_keys, with_measured
 
@@ -39,11 +39,22 @@ def costs_of(
     Times and activations are those of a profile of this model, run and machine, where the cache has one (UserError if
     it is damaged). Else seconds are the FLOPs that the hardware runs over `flops_per_second`, with the default of 1
     good for comparisons only, which is all that a split needs, and activations are `_kept_bytes`. Weights, gradients
-    and optimizer are exact, a tied weight counted at either end.
+    and optimizer are exact; a tied weight counts at either end, unless both are on one rank.
     """
     units = _with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
     modules = [[hf.get_submodule(name) for name in names] for names in unit_modules(spec)]
-    costs = (_cost(cfg, hf, unit, parts, num_shards, flops_per_second) for unit, parts in zip(units, modules))
+    costs = [_cost(cfg, hf, unit, parts, num_shards, flops_per_second) for unit, parts in zip(units, modules)]
+    if spec.tied and cfg.parallel.schedule in V_SHAPED:
+        own = [
+            p
+            for module in modules[-1]
+            for p in module.parameters()
+            if p is not hf.get_parameter(f"{spec.embed}.weight")
+        ]
+        weight_bytes, gradient_bytes, optimizer_bytes = _state_bytes(cfg, own, num_shards)
+        costs[-1] = replace(
+            costs[-1], weight_bytes=weight_bytes, gradient_bytes=gradient_bytes, optimizer_bytes=optimizer_bytes
+        )
     keys = unit_keys(hf, spec, cfg.parallel.schedule)
     path = path_of(cfg, hf, keys)
     profile = read(path)
@@ -99,8 +110,7 @@ def _cost(
         forward, inputs, weights = forward + inputs + weights, 0.0, 0.0
     rate = flops_per_second / tokens
     parameters = list({p for module in modules for p in module.parameters()})
-    trained = [p for p in parameters if p.requires_grad]
-    weight_bytes, gradient_bytes, optimizer_bytes = _state_bytes(cfg, parameters, trained, num_shards)
+    weight_bytes, gradient_bytes, optimizer_bytes = _state_bytes(cfg, parameters, num_shards)
     return Cost(
         name=unit.name,
         forward_seconds=forward / rate,
@@ -112,18 +122,17 @@ def _cost(
         gradient_bytes=gradient_bytes,
         optimizer_bytes=optimizer_bytes,
         parameters=sum(p.numel() for p in parameters),
-        trainable=bool(trained),
+        trainable=any(p.requires_grad for p in parameters),
     )
 
 
-def _state_bytes(
-    cfg: RunConfig, parameters: list[nn.Parameter], trained: list[nn.Parameter], num_shards: int
-) -> tuple[int, int, int]:
+def _state_bytes(cfg: RunConfig, parameters: list[nn.Parameter], num_shards: int) -> tuple[int, int, int]:
     """Of weights, gradients and optimizer on a rank with this unit.
 
     AdamW has two states in the weight's dtype and a float32 count for each parameter. With fsdp2 torch's stages keep
     weights gathered from a backward to the next forward, beside the shards, and gradients whole until the last one.
     """
+    trained = [p for p in parameters if p.requires_grad]
     wide = cfg.training.accumulation == "float32"
     states, counter = (2, 4) if cfg.optimizer.name == "adamw" else (0, 0)
     weights = sum(p.nbytes for p in parameters)
