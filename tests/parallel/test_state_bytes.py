@@ -16,7 +16,6 @@ import torch.distributed as dist
 from shardwise.metrics.memory import state_bytes
 from shardwise.parallel import zero
 from shardwise.parallel.mesh import build_mesh
-from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.parallel.place import shard_dim
 from shardwise.training.build import build
 from shardwise.training.gradients import clip_by_global_norm
@@ -237,15 +236,19 @@ def predict_and_measure(cell: Cell) -> tuple[dict[str, int], dict[str, int], int
     memory = measure_memory(job, batches, mesh, cfg)
     assert job.cut is not None
     stage = mesh.dense.get_local_rank("pp")
-    (chunk,) = pipeline_of(cfg, mesh).chunks_of(stage)
-    predicted = job.cut.split.chunks[chunk]
-    states = {part: getattr(predicted, f"{part}_bytes") for part in ("weight", "gradient", "optimizer")}
+    chunks = [job.cut.split.chunks[chunk] for chunk in job.cut.pipeline.chunks_of(stage)]
+    parts = ("weight", "gradient", "optimizer")
+    states = {part: sum(getattr(chunk, f"{part}_bytes") for chunk in chunks) for part in parts}
     return states, memory.state_bytes[rank], job.cut.split.memory_bytes[stage], memory.peak_bytes[rank]
 
 
 @pytest.mark.parametrize(
     "cell",
-    [Cell("llama", "pp", "full", 2, schedule="1f1b"), Cell("llama", "pp-fsdp2", "lora", 4, schedule="1f1b")],
+    [
+        Cell("llama", "pp", "full", 2, schedule="1f1b"),
+        Cell("llama", "pp", "full", 2, schedule="interleaved-1f1b"),
+        Cell("llama", "pp-fsdp2", "lora", 4, schedule="1f1b"),
+    ],
     ids=lambda cell: cell.id,
 )
 def test_memory_that_a_split_predicts(cell, capsys):

@@ -209,8 +209,8 @@ def test_memory_counts_what_is_in_flight():
     units = [unit(1.0, weight_bytes=100, gradient_bytes=10, optimizer_bytes=20, activation_bytes=5)] * 6
     # 1F1B on 3 ranks keeps 3, 2 and 1 micro-batches; two units a rank.
     assert split("uniform", units[:5], Pipeline("1f1b", 3, 8)).memory_bytes == (260 + 30, 130 + 10, 260 + 10)
-    # ZB-V: both of a rank's chunks count.
-    assert split([1, 1, 1, 1], units, Pipeline("zbv", 2, 8, 2)).memory_bytes[1] == 260 + 5 * 4
+    # ZB-V: both of a rank's chunks count; and 8 outputs of the second, and as many gradients of what came to the first.
+    assert split([1, 1, 1, 1], units, Pipeline("zbv", 2, 8, 2)).memory_bytes[1] == 260 + 5 * 4 + 2 * 8
 
 
 @pytest.mark.parametrize(

@@ -147,15 +147,20 @@ def _seconds(work: Work) -> dict[Kind, Floats]:
 def _delays(pipeline: Pipeline, work: Work) -> dict[Kind, Floats]:
     """How long after its neighbour's result an action may start; -inf where nothing is sent, so nothing is awaited."""
     last = pipeline.num_chunks - 1
-    crosses = [pipeline.rank_of(chunk) != pipeline.rank_of(chunk + 1) for chunk in range(last)]
     # output_bytes from the rank of chunk c to that of c + 1, and as many back as its gradient.
     message = (
         pipeline.latency_seconds + work.output_bytes[:last] / pipeline.bytes_per_second + work.output_seconds[:last]
     )
-    message = np.where(np.array(crosses, bool)[:, None], message, 0.0)
+    message = np.where(crosses(pipeline), message, 0.0)
     forward = np.concatenate([np.zeros_like(message[:1]), message])
     backward = np.where(work.backward[:last], message, -np.inf)
     return {"F": forward, "B": backward, "I": backward}
+
+
+def crosses(pipeline: Pipeline) -> npt.NDArray[np.bool_]:
+    """Whether each chunk but the last is on another rank than the next: [chunk, 1]."""
+    below = range(pipeline.num_chunks - 1)
+    return np.array([[pipeline.rank_of(chunk) != pipeline.rank_of(chunk + 1)] for chunk in below], bool).reshape(-1, 1)
 
 
 @lru_cache(maxsize=64)
@@ -218,10 +223,19 @@ def in_flight(pipeline: Pipeline) -> tuple[int, ...]:
 
 
 def memory_bytes(pipeline: Pipeline, work: Work) -> Floats:
-    """What each rank holds at its peak, of weights, gradients, optimizer and activations in flight: [rank, split]."""
+    """What each rank holds at its peak, of state, activations in flight and messages that were sent: [rank, split]."""
+    message = np.where(crosses(pipeline), work.output_bytes[:-1], 0.0) * kept_messages(pipeline)
+    sent = np.zeros_like(work.output_bytes)
+    sent[:-1] += message
+    sent[1:] += message * work.backward[:-1]
     ranks = []
     for rank in range(pipeline.num_ranks):
         chunks = list(pipeline.chunks_of(rank))
         activations = (held(pipeline, rank) @ work.activation_bytes[chunks]).max(axis=0)
-        ranks.append(work.state_bytes[chunks].sum(axis=0) + activations)
+        ranks.append((work.state_bytes + sent)[chunks].sum(axis=0) + activations)
     return np.stack(ranks)
+
+
+def kept_messages(pipeline: Pipeline) -> int:
+    """How many of those that go one way between two chunks torch keeps until the step ends: all, or none."""
+    return 0 if pipeline.schedule in ("gpipe", "1f1b") else pipeline.num_microbatches

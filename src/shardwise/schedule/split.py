@@ -20,7 +20,17 @@ import numpy.typing as npt
 from shardwise.config import UserError
 from shardwise.schedule.costs import Cost, effective
 from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import Floats, Timeline, Work, in_flight, memory_bytes, simulate, times
+from shardwise.schedule.simulate import (
+    Floats,
+    Timeline,
+    Work,
+    crosses,
+    in_flight,
+    kept_messages,
+    memory_bytes,
+    simulate,
+    times,
+)
 
 Boundaries = npt.NDArray[np.int64]  # [chunks + 1], from 0 to the number of units
 Mode = Literal["uniform", "parameters", "balanced"]
@@ -186,6 +196,12 @@ def search(costs: Sequence[Cost], pipeline: Pipeline, limit_bytes: float = math.
     state = _ranges([cost.state_bytes for cost in costs])
     kept = _ranges([cost.activation_bytes for cost in costs])
     memory = [state + kept * most for most in in_flight(pipeline)]
+    # Chunk c, units[low:high], keeps what it sends to the next one, and back to the one below if that has a backward.
+    message = kept_messages(pipeline) * np.array([0, *(cost.output_bytes for cost in costs)])
+    back = message * np.array([0, *(cost.backward for cost in costs)])
+    for chunk, (crossing,) in enumerate(crosses(pipeline)):
+        memory[chunk] = memory[chunk] + crossing * message[None, :]
+        memory[chunk + 1] = memory[chunk + 1] + crossing * back[:, None]
     fast, worst = bottleneck([np.where(table <= limit_bytes, seconds, math.inf) for table in memory])
     starts = [_uniform(len(costs) - 2, pipeline.num_chunks)]
     starts += [fast] if worst < math.inf else []
