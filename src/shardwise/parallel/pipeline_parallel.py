@@ -10,7 +10,6 @@ DualPipe-V arXiv 2412.19437. What torch gets wrong, and compose.py refuses: test
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.pipelining import schedules
 
 from shardwise import interfaces
 from shardwise.config import RunConfig
@@ -27,7 +25,7 @@ from shardwise.interfaces import Batch, Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import Stage as Part
 from shardwise.models.stage import hidden_dtype
-from shardwise.parallel.pipeline_stage import Clock, Stage
+from shardwise.parallel.pipeline_stage import Clock, Stage, errors_as_they_are
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.orders import SPLITTING, Pipeline
@@ -52,8 +50,6 @@ def pipeline_of(cfg: RunConfig, mesh: Mesh) -> Pipeline:
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Let the parts, which are this rank's stages, work in the order of the run's schedule."""
-    # On an error, also a peer's, it would log the whole schedule, some lines per micro-batch.
-    logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
     pipeline = pipeline_of(cfg, mesh)
     chunks = pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
     parts = [part for part in pm.parts if isinstance(part, Part)]
@@ -111,12 +107,9 @@ class _Runner:
         # Stages look their micro-batches up by number; torch hands each the numbers, and hidden states between them.
         numbers = torch.arange(len(microbatches))
         inputs = (numbers,) if 0 in self.chunks else ()
-        with torch.set_grad_enabled(train):
+        with torch.set_grad_enabled(train), errors_as_they_are():
             step = schedule.step if train else schedule.eval
-            try:
-                step(*inputs, microbatch=numbers, target=numbers, return_outputs=False)
-            except RuntimeError as error:
-                raise error.__cause__ or error from None  # torch puts what a stage raises into an error of its own
+            step(*inputs, microbatch=numbers, target=numbers, return_outputs=False)
         return sum(self.losses, start=zero) + sum((part.router_total for part in parts), start=zero)
 
     def _loss(self, loss: torch.Tensor, number: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,15 @@ buffer for longer than needed.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from shardwise.interfaces import Part
 from shardwise.schedule.orders import Kind
@@ -42,6 +44,16 @@ class Clock:
             return moment - self._start
         moment.synchronize()
         return self._start.elapsed_time(moment) / 1e3
+
+
+@contextmanager
+def errors_as_they_are() -> Generator[None]:
+    """What a stage raises, which torch would put into an error of its own, beside a log of the whole schedule."""
+    logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
+    try:
+        yield
+    except RuntimeError as error:
+        raise error.__cause__ or error from None
 
 
 class Stage(PipelineStage):
