@@ -80,6 +80,12 @@ CASES = {
         [f"--model.path={CONFIGS / 'tiny-gpt2'}", f"--training.sample={'state ' * 400}"],
         r"training.sample has \d+ tokens and is continued by 48, but the model has learned only 1024 positions",
     ),
+    "a pipeline of one process": (
+        ["--parallel.pp=2"],
+        r"parallel.pp is 2, which does not divide the 1 processes; use --nproc 2 or a multiple of it",
+    ),
+    "a pipeline's key without one": (["--parallel.split=uniform"], r"split is uniform, for a pipeline; set"),
+    "schedule": (["--parallel.pp=2", "--parallel.schedule=zb"], r"parallel.schedule is .zb.: input should be .gpipe"),
     "home of nobody": (["--data.train=~nouser/x"], r"data.train: ~nouser/x matches no file"),
 }
 
