@@ -332,7 +332,7 @@ def _peak(schedule: str, count: int) -> int:
 
 
 def _peaks() -> list[int]:
-    cases = [("1f1b", 4), ("1f1b", 16), ("gpipe", 16), ("interleaved-1f1b", 4), ("interleaved-1f1b", 16)]
+    cases = [("1f1b", 4), ("1f1b", 10), ("gpipe", 10), ("interleaved-1f1b", 4), ("interleaved-1f1b", 10)]
     return [_peak(*case) for case in cases]
 
 
@@ -340,12 +340,12 @@ def test_memory_of_1f1b_does_not_grow_with_the_micro_batches(capsys):
     state = 2 * 24 * 64 * 4  # hidden states of a micro-batch
     for rank, (few, many, all_in_flight, *interleaved) in enumerate(run_ranks(RANKS, _peaks)):
         with capsys.disabled():
-            told = f"{few:,} B, of 16 {many:,} B, by gpipe {all_in_flight:,} B"
+            told = f"{few:,} B, of 10 {many:,} B, by gpipe {all_in_flight:,} B"
             print(f"\n  rank {rank}: a step of 4 micro-batches takes {told}", end="")
-        assert abs(many - few) < 2 * state  # gloo lets go of a buffer a little later; with all kept, 12 more
-        assert all_in_flight - many > 12 * state
+        assert abs(many - few) < 2 * state  # gloo lets go of a buffer a little later; with all kept, 6 more
+        assert all_in_flight - many > 6 * state
         # Until torch mends it, simulate.memory_bytes counts what is sent, too: here three messages a micro-batch.
-        assert abs(interleaved[1] - interleaved[0] - 3 * 12 * state) < 2 * state
+        assert abs(interleaved[1] - interleaved[0] - 3 * 6 * state) < 2 * state
 
 
 def _fail() -> str:

@@ -163,17 +163,10 @@ CELLS = [
     Cell("qwen3_5_text", "fsdp2", "full", 2, "offload-all"),
 ]
 PIPELINES = [
-    *(
-        Cell("qwen3_5_text", layout, mode, nproc, variant, schedule)
-        for mode in ("lora", "full")
-        for layout, nproc, variant, schedule in (
-            ("pp", 2, "", "1f1b"),
-            ("pp", 2, "tied", "gpipe"),
-            ("pp", 2, "tied", "zbv"),
-            ("pp-ddp", 4, "", "interleaved-1f1b"),
-            ("pp-fsdp2", 4, "", "1f1b"),
-        )
-    ),
+    Cell("qwen3_5_text", "pp", "lora", 2, schedule="1f1b"),
+    *(Cell("qwen3_5_text", "pp", "full", 2, "tied", schedule) for schedule in ("gpipe", "zbv")),
+    *(Cell("qwen3_5_text", "pp-ddp", mode, 4, schedule="interleaved-1f1b") for mode in ("lora", "full")),
+    *(Cell("qwen3_5_text", "pp-fsdp2", mode, 4, schedule="1f1b") for mode in ("lora", "full")),
     Cell("qwen3_5_text", "pp-hsdp", "full", 4, schedule="1f1b"),
 ]
 
