@@ -11,6 +11,7 @@ import pytest
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Event, Timeline, simulate
+from shardwise.schedule.trace import pack
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -43,6 +44,15 @@ def test_an_uneven_pipeline_loses_less_than_its_costs_say(tool: ModuleType) -> N
     fill_and_drain = 1.25 * (1 + 3)  # at most one micro-batch through both
     assert step.seconds == pytest.approx(200 * 3.75, abs=fill_and_drain)
     assert tool.corrected_seconds(step, slowdown=1.25) == pytest.approx(200 * 3.25, abs=fill_and_drain)
+
+
+@pytest.mark.parametrize("tool", ["pipeline_split"], indirect=True)
+def test_a_simulated_step_is_simulated_without_error_from_its_own_costs(tool: ModuleType) -> None:
+    chunks = [Cost("below", 0.25, 0.0, 0.0, 0, 0, backward=False), Cost("above", 0.5, 0.75, 0.0, 0, 0)]
+    step = simulate(Pipeline("1f1b", 2, 4), chunks)  # whole microseconds, which are kept exactly
+    assert tool.own_seconds({"schedule": "1f1b", "events": pack(step)}) == 1.0
+    late = Timeline(2, tuple(e._replace(start=2 * e.start, end=2 * e.start + e.end - e.start) for e in step.events))
+    assert tool.own_seconds({"schedule": "1f1b", "events": pack(late)}) < 0.6  # the same costs, twice as far apart
 
 
 @pytest.mark.parametrize("tool", ["pipeline_split"], indirect=True)

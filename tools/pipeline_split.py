@@ -52,7 +52,9 @@ from shardwise.parallel.reduce import of_every_rank
 from shardwise.report.style import PALETTE, colour, drawing, svg_file, svg_of
 from shardwise.report.verdict import verdicts
 from shardwise.run_file import parse_config
-from shardwise.schedule.simulate import Timeline
+from shardwise.schedule.costs import Cost
+from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.simulate import Timeline, simulate
 from shardwise.schedule.split import bound_seconds
 from shardwise.schedule.trace import gantt, unpack
 from shardwise.training import profile
@@ -274,10 +276,30 @@ def of_split(record: CellRecord, rounds: Sequence[RunRecord], predicted: Timelin
         "corrected_seconds": round(corrected, 4),
         "error_percent": middle([100 * (predicted.seconds / s - 1) for s in seconds]),
         "corrected_error_percent": middle([100 * (corrected / s - 1) for s in seconds]),
+        "error_percent_of_own_costs": middle([100 * (own_seconds(r.pipeline) - 1) for r in rounds if r.pipeline]),
         "bubble": middle([step["bubble"] for step in steps]),
         "predicted_bubble": round(predicted.bubble(), 4),
         "started": [entry["started"] for entry in record.rounds],
     }
+
+
+def own_seconds(step: dict[str, Any]) -> float:
+    """The simulated over the measured step, if every action took as long as such actions did on average in that step.
+
+    So it shows what the simulator leaves out, where `error_percent` also has what the machine did between the profile
+    and the step.
+    """
+    measured = unpack(step["events"])
+    lasted: dict[tuple[int, str], list[float]] = {}
+    for event in measured.events:
+        lasted.setdefault((event.chunk, event.kind), []).append(event.end - event.start)
+    mean = {action: statistics.mean(seconds) for action, seconds in lasted.items()}
+    pipeline = Pipeline(step["schedule"], measured.num_ranks, len(lasted[0, "F"]))
+    chunks = [
+        Cost(f"{c}", mean[c, "F"], mean.get((c, "B"), 0.0), 0.0, 0, 0, backward=(c, "B") in mean)
+        for c in range(pipeline.num_chunks)
+    ]
+    return simulate(pipeline, chunks).seconds / measured.seconds
 
 
 def bars(found: dict[str, dict[str, Any]]) -> str:
