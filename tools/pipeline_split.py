@@ -66,6 +66,7 @@ from shardwise.training.split_view import plan
 ROOT = Path(__file__).parents[1]
 SPLITS = ("uniform", "balanced")
 WINDOW_SECONDS, WINDOWS = 0.4, 9
+TRIES, CALM = 3, 0.1
 
 
 def main() -> None:
@@ -110,9 +111,27 @@ def measured_bench(path: Path, runs: Path) -> tuple[Sweep, dict[str, CellRecord]
         cfg = parse_config(cell.run, str(path))
         if plan(cfg).source.startswith(COUNTED):
             print(f"measuring the units of {cell.plan.id}", flush=True)
-            assert profile.measure(cfg, cfg.parallel.pp) == 0, "the profile failed"
+            measure(cfg, profiles)
     records = {record.cell["id"]: record for record in bench(path, runs)}
     return sweep, records
+
+
+def measure(cfg: RunConfig, cache: Path) -> None:
+    """Measure a profile into the cache, again while something disturbs it; the fastest is kept, as load only adds."""
+    found: list[tuple[float, str, Path]] = []
+    before = set(cache.rglob("*.json"))
+    for _ in range(TRIES):
+        assert profile.measure(cfg, cfg.parallel.pp) == 0, "the profile failed"
+        (path,) = set(cache.rglob("*.json")) - before
+        text = path.read_text(encoding="utf-8")
+        told = json.loads(text)
+        total = sum(unit["forward_seconds"] + unit["backward_seconds"] for unit in told["units"].values())
+        found.append((total, text, path))
+        path.unlink()
+        if told["spread"] < CALM and told["slowdown"] < 1 + 2 * CALM:
+            break
+    _, text, path = min(found)
+    path.write_text(text, encoding="utf-8")
 
 
 def check(sweep: Sweep, records: dict[str, CellRecord], cells: Sequence[CellRecord]) -> None:
