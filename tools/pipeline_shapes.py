@@ -169,7 +169,7 @@ def units_of(shape: Shape, mode: str) -> tuple[Cost, ...]:
     spec = spec_of(hf.config, hf)
     if cfg.lora:
         lora.inject(hf, cfg.lora, spec)
-    return costs_of(cfg, hf, spec, None)[0]
+    return costs_of(cfg, hf, spec, None, cfg.parallel.pp)[0]
 
 
 def table(rows: list[dict[str, Any]]) -> str:

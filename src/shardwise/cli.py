@@ -87,10 +87,13 @@ def split(cfg: RunConfig, nproc: int | None, profiled: bool, out: str | None) ->
     from rich.console import Console
     from transformers.utils import logging
 
+    from shardwise.schedule.trace import text_chart
     from shardwise.training.profile import measure
-    from shardwise.training.split_view import FILES, plan, stages_table, summary, write_files
+    from shardwise.training.split_view import FILES, make_folder, plan, stages_table, summary, write_files
 
     logging.set_verbosity_error()
+    if out is not None:
+        make_folder(Path(out))
     if profiled:
         anyhow = replace(cfg, parallel=replace(cfg.parallel, memory_limit_gib=None))  # measured, it may be met
         plan(anyhow, nproc)
@@ -99,7 +102,8 @@ def split(cfg: RunConfig, nproc: int | None, profiled: bool, out: str | None) ->
     planned = plan(cfg, nproc)
     console = Console()
     console.print(stages_table(planned))
-    for line in summary(planned):
+    more = [] if out is not None else ["-o DIR draws it, and writes it for Perfetto"]
+    for line in (*text_chart(planned.drawn), *more, "", *summary(planned)):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     if out is not None:
         write_files(planned, Path(out))

@@ -86,11 +86,11 @@ REFUSED = {
     ),
     "a limit no split meets": (
         config(memory_limit_gib=1e-5),
-        r"no split over 2 ranks keeps each within 10738 bytes .*; \d+ bytes \(0.00 GiB\) per rank would do",
+        r"no split over 2 ranks keeps each within 1e-05 GiB; set parallel.memory_limit_gib to 0\.\d+ or more",
     ),
     "a limit that uniform breaks": (
         config(memory_limit_gib=1e-5, split="uniform"),
-        "the uniform split takes .* on a rank and the limit is 10738 .*; raise it, or let the split be balanced",
+        "the uniform split takes .* on a rank and the limit is 1e-05; raise it, or let the split be balanced",
     ),
     **{
         layout: (config(data=layout), rf"pp-{layout} is not proven for llama; use one of .*pp-ddp, pp-fsdp2")

@@ -18,6 +18,7 @@ from shardwise.schedule.orders import ORDERS, Pipeline
 from shardwise.schedule.simulate import Work, times
 from shardwise.schedule.split import bottleneck, bound_seconds, predict, search, split
 
+MIB = 2**20
 CASES = [  # schedule, ranks, chunks per rank
     ("gpipe", 3, 1),
     ("1f1b", 3, 1),
@@ -49,14 +50,19 @@ def random_model(draw: random.Random, layers: int) -> list[Cost]:
             float(draw.randint(1, 9)),
             float(draw.randint(0, 9)),
             float(draw.randint(0, 5)),
-            activation_bytes=draw.randint(0, 9),
-            output_bytes=draw.randint(1, 9),
-            weight_bytes=draw.randint(0, 30),
+            activation_bytes=draw.randint(0, 9) * MIB,
+            output_bytes=draw.randint(1, 9) * MIB,
+            weight_bytes=draw.randint(0, 30) * MIB,
             parameters=draw.randint(1, 9),
             trainable=draw.random() < 0.5,
         )
         for i in range(layers + 2)
     ]
+
+
+def named_limit(error: UserError) -> float:
+    """The number that an error tells to copy."""
+    return float(str(error).partition("set parallel.memory_limit_gib to ")[2].removesuffix(" or more"))
 
 
 def test_what_a_chunk_has_in_words():
@@ -109,9 +115,10 @@ def test_the_memory_limit_is_met_or_the_smallest_one_named(case, seed):
     all_splits = [predict(units, cut, pipeline) for cut in every_split(len(units), p * v)]
     least = min(max(one.memory_bytes) for one in all_splits)
     if least:
-        with pytest.raises(UserError, match=rf"no split.*; {least} bytes"):
+        with pytest.raises(UserError, match="no split") as error:
             split("balanced", units, pipeline, limit_bytes=least - 1)
-    limit = least + seed % 20
+        assert least <= named_limit(error.value) * 2**30 < least + 1074  # a millionth of a GiB, rounded up
+    limit = least + seed % 20 * MIB
     found = split("balanced", units, pipeline, limit_bytes=limit)
     fitting = [one.timeline.seconds for one in all_splits if max(one.memory_bytes) <= limit]
     assert max(found.memory_bytes) <= limit
@@ -156,7 +163,7 @@ def test_the_search_is_no_worse_than_where_it_starts(schedule, p, v):
     assert limited.timeline.seconds <= uniform.timeline.seconds
     with pytest.raises(UserError, match="no split") as error:
         split("balanced", units, pipeline, limit_bytes=1)
-    named = int(str(error.value).split("; ")[1].split(" bytes")[0])
+    named = named_limit(error.value) * 2**30
     assert max(split("balanced", units, pipeline, limit_bytes=named).memory_bytes) <= named
 
 
@@ -231,9 +238,13 @@ def test_wrong_splits_are_refused(mode, p, what):
 
 
 def test_a_split_that_is_given_has_to_meet_the_limit():
-    units = [unit(1.0, weight_bytes=10)] * 6
-    with pytest.raises(UserError, match=r"the uniform split takes .* let the split be balanced"):
-        split("uniform", units, Pipeline("1f1b", 2, 8), limit_bytes=20)
+    units = [unit(1.0, weight_bytes=10 * MIB)] * 6
+    # 30 MiB of weights are 0.0292969 GiB, and 20 MiB are 0.01953125.
+    told = (
+        r"the uniform split takes 0\.02929\d GiB on a rank and the limit is 0\.01953125; .* let the split be balanced"
+    )
+    with pytest.raises(UserError, match=told):
+        split("uniform", units, Pipeline("1f1b", 2, 8), limit_bytes=20 * MIB)
 
 
 def test_every_schedule_splits():

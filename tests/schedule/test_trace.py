@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Event, Timeline, simulate
-from shardwise.schedule.trace import chrome_trace, gantt, pack, unpack
+from shardwise.schedule.trace import chrome_trace, gantt, pack, text_chart, unpack
 from tests.schedule.test_simulate import cost
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -87,5 +87,30 @@ def test_a_chart_follows_the_page_or_the_reader():
     assert "id=" not in gantt(timelines())  # two charts on a page do not clash
 
 
+def test_a_chart_in_text_has_a_row_for_each_rank_on_one_axis():
+    # Two micro-batches, forwards of 1 s, backwards of 2 s: rank 0 waits for rank 1's first backward, then its second.
+    even = simulate(Pipeline("1f1b", 2, 2), [cost(1.0, 2.0, 0.0)] * 2)
+    half = Timeline(
+        1, (Event(0, 0, 0, "F", 0.0, 2.125), Event(0, 0, 0, "I", 2.125, 4.0), Event(0, 0, 0, "W", 4.0, 4.5))
+    )
+    assert list(text_chart({"even": even, "half": half}, columns=18)) == [
+        "█ forward  ▒ backward  ▒ backward, inputs  ░ backward, weights  · idle",
+        "even",
+        "  rank 0  ████····▒▒▒▒··▒▒▒▒ 33.3% idle",
+        "  rank 1  ··██▒▒▒▒██▒▒▒▒···· 33.3% idle",
+        "half",
+        "  rank 0  ████▒▒▒▒░           0.0% idle",
+    ]
+
+
+def test_a_column_of_many_actions_shows_each_in_turn():
+    events = [Event(0, 0, i, "F" if i % 2 else "B", i, i + 1.0) for i in range(40)]
+    (row,) = [
+        line.split()[2] for line in text_chart({"short": Timeline(1, tuple(events))}, columns=10) if "rank" in line
+    ]
+    assert (row.count("█"), row.count("▒")) == (5, 5)
+
+
 def test_an_instant_is_drawn_too():
+    assert list(text_chart({"nothing": Timeline(1, (Event(0, 0, 0, "F", 0.0, 0.0),))}))[2].startswith("  rank 0 ")
     assert ElementTree.fromstring(gantt({"nothing": Timeline(1, (Event(0, 0, 0, "F", 0.0, 0.0),))})) is not None

@@ -108,11 +108,11 @@ def test_a_run_finds_its_profile_and_another_does_not(tmp_path, monkeypatch):
     hf, spec = build(cfg)
     counts = count_model(hf, spec)
     keys = unit_keys(hf, spec, "1f1b")
-    counted, source = costs_of(cfg, hf, spec, counts)
+    counted, source = costs_of(cfg, hf, spec, counts, 2)
     assert source == COUNTED
-    path = path_of(cfg, hf, keys)
+    path = path_of(cfg, hf, keys, 2)
     profile_store.write(made_up(keys), path)
-    units, source = costs_of(cfg, hf, spec, counts)
+    units, source = costs_of(cfg, hf, spec, counts, 2)
     assert source == f"profile {path.stem}, 2 processes"
     layer = units[2]
     assert (layer.forward_seconds, layer.input_seconds, layer.weight_seconds) == (2.0, 4.0, 1.0)
@@ -127,10 +127,25 @@ def test_a_run_finds_its_profile_and_another_does_not(tmp_path, monkeypatch):
         replace(cfg, training=replace(cfg.training, checkpointing="full")),
         replace(cfg, training=replace(cfg.training, precision="bfloat16")),
     ):
-        assert costs_of(other, hf, spec, counts)[1] == COUNTED
+        assert costs_of(other, hf, spec, counts, 2)[1] == COUNTED
     adapters = config(tiny("llama"), Lora(r=4))
     hf, spec = build(adapters)
-    assert costs_of(adapters, hf, spec, None)[1] == COUNTED
+    assert costs_of(adapters, hf, spec, None, 2)[1] == COUNTED
+
+
+def test_a_profile_is_for_as_many_busy_processes_as_measured_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(profile_store, "num_cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # so the number of threads does not tell them apart
+    cfg = config(tiny("llama"))
+    hf, spec = build(cfg)
+    keys = unit_keys(hf, spec, "1f1b")
+    files = [path_of(cfg, hf, keys, processes) for processes in (2, 3, 4, 8)]
+    assert len(set(files)) == 3
+    assert files[2] == files[3]  # of 8, only 4 are busy at a time
+    profile_store.write(made_up(keys), files[0])
+    sources = [costs_of(cfg, hf, spec, None, processes)[1] for processes in (2, 3)]
+    assert sources == [f"profile {files[0].stem}, 2 processes", COUNTED]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 0}', '{"schema_version": 1, "units": {"a": {}}}'])

@@ -46,7 +46,7 @@ def build(cfg: RunConfig) -> tuple[PreTrainedModel, ModelSpec]:
 
 def costs(cfg: RunConfig, **options: Any) -> tuple[Cost, ...]:
     hf, spec = build(cfg)
-    return costs_of(cfg, hf, spec, count_model(hf, spec), **options)[0]
+    return costs_of(cfg, hf, spec, count_model(hf, spec), cfg.parallel.pp, **options)[0]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -56,11 +56,11 @@ def test_flops_of_the_units_are_those_of_the_model(model, adapters, checkpointin
     cfg = config(tiny(model), adapters, {"checkpointing": checkpointing})
     hf, spec = build(cfg)
     counts = count_model(hf, spec)
-    units, source = costs_of(cfg, hf, spec, counts, flops_per_second=10.0)
+    units, source = costs_of(cfg, hf, spec, counts, 2, flops_per_second=10.0)
     step = 2 * LENGTH * hardware_flops_per_token(counts, LENGTH, 2, checkpointing)
     assert sum(unit.seconds for unit in units) == pytest.approx(step / 10.0)
     assert (len(units), source) == (len(spec.layers) + 2, "counted FLOPs")
-    assert costs_of(cfg, hf, spec, None, flops_per_second=10.0)[0] == units  # where the run has no counts
+    assert costs_of(cfg, hf, spec, None, 2, flops_per_second=10.0)[0] == units  # where the run has no counts
 
 
 def test_a_frozen_weight_has_no_gradient_and_the_chunked_loss_takes_its_own_in_the_forward():
@@ -169,5 +169,14 @@ def test_a_split_takes_the_run_files_word():
     assert choose_split(cfg, costs(cfg), 4).boundaries == (0, 2, 6)
     with pytest.raises(UserError, match="does not cover the model"):
         choose_split(replace(cfg, parallel=replace(cfg.parallel, split=[1, 2])), costs(cfg), 4)
-    with pytest.raises(UserError, match=r"GiB\) per rank would do"):
-        choose_split(config(tiny("llama"), memory_limit_gib=1e-4), costs(cfg), 4)
+
+
+def test_the_limit_that_an_error_names_is_accepted():
+    units = costs(config(tiny("llama")))
+    with pytest.raises(
+        UserError, match=r"within 0\.0001 GiB; set parallel\.memory_limit_gib to 0\.\d+ or more"
+    ) as error:
+        choose_split(config(tiny("llama"), memory_limit_gib=1e-4), units, 4)
+    named = str(error.value).split()[-3]
+    cut = choose_split(config(tiny("llama"), memory_limit_gib=float(named)), units, 4)
+    assert float(named) - 1e-6 < max(cut.memory_bytes) / 2**30 <= float(named)

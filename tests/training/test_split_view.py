@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import GemmaConfig
 from shardwise import cli
 from shardwise.config import RunConfig
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training import profile
+from shardwise.training import profile, split_view
 from tests.distributed import run_ranks
 from tests.training.test_split import tiny
 
@@ -48,7 +49,38 @@ def test_costs_are_counted_where_nothing_is_measured(folder, capsys):
     assert "\nno split can beat " in told
     assert "\ncosts: counted FLOPs at " in told
     assert "memory is counted too low, without what gated_delta_net layers keep within; " in told
+    chart = told.partition("█ forward  ▒ backward  · idle\n")[2].splitlines()
+    assert [line.split()[0] for line in chart[:7]] == ["uniform", "rank", "rank", "balanced", "rank", "rank", "-o"]
+    assert re.fullmatch(r"  rank 1  ·[█▒·]+ +\d+\.\d% idle", chart[5])  # waits for rank 0's first forward
+    assert chart[6] == "-o DIR draws it, and writes it for Perfetto"
+    assert "\x1b" not in told  # plain in a pipe
+    assert "over the limit" not in told
     assert not (folder / "out").exists()
+
+
+def test_other_splits_that_break_the_limit_are_marked(folder, capsys):
+    """Of three ranks the first keeps most micro-batches in flight, so two layers are too much for it alone."""
+    arguments = ["split", "tiny.yaml", "-o", "cut", "--parallel.pp=3"]
+    assert cli.main([*arguments, "--parallel.memory_limit_gib=1e-5"]) == 2
+    least = capsys.readouterr().err.split()[-3]
+    assert cli.main([*arguments, f"--parallel.memory_limit_gib={least}"]) == 0
+    told = capsys.readouterr().out
+    splits = json.loads((folder / "cut" / "split.json").read_text())["splits"]
+    assert (splits["uniform"]["layers"], splits["balanced"]["layers"][0]) == ([2, 1, 1], 1)
+    over = f"(over the limit: {max(splits['uniform']['memory_bytes']) / 2**20:.1f} MiB on a rank)"
+    assert re.search(rf"^uniform: .* {re.escape(over)}$", told, flags=re.MULTILINE)
+    assert max(splits["balanced"]["memory_bytes"]) <= float(least) * 2**30
+
+
+def test_a_folder_that_takes_no_files_is_told(folder, capsys, monkeypatch):
+    def refuse(**_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(split_view.tempfile, "TemporaryFile", refuse)  # root may write anywhere
+    assert cli.main(["split", "tiny.yaml", "-o", "cut"]) == 2
+    output = capsys.readouterr()
+    assert output.err == "error: --out cut: cannot write there (Permission denied); give another folder\n"
+    assert output.out == ""
 
 
 def on_mesh(train: Any, cfg: RunConfig) -> None:
@@ -89,10 +121,18 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
         (["tiny.yaml", "--parallel.pp=5"], "5 pipeline stages (5 ranks x 1) are more than the model's 4 layers"),
         (["tiny.yaml", "--profile", "--parallel.pp=5"], "5 pipeline stages (5 ranks x 1) are more than the model's"),
         (["tiny.yaml", "--parallel.split=[1, 2]"], "the split [1, 2] does not cover the model; give 2 numbers of la"),
-        (["tiny.yaml", "--parallel.memory_limit_gib=1e-4"], "no split over 2 ranks keeps each within 107375 bytes"),
+        (
+            ["tiny.yaml", "--parallel.memory_limit_gib=1e-4"],
+            "no split over 2 ranks keeps each within 0.0001 GiB; set p",
+        ),
         (["tiny.yaml", "--nproc=3"], "parallel.pp is 2, which does not divide the 3 processes; use --nproc 2"),
         (["tiny.yaml", "--training.global_batch_size=1"], "1f1b on 2 ranks needs 2 micro-batches or more, not 1"),
         (["other.yaml"], "pp is not proven for gemma; use one of "),
+        (["tiny.yaml", "-o", "tiny.yaml"], "--out tiny.yaml: cannot write there (File exists); give another folder"),
+        (
+            ["tiny.yaml", "--profile", "-o", "tiny.yaml/cut"],
+            "--out tiny.yaml/cut: cannot write there (Not a directory)",
+        ),
         (["tiny.yaml", "--profil"], "unknown argument --profil; see shardwise --help"),
     ],
 )

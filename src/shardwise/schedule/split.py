@@ -96,8 +96,8 @@ def split(
     if max(predicted.memory_bytes) > limit_bytes:
         named = mode if isinstance(mode, str) else "given"
         raise UserError(
-            f"the {named} split takes {_gib(max(predicted.memory_bytes))} on a rank and the limit is "
-            f"{_gib(limit_bytes)}; raise it, or let the split be balanced"
+            f"the {named} split takes {_gib(max(predicted.memory_bytes))} GiB on a rank and the limit is "
+            f"{limit_bytes / 2**30}; raise it, or let the split be balanced"
         )
     return predicted
 
@@ -179,8 +179,8 @@ def _balanced(costs: Sequence[Cost], pipeline: Pipeline, limit_bytes: float) -> 
     best, excess = find(limit_bytes)
     if excess:
         raise UserError(
-            f"no split over {pipeline.num_ranks} ranks keeps each within {_gib(limit_bytes)}; {_gib(find(0.0)[1])} per "
-            "rank would do"
+            f"no split over {pipeline.num_ranks} ranks keeps each within {limit_bytes / 2**30} GiB; set "
+            f"parallel.memory_limit_gib to {_gib(find(0.0)[1])} or more"
         )
     return best
 
@@ -274,4 +274,5 @@ def _num_actions(pipeline: Pipeline) -> int:
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{math.ceil(num_bytes)} bytes ({num_bytes / 2**30:.2f} GiB)"
+    """Rounded up to a millionth, so that it will do as a limit."""
+    return f"{math.ceil(num_bytes / 2**30 * 1e6) / 1e6:.6f}"

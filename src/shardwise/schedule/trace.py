@@ -1,4 +1,4 @@
-"""Timelines to look at: a trace for Perfetto or chrome://tracing, and a Gantt chart as SVG."""
+"""Timelines to look at: a trace for Perfetto or chrome://tracing, a Gantt chart as SVG, and one in plain text."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _COLOURS = {
     "muted": ("muted", "#5a6472", "#a3adba"),
     "paper": ("paper", "#ffffff", "#15181d"),
 }
+_SHADES = {"F": "█", "B": "▒", "I": "▒", "W": "░", "idle": "·"}
 _WIDTH, _LEFT, _RIGHT = 960.0, 64.0, 92.0
 _ROW, _BAR = 26.0, 22.0
 
@@ -102,6 +103,27 @@ def gantt(timelines: Mapping[str, Timeline], standalone: bool = True) -> str:
         + "".join(body)
         + "</svg>"
     )
+
+
+def text_chart(timelines: Mapping[str, Timeline], columns: int = 58) -> Iterator[str]:
+    """Timelines as lines of text, on one time axis of so many columns: a row for each rank, and its idle share."""
+    width = max(timeline.seconds for timeline in timelines.values()) / columns or 1.0
+    kinds = {"idle", *(event.kind for timeline in timelines.values() for event in timeline.events)}
+    yield "  ".join(f"{_SHADES[kind]} {name}" for kind, name in (*NAMES.items(), ("idle", "idle")) if kind in kinds)
+    for name, timeline in timelines.items():
+        yield name
+        for rank in range(timeline.num_ranks):
+            spans = [(_SHADES[event.kind], event.start, event.end) for event in timeline.events if event.rank == rank]
+            spans += [(_SHADES["idle"], start, end) for start, end in timeline.waits(rank)]
+            row, owed = "", dict.fromkeys((*_SHADES.values(), " "), 0.0)
+            for low in (column * width for column in range(columns)):
+                within = [(shade, min(end, low + width) - max(start, low)) for shade, start, end in spans]
+                for shade, seconds in within:
+                    owed[shade] += max(0.0, seconds)
+                # Of what is within, that of which the row shows too little so far.
+                row += max((shade for shade, seconds in within if seconds > 0), key=owed.__getitem__, default=" ")
+                owed[row[-1]] -= width
+            yield f"  rank {rank:<3}{row} {timeline.bubble(rank):5.1%} idle"
 
 
 def _rows(name: str, timeline: Timeline, top: float, longest: float) -> Iterator[str]:

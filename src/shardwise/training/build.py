@@ -151,7 +151,7 @@ def _cut(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, count
             "and two stages that fsdp2 shards cannot share one; use interleaved-zero-bubble or 1f1b, or ddp"
         )
     # A few numbers per layer, from every rank to all: on another node another profile may lie, or none.
-    units, source = of_every_rank(costs_of(cfg, hf, spec, counts, mesh.size("dp_shard")))[0]
+    units, source = of_every_rank(costs_of(cfg, hf, spec, counts, mesh.dense.size(), mesh.size("dp_shard")))[0]
     return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
 
 

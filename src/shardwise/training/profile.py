@@ -35,8 +35,8 @@ from shardwise.parallel.place import fill
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.orders import SPLITTING
 from shardwise.training.build import run_in_turn
-from shardwise.training.launch import device_type, num_cores, start_processes, threads_each
-from shardwise.training.profile_store import Measured, Profile, needs_gradient, path_of, unit_keys, write
+from shardwise.training.launch import start_processes, threads_each
+from shardwise.training.profile_store import Measured, Profile, needs_gradient, num_busy, path_of, unit_keys, write
 from shardwise.training.watchdog import beat
 
 BUDGET_SECONDS, FEWEST, MOST = 20.0, 9, 41
@@ -49,8 +49,7 @@ def measure(cfg: RunConfig, num_processes: int) -> int:
     As many new processes measure at a time as the run has, but no more than there are cores or GPUs. Returns their exit
     code, as `launch.launch` does; what went wrong has been told then.
     """
-    most = torch.cuda.device_count() if device_type(cfg) == "cuda" else num_cores()
-    num = min(num_processes, most)
+    num = num_busy(cfg, num_processes)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         batch = num * cfg.training.micro_batch_size
         training = replace(cfg.training, output_dir=folder, global_batch_size=batch, max_restarts=0)
@@ -68,7 +67,7 @@ def _rank(cfg: RunConfig, threads: int, _: RunConfig, mesh: Mesh) -> None:
     keys = unit_keys(hf, spec, cfg.parallel.schedule)
     profile = profile_units(cfg, mesh, hf, spec, keys)
     if dist.get_rank() == 0:
-        write(profile, path_of(cfg, hf, keys))
+        write(profile, path_of(cfg, hf, keys, dist.get_world_size()))
     dist.barrier()
 
 
@@ -194,12 +193,8 @@ class _Bench:
             return 0
         assert memory.exit_bytes is not None
         assert memory.entry_bytes is not None
-        return (
-            memory.exit_bytes
-            - memory.entry_bytes
-            - output.nbytes
-            + (0 if self.stages[place].spec.first else carried.nbytes)
-        )
+        received = 0 if self.stages[place].spec.first else carried.nbytes
+        return memory.exit_bytes - memory.entry_bytes - output.nbytes + received
 
     def now(self) -> float:
         """The moment at which the device has done what it was given."""

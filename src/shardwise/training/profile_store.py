@@ -20,7 +20,7 @@ from shardwise.models.counts import unit_modules
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import SPLITTING
-from shardwise.training.launch import device_type
+from shardwise.training.launch import device_type, num_cores
 
 SCHEMA_VERSION = 1
 
@@ -85,8 +85,13 @@ def _parameters(hf: PreTrainedModel, spec: ModelSpec) -> list[list[tuple[str, to
     ]
 
 
-def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str]) -> Path:
-    """The file of the profile of this run on this machine."""
+def num_busy(cfg: RunConfig, num_processes: int) -> int:
+    """How many of a run's processes keep this machine busy: no more than there are cores or GPUs."""
+    return min(num_processes, torch.cuda.device_count() if device_type(cfg) == "cuda" else num_cores())
+
+
+def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_processes: int) -> Path:
+    """The file of the profile of this run of so many processes on this machine."""
     facts = environment(torch.device(device_type(cfg)))
     machine = ("shardwise", "torch", "transformers", "peft", "fla-core", "device", "threads")
     depends = {
@@ -99,6 +104,7 @@ def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str]) -> Path:
             getattr(cfg.training, k) for k in ("precision", "accumulation", "checkpointing", "compile", "loss")
         ],
         "machine": {k: facts[k] for k in machine},
+        "busy": num_busy(cfg, num_processes),
     }
     cache = os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise"
     return Path(cache, "profiles", f"{_digest(depends)[:16]}.json")

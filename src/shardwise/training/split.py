@@ -28,13 +28,14 @@ def costs_of(
     hf: PreTrainedModel,
     spec: ModelSpec,
     counts: ModelCounts | None,
+    num_processes: int,
     num_shards: int = 1,
     flops_per_second: float = 1.0,
 ) -> tuple[tuple[Cost, ...], str]:
     """What one micro-batch costs in each unit of a model, bottom up, and where that is known from.
 
     `hf`: the whole model with its adapters, on any device (`meta` too). `counts`: of it, where the run has any.
-    `num_shards`: fsdp2's ranks that share a stage.
+    `num_processes`: of the run. `num_shards`: fsdp2's ranks that share a stage.
 
     Times and activations are those of a profile of this model, run and machine, where the cache has one (UserError if
     it is damaged). Else seconds are the FLOPs that the hardware runs over `flops_per_second`, with the default of 1
@@ -45,18 +46,12 @@ def costs_of(
     modules = [[hf.get_submodule(name) for name in names] for names in unit_modules(spec)]
     costs = [_cost(cfg, hf, unit, parts, num_shards, flops_per_second) for unit, parts in zip(units, modules)]
     if spec.tied and cfg.parallel.schedule in V_SHAPED:
-        own = [
-            p
-            for module in modules[-1]
-            for p in module.parameters()
-            if p is not hf.get_parameter(f"{spec.embed}.weight")
-        ]
-        weight_bytes, gradient_bytes, optimizer_bytes = _state_bytes(cfg, own, num_shards)
-        costs[-1] = replace(
-            costs[-1], weight_bytes=weight_bytes, gradient_bytes=gradient_bytes, optimizer_bytes=optimizer_bytes
-        )
+        tied = hf.get_parameter(f"{spec.embed}.weight")
+        own = [p for module in modules[-1] for p in module.parameters() if p is not tied]
+        weights, gradients, optimizer = _state_bytes(cfg, own, num_shards)
+        costs[-1] = replace(costs[-1], weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer)
     keys = unit_keys(hf, spec, cfg.parallel.schedule)
-    path = path_of(cfg, hf, keys)
+    path = path_of(cfg, hf, keys, num_processes)
     profile = read(path)
     if profile is None:
         return tuple(costs), COUNTED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +24,7 @@ from shardwise.parallel import compose
 from shardwise.parallel.mesh import mesh_sizes
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.simulate import Timeline
 from shardwise.schedule.split import Split, bound_seconds
 from shardwise.schedule.trace import chrome_trace, gantt
 from shardwise.training.launch import device_type, threads_each
@@ -50,6 +52,12 @@ class Plan:
         """Of the chosen split."""
         return self.cfg.parallel.split if isinstance(self.cfg.parallel.split, str) else "given"
 
+    @property
+    def drawn(self) -> dict[str, Timeline]:
+        """The uniform split's timeline above the chosen one's."""
+        splits = {**self.others, self.name: self.chosen}
+        return {name: splits[name].timeline for name in dict.fromkeys(("uniform", self.name))}
+
 
 def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     """Cut a run's model as `shardwise train` would on so many processes (default: as many as the pipeline has ranks).
@@ -71,7 +79,7 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     torch.set_num_threads(threads_each(world))
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
     peak = peak_flops(torch.device(device_type(cfg)), torch.bfloat16 if in_16_bits else torch.float32)
-    units, source = costs_of(cfg, hf, spec, None, sizes["dp_shard"], peak.flops_per_second)
+    units, source = costs_of(cfg, hf, spec, None, world, sizes["dp_shard"], peak.flops_per_second)
     if source == COUNTED:
         source += f" at {peak.flops_per_second / 1e12:.3g} TFLOP/s ({peak.source})"
     data_size = sizes["dp_replicate"] * sizes["dp_shard"]
@@ -119,7 +127,9 @@ def summary(planned: Plan) -> Iterator[str]:
         f"{_seconds(seconds)}, bubble {chosen.timeline.bubble():.1%}"
     )
     for name, other in planned.others.items():
-        yield f"{name}: {_seconds(other.timeline.seconds)}, {_ratio(other.timeline.seconds / seconds)}"
+        most, limit = max(other.memory_bytes), parallel.memory_limit_gib
+        told = f" (over the limit: {_bytes(most)} on a rank)" if limit and most > limit * 2**30 else ""
+        yield f"{name}: {_seconds(other.timeline.seconds)}, {_ratio(other.timeline.seconds / seconds)}{told}"
     bound = bound_seconds(planned.units, planned.pipeline)
     yield f"no split can beat {_seconds(bound)} ({bound / seconds:.0%} of this step)"
     yield f"costs: {planned.source}"
@@ -131,9 +141,7 @@ def summary(planned: Plan) -> Iterator[str]:
 
 def write_files(planned: Plan, folder: Path) -> None:
     """Write FILES: the plan as data, the timelines drawn on one time axis, and as a trace."""
-    folder.mkdir(parents=True, exist_ok=True)
     splits = {**planned.others, planned.name: planned.chosen}
-    drawn = {name: splits[name].timeline for name in dict.fromkeys(("uniform", planned.name))}
     content = {
         "schedule": planned.cfg.parallel.schedule,
         "num_ranks": planned.pipeline.num_ranks,
@@ -145,9 +153,18 @@ def write_files(planned: Plan, folder: Path) -> None:
         "splits": {name: _described(split) for name, split in splits.items()},
         "units": [asdict(unit) for unit in planned.units],
     }
-    texts = (dumps(content), gantt(drawn), chrome_trace(drawn))
+    texts = (dumps(content), gantt(planned.drawn), chrome_trace(planned.drawn))
     for name, text in zip(FILES, texts, strict=True):
         (folder / name).write_text(text + "\n", encoding="utf-8")
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder for FILES, if need be; UserError where nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot write there ({error.strerror}); give another folder") from None
 
 
 def _described(split: Split) -> dict[str, Any]:
