@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.config import Lora, RunConfig, UserError
 from shardwise.interfaces import Mesh
@@ -14,6 +15,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import predict
 from shardwise.training import profile, profile_store
+from shardwise.training.build import build as build_run
 from shardwise.training.profile_store import Measured, Profile, needs_gradient, path_of, unit_keys
 from shardwise.training.split import COUNTED, costs_of
 from tests.distributed import run_ranks
@@ -146,6 +148,25 @@ def test_a_profile_is_for_as_many_busy_processes_as_measured_it(tmp_path, monkey
     profile_store.write(made_up(keys), files[0])
     sources = [costs_of(cfg, hf, spec, None, processes)[1] for processes in (2, 3)]
     assert sources == [f"profile {files[0].stem}, 2 processes", COUNTED]
+
+
+def cut_by(cfg: RunConfig) -> str:
+    """What a run is cut by, where profiles of 2 and of 3 processes are kept."""
+    hf, spec = build(cfg)
+    keys = unit_keys(hf, spec, "1f1b")
+    if dist.get_rank() == 0:
+        for processes in (2, 3):
+            profile_store.write(replace(made_up(keys), num_processes=processes), path_of(cfg, hf, keys, processes))
+    cut = build_run(cfg, build_mesh(cfg, torch.device("cpu"))).cut
+    assert cut is not None
+    return cut.source.partition(", ")[2]
+
+
+def test_a_run_takes_the_profile_of_its_own_number_of_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(profile_store, "num_cores", lambda: 4)
+    for pp in (2, 3):
+        assert run_ranks(pp, cut_by, config(tiny("llama"), pp=pp)) == [f"{pp} processes"] * pp
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 0}', '{"schema_version": 1, "units": {"a": {}}}'])
