@@ -1,6 +1,7 @@
 """`make parity`: the whole matrix, resumable; writes results/parity.json.
 
-A cell that was run on the same code (a hash of src/ and of this folder) is not run again.
+Each row says on which code it was run: a hash of src/ and of this folder, and the commit. A cell that was run on this
+code is not run again; one that was run on other code keeps its row until its turn has come.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +34,20 @@ def main() -> int:
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     code = fingerprint()
-    done = previous(options.out, code)
+    environs = environment()
+    done = previous(options.out)
     references: dict[Cell, Outcome] = {}
     wanted = [cell for cell in ALL if options.only in cell.id]
     for number, cell in enumerate(wanted, 1):
-        if cell.id in done:
+        if done.get(cell.id, {}).get("code") == code:
             continue
         start = time.monotonic()
-        done[cell.id] = run(cell, references)
+        done[cell.id] = {**run(cell, references), "code": code, "commit": environs["commit"]}
         seconds = time.monotonic() - start
         print(f"{number}/{len(wanted)} {done[cell.id]['status']:6} {cell.id} {seconds:.1f} s", flush=True)
-        write(options.out, code, done)
-    counts: dict[str, int] = {}
-    for row in done.values():
-        counts[row["status"]] = counts.get(row["status"], 0) + 1
-    print(f"{options.out}: {counts}")
+        write(options.out, environs, done)
+    counts = Counter(row["status"] for row in done.values())
+    print(f"{options.out}: {dict(counts)}, {sum(row['code'] != code for row in done.values())} on other code")
     return 0 if set(counts) == {"ok"} else 1
 
 
@@ -83,18 +84,16 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def previous(path: Path, code: str) -> dict[str, dict[str, Any]]:
-    """The cells that `path` already holds for this code."""
-    if not path.exists():
-        return {}
-    content = json.loads(path.read_text())
-    return {row["id"]: row for row in content["cells"]} if content["code"] == code else {}
+def previous(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows that `path` holds, of cells that there still are, in the matrix's order."""
+    rows = {row["id"]: row for row in json.loads(path.read_text())["cells"]} if path.exists() else {}
+    return {cell.id: rows[cell.id] for cell in ALL if cell.id in rows}
 
 
-def write(path: Path, code: str, done: dict[str, dict[str, Any]]) -> None:
+def write(path: Path, environs: dict[str, Any], done: dict[str, dict[str, Any]]) -> None:
     """Write atomically: an interrupted run goes on where it stopped."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"code": code, "environment": environment(), "tolerance": TOLERANCE, "cells": list(done.values())}
+    content = {"environment": environs, "tolerance": TOLERANCE, "cells": list(done.values())}
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=1) + "\n")
     temporary.replace(path)

@@ -30,6 +30,7 @@ training: {output_dir: out, global_batch_size: 16}
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "tiny.yaml").write_text(RUN.replace("MODEL", tiny("qwen3_5")))
+    (tmp_path / "tied.yaml").write_text(RUN.replace("MODEL", tiny("qwen3_5-tied")))
     (tmp_path / "other.yaml").write_text(RUN.replace("MODEL", "./gemma"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
@@ -124,6 +125,14 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
         (
             ["tiny.yaml", "--parallel.memory_limit_gib=1e-4"],
             "no split over 2 ranks keeps each within 0.0001 GiB; set p",
+        ),
+        (
+            ["tied.yaml", "--parallel={data: fsdp2, pp: 2, schedule: zbv, reshard_after_forward: false}"],
+            "zbv has the embedding and the head on one rank, where they share their tied weight",
+        ),
+        (
+            ["tiny.yaml", "--model.dtype=bfloat16", "--training.accumulation=float32", "--parallel.schedule=zbv"],
+            "training.accumulation is float32, but in a pipeline with fsdp2 or a zero-bubble schedule",
         ),
         (["tiny.yaml", "--nproc=3"], "parallel.pp is 2, which does not divide the 3 processes; use --nproc 2"),
         (["tiny.yaml", "--training.global_batch_size=1"], "1f1b on 2 ranks needs 2 micro-batches or more, not 1"),

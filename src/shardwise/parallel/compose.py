@@ -22,7 +22,7 @@ from shardwise.parallel import (
     pipeline_parallel,
     zero,
 )
-from shardwise.schedule.orders import SPLITTING
+from shardwise.schedule.orders import SPLITTING, V_SHAPED
 
 Load = Callable[[ParallelModel], None]
 
@@ -93,6 +93,15 @@ def _check_pipeline(cfg: RunConfig) -> None:
         raise UserError(
             f"{parallel.schedule} halves backwards, which compiled code cannot; set training.compile to none, "
             f"or {instead}"
+        )
+
+
+def check_tied(cfg: RunConfig, spec: ModelSpec) -> None:
+    """Refuse stages that would have to share a parameter and cannot."""
+    if spec.tied and cfg.parallel.schedule in V_SHAPED and cfg.parallel.data == "fsdp2":
+        raise UserError(
+            f"{cfg.parallel.schedule} has the embedding and the head on one rank, where they share their tied weight, "
+            "and two stages that fsdp2 shards cannot share one; use interleaved-zero-bubble or 1f1b, or ddp"
         )
 
 

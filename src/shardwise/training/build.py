@@ -145,11 +145,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
 def _cut(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, counts: ModelCounts | None) -> Cut:
     check_cut(family_of(hf))
     pipeline = pipeline_of(cfg, mesh)
-    if spec.tied and pipeline.v_shaped and cfg.parallel.data == "fsdp2":
-        raise UserError(
-            f"{cfg.parallel.schedule} has the embedding and the head on one rank, where they share their tied weight, "
-            "and two stages that fsdp2 shards cannot share one; use interleaved-zero-bubble or 1f1b, or ddp"
-        )
+    compose.check_tied(cfg, spec)
     # A few numbers per layer, from every rank to all: on another node another profile may lie, or none.
     units, source = of_every_rank(costs_of(cfg, hf, spec, counts, mesh.dense.size(), mesh.size("dp_shard")))[0]
     return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)

@@ -20,7 +20,7 @@ from shardwise.models import load, lora
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import check_cut
-from shardwise.parallel import compose
+from shardwise.parallel import accumulate, compose
 from shardwise.parallel.mesh import mesh_sizes
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
@@ -76,6 +76,8 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     spec = spec_of(hf_config, hf)
     if cfg.lora:
         lora.inject(hf, cfg.lora, spec)
+    compose.check_tied(cfg, spec)
+    accumulate.check(cfg, (p for p in hf.parameters() if p.requires_grad))
     torch.set_num_threads(threads_each(world))
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
     peak = peak_flops(torch.device(device_type(cfg)), torch.bfloat16 if in_16_bits else torch.float32)
