@@ -278,7 +278,7 @@ def result(case: str, sweep: Sweep, runs: Path, records: dict[str, CellRecord]) 
 
 def read_rounds(folder: Path) -> list[RunRecord]:
     """What each round of a cell left."""
-    return [RunRecord.read(path / "record.json") for path in sorted(folder.glob("round-*"))]
+    return [RunRecord.read(path) for path in sorted(folder.glob("round-*/record.json"))]
 
 
 def of_split(record: CellRecord, rounds: Sequence[RunRecord], predicted: Timeline, corrected: float) -> dict[str, Any]:
@@ -331,17 +331,23 @@ def bars(found: dict[str, dict[str, Any]]) -> str:
         figure = Figure(figsize=(6.4, 0.9 * len(found) + 1.1), layout="constrained")
         axes = figure.subplots()
         for place, values in enumerate(found.values()):
+            low, high = values["ratio"]["interval"]
             lengths = (values["bound"]["physical"], values["corrected_bound"]["physical"], values["ratio"]["median"])
             for row, ((name, tint), length) in enumerate(zip(shown.items(), lengths, strict=True)):
                 y = place + 0.26 * (row - 1)
                 axes.barh(y, length - 1, 0.22, left=1, color=colour(tint), label=name if place == 0 else None)
-                axes.text(length + 0.015, y, f"{length:.2f}", va="center", size=8)
-            low, high = values["ratio"]["interval"]
+                axes.text(
+                    (max(length, high) if name == "measured" else length) + 0.01,
+                    y,
+                    f"{length:.2f}",
+                    va="center",
+                    size=8,
+                )
             axes.plot([low, high], [place + 0.26] * 2, color=colour("ink"), linewidth=1.2)
         axes.set_yticks(range(len(found)), [f"case {case}" for case in found])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        axes.set_xlim(1, max(v["bound"]["physical"] for v in found.values()) * 1.08)
+        axes.set_xlim(1, max(max(v["bound"]["physical"], v["ratio"]["interval"][1]) for v in found.values()) * 1.08)
         axes.set_xlabel("times the tokens per second of equal numbers of layers")
         figure.legend(loc="outside upper left", ncols=3)
         return svg_file(svg_of(figure, "bounds"))
