@@ -27,7 +27,7 @@ study: setup  ## compare the strategies fairly, in rounds (about half an hour); 
 	$(BIN)/shardwise bench configs/study-cpu.yaml --out runs/study-cpu
 	$(BIN)/shardwise report runs/study-cpu
 
-pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rounds, charts, tables (about 12 minutes)
+pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rounds, charts, tables (about 20 idle minutes)
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
 	$(BIN)/python tools/pipeline_split.py
 	$(BIN)/python tools/pipeline_zero_bubble.py
