@@ -2,8 +2,9 @@
 
     python tools/pipeline_shapes.py [--out results/pipeline-split]
 
-No weights are needed: the models are built on `meta` from the numbers of their published config.json. Costs are the
-FLOPs that a rank runs (`training.split.costs_of`): the chunked loss, no recomputation, frozen weights without gradients
+No weights are needed: the models are built on `meta` from the numbers in SHAPES. Those of Llama and GPT-2 give the
+published numbers of parameters, and Qwen3.5-9B's are transformers' defaults; Qwen3.5-2B's were not checked against its
+config.json. Costs are the FLOPs that a rank runs (`training.split.costs_of`): the chunked loss, no recomputation, frozen weights without gradients
 of their own. So a prediction: what memory traffic and small kernels take is not in it.
 """
 
@@ -34,7 +35,7 @@ RANK_OF_LORA = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """A published model, by the numbers of its config.json on the Hugging Face hub, and the length of its rows."""
+    """A published model, by the numbers that its config.json has, and the length of its rows."""
 
     repository: str
     tokens: int

@@ -1,5 +1,5 @@
 """torch's PipelineStage, but it notes when it did what, runs no backward where there is nothing to train, and keeps no
-buffer for longer than needed.
+receive buffer for longer than needed.
 """
 
 from __future__ import annotations
