@@ -4,8 +4,8 @@
 
 No weights are needed: the models are built on `meta` from the numbers in SHAPES. Those of Llama and GPT-2 give the
 published numbers of parameters, and Qwen3.5-9B's are transformers' defaults; Qwen3.5-2B's were not checked against its
-config.json. Costs are the FLOPs that a rank runs (`training.split.costs_of`): the chunked loss, no recomputation, frozen
-weights without gradients of their own. So a prediction: what memory traffic and small kernels take is not in it.
+config.json. Costs are the FLOPs that a rank runs (`training.split.costs_of`): the chunked loss, no recomputation,
+frozen weights without gradients of their own. So a prediction: what memory traffic and small kernels take is not in it.
 """
 
 from __future__ import annotations
