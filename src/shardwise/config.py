@@ -136,6 +136,10 @@ class Parallel(Section):
     which frozen weights take memory for gradients as if they were trained."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """fsdp2: keep the optimizer (its states and its step), or it and the sharded weights and gradients, on the CPU."""
+    tp: int = 1
+    """Tensor: number of ranks that the weights of each layer are dealt out to."""
+    sequence_parallel: bool = False
+    """Tensor: between the blocks of layers, a rank holds 1/tp of the tokens."""
     pp: int = 1
     """Pipeline: number of ranks that the layers are spread over."""
     schedule: Literal[
@@ -177,6 +181,11 @@ class Parallel(Section):
         require(
             self.memory_limit_gib is None or self.memory_limit_gib > 0,
             f"parallel.memory_limit_gib is {self.memory_limit_gib}; give a positive number, or leave it out",
+        )
+        require(self.tp >= 1, f"parallel.tp is {self.tp}; give 1 or more")
+        require(
+            self.tp > 1 or not self.sequence_parallel,
+            "parallel.sequence_parallel is for tensor parallelism; set parallel.tp to 2 or more",
         )
         require(self.dp_replicate >= 1, f"parallel.dp_replicate is {self.dp_replicate}; give 1 or more")
         require(

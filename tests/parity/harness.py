@@ -93,9 +93,26 @@ class Cell:
         return "-".join(filter(None, (*parts, "deep" * self.deep)))
 
     @property
+    def data(self) -> str:
+        """The data-parallel part of the layout; single where there is none."""
+        return next((part for part in self.layout.split("-") if part not in ("pp", "tp", "sp")), "single")
+
+    @property
     def pp(self) -> int:
-        """Pipeline ranks: all, or 2 where others split the data."""
+        """Pipeline ranks: all, or 2 where there are other axes."""
         return 1 if not self.schedule else self.nproc if self.layout == "pp" else 2
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks: all, those that a pipeline leaves, or 2 where others split the data."""
+        if "tp" not in self.layout.split("-"):
+            return 1
+        return self.nproc // self.pp if self.data == "single" else 2
+
+    @property
+    def many(self) -> bool:
+        """More than 2 processes, of which some have different rows."""
+        return self.nproc > 2 and self.data != "single"
 
     def reference(self) -> Cell:
         """The same work on one process, plain where the variant must not change what is computed."""
@@ -103,7 +120,7 @@ class Cell:
         variant = "" if self.variant in same else self.variant.removeprefix("checkpointing-")
         # A micro-batch of another size rounds otherwise: on one process too it moves the smallest gradients of full
         # training, those of A_log (3.5e-5), by 1e-5 of them. Adapters have none so small, and show that size is free.
-        own = self.nproc > 2 and self.layout != "pp" and (self.mode == "full" or bool(self.schedule))
+        own = self.many and (self.mode == "full" or bool(self.schedule))
         micro_rows = 1 if own else 0
         return replace(self, layout="single", nproc=1, variant=variant, schedule="", split=(), micro_rows=micro_rows)
 
@@ -148,7 +165,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             output_dir="unused",
             steps=3,
             global_batch_size=cell.rows,
-            micro_batch_size=cell.micro_rows or (1 if cell.nproc > 2 and cell.layout != "pp" else 2),
+            micro_batch_size=cell.micro_rows or (1 if cell.many else 2),
             checkpointing={"checkpointing": "full", "operators": "operators"}.get(
                 cell.variant.partition("-")[0], "none"
             ),
@@ -160,8 +177,8 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
 
 
 def _parallel(cell: Cell) -> Parallel:
-    data = cell.layout.removeprefix("pp").removeprefix("-") or "single"
-    pipeline: dict[str, Any] = {"pp": cell.pp}
+    data = cell.data
+    pipeline: dict[str, Any] = {"pp": cell.pp, "tp": cell.tp, "sequence_parallel": cell.layout.endswith("-sp")}
     if cell.schedule:
         pipeline |= {"schedule": cell.schedule, "split": list(cell.split) or "uniform"}
     sharded = data in ("fsdp2", "hsdp")

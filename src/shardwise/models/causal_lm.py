@@ -105,6 +105,7 @@ def _give_loss(head: nn.Module, scale: float, softcap: float | None) -> None:
     """Let the linear of a head, or both copies that PEFT's `modules_to_save` holds, take labels and return the loss."""
     for module in head.modules():
         if isinstance(module, nn.Linear):
+            module.vocabulary = None  # whose rows of the weight this rank has, if others have the others
             module.forward = _logits_or_loss(module, scale, softcap)
 
 
@@ -122,6 +123,7 @@ def _logits_or_loss(linear: nn.Linear, scale: float, softcap: float | None) -> C
             scale=scale,
             softcap=softcap,
             ignore_index=IGNORED,
+            vocabulary=linear.vocabulary,
         )
 
     return forward

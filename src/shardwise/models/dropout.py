@@ -35,6 +35,8 @@ class SlotDropout(nn.Module):
     def __init__(self, p: float, name: str, state: DropoutState) -> None:
         super().__init__()
         self.p, self.name, self.state = p, name, state
+        self.num_features: int | None = None  # the size of the last dim of which x, and so the mask, is a share
+        self.share: Callable[[torch.Tensor], torch.Tensor] = lambda mask: mask
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Zero a share `p` of x and scale the rest by 1 / (1 - p); in eval mode, x itself."""
@@ -44,7 +46,8 @@ class SlotDropout(nn.Module):
         assert batch is not None
         rows = len(batch.slots)
         unpack = self.state.unpack
-        packed = x.shape if unpack is None else (*batch.input_ids.shape, *x.shape[2:])
+        shape = x.shape if self.num_features is None else (*x.shape[:-1], self.num_features)
+        packed = shape if unpack is None else (*batch.input_ids.shape, *shape[2:])
         assert packed[0] % rows == 0, f"{self.name}: {tuple(packed)} does not hold {rows} whole rows"
         keep = torch.empty((rows, math.prod(packed) // rows), device=x.device, dtype=torch.float32)
         generator = torch.Generator(device=x.device)
@@ -52,7 +55,7 @@ class SlotDropout(nn.Module):
             generator.manual_seed(stable_seed(self.state.seed, batch.step, slot, self.name))
             keep[row].uniform_(generator=generator)
         mask = ((keep >= self.p).to(x.dtype) / (1.0 - self.p)).view(packed)
-        return x * (mask if unpack is None else unpack(mask))
+        return x * self.share(mask if unpack is None else unpack(mask))
 
 
 def replace_dropouts(model: nn.Module, state: DropoutState) -> None:

@@ -21,7 +21,8 @@ class RouterLoss:
 
     def __init__(self, routers: list[nn.Module], coefficient: float, num_layers: int) -> None:
         self.weight = coefficient / num_layers  # of the whole model, of which these may be a stage's
-        self.num_layers = len(routers)
+        self.routers = routers
+        self.gradient_share = 1.0  # of the loss, that this rank's backward is to give
         self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for router in routers:
             router.register_forward_hook(self._record)
@@ -37,7 +38,7 @@ class RouterLoss:
     def __call__(self, batch: Batch) -> torch.Tensor:
         """The summed loss of the forward just done (scalar, float32)."""
         outputs, self.outputs = self.outputs, []
-        assert len(outputs) == self.num_layers
+        assert len(outputs) == len(self.routers)
         targets = (batch.labels != IGNORED).float()  # [B, T]
         tokens = targets.sum(dim=1, keepdim=True)  # [B, 1]
         total = torch.zeros((), device=targets.device)
@@ -49,4 +50,5 @@ class RouterLoss:
             share = torch.einsum("bte,bt->be", routed.float(), targets) / tokens.clamp(min=1)
             mean_probability = torch.einsum("bte,bt->be", probabilities, targets) / tokens.clamp(min=1)
             total = total + num_experts * (tokens * share * mean_probability).sum()
-        return total * self.weight
+        total = total * self.weight
+        return total if self.gradient_share == 1.0 else total.detach().lerp(total, self.gradient_share)

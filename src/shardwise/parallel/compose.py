@@ -20,6 +20,7 @@ from shardwise.parallel import (
     fsdp2,
     offload,
     pipeline_parallel,
+    tensor_parallel,
     zero,
 )
 from shardwise.schedule.orders import SPLITTING, V_SHAPED
@@ -27,6 +28,7 @@ from shardwise.schedule.orders import SPLITTING, V_SHAPED
 Load = Callable[[ParallelModel], None]
 
 ORDER: tuple[tuple[str, Any], ...] = (
+    ("tensor", tensor_parallel.apply),  # cuts the weights that all others then wrap
     ("compile", compile.apply),  # inside checkpointing, which runs compiled layers again
     ("activation checkpointing", activation_checkpoint.apply),  # inside the wrappers, so that their hooks lie outside
     ("fsdp1", fsdp1.apply),  # gives memory to one unit of a model on meta after the other, and shards it
@@ -40,7 +42,10 @@ ORDER: tuple[tuple[str, Any], ...] = (
     ("pipeline", pipeline_parallel.apply),  # runs the stages that all others have made ready
 )
 
-LAYOUTS = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp", "pp", "pp-ddp", "pp-fsdp2", "pp-hsdp")
+_WITHOUT_TENSOR = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp", "pp", "pp-ddp", "pp-fsdp2", "pp-hsdp")
+_WITH_TENSOR = ("tp", "ddp-tp", "fsdp2-tp", "hsdp-tp", "pp-tp", "pp-ddp-tp", "pp-fsdp2-tp", "pp-hsdp-tp")
+LAYOUTS = (*_WITHOUT_TENSOR, *_WITH_TENSOR, *(f"{layout}-sp" for layout in _WITH_TENSOR))
+"""`sp`: tensor parallelism with sequence parallelism."""
 EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
 """(family, layout) that is not proven although both are; each with the reason beside it."""
 
@@ -48,16 +53,16 @@ COMPATIBLE: dict[str, frozenset[str]] = {
     family: frozenset(layout for layout in LAYOUTS if (family, layout) not in EXCEPTIONS) for family in FAMILIES
 }
 """Per proven family, the layouts that tests/parity proves; others are refused before memory is taken."""
-UNPROVEN = frozenset(layout for layout in LAYOUTS if not layout.startswith("pp"))
+UNPROVEN = frozenset(layout for layout in _WITHOUT_TENSOR if not layout.startswith("pp"))
 """The layouts of a family that is not listed: those that ask nothing of a model's inside."""
 
 
 def layout(cfg: RunConfig) -> str:
     """The name of a run's layout, as COMPATIBLE has it."""
-    data = "hsdp" if cfg.parallel.dp_replicate > 1 else cfg.parallel.data
-    if cfg.parallel.pp == 1:
-        return data
-    return "pp" if data == "single" else f"pp-{data}"
+    parallel = cfg.parallel
+    data = "hsdp" if parallel.dp_replicate > 1 else parallel.data
+    used = {"pp": parallel.pp > 1, data: data != "single", "tp": parallel.tp > 1, "sp": parallel.sequence_parallel}
+    return "-".join(name for name, is_used in used.items() if is_used) or "single"
 
 
 def check(cfg: RunConfig, family: str) -> None:
@@ -114,6 +119,8 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: 
         asked.add("compile")
     if cfg.training.accumulation == "float32":
         asked.add("float32 accumulation")
+    if cfg.parallel.tp > 1:
+        asked.add("tensor")
     if cfg.parallel.pp > 1:
         asked.add("pipeline")
     for name, strategy in ORDER:

@@ -29,9 +29,10 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     """Wrap the loaded model so that its backward adds gradients up over `dp_replicate`.
 
     In a pipeline nothing is wrapped: where torch's schedules halve a backward, the wrapper's hooks never run, and no
-    gradient would be reduced. They are after the last backward, one bucket after the other.
+    gradient would be reduced. Nor with tensor parallelism: the wrapper takes no DTensors. There they are reduced after
+    the last backward, one bucket after the other.
     """
-    if cfg.parallel.pp > 1:
+    if cfg.parallel.pp > 1 or cfg.parallel.tp > 1:
 
         def reduce() -> None:
             trained = [parameter for _, parameter in pm.named_parameters() if parameter.requires_grad]

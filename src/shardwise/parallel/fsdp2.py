@@ -22,7 +22,7 @@ from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.place import materialise, shard_dim
+from shardwise.parallel.place import free_dim, materialise
 from shardwise.parallel.reduce import DATA_AXES, sum_gradients
 
 
@@ -44,9 +44,10 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
     def reduce() -> None:
         # Found anew at each call: loading replaces the parameters on meta by others.
-        sum_gradients([p for part in pm.parts for p in odd_dtype_parameters(part)], mesh, DATA_AXES)
+        whole = [p for part in pm.parts for p in left_whole(part, mesh) if p.requires_grad]
+        sum_gradients(whole, mesh, DATA_AXES)
 
-    replicated = any(odd_dtype_parameters(part) for part in pm.parts)
+    replicated = any(left_whole(part, mesh) for part in pm.parts)
     return replace(pm, set_sync=set_sync, reduce_grads=(*pm.reduce_grads, reduce) if replicated else pm.reduce_grads)
 
 
@@ -56,8 +57,8 @@ def _shard(part: CausalLM, mesh: Mesh, cfg: RunConfig) -> None:
         "mesh": mesh.dense[axes],
         # Autocast chooses the dtype of the computation, here as under every strategy; reduce in float32 always.
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
-        "shard_placement_fn": lambda parameter: Shard(shard_dim(parameter.shape, mesh.size("dp_shard"))),
-        "ignored_params": set(odd_dtype_parameters(part)),
+        "shard_placement_fn": lambda parameter: Shard(free_dim(parameter, mesh.size("dp_shard"))),
+        "ignored_params": set(left_whole(part, mesh)),
     }
     if cfg.parallel.offload == "all":
         # Sharded weights and gradients live on the CPU; a unit is copied to the device to be gathered, and freed there.
@@ -98,12 +99,22 @@ def units(part: CausalLM) -> list[nn.Module | list[nn.Module]]:
     return [*([part.hf.get_submodule(spec.embed)] if spec.first else []), *layers, *([ends] if ends else [])]
 
 
+def left_whole(part: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
+    """Parameters that no rank has a shard of: few and small ones, whose gradients are added up by `reduce_grads`.
+
+    Those of an odd dtype, and those that tensor parallelism cuts and that have no other dim to shard, such as biases
+    and numbers per head. Sharded along the same dim once more, their rows would lie in another order.
+    """
+    odd = odd_dtype_parameters(part)
+    cut = [p for p in part.parameters() if free_dim(p, mesh.size("dp_shard")) is None]
+    return [*odd, *(p for p in cut if not any(p is other for other in odd))]
+
+
 def odd_dtype_parameters(part: nn.Module) -> list[nn.Parameter]:
     """Trainable parameters of another dtype than most trainable elements have, such as float32 `A_log` in bfloat16.
 
-    fully_shard reduces one dtype per unit. These are a few numbers per head (or modules_to_save), so they stay
-    whole on every rank and their gradients are added up by `reduce_grads`. A list: sets iterate in another order on
-    every rank, and collectives must not.
+    fully_shard reduces one dtype per unit. These are a few numbers per head (or modules_to_save). A list: sets iterate
+    in another order on every rank, and collectives must not.
     """
     trainable = [p for p in part.parameters() if p.requires_grad]
     size = Counter[torch.dtype]()

@@ -23,18 +23,20 @@ def mesh_sizes(cfg: RunConfig, world_size: int) -> dict[str, int]:
     """Axis sizes for `world_size` ranks: what other axes leave goes to dp_shard (fsdp) or dp_replicate (ddp, zero)."""
     parallel, training = cfg.parallel, cfg.training
     sizes = dict.fromkeys(Mesh.AXES, 1)
-    if world_size % parallel.pp:
+    sizes["pp"], sizes["tp"] = parallel.pp, parallel.tp
+    model = parallel.pp * parallel.tp  # processes that hold one copy of the model, unsharded
+    if world_size % model:
+        asked = " x ".join(f"parallel.{axis}" for axis in ("pp", "tp") if sizes[axis] > 1)
         raise UserError(
-            f"parallel.pp is {parallel.pp}, which does not divide the {world_size} processes; "
-            f"use --nproc {parallel.pp} or a multiple of it"
+            f"{asked} is {model}, which does not divide the {world_size} processes; "
+            f"use --nproc {model} or a multiple of it"
         )
-    sizes["pp"] = parallel.pp
-    left = world_size // parallel.pp
+    left = world_size // model
     if parallel.data == "single":
         if left != 1:
             raise UserError(
                 f"parallel.data is single but there are {world_size} processes; "
-                f"use --nproc {parallel.pp}, or parallel.data ddp or fsdp2"
+                f"use --nproc {model}, or parallel.data ddp or fsdp2"
             )
     elif parallel.data in ("ddp", "zero1", "zero2"):
         sizes["dp_replicate"] = left
@@ -42,7 +44,8 @@ def mesh_sizes(cfg: RunConfig, world_size: int) -> dict[str, int]:
         if left % parallel.dp_replicate:
             raise UserError(
                 f"parallel.dp_replicate is {parallel.dp_replicate}, which does not divide the {left} "
-                f"processes{f' of each of the {parallel.pp} stages' * (parallel.pp > 1)}; use one of {_divisors(left)}"
+                f"processes{f' that each of the {model} parts of a layer or stages has' * (model > 1)}; "
+                f"use one of {_divisors(left)}"
             )
         sizes["dp_replicate"] = parallel.dp_replicate
         sizes["dp_shard"] = left // parallel.dp_replicate

@@ -33,6 +33,14 @@ def shard_dim(shape: Sequence[int], num_shards: int) -> int:
     return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), 0)
 
 
+def free_dim(parameter: torch.Tensor, num_shards: int) -> int | None:
+    """The dim to shard of what may be cut along another one already; None if no other divides evenly."""
+    if not isinstance(parameter, DTensor):
+        return shard_dim(parameter.shape, num_shards)
+    taken = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
+    return next((d for d, size in enumerate(parameter.shape) if d not in taken and size % num_shards == 0), None)
+
+
 def cut(full: torch.Tensor, dim: int, num_shards: int) -> list[torch.Tensor]:
     """Views of `full`, one per rank, as DTensor cuts: ceil(size / n) long, the last ones shorter or empty."""
     pieces = list(full.chunk(num_shards, dim))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.interfaces import Mesh
+from shardwise.parallel.place import local
 
 # torch 2.13 renames them and warns at the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,7 +37,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, axes: It
 
     Memory: the largest gradient and BUCKET_ELEMENTS, 4 bytes each.
     """
-    for bucket in _buckets(parameter.grad for parameter in parameters):
+    for bucket in _buckets(None if p.grad is None else local(p.grad) for p in parameters):
         flat = sum_over(torch.cat([gradient.flatten().float() for gradient in bucket]), mesh, axes)
         for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
             gradient.copy_(summed.view_as(gradient))

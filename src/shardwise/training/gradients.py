@@ -25,6 +25,18 @@ def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
     return tuple(name for name, placement in zip(names, tensor.placements) if isinstance(placement, Shard))
 
 
+def counted(parameter: nn.Parameter) -> list[torch.Tensor]:
+    """What this rank counts of its gradient. Of rows that several ranks hold, one counts them.
+
+    A strategy that deals rows out so says in the attribute `counted_rows` which ones this rank counts: (dim, start,
+    length) of each range.
+    """
+    assert parameter.grad is not None
+    gradient = local(parameter.grad)
+    rows = getattr(parameter, "counted_rows", None)
+    return [gradient] if rows is None else [gradient.narrow(*range_) for range_ in rows]
+
+
 def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     """The 2-norm of all gradients together (scalar, float32), equal on every rank.
 
@@ -35,12 +47,15 @@ def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
     gradients: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None and not getattr(parameter, "is_copy", False):
-            gradients.setdefault(sharded_axes(parameter), []).append(local(parameter.grad))
+            gradients.setdefault(sharded_axes(parameter), []).extend(counted(parameter))
     total = torch.zeros((), device=mesh.device)
     for axes in sorted(gradients):
-        norms = torch.stack(torch._foreach_norm(gradients[axes], 2, torch.float32))
-        # Gradients that are kept on the CPU are summed where the group can be reached.
-        total += sum_over(norms.square().sum().to(mesh.device), mesh, axes)
+        squares = torch.zeros((), device=mesh.device)
+        if gradients[axes]:
+            norms = torch.stack(torch._foreach_norm(gradients[axes], 2, torch.float32))
+            # Gradients that are kept on the CPU are summed where the group can be reached.
+            squares = norms.square().sum().to(mesh.device)
+        total += sum_over(squares, mesh, axes)
     return sum_over(total, mesh, ("pp",)).sqrt()
 
 

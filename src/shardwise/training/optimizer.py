@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,11 +39,12 @@ def make_optimizer(
     `decayed`: names of the parameters on which weight decay acts, since a shard need not show its parameter's shape.
     Each group has its parameters' names in `param_names`: what is saved of an optimizer is saved by name.
     """
-    # One group per kind of tensor: an optimizer's multi-tensor path refuses plain tensors beside DTensors. And one that
-    # may be empty: a pipeline's stage need not have anything to train, but has a learning rate.
-    kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {(False, False): []} if not named else {}
+    # One group per kind of tensor: an optimizer's multi-tensor path refuses plain tensors beside
+    # DTensors, and DTensors of several meshes. And one that may be empty: a pipeline's stage need not have anything to train, but has a learning rate.
+    kinds: dict[tuple[Any, bool], list[tuple[str, nn.Parameter]]] = {(None, False): []} if not named else {}
     for name, parameter in named:
-        kinds.setdefault((isinstance(parameter, DTensor), name in decayed), []).append((name, parameter))
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        kinds.setdefault((mesh, name in decayed), []).append((name, parameter))
     groups = [
         {"params": parameters, "weight_decay": cfg.weight_decay if decay else 0.0}
         for (_, decay), parameters in kinds.items()

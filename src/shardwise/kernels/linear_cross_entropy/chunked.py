@@ -8,12 +8,24 @@ Source of the idea: Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 CHUNK_BYTES = 256 * 2**20
 """Of a chunk of logits: enough rows for the products to run at full speed (270 of 248,320 logits)."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """This rank's tokens, where each of some ranks has other rows of the weight; reductions are element by element."""
+
+    first: int  # of this rank's tokens
+    most: int  # tokens that a rank has: chunks are alike on all
+    add_up: Callable[[torch.Tensor], torch.Tensor]
+    largest: Callable[[torch.Tensor], torch.Tensor]
 
 
 def linear_cross_entropy(
@@ -25,13 +37,15 @@ def linear_cross_entropy(
     scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
+    vocabulary: Vocabulary | None = None,
 ) -> torch.Tensor:
     """The summed cross entropy of softcap * tanh(z / softcap), where z = scale * (hidden weight^T + bias).
 
     hidden [N, D], weight [V, D], labels [N] int64, bias [V]; without `softcap`, of z itself. Returns a float32 scalar
     (float64 of float64). Products are in the inputs' dtype, or autocast's; softmax, and sums over chunks, in float32.
     A row whose label is `ignore_index` costs nothing and its gradient is exactly 0; a gradient that nobody needs is not
-    computed. With a trained weight, a second backward through the same loss is an error, raised by autograd.
+    computed. With a `vocabulary`, weight and bias are this rank's rows, the loss is that of all, equal on every rank, and
+    the gradient of `hidden` is this rank's summand. With a trained weight, a second backward through the same loss is an error, raised by autograd.
     """
     rows = (labels != ignore_index).nonzero().squeeze(1)
     hidden = hidden.index_select(0, rows)
@@ -41,7 +55,7 @@ def linear_cross_entropy(
     tensors = (hidden, weight, bias)
     needed = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
     with torch.no_grad():
-        loss, gradients = _loss_and_gradients(*tensors, labels.index_select(0, rows), softcap, needed)
+        loss, gradients = _loss_and_gradients(*tensors, labels.index_select(0, rows), softcap, needed, vocabulary)
     # One node for each, side by side: a backward for one of them alone (pipelines take the hidden states' first and the
     # weight's later) runs no other.
     for tensor, gradient in zip(tensors, gradients):
@@ -75,6 +89,7 @@ def _loss_and_gradients(
     labels: torch.Tensor,
     softcap: float | None,
     needed: list[bool],
+    vocabulary: Vocabulary | None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     device = hidden.device.type
@@ -92,7 +107,7 @@ def _loss_and_gradients(
         zeros_if(needed[1], *weight.shape),
         zeros_if(needed[2], len(weight)),
     )
-    size = _rows_per_chunk(len(hidden), len(weight) * wide.itemsize)
+    size = _rows_per_chunk(len(hidden), (vocabulary.most if vocabulary else len(weight)) * wide.itemsize)
     # The chunk as the products give and take it, and as the softmax does: the same memory where the dtype is.
     narrow_buffer = hidden.new_empty(size, len(weight))
     wide_buffer = narrow_buffer if hidden.dtype == wide else torch.empty_like(narrow_buffer, dtype=wide)
@@ -110,13 +125,24 @@ def _loss_and_gradients(
                 z.div_(softcap).tanh_()
                 slope = 1 - z * z
                 z.mul_(softcap)
-            z.sub_(z.amax(1, keepdim=True))
+            peak = z.amax(1, keepdim=True)
+            z.sub_(vocabulary.largest(peak) if vocabulary else peak)
+            own = None
+            if vocabulary:
+                targets = targets - vocabulary.first
+                own = (targets >= 0) & (targets < len(weight))  # what this rank has the logits of
+                targets = targets.where(own, 0)
             target_logits = z.gather(1, targets)
             total = z.exp_().sum(1, keepdim=True)
+            if vocabulary:
+                # Two numbers a row, from every rank to all.
+                total, target_logits = vocabulary.add_up(torch.stack([total, target_logits * own]))
             loss += (total.log() - target_logits).sum()
             if not any(needed):
                 continue
-            z.mul_(lift / total).scatter_add_(1, targets, torch.full_like(total, -lift))
+            z.mul_(lift / total).scatter_add_(
+                1, targets, torch.full_like(total, -lift) if own is None else -lift * own.to(total.dtype)
+            )
             if slope is not None:
                 z.mul_(slope)
             narrow.copy_(z)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwise.models.families.base import HYBRID, HYBRID_MIXERS, Family
+from shardwise.models.families.base import HYBRID, HYBRID_MIXERS, SPLITS, Family
 from shardwise.models.families.falcon_h1 import FALCON_H1
 from shardwise.models.families.gpt2 import GPT2
 from shardwise.models.families.granitemoehybrid import GRANITEMOEHYBRID
@@ -17,6 +17,7 @@ from shardwise.models.families.qwen3_next import QWEN3_NEXT
 from shardwise.models.families.unproven import inspect_family, unproven_note
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
+from shardwise.models.tensor_splits import delta_net
 
 __all__ = ["FAMILIES", "Family", "family_of", "spec_of", "unproven_note"]
 
@@ -26,12 +27,14 @@ _COMMON = (
         "qwen3_5_text",
         mixers=HYBRID,
         token_mixers=HYBRID_MIXERS,
+        splits=SPLITS | {"linear_attn": delta_net.qwen3_5},
         gating=("linear_attn.in_proj_a", "linear_attn.in_proj_b"),
     ),
     Family(
         "olmo_hybrid",
         mixers=HYBRID,
         token_mixers=HYBRID_MIXERS,
+        splits=SPLITS | {"linear_attn": delta_net.olmo_hybrid},
         gating=("linear_attn.a_proj", "linear_attn.b_proj"),
     ),
 )

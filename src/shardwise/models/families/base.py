@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from transformers import PretrainedConfig
 
 from shardwise.config import UserError
+from shardwise.models.tensor_splits.attention import attention
+from shardwise.models.tensor_splits.base import SplitBlock
+from shardwise.models.tensor_splits.feed_forward import feed_forward
 
 SOFTMAX = {"full_attention": "full_attention", "sliding_attention": "sliding_attention"}
 """`Family.mixers` of families with attention only."""
@@ -21,6 +24,10 @@ HYBRID_MIXERS = {
     "gated_delta_net": ("linear_attn",),
 }
 """`Family.token_mixers` of families that call them so."""
+
+
+SPLITS: dict[str, SplitBlock | None] = {"self_attn": attention, "mlp": feed_forward}
+"""`Family.splits` of the common shape."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class Family:
     are proven to keep documents apart (tests/models/test_isolation.py); `data.packing: isolated` refuses the others."""
     cut: Cut = Cut()
     """Where it differs from a base model that only runs its layers on the embeddings it is given."""
+    splits: Mapping[str, SplitBlock | None] = field(default_factory=lambda: SPLITS)
+    """How tensor parallelism cuts the blocks of a layer, by path; None: not at all, every rank computes all of it."""
     router: str | None = None
     """Class of the routers that are trained with a load-balancing loss, called with hidden states."""
 

@@ -1,0 +1,162 @@
+"""How modules compute with their shares of weights that tensor parallelism has cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.lora import ParamWrapper
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
+
+from shardwise.kernels.linear_cross_entropy import Vocabulary
+from shardwise.models.causal_lm import CausalLM
+from shardwise.models.dropout import SlotDropout
+from shardwise.models.tensor_splits.base import BlockSplit, Rows
+from shardwise.models.tensor_splits.plan import rows_in
+from shardwise.parallel.place import local
+from shardwise.parallel.tensor_axis import Move, TensorAxis
+
+
+def around(forward: Callable[..., Any], before: Move, after: Move) -> Callable[..., Any]:
+    """A forward whose hidden states, its first argument and (the first of) what it returns, are moved."""
+
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            args = (before(args[0]), *args[1:])
+        else:
+            kwargs["hidden_states"] = before(kwargs["hidden_states"])
+        given = forward(*args, **kwargs)
+        return (after(given[0]), *given[1:]) if isinstance(given, tuple) else after(given)
+
+    return moved
+
+
+class Shares:
+    """While a module runs, its own code and its children's find plain shares under the names of DTensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.changed: dict[tuple[nn.Module, str], Move] = {}
+        """Parameters, by owner and name, of which something else is found."""
+
+    @contextmanager
+    def found(self) -> Iterator[None]:
+        """Attributes in a module's `__dict__` come before its parameters."""
+        given = []
+        try:
+            for owner in self.module.modules():
+                for name, parameter in owner._parameters.items():
+                    change = self.changed.get((owner, name))
+                    if change is not None or isinstance(parameter, DTensor):
+                        share = local(parameter)
+                        owner.__dict__[name] = share if change is None else change(share)
+                        given.append((owner, name))
+            yield
+        finally:  # also when checkpointing has all it wants and ends the recomputation here
+            for owner, name in given:
+                del owner.__dict__[name]
+
+    def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that finds them."""
+
+        def found(*args: Any, **kwargs: Any) -> Any:
+            with self.found():
+                return forward(*args, **kwargs)
+
+        return found
+
+
+def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: CausalLM) -> None:
+    """Let a block that is cut compute this rank's summand of its output, and add these up."""
+    shares = Shares(block)
+    for name, value in split.attributes.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(block.get_submodule(owner), attribute, value)
+    for name, norm in split.norms.items():
+        module = block.get_submodule(name)
+        module.forward = norm(module, module.weight.numel(), axis.sum_within)
+    for name in split.summed:
+        module = block.get_submodule(name)
+        module.forward = around(module.forward, lambda x: x, axis.sum_within)
+    for name, cut in rows_in(block, split).items():
+        module = block.get_submodule(name)
+        if getattr(module, "bias", None) is not None:
+            shares.changed[module, "bias"] = lambda bias: bias / axis.size  # as it is added once on each rank
+        _share_dropout(block, name, cut.rows, axis.rank)
+    for name, module in block.named_modules():
+        if isinstance(module, ParamWrapper):
+            _fold(module, shares)
+        if part.router_loss is not None and any(module is router for router in part.router_loss.routers):
+            part.router_loss.gradient_share = 1 / axis.size  # as every rank gives a summand of the block's gradient
+    block.forward = around(shares.within(block.forward), axis.enter, axis.leave)
+
+
+def split_embedding(embed: nn.Module, axis: TensorAxis) -> None:
+    """Let each rank look up the tokens whose rows it has, and add these up. Both copies, if PEFT has made one."""
+    for module in embed.modules():
+        if isinstance(module, nn.Embedding):
+            module.forward = partial(_look_up, module, axis)
+
+
+def _look_up(embed: nn.Embedding, axis: TensorAxis, tokens: torch.Tensor) -> torch.Tensor:
+    weight = local(embed.weight)  # [V/n, D]
+    first = axis.rank * -(-embed.weight.shape[0] // axis.size)
+    own = (tokens >= first) & (tokens < first + len(weight))
+    places = (tokens - first).where(own, 0)
+    assert embed.padding_idx is None, "the row of a padding token has no gradient"
+    # [B, T, D], of which every other rank has other rows that are not 0.
+    return axis.sum_up(F.embedding(places, weight) * own.unsqueeze(-1))
+
+
+def split_head(head: nn.Module, vocab_size: int, axis: TensorAxis) -> None:
+    """Let each rank compute the logits of its tokens, and the loss of all of them; logits alone come whole."""
+    most = -(-vocab_size // axis.size)
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            module.vocabulary = Vocabulary(axis.rank * most, most, axis.sum, axis.largest)
+            found = Shares(module).within(module.forward)
+            module.forward = partial(_logits_or_loss, found, vocab_size, axis)
+
+
+def _logits_or_loss(
+    inner: Callable[..., torch.Tensor],
+    vocab_size: int,
+    axis: TensorAxis,
+    hidden: torch.Tensor,
+    labels: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if labels is not None:
+        return inner(axis.enter(hidden), labels)
+    logits = inner(hidden)  # [B, T, V/n]
+    shape = torch.Size([*logits.shape[:-1], vocab_size])
+    stride = torch.empty(shape, device="meta").stride()
+    cut = DTensor.from_local(logits, axis.mesh, [Shard(logits.dim() - 1)], run_check=False, shape=shape, stride=stride)
+    return cut.full_tensor()  # for a sample, which looks at few rows
+
+
+def _share_dropout(block: nn.Module, linear: str, rows: Rows, rank: int) -> None:
+    """Where PEFT drops features of a linear that are cut: from the whole mask, which is the same on every rank."""
+    adapter = block.get_submodule(linear.removesuffix(".base_layer"))
+    for module in adapter.modules():
+        if isinstance(module, SlotDropout):
+            module.num_features = rows.size
+            module.share = lambda mask: rows.take(mask, -1, rank)
+
+
+def _fold(wrapper: ParamWrapper, shares: Shares) -> None:
+    """Add an adapter to its stack of experts by our own hand: PEFT takes the parameter for a plain tensor."""
+    (name,) = wrapper.active_adapters
+    factors = wrapper.lora_A[name], wrapper.lora_B[name]
+
+    def folded(stack: torch.Tensor) -> torch.Tensor:
+        a, b = (local(factor._parameters["weight"]) for factor in factors)  # [E R, in], [out, R E]
+        a, b = a.unflatten(0, (wrapper.num_experts, -1)), b.unflatten(1, (-1, wrapper.num_experts))
+        return stack + (wrapper.scaling[name] * torch.einsum("ore,eri->eoi", b, a)).to(stack.dtype)
+
+    shares.changed[wrapper.get_base_layer(), wrapper.parameter_name] = folded
+    wrapper.forward = wrapper.base_layer.__call__
