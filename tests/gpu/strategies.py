@@ -19,7 +19,7 @@ from shardwise.parallel.place import full_tensor
 from shardwise.training.build import Job, State, build
 from shardwise.training.step import forward_backward, training_step
 from tests.gpu import kernels
-from tests.parity.harness import random_b
+from tests.parity.harness import start
 
 GDN = os.environ.get("SHARDWISE_GDN")
 """The kernels that the gated delta rule must be computed by: fla or torch; None: whichever transformers takes."""
@@ -101,7 +101,7 @@ def microbatches(device: torch.device) -> list[Batch]:
 def start_values(cell: Cell) -> State:
     """Every parameter as the cell's own dtype has it, LoRA's B at random; filled into float32 it loses nothing."""
     cfg = run_config(cell.control())
-    job, _ = set_up(cell.control(), random_b(cfg))
+    job, _ = set_up(cell.control(), start(cfg))
     return State({name: p.detach() for name, p in job.pm.named_parameters()})
 
 

@@ -23,7 +23,7 @@ from shardwise.models.stage import Stage, check_cut, hidden_dtype, stages
 from shardwise.parallel.activation_checkpoint import recompute
 from shardwise.parallel.place import materialise
 from tests.models.tiny import relative_error
-from tests.parity.harness import Cell, microbatches, random_b, run_config
+from tests.parity.harness import Cell, microbatches, run_config, start
 
 SCALE = 0.125  # of the loss, before its backward
 ROUTED = [name for name, family in FAMILIES.items() if family.router]
@@ -59,7 +59,7 @@ def names_of(hf: torch.nn.Module) -> set[str]:
 
 def filled(part: Any, cfg: RunConfig) -> Any:
     """The part with its weights, which depend on their names alone, and on a LoRA factor's."""
-    drawn = random_b(cfg).parameters
+    drawn = start(cfg).parameters
     factors = [(n, drawn.get(n, value)) for n, value in lora.adapter_weights(part.hf, seed=0)]
     wanted = names_of(part.hf)
     load.fill(part.hf, chain(load.weights(part.hf, cfg.model, 0, wanted), factors))

@@ -19,7 +19,7 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.training.build import Job, build
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
-from tests.parity.harness import FAMILIES, Cell, microbatches, random_b, run_config
+from tests.parity.harness import FAMILIES, Cell, microbatches, run_config, start
 
 
 def _build(
@@ -28,7 +28,7 @@ def _build(
     cfg = run_config(Cell(family, "single", mode, variant="dropout"))
     cfg = replace(cfg, training=replace(cfg.training, checkpointing=checkpointing, precision=precision))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    return build(cfg, mesh, random_b(cfg)), mesh, microbatches(cfg, mesh, 1)[:2]
+    return build(cfg, mesh, start(cfg)), mesh, microbatches(cfg, mesh, 1)[:2]
 
 
 class _Products(TorchDispatchMode):

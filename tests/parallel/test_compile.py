@@ -15,14 +15,14 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.training.build import build
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, microbatches, random_b, run_config
+from tests.parity.harness import Cell, microbatches, run_config, start
 
 
 def _steps(compiled: str, checkpointing: str) -> tuple[list[float], list[float], list[int]]:
     cfg = run_config(Cell("llama", "single", "lora", variant="dropout"))
     cfg = replace(cfg, training=replace(cfg.training, compile=compiled, checkpointing=checkpointing))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, random_b(cfg))
+    job = build(cfg, mesh, start(cfg))
     losses, norms, graphs = [], [], []
     for step in (1, 2, 3):
         result = training_step(job, microbatches(cfg, mesh, step), mesh, 1.0)
@@ -79,7 +79,7 @@ def _runs_of_other_shapes() -> int:
         patch.setattr(compile, "VERSIONS_PER_LAYER", 1)  # 4 layers: 4 versions
         for size in (1, 2, 4, 8):
             sized = replace(cfg, training=replace(cfg.training, micro_batch_size=size))
-            training_step(build(sized, mesh, random_b(sized)), microbatches(sized, mesh, 1), mesh, 1.0)
+            training_step(build(sized, mesh, start(sized)), microbatches(sized, mesh, 1), mesh, 1.0)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs == sorted(set(graphs)), "some run has compiled nothing"
     return graphs[-1]
@@ -96,7 +96,7 @@ def _uncompiled() -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         cfg = run_config(Cell("qwen3_5_text", "single", "lora", variant="dropout"))
         cfg = replace(cfg, training=replace(cfg.training, compile=compiled))
         mesh = build_mesh(cfg, torch.device("cpu"))
-        job = build(cfg, mesh, random_b(cfg))
+        job = build(cfg, mesh, start(cfg))
         (part,) = job.pm.parts
         part.eval()
         batch = microbatches(cfg, mesh, 1)[0]

@@ -17,7 +17,7 @@ from shardwise.parallel.place import full_tensor
 from shardwise.training.build import build
 from shardwise.training.step import forward_backward, training_step
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, microbatches, random_b, run_config
+from tests.parity.harness import Cell, microbatches, run_config, start
 
 
 def _in_bfloat16(
@@ -26,7 +26,7 @@ def _in_bfloat16(
     cfg = run_config(cell)
     cfg = replace(cfg, model=replace(cfg.model, dtype="bfloat16"))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, random_b(cfg))
+    job = build(cfg, mesh, start(cfg))
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
     named = dict(job.pm.named_parameters())
     groups = job.optimizer.param_groups

@@ -225,28 +225,35 @@ def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return tokens[:-1], labels, owners
 
 
-def random_b(cfg: RunConfig) -> State:
-    """LoRA's B drawn at random: at its usual zero every gradient of A is zero and proves nothing."""
-    if cfg.lora is None:
-        return State()
+def start(cfg: RunConfig) -> State:
+    """Values at which gradients show what they are to show.
+
+    LoRA's B is drawn at random: at its usual zero every gradient of A is zero and proves nothing. Rates of decay are
+    drawn small, so that a recurrent state lives for some tokens: at their usual values it is forgotten at once, and
+    the rates' gradients are so small (1e-5) that they are rounding errors for a good part.
+    """
     hf_config = load.read_config(cfg.model)
     hf = load.build_meta(cfg.model, hf_config)
-    lora.inject(hf, cfg.lora, spec_of(hf_config, hf))
-    return State(dict(_random_bs(hf)))
+    if cfg.lora is not None:
+        lora.inject(hf, cfg.lora, spec_of(hf_config, hf))
+    return State(dict(_drawn(hf)))
 
 
-def _random_bs(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in hf.named_parameters():
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+        generator = torch.Generator().manual_seed(seed)
         if ".lora_B." in name:
-            seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-            yield name, torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+            yield name, torch.randn(parameter.shape, generator=generator) * 0.05
+        elif name.endswith(".A_log"):
+            yield name, (0.02 + 0.3 * torch.rand(parameter.shape, generator=generator)).log()
 
 
 def run_cell(cell: Cell) -> Outcome:
     """What this rank sees of a cell (equal on every rank); the process group must be up."""
     cfg = run_config(cell)
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, random_b(cfg))
+    job = build(cfg, mesh, start(cfg))
     if cell.variant == "float16":
         job.loss_scale.scale = OVERFLOWING_SCALE
     losses, norms, grads = [], [], {}

@@ -15,7 +15,7 @@ from shardwise.parallel.reduce import of_every_rank
 from shardwise.training.build import Job, State, build
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
-from tests.parity.harness import MAX_NORM, Cell, microbatches, random_b, run_config
+from tests.parity.harness import MAX_NORM, Cell, microbatches, run_config, start
 
 
 def losses(job: Job, cfg: RunConfig, mesh: Mesh, steps: range) -> list[float]:
@@ -26,8 +26,8 @@ def cut_anew_after_two_steps(mode: str) -> tuple[list[float], list[float]]:
     cfg = run_config(Cell("llama", "single", mode))
     cfg = replace(cfg, parallel=Parallel(pp=2, split=[1, 3]))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    unmoved = losses(build(cfg, mesh, random_b(cfg)), cfg, mesh, range(1, 4))
-    job = build(cfg, mesh, random_b(cfg))
+    unmoved = losses(build(cfg, mesh, start(cfg)), cfg, mesh, range(1, 4))
+    job = build(cfg, mesh, start(cfg))
     begun = losses(job, cfg, mesh, range(1, 3))
     mine = {name: full_tensor(job.pm.to_portable(name, p)) for name, p in job.pm.named_parameters()}
     everything = {name: tensor for held in of_every_rank(mine) for name, tensor in held.items()}

@@ -14,14 +14,14 @@ from shardwise.training.build import build
 from shardwise.training.evaluate import SAMPLE_TOKENS, encode_prompt, evaluate, greedy_sample
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, microbatches, random_b, run_config
+from tests.parity.harness import Cell, microbatches, run_config, start
 
 
 def _evaluate() -> tuple[float, float, float, int, int]:
     cfg = run_config(Cell("qwen3_next", "single", "lora"))
     cfg = replace(cfg, lora=Lora(r=4, dropout=0.5), model=replace(cfg.model, router_aux_loss_coef=1.0))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, random_b(cfg))
+    job = build(cfg, mesh, start(cfg))
     batches = microbatches(cfg, mesh, 1)
     trained, _ = forward_backward(job.pm, batches, mesh)
     evaluation = evaluate(job.pm, [batches], mesh, step=3)

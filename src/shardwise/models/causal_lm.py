@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,13 +104,13 @@ class CausalLM(Part):
 
 def _give_loss(head: nn.Module, scale: float, softcap: float | None) -> None:
     """Let the linear of a head, or both copies that PEFT's `modules_to_save` holds, take labels and return the loss."""
-    for module in head.modules():
-        if isinstance(module, nn.Linear):
-            module.vocabulary = None  # whose rows of the weight this rank has, if others have the others
-            module.forward = _logits_or_loss(module, scale, softcap)
+    linears: list[Any] = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    for module in linears:
+        module.vocabulary = None  # which rows of the weight this rank has, if others have the others
+        module.forward = _logits_or_loss(module, scale, softcap)
 
 
-def _logits_or_loss(linear: nn.Linear, scale: float, softcap: float | None) -> Callable[..., torch.Tensor]:
+def _logits_or_loss(linear: Any, scale: float, softcap: float | None) -> Callable[..., torch.Tensor]:
     logits = linear.forward
 
     def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,6 +10,7 @@ Sources: Zhao et al., "PyTorch FSDP", arXiv 2304.11277; Rajbhandari et al., "ZeR
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.place import free_dim, materialise
+from shardwise.parallel.place import axes_of, free_dim, materialise
 from shardwise.parallel.reduce import DATA_AXES, sum_gradients
 
 
@@ -44,10 +45,9 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
     def reduce() -> None:
         # Found anew at each call: loading replaces the parameters on meta by others.
-        whole = [p for part in pm.parts for p in left_whole(part, mesh) if p.requires_grad]
-        sum_gradients(whole, mesh, DATA_AXES)
+        sum_gradients(trained_whole(pm), mesh, DATA_AXES)
 
-    replicated = any(left_whole(part, mesh) for part in pm.parts)
+    replicated = any(True for _ in trained_whole(pm))
     return replace(pm, set_sync=set_sync, reduce_grads=(*pm.reduce_grads, reduce) if replicated else pm.reduce_grads)
 
 
@@ -97,6 +97,13 @@ def units(part: CausalLM) -> list[nn.Module | list[nn.Module]]:
         return [*layers]
     ends = [part.hf.get_submodule(spec.norm), part.hf.get_submodule(spec.head)] if spec.last else []
     return [*([part.hf.get_submodule(spec.embed)] if spec.first else []), *layers, *([ends] if ends else [])]
+
+
+def trained_whole(pm: ParallelModel) -> Iterator[nn.Parameter]:
+    """The trained parameters that were left whole, of a model that is sharded."""
+    for _, parameter in pm.named_parameters():
+        if parameter.requires_grad and "dp_shard" not in axes_of(parameter):
+            yield parameter
 
 
 def left_whole(part: nn.Module, mesh: Mesh) -> list[nn.Parameter]:

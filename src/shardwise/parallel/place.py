@@ -75,6 +75,11 @@ def placed_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     )
 
 
+def axes_of(tensor: torch.Tensor) -> tuple[str, ...]:
+    """The mesh axes along which a DTensor is placed; none of a plain tensor."""
+    return (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

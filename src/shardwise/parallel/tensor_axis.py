@@ -40,7 +40,7 @@ class TensorAxis:
     # ------------------------------------------------------------------------------- with gradients
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """Into a block that is cut: the same on every rank; gradients, of which each rank has a summand, are added up."""
+        """Into a block that is cut: the same on every rank; of the gradient each has a summand, and these are added."""
         if self.shares_tokens:
             return _Moved.apply(x, self.join_tokens, self.sum_token_shares)
         return _Moved.apply(x, _as_is, self.sum)
@@ -95,7 +95,7 @@ class TensorAxis:
         return summed
 
     def token_share(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's [B, T/n, D] of [B, T, D]; nothing is sent."""
+        """The [B, T/n, D] of this rank, of [B, T, D]; nothing is sent."""
         return x.chunk(self.size, 1)[self.rank].contiguous()
 
 

@@ -12,11 +12,12 @@ from peft.tuners.lora import ParamWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 from shardwise.kernels.linear_cross_entropy import Vocabulary
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dropout import SlotDropout
-from shardwise.models.tensor_splits.base import BlockSplit, Rows
+from shardwise.models.tensor_splits.base import BlockSplit, Rows, unwrapped
 from shardwise.models.tensor_splits.plan import rows_in
 from shardwise.parallel.place import local
 from shardwise.parallel.tensor_axis import Move, TensorAxis
@@ -36,6 +37,11 @@ def around(forward: Callable[..., Any], before: Move, after: Move) -> Callable[.
     return moved
 
 
+def as_it_is(x: torch.Tensor) -> torch.Tensor:
+    """No move."""
+    return x
+
+
 class Shares:
     """While a module runs, its own code and its children's find plain shares under the names of DTensors."""
 
@@ -52,7 +58,7 @@ class Shares:
             for owner in self.module.modules():
                 for name, parameter in owner._parameters.items():
                     change = self.changed.get((owner, name))
-                    if change is not None or isinstance(parameter, DTensor):
+                    if parameter is not None and (change is not None or isinstance(parameter, DTensor)):
                         share = local(parameter)
                         owner.__dict__[name] = share if change is None else change(share)
                         given.append((owner, name))
@@ -77,18 +83,22 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: 
     for name, value in split.attributes.items():
         owner, _, attribute = name.rpartition(".")
         setattr(block.get_submodule(owner), attribute, value)
+    for name, cut in split.weights.items():
+        owner = block.get_submodule(name.rpartition(".")[0])
+        if isinstance(base := unwrapped(owner), Conv1D) and name.endswith(".weight") and cut.dim == 1:
+            base.nf = cut.rows.local_size
     for name, norm in split.norms.items():
-        module = block.get_submodule(name)
+        module: Any = block.get_submodule(name)
         module.forward = norm(module, module.weight.numel(), axis.sum_within)
     for name in split.summed:
         module = block.get_submodule(name)
-        module.forward = around(module.forward, lambda x: x, axis.sum_within)
+        module.forward = around(module.forward, as_it_is, axis.sum_within)
     for name, cut in rows_in(block, split).items():
         module = block.get_submodule(name)
         if getattr(module, "bias", None) is not None:
             shares.changed[module, "bias"] = lambda bias: bias / axis.size  # as it is added once on each rank
         _share_dropout(block, name, cut.rows, axis.rank)
-    for name, module in block.named_modules():
+    for module in block.modules():
         if isinstance(module, ParamWrapper):
             _fold(module, shares)
         if part.router_loss is not None and any(module is router for router in part.router_loss.routers):
@@ -96,11 +106,15 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: 
     block.forward = around(shares.within(block.forward), axis.enter, axis.leave)
 
 
+def of_type(module: nn.Module, kind: type[nn.Module]) -> list[Any]:
+    """The modules of a kind in a module: one, or two where PEFT has made a copy of it."""
+    return [found for found in module.modules() if isinstance(found, kind)]
+
+
 def split_embedding(embed: nn.Module, axis: TensorAxis) -> None:
-    """Let each rank look up the tokens whose rows it has, and add these up. Both copies, if PEFT has made one."""
-    for module in embed.modules():
-        if isinstance(module, nn.Embedding):
-            module.forward = partial(_look_up, module, axis)
+    """Let each rank look up the tokens whose rows it has, and add these up."""
+    for module in of_type(embed, nn.Embedding):
+        module.forward = partial(_look_up, module, axis)
 
 
 def _look_up(embed: nn.Embedding, axis: TensorAxis, tokens: torch.Tensor) -> torch.Tensor:
@@ -116,11 +130,10 @@ def _look_up(embed: nn.Embedding, axis: TensorAxis, tokens: torch.Tensor) -> tor
 def split_head(head: nn.Module, vocab_size: int, axis: TensorAxis) -> None:
     """Let each rank compute the logits of its tokens, and the loss of all of them; logits alone come whole."""
     most = -(-vocab_size // axis.size)
-    for module in head.modules():
-        if isinstance(module, nn.Linear):
-            module.vocabulary = Vocabulary(axis.rank * most, most, axis.sum, axis.largest)
-            found = Shares(module).within(module.forward)
-            module.forward = partial(_logits_or_loss, found, vocab_size, axis)
+    for module in of_type(head, nn.Linear):
+        module.vocabulary = Vocabulary(axis.rank * most, most, axis.sum, axis.largest)
+        found = Shares(module).within(module.forward)
+        module.forward = partial(_logits_or_loss, found, vocab_size, axis)
 
 
 def _logits_or_loss(
@@ -131,7 +144,7 @@ def _logits_or_loss(
     labels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if labels is not None:
-        return inner(axis.enter(hidden), labels)
+        return inner(hidden if axis.shares_tokens else axis.enter(hidden), labels)  # else the final norm has done it
     logits = inner(hidden)  # [B, T, V/n]
     shape = torch.Size([*logits.shape[:-1], vocab_size])
     stride = torch.empty(shape, device="meta").stride()
@@ -151,10 +164,10 @@ def _share_dropout(block: nn.Module, linear: str, rows: Rows, rank: int) -> None
 def _fold(wrapper: ParamWrapper, shares: Shares) -> None:
     """Add an adapter to its stack of experts by our own hand: PEFT takes the parameter for a plain tensor."""
     (name,) = wrapper.active_adapters
-    factors = wrapper.lora_A[name], wrapper.lora_B[name]
+    owners: list[Any] = [wrapper.lora_A[name], wrapper.lora_B[name]]
 
     def folded(stack: torch.Tensor) -> torch.Tensor:
-        a, b = (local(factor._parameters["weight"]) for factor in factors)  # [E R, in], [out, R E]
+        a, b = (local(owner._parameters["weight"]) for owner in owners)  # [E R, in], [out, R E]
         a, b = a.unflatten(0, (wrapper.num_experts, -1)), b.unflatten(1, (-1, wrapper.num_experts))
         return stack + (wrapper.scaling[name] * torch.einsum("ore,eri->eoi", b, a)).to(stack.dtype)
 

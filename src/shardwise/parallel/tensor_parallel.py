@@ -2,9 +2,9 @@
 
 Memory per rank: 1/n of the weights that are cut, of their gradients and optimizer states, and of the activations within
 blocks; with sequence parallelism also of those between blocks. Communication per micro-batch and block: one all-reduce
-of [B, T, D] in the forward and one in the backward, or, with sequence parallelism, an all-gather and a reduce-scatter of
-as many bytes in its place. The embedding adds up one [B, T, D], the head its hidden states' gradient and three numbers
-a token.
+of [B, T, D] in the forward and one in the backward, or, with sequence parallelism, an all-gather and a reduce-scatter
+in the place of each, which move as many bytes. The embedding adds up one [B, T, D], the head its hidden states'
+gradient and three numbers a token.
 
 How blocks are cut, the model's families say (models/tensor_splits). Weights are DTensors along `tp`, so that whatever
 shards, counts or saves parameters sees whole ones; while a block runs, the model's own code finds plain shares under
@@ -28,9 +28,10 @@ from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_splits.base import BlockSplit, Cut
 from shardwise.models.tensor_splits.plan import parameter_cuts, split_blocks
+from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_gradients
 from shardwise.parallel.tensor_axis import TensorAxis
-from shardwise.parallel.tensor_modules import around, compute_shares, split_embedding, split_head
+from shardwise.parallel.tensor_modules import around, as_it_is, compute_shares, split_embedding, split_head
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
@@ -133,23 +134,22 @@ class _Splitter:
         compute_shares(block, split, self.axis, self.part)
 
     def _hold(self, name: str, whole: nn.Parameter, dim: int, most: int, total: int) -> None:
-        """Replace a parameter by this rank's share: `most` rows of `total`, or those that are left for the last rank."""
+        """Replace a parameter by this rank's share: `most` rows of `total`, or what is left of them for the last."""
         assert whole.is_meta, name
         if whole not in self.made:
             joined, share = ([*whole.shape] for _ in range(2))
             joined[dim], share[dim] = total, min(most, total - self.axis.rank * most)
             like = whole.new_empty(joined)
-            held = DTensor.from_local(
-                whole.new_empty(share), self.axis.mesh, [Shard(dim)], run_check=False, shape=like.shape, stride=like.stride()
-            )
+            own, shape, stride = whole.new_empty(share), like.shape, like.stride()
+            held = DTensor.from_local(own, self.axis.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
             self.made[whole] = nn.Parameter(held, whole.requires_grad)
         owner, _, own = name.rpartition(".")
         self.part.hf.get_submodule(owner)._parameters[own] = self.made[whole]
 
     def _share_tokens(self) -> None:
-        """From the first layer of this part to its last, or to the head, a rank holds its share of the tokens.
+        """From the first layer of this part to its last, or to the final norm, a rank holds its share of the tokens.
 
-        The embedding is left as it is: masks and positions are made for what it gives.
+        The base model's own code, around its layers, sees all tokens: it makes masks and positions for them.
         """
         hf, spec, axis = self.part.hf, self.part.spec, self.axis
         paths = [layer.name for layer in spec.layers] + ([spec.norm] if spec.last else [])
@@ -161,34 +161,31 @@ class _Splitter:
                 if not any(f"{path}.{name}".startswith(block) for block in inside):
                     self.found.summands.add(f"{path}.{name}")  # a rank's tokens give a summand
         first = hf.get_submodule(paths[0])
-        first.forward = around(first.forward, axis.share_tokens, lambda x: x)
-        if not spec.last:
-            last = hf.get_submodule(paths[-1])
-            last.forward = around(last.forward, lambda x: x, axis.gather_tokens)
+        first.forward = around(first.forward, axis.share_tokens, as_it_is)
+        last = hf.get_submodule(paths[-1])
+        # Into the head, or to the next stage, whose ranks do the same with it.
+        last.forward = around(last.forward, as_it_is, axis.enter if spec.last else axis.gather_tokens)
 
 
 def _joined(held: torch.Tensor) -> torch.Tensor:
     """Of a DTensor, what its ranks along `tp` hold, in rank order, to each of them; along other axes this rank's."""
+    held = held.detach()
     assert isinstance(held, DTensor)
-    names = held.device_mesh.mesh_dim_names
-    assert names is not None
-    whole = [Replicate() if name == "tp" else p for name, p in zip(names, held.placements, strict=True)]
-    return held.detach().redistribute(placements=whole).to_local()
+    whole = [Replicate() if name == "tp" else p for name, p in zip(axes_of(held), held.placements, strict=True)]
+    return held.redistribute(placements=whole).to_local()
 
 
 def _with_rows(like: torch.Tensor, joined: torch.Tensor) -> DTensor:
     """The reverse of `_joined`, placed as `like` is, of which the cut dim may have had another size."""
     assert isinstance(like, DTensor)
-    names = like.device_mesh.mesh_dim_names
-    assert names is not None
-    whole = [Replicate() if name == "tp" else p for name, p in zip(names, like.placements, strict=True)]
+    whole = [Replicate() if name == "tp" else p for name, p in zip(axes_of(like), like.placements, strict=True)]
     return DTensor.from_local(joined, like.device_mesh, whole, run_check=False).redistribute(placements=like.placements)
 
 
 def _add_up_shared(parameter: nn.Parameter, cut: Cut, axis: TensorAxis) -> None:
     """Add up what the ranks that hold the same rows have of their gradient."""
     assert parameter.grad is not None
-    gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    gradient = local(parameter.grad)
     for segment, start, length, place in cut.rows.shared_segments(axis.rank):
         own = gradient.narrow(cut.dim, start, length)
         shape = [*own.shape]

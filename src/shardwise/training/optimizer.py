@@ -39,8 +39,9 @@ def make_optimizer(
     `decayed`: names of the parameters on which weight decay acts, since a shard need not show its parameter's shape.
     Each group has its parameters' names in `param_names`: what is saved of an optimizer is saved by name.
     """
-    # One group per kind of tensor: an optimizer's multi-tensor path refuses plain tensors beside
-    # DTensors, and DTensors of several meshes. And one that may be empty: a pipeline's stage need not have anything to train, but has a learning rate.
+    # One group per kind of tensor: an optimizer's multi-tensor path refuses plain tensors beside DTensors, and DTensors
+    # of several meshes. And one that may be empty: a pipeline's stage need not have anything to train, but has a
+    # learning rate.
     kinds: dict[tuple[Any, bool], list[tuple[str, nn.Parameter]]] = {(None, False): []} if not named else {}
     for name, parameter in named:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None

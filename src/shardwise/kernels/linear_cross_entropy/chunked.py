@@ -20,7 +20,7 @@ CHUNK_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's tokens, where each of some ranks has other rows of the weight; reductions are element by element."""
+    """Which tokens a rank has, where each of some ranks has other rows of the weight; reductions are elementwise."""
 
     first: int  # of this rank's tokens
     most: int  # tokens that a rank has: chunks are alike on all
@@ -44,8 +44,10 @@ def linear_cross_entropy(
     hidden [N, D], weight [V, D], labels [N] int64, bias [V]; without `softcap`, of z itself. Returns a float32 scalar
     (float64 of float64). Products are in the inputs' dtype, or autocast's; softmax, and sums over chunks, in float32.
     A row whose label is `ignore_index` costs nothing and its gradient is exactly 0; a gradient that nobody needs is not
-    computed. With a `vocabulary`, weight and bias are this rank's rows, the loss is that of all, equal on every rank, and
-    the gradient of `hidden` is this rank's summand. With a trained weight, a second backward through the same loss is an error, raised by autograd.
+    computed. With a trained weight, a second backward through the same loss is an error, raised by autograd.
+
+    With a `vocabulary`, weight and bias are this rank's rows; the loss is that of all tokens, equal on every rank, and
+    the gradient of `hidden` is this rank's summand.
     """
     rows = (labels != ignore_index).nonzero().squeeze(1)
     hidden = hidden.index_select(0, rows)
@@ -126,23 +128,22 @@ def _loss_and_gradients(
                 slope = 1 - z * z
                 z.mul_(softcap)
             peak = z.amax(1, keepdim=True)
-            z.sub_(vocabulary.largest(peak) if vocabulary else peak)
-            own = None
+            own = torch.ones_like(peak)  # 1 where this rank has the target's logit
             if vocabulary:
+                peak = vocabulary.largest(peak)
                 targets = targets - vocabulary.first
-                own = (targets >= 0) & (targets < len(weight))  # what this rank has the logits of
-                targets = targets.where(own, 0)
-            target_logits = z.gather(1, targets)
+                own = ((targets >= 0) & (targets < len(weight))).to(peak.dtype)
+                targets = targets.clamp(0, len(weight) - 1)
+            z.sub_(peak)
+            target_logits = z.gather(1, targets) * own
             total = z.exp_().sum(1, keepdim=True)
             if vocabulary:
                 # Two numbers a row, from every rank to all.
-                total, target_logits = vocabulary.add_up(torch.stack([total, target_logits * own]))
+                total, target_logits = vocabulary.add_up(torch.stack([total, target_logits]))
             loss += (total.log() - target_logits).sum()
             if not any(needed):
                 continue
-            z.mul_(lift / total).scatter_add_(
-                1, targets, torch.full_like(total, -lift) if own is None else -lift * own.to(total.dtype)
-            )
+            z.mul_(lift / total).scatter_add_(1, targets, own.mul_(-lift))
             if slope is not None:
                 z.mul_(slope)
             narrow.copy_(z)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
 from shardwise.models.tensor_splits.base import (
     BlockSplit,
@@ -19,7 +19,7 @@ from shardwise.models.tensor_splits.base import (
 )
 
 
-def attention(block: nn.Module, num_ranks: int) -> BlockSplit:
+def attention(block: Any, num_ranks: int) -> BlockSplit:
     """q, k, v by heads, o by what they give: the shape of most families, with grouped heads or without.
 
     With fewer key/value heads than ranks, neighbours hold the same one. Norms of q and k over a head are held whole;
@@ -52,7 +52,7 @@ def attention(block: nn.Module, num_ranks: int) -> BlockSplit:
     return BlockSplit(weights, groups, norms)
 
 
-def gpt2_attention(block: nn.Module, num_ranks: int) -> BlockSplit:
+def gpt2_attention(block: Any, num_ranks: int) -> BlockSplit:
     """q, k and v lie one after the other in one Conv1D."""
     require_divides(num_ranks, block.num_heads, "attention heads")
     width = block.embed_dim

@@ -1,9 +1,9 @@
 """The words in which a block, a mixer or a feed-forward of a layer, says how it is cut over tensor-parallel ranks.
 
-A block takes hidden states [B, T, D] that are equal on every rank. Each rank computes with its share of the weights what
-is one summand of the block's output; what is added up is the output alone. So whatever lies between, a state, a gate, a
-router, an adapter's factor, needs no reduction of its own, as long as a rank can compute its share without the others';
-weights that every rank holds whole get a summand of their gradient on each.
+A block takes hidden states [B, T, D] that are equal on every rank. With its share of the weights, each rank computes a
+summand of the block's output; only the output is added up. So whatever lies between, a state, a gate, a router, an
+adapter's factor, needs no reduction of its own, as long as a rank can compute its share without the others'; weights
+that every rank holds whole get a summand of their gradient on each.
 Source of the scheme: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3.
 """
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
-from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 
@@ -85,7 +85,8 @@ class Rows:
 
     def shared_segments(self, rank: int) -> list[tuple[Segment, int, int, int]]:
         """(segment, start, length, place) of what a rank shares with others: where it starts among the rank's rows, how
-        long it is there, and where that lies in the segment."""
+        long it is there, and where that lies in the segment.
+        """
         found, start = [], 0
         for segment in self.segments:
             length = segment.size // segment.shares
@@ -125,7 +126,7 @@ class Cut:
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 """Adds summands up over the ranks; so does its backward."""
-SplitNorm = Callable[[nn.Module, int, Sum], Callable[..., torch.Tensor]]
+SplitNorm = Callable[[Any, int, Sum], Callable[..., torch.Tensor]]
 """(norm, its features on all ranks, sum) -> a forward of the norm that is given this rank's features."""
 
 
@@ -136,15 +137,15 @@ class BlockSplit:
     weights: Mapping[str, Cut]
     """By parameter; all others are held whole by every rank."""
     attributes: Mapping[str, int] = field(default_factory=dict)
-    """What the block's own code must take for its sizes, by path of the attribute."""
+    """What the block's own code must take for its sizes, by path of the attribute. (A Conv1D's is set for it.)"""
     norms: Mapping[str, SplitNorm] = field(default_factory=dict)
     """Modules that normalise over features that are cut."""
     summed: tuple[str, ...] = ()
     """Linears within the block that multiply features that are cut, and whose whole output every rank needs."""
 
 
-def rms_norm(norm: nn.Module, num_features: int, add_up: Sum) -> Callable[[torch.Tensor], torch.Tensor]:
-    """w x / sqrt(mean(x^2) + eps), in float32 but for the product with w, as transformers' llama has it."""
+def rms_norm(norm: Any, num_features: int, add_up: Sum) -> Callable[[torch.Tensor], torch.Tensor]:
+    """W x / sqrt(mean(x^2) + eps), in float32 but for the product with w, as transformers' llama has it."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -154,7 +155,7 @@ def rms_norm(norm: nn.Module, num_features: int, add_up: Sum) -> Callable[[torch
     return forward
 
 
-SplitBlock = Callable[[nn.Module, int], BlockSplit]
+SplitBlock = Callable[[Any, int], BlockSplit]
 """(a block on any device, number of ranks) -> how it is cut; raises Indivisible."""
 
 
@@ -177,7 +178,7 @@ def require_divides(num_ranks: int, size: int, what: str) -> None:
         raise Indivisible(f"{size} {what}")
 
 
-def linear(block: nn.Module, name: str, features: str, rows: Rows) -> dict[str, Cut]:
+def linear(block: Any, name: str, features: str, rows: Rows) -> dict[str, Cut]:
     """The weights of a linear (or Conv1D) whose `out` or `in` features are cut, if the block has it.
 
     Its bias is cut with the features that come out; where features that go in are cut, every rank holds it whole.
@@ -193,7 +194,7 @@ def linear(block: nn.Module, name: str, features: str, rows: Rows) -> dict[str, 
     return cuts
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: Any) -> Any:
     """The module of transformers that PEFT may have wrapped."""
     while hasattr(module, "base_layer"):
         module = module.base_layer

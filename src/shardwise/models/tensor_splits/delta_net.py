@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
 from shardwise.models.tensor_splits.base import BlockSplit, Cut, Rows, blocked, even, linear, require_divides
 
 HEADS = "key heads of Gated DeltaNet"
 
 
-def _split(block: nn.Module, num_ranks: int, projections: dict[str, Rows], out: str) -> BlockSplit:
+def _split(block: Any, num_ranks: int, projections: dict[str, Rows], out: str) -> BlockSplit:
     """What is alike in all: the convolution over [q, k, v], decay rates per value head, and the way out."""
     require_divides(num_ranks, block.num_k_heads, HEADS)
     keys, values = block.key_dim, block.value_dim
     channels = blocked(num_ranks, (keys, keys, values), HEADS)
     per_head = even(num_ranks, block.num_v_heads, "value heads of Gated DeltaNet")
-    weights = {name: cut for path, rows in projections.items() for name, cut in linear(block, path, "out", rows).items()}
+    weights = {
+        name: cut for path, rows in projections.items() for name, cut in linear(block, path, "out", rows).items()
+    }
     weights |= linear(block, out, "in", even(num_ranks, values, HEADS))
     weights |= {"conv1d.weight": Cut(0, channels), "A_log": Cut(0, per_head), "dt_bias": Cut(0, per_head)}
     attributes = {
@@ -26,7 +28,7 @@ def _split(block: nn.Module, num_ranks: int, projections: dict[str, Rows], out: 
     return BlockSplit(weights, attributes | {"conv1d.groups": channels.local_size})
 
 
-def qwen3_next(block: nn.Module, num_ranks: int) -> BlockSplit:
+def qwen3_next(block: Any, num_ranks: int) -> BlockSplit:
     """q, k, v and z of a key head lie together, and so do its b and a."""
     keys, values, heads = block.key_dim, block.value_dim, block.num_v_heads
     projections = {
@@ -36,7 +38,7 @@ def qwen3_next(block: nn.Module, num_ranks: int) -> BlockSplit:
     return _split(block, num_ranks, projections, "out_proj")
 
 
-def qwen3_5(block: nn.Module, num_ranks: int) -> BlockSplit:
+def qwen3_5(block: Any, num_ranks: int) -> BlockSplit:
     """q, k and v lie one after the other."""
     keys, values = block.key_dim, block.value_dim
     per_head = even(num_ranks, block.num_v_heads, "value heads of Gated DeltaNet")
@@ -49,7 +51,7 @@ def qwen3_5(block: nn.Module, num_ranks: int) -> BlockSplit:
     return _split(block, num_ranks, projections, "out_proj")
 
 
-def olmo_hybrid(block: nn.Module, num_ranks: int) -> BlockSplit:
+def olmo_hybrid(block: Any, num_ranks: int) -> BlockSplit:
     """Each has a linear of its own."""
     keys, values = (even(num_ranks, size, HEADS) for size in (block.key_dim, block.value_dim))
     per_head = even(num_ranks, block.num_v_heads, "value heads of Gated DeltaNet")

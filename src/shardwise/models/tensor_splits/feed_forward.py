@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
 from shardwise.models.tensor_splits.base import BlockSplit, Cut, blocked, even, linear, unwrapped
 
@@ -12,26 +12,29 @@ DOWN = ("down_proj", "w2", "c_proj")
 """And back."""
 
 
-def mlp(block: nn.Module, num_ranks: int) -> BlockSplit:
+def mlp(block: Any, num_ranks: int) -> BlockSplit:
     """One or two linears up, gate and product if there are two, and one down."""
     return BlockSplit(_mlp(block, "", num_ranks))
 
 
-def _mlp(block: nn.Module, path: str, num_ranks: int) -> dict[str, Cut]:
+def _mlp(block: Any, path: str, num_ranks: int) -> dict[str, Cut]:
     weights: dict[str, Cut] = {}
     for names, features in ((UP, "out"), (DOWN, "in")):
         for name in names:
             module = getattr(block.get_submodule(path), name, None)
             if module is not None:
-                width = getattr(unwrapped(module), f"{features}_features", None) or unwrapped(module).weight.shape[
-                    1 if features == "out" else 0  # Conv1D keeps [in, out]
-                ]
+                width = (
+                    getattr(unwrapped(module), f"{features}_features", None)
+                    or unwrapped(module).weight.shape[
+                        1 if features == "out" else 0  # Conv1D keeps [in, out]
+                    ]
+                )
                 rows = even(num_ranks, width, "feed-forward features")
                 weights |= linear(block, f"{path}.{name}".lstrip("."), features, rows)
     return weights
 
 
-def mixture(block: nn.Module, num_ranks: int) -> BlockSplit:
+def mixture(block: Any, num_ranks: int) -> BlockSplit:
     """Routed experts, stacked [E, out, in], and one that is shared by all tokens; the router is held whole.
 
     Rows of gate and up lie one after the other in one stack.
@@ -50,6 +53,6 @@ def mixture(block: nn.Module, num_ranks: int) -> BlockSplit:
     return BlockSplit(weights)
 
 
-def feed_forward(block: nn.Module, num_ranks: int) -> BlockSplit:
+def feed_forward(block: Any, num_ranks: int) -> BlockSplit:
     """A mixture in some layers and an MLP in others."""
     return mixture(block, num_ranks) if hasattr(block, "experts") else mlp(block, num_ranks)

@@ -41,7 +41,9 @@ def problem(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str | None:
     return None
 
 
-def split_blocks(hf: PreTrainedModel, spec: ModelSpec, layer: LayerSpec, num_ranks: int) -> dict[str, BlockSplit | None]:
+def split_blocks(
+    hf: PreTrainedModel, spec: ModelSpec, layer: LayerSpec, num_ranks: int
+) -> dict[str, BlockSplit | None]:
     """By path in the layer, how each of its blocks is cut; None for one that every rank computes whole.
 
     Raises Indivisible.
@@ -72,7 +74,9 @@ def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
     An adapter is cut as its base is: B with the features that come out, A with those that go in.
     """
     named = dict(block.named_parameters())
-    cuts = {name: split.weights[hf_name(name)] for name in named if not is_adapter(name) and hf_name(name) in split.weights}
+    cuts = {
+        name: split.weights[hf_name(name)] for name in named if not is_adapter(name) and hf_name(name) in split.weights
+    }
     names = {parameter: name for name, parameter in named.items()}
     for path, layer in adapter_layers(block).items():
         cut = split.weights.get(path) or split.weights.get(f"{path}.weight")
