@@ -26,7 +26,8 @@ def attention(block: Any, num_ranks: int) -> BlockSplit:
     those over all heads are cut.
     """
     head_dim = block.head_dim
-    num_heads = unwrapped(block.get_submodule("o_proj")).in_features // head_dim
+    leaves = "o_proj" if hasattr(block, "o_proj") else "out_proj"
+    num_heads = unwrapped(block.get_submodule(leaves)).in_features // head_dim
     num_kv_heads = unwrapped(block.get_submodule("v_proj")).out_features // head_dim
     require_divides(num_ranks, num_heads, "attention heads")
     shares = min(num_ranks, num_kv_heads)
@@ -40,7 +41,7 @@ def attention(block: Any, num_ranks: int) -> BlockSplit:
         **linear(block, "q_proj", "out", queries),
         **linear(block, "k_proj", "out", keys),
         **linear(block, "v_proj", "out", keys),
-        **linear(block, "o_proj", "in", out),
+        **linear(block, leaves, "in", out),
     }
     norms = {}
     for name, rows in (("q_norm", queries), ("k_norm", keys)):
@@ -50,6 +51,20 @@ def attention(block: Any, num_ranks: int) -> BlockSplit:
             norms[name] = rms_norm
     groups = {"num_key_value_groups": num_heads // num_ranks * shares // num_kv_heads}
     return BlockSplit(weights, groups, norms)
+
+
+def latent_attention(block: Any, num_ranks: int) -> BlockSplit:
+    """Keys and values (and queries, if they have a rank) are made of a latent that all heads share and is whole."""
+    require_divides(num_ranks, block.num_heads, "attention heads")
+    weights: dict[str, Cut] = {}
+    for name, head_dim, features in (
+        ("q_proj", block.qk_head_dim, "out"),
+        ("q_b_proj", block.qk_head_dim, "out"),
+        ("kv_b_proj", block.qk_nope_head_dim + block.v_head_dim, "out"),
+        ("o_proj", block.v_head_dim, "in"),
+    ):
+        weights |= linear(block, name, features, even(num_ranks, block.num_heads * head_dim, "attention heads"))
+    return BlockSplit(weights)
 
 
 def gpt2_attention(block: Any, num_ranks: int) -> BlockSplit:

@@ -194,6 +194,11 @@ def linear(block: Any, name: str, features: str, rows: Rows) -> dict[str, Cut]:
     return cuts
 
 
+def depthwise(block: Any, name: str, channels: Rows) -> dict[str, Cut]:
+    """The weights of a convolution that has one filter for each channel."""
+    return {f"{name}.{own}": Cut(0, channels) for own, _ in block.get_submodule(name).named_parameters()}
+
+
 def unwrapped(module: Any) -> Any:
     """The module of transformers that PEFT may have wrapped."""
     while hasattr(module, "base_layer"):
