@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from shardwise.metrics.hardware import environment
 from tests.distributed import run_ranks
 from tests.parity.cells import ALL
-from tests.parity.harness import TOLERANCE, Cell, Outcome, compare, run_cell, verdict
+from tests.parity.harness import TOLERANCE, Cell, Outcome, compare, control, run_cell, tolerance, verdict
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,13 +64,15 @@ def run(cell: Cell, references: dict[Cell, Outcome]) -> dict[str, Any]:
         "split": list(cell.split),
     }
     try:
-        reference = cell.reference()
-        if reference not in references:
-            (references[reference],) = run_ranks(1, run_cell, reference)
+        reference, float32 = cell.reference(), control(cell)
+        for one in (reference, float32):
+            if one is not None and one not in references:
+                (references[one],) = run_ranks(1, run_cell, one)
         errors = compare(run_ranks(cell.nproc, run_cell, cell), references[reference])
+        most = tolerance(references[reference], references[float32]) if float32 else TOLERANCE
     except Exception as error:  # a cell that fails is a row with its reason, never a gap
         return {**row, "status": "failed", "reason": str(error).strip().splitlines()[-1], "errors": {}}
-    wrong = verdict(errors)
+    wrong = verdict(errors, most)
     return {**row, "status": "wrong" if wrong else "ok", "reason": "; ".join(wrong), "errors": errors}
 
 

@@ -7,12 +7,17 @@ from itertools import product
 
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.parallel.compose import LAYOUTS as PROVEN
+from shardwise.parallel.compose import WITH_TENSOR
 from shardwise.schedule.orders import SPLITTING
 from tests.parity.harness import FAMILIES, Cell
 from tests.parity.pipelines import FIXED as FIXED_PIPELINES
 from tests.parity.pipelines import PIPELINES, WITH_DATA
+from tests.parity.tensors import FIXED as FIXED_TENSORS
+from tests.parity.tensors import TENSORS
 
-LAYOUTS = tuple(layout for layout in PROVEN if layout != "single" and not layout.startswith("pp"))
+LAYOUTS = tuple(
+    layout for layout in PROVEN if layout != "single" and not layout.startswith("pp") and layout not in WITH_TENSOR
+)
 MODES = ("lora", "full")
 
 # One more thing that differs from the plain cell. `naive`: one flat parameter per layer under fsdp1; `offload-...`:
@@ -47,7 +52,7 @@ VARIANTS = (
 )
 
 # At 2 processes hsdp has 1 shard and 2 replicas: still its own code path.
-ALL = (*(Cell(*point) for point in product(FAMILIES, LAYOUTS, MODES, (2, 4))), *VARIANTS, *PIPELINES)
+ALL = (*(Cell(*point) for point in product(FAMILIES, LAYOUTS, MODES, (2, 4))), *VARIANTS, *PIPELINES, *TENSORS)
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
 _FIXED = (
@@ -77,6 +82,7 @@ _FIXED = (
     Cell("llama", "fsdp2", "full", 2, "float16"),
     Cell("qwen3_5_text", "fsdp2", "lora", 2, "compile"),
     *FIXED_PIPELINES,
+    *FIXED_TENSORS,
 )
 
 
@@ -84,6 +90,10 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
     """What a plain cell covers; a layout is of one of two kinds: weights whole on every rank, or sharded."""
     if cell.variant or cell.split:
         return set()
+    if cell.tp > 1:
+        layout = cell.layout.removesuffix("-sp")
+        shared = "tokens whole" if layout == cell.layout else "tokens shared"
+        return {(cell.family, "tp"), (cell.family, shared), (layout, shared)}
     if cell.schedule:
         backward = "halved" if cell.schedule in SPLITTING else "whole"
         return {(cell.family, "pp"), (cell.schedule, cell.mode), (cell.layout, backward), (cell.layout, cell.mode)}
@@ -94,12 +104,14 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
 def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:
     """`chosen`, and plain cells until every pair is covered: each time one that covers most, of the rarest kind.
 
-    Those of 2 processes; a pipeline that also splits the data takes 4, of the model with the shortest step.
+    Those of 2 processes; of layouts that take more, those of the model with the shortest step.
     """
     plain = [
         c
         for c in ALL
-        if not c.variant and not c.split and (c.nproc == 2 or (c.layout in WITH_DATA and c.family == "llama"))
+        if not c.variant
+        and not c.split
+        and (c.nproc == 2 or ((c.layout in WITH_DATA or c.tp > 1) and c.family == "llama"))
     ]
     left = set().union(*map(pairs, plain)) - set().union(*map(pairs, chosen))
     while left:

@@ -43,9 +43,10 @@ ORDER: tuple[tuple[str, Any], ...] = (
 )
 
 _WITHOUT_TENSOR = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp", "pp", "pp-ddp", "pp-fsdp2", "pp-hsdp")
-_WITH_TENSOR = ("tp", "ddp-tp", "fsdp2-tp", "hsdp-tp", "pp-tp", "pp-ddp-tp", "pp-fsdp2-tp", "pp-hsdp-tp")
-LAYOUTS = (*_WITHOUT_TENSOR, *_WITH_TENSOR, *(f"{layout}-sp" for layout in _WITH_TENSOR))
-"""`sp`: tensor parallelism with sequence parallelism."""
+_TENSOR = ("tp", "ddp-tp", "fsdp2-tp", "hsdp-tp", "pp-tp", "pp-ddp-tp", "pp-fsdp2-tp", "pp-hsdp-tp")
+WITH_TENSOR = (*_TENSOR, *(f"{layout}-sp" for layout in _TENSOR))
+"""`sp`: with sequence parallelism."""
+LAYOUTS = (*_WITHOUT_TENSOR, *WITH_TENSOR)
 EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
 """(family, layout) that is not proven although both are; each with the reason beside it."""
 

@@ -1,0 +1,80 @@
+"""Which cells there are of tensor parallelism; part of `cells.ALL`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.models.families import FAMILIES as FAMILY_FACTS
+from shardwise.parallel.compose import WITH_TENSOR
+from shardwise.schedule.orders import ORDERS
+from tests.parity.harness import FAMILIES, Cell
+
+MODES = ("lora", "full")
+PROCESSES = {"tp": 2, "ddp-tp": 4, "fsdp2-tp": 4, "pp-tp": 4}
+"""By layout, with or without sequence parallelism: as many as give each axis 2 ranks, or 8."""
+WIDE = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "gpt2", "lfm2")
+"""Their tiny models can be dealt out to 4 ranks; key/value heads and groups of `SHARED` are then held by two each."""
+SHARED = ("granitemoehybrid", "jamba")
+
+
+def cell(family: str, layout: str, mode: str, variant: str = "", nproc: int = 0, schedule: str = "1f1b") -> Cell:
+    """A cell of a layout with `tp` in it."""
+    plain = layout.removesuffix("-sp")
+    in_pipeline = plain.startswith("pp")
+    return Cell(family, layout, mode, nproc or PROCESSES.get(plain, 8), variant, schedule if in_pipeline else "")
+
+
+def _plain() -> Iterator[Cell]:
+    for mode in MODES:
+        for family in FAMILIES:
+            for layout in WITH_TENSOR:
+                yield cell(family, layout, mode)
+        for family in (*WIDE, *SHARED):
+            yield from (cell(family, layout, mode, nproc=4) for layout in ("tp", "tp-sp"))
+        for schedule in ORDERS:
+            if schedule != "1f1b":
+                yield from (cell(family, "pp-tp", mode, schedule=schedule) for family in ("llama", "qwen3_next"))
+                yield cell("llama", "pp-tp-sp", mode, schedule=schedule)
+
+
+def _variants() -> Iterator[Cell]:
+    for layout in ("tp", "tp-sp"):
+        for mode in MODES:
+            yield cell("qwen3_5_text", layout, mode, "tied")
+            yield from (cell(family, layout, mode, "bfloat16") for family in ("llama", "qwen3_next"))
+        for family in FAMILIES:
+            yield cell(family, layout, "lora", "checkpointing")
+            if FAMILY_FACTS[family].token_mixers:
+                yield cell(family, layout, "lora", "isolated")
+            if FAMILY_FACTS[family].experts:
+                yield cell(family, layout, "lora", "experts")
+        yield from (cell(family, layout, "lora", "dropout") for family in ("llama", "qwen3_5_text", "gpt2"))
+        yield cell("llama", layout, "lora", "head")
+    for layout in ("ddp-tp", "fsdp2-tp", "pp-tp", "pp-tp-sp"):
+        yield cell("qwen3_5_text", layout, "full", "tied")
+        yield cell("llama", layout, "lora", "dropout")
+        yield cell("qwen3_next", layout, "lora", "checkpointing")
+
+
+TENSORS = (*_plain(), *_variants())
+# Where tests/parity/test_tensor_sensitivity.py plants bugs, and the variants.
+FIXED = (
+    cell("llama", "tp", "lora"),
+    cell("llama", "tp-sp", "lora"),
+    cell("llama", "tp-sp", "full", "bfloat16"),
+    cell("qwen3_5_text", "tp", "full"),
+    cell("qwen3_5_text", "tp-sp", "full", "tied"),
+    cell("qwen3_next", "tp", "full"),
+    cell("qwen3_next", "tp-sp", "lora", "experts"),
+    cell("qwen3_moe", "tp", "full"),
+    cell("olmo_hybrid", "tp", "full"),
+    cell("gpt2", "tp", "full"),
+    cell("llama", "tp", "lora", "dropout"),
+    cell("granitemoehybrid", "tp", "full", nproc=4),
+    cell("llama", "tp-sp", "lora", "head"),
+    cell("nemotron_h", "tp-sp", "lora", "checkpointing"),
+    cell("olmo_hybrid", "tp", "lora", "isolated"),
+    cell("qwen3_next", "fsdp2-tp", "full"),
+    cell("llama", "ddp-tp", "lora"),
+    cell("llama", "pp-fsdp2-tp-sp", "lora"),
+)

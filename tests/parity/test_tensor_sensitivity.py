@@ -1,0 +1,195 @@
+"""Known bugs of tensor parallelism, planted one at a time as in test_sensitivity.py: each must turn a cell red."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise.models import dropout
+from shardwise.models.tensor_splits import attention, base
+from shardwise.parallel import ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
+from shardwise.parallel.reduce import sum_gradients, sum_over
+from shardwise.training import gradients
+from tests.parity.harness import Cell
+from tests.parity.tensors import cell
+from tests.parity.test_sensitivity import check_caught
+
+
+def without_summands(named: str):
+    """The gradients of whole parameters with `named` in their name stay this rank's summand."""
+    block = tensor_parallel._Splitter.split
+
+    def split(self):
+        block(self)
+        self.found.summands -= {name for name in self.found.summands if named in name}
+
+    tensor_parallel._Splitter.split = split
+
+
+def gated_norm_not_summed():
+    without_summands("linear_attn.norm.weight")
+
+
+def whole_factor_not_summed():
+    without_summands("q_proj.lora_A")
+
+
+def layer_norms_not_summed():
+    without_summands("layernorm")
+
+
+def router_not_summed():
+    without_summands("mlp.gate.weight")
+
+
+def blocks_of_rows_taken_for_one():
+    ranges = base.Rows.ranges
+
+    def one(self, rank):
+        if self.shared:
+            return ranges(self, rank)
+        return [(rank * self.local_size, self.local_size)]
+
+    base.Rows.ranges = one
+    base.Rows.in_order = property(lambda self: not self.shared)
+
+
+def key_heads_of_another_group():
+    ranges = base.Rows.ranges
+
+    def turned(self, rank):
+        if not self.shared:
+            return ranges(self, rank)
+        return ranges(self, self.num_ranks - 1 - rank)
+
+    base.Rows.ranges = turned
+
+
+def gradients_of_shared_heads_not_summed():
+    tensor_parallel._add_up_shared = lambda parameter, cut, axis: None
+
+
+def shared_heads_counted_by_each_rank():
+    gradients.counted = lambda parameter: [gradients.local(parameter.grad)]
+
+
+def mask_of_the_first_features_on_every_rank():
+    take = base.Rows.take
+    tensor_modules._share_dropout.__globals__["Rows"] = base.Rows
+
+    def share(block, linear, rows, rank):
+        adapter = block.get_submodule(linear.removesuffix(".base_layer"))
+        for module in adapter.modules():
+            if isinstance(module, dropout.SlotDropout):
+                module.num_features = rows.size
+                module.share = lambda mask: take(rows, mask, -1, 0)
+
+    tensor_modules._share_dropout = share
+
+
+def mask_drawn_for_the_share_alone():
+    tensor_modules._share_dropout = lambda block, linear, rows, rank: None
+
+
+def bias_added_by_each_rank():
+    shares = tensor_modules.Shares
+    within = shares.within
+
+    def unchanged(self, forward):
+        self.changed = {key: change for key, change in self.changed.items() if key[1] != "bias"}
+        return within(self, forward)
+
+    shares.within = unchanged
+
+
+def router_loss_of_each_rank():
+    around = tensor_modules.compute_shares
+
+    def whole(block, split, axis, part):
+        around(block, split, axis, part)
+        if part.router_loss is not None:
+            part.router_loss.gradient_share = 1.0
+
+    tensor_modules.compute_shares = tensor_parallel.compute_shares = whole
+
+
+def squares_of_own_heads_only():
+    norm = base.rms_norm
+    attention.rms_norm = lambda module, features, add_up: norm(module, features // 2, lambda squares: squares)
+
+
+def norm_of_own_shares_only():
+    gradients.sum_over = lambda tensor, mesh, axes: sum_over(tensor, mesh, set(axes) - {"tp"})
+
+
+def tokens_of_the_first_rank_on_every_rank():
+    split_head = tensor_parallel.split_head
+
+    def first(head, vocab_size, axis):
+        split_head(head, vocab_size, axis)
+        for module in tensor_modules.of_type(head, torch.nn.Linear):
+            module.vocabulary = replace(module.vocabulary, first=0)
+
+    tensor_parallel.split_head = first
+
+
+def gradient_of_a_block_not_summed():
+    tensor_axis.TensorAxis.enter = lambda self, x: x
+
+
+def output_summed_twice():
+    leave = tensor_axis.TensorAxis.leave
+    tensor_axis.TensorAxis.leave = lambda self, x: self.sum_up(leave(self, x))
+
+
+def adapters_of_experts_not_scaled():
+    fold = tensor_modules._fold
+
+    def unscaled(wrapper, shares):
+        wrapper.scaling = dict.fromkeys(wrapper.scaling, 1.0)
+        fold(wrapper, shares)
+
+    tensor_modules._fold = unscaled
+
+
+def cut_gradients_of_replicas_not_summed():
+    def whole_ones(parameters, mesh, axes):
+        sum_gradients([p for p in parameters if not isinstance(p, DTensor)], mesh, axes)
+
+    ddp.sum_gradients = whole_ones
+
+
+def what_fsdp2_leaves_whole_not_reduced():
+    fsdp2.trained_whole = lambda pm: iter(())
+
+
+BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
+    (gated_norm_not_summed, cell("qwen3_next", "tp", "full")),
+    (whole_factor_not_summed, cell("llama", "tp", "lora")),
+    (whole_factor_not_summed, cell("llama", "tp-sp", "lora")),
+    (layer_norms_not_summed, cell("qwen3_5_text", "tp-sp", "full", "tied")),
+    (router_not_summed, cell("qwen3_moe", "tp", "full")),
+    (blocks_of_rows_taken_for_one, cell("qwen3_5_text", "tp", "full")),
+    (key_heads_of_another_group, cell("granitemoehybrid", "tp", "full", nproc=4)),
+    (gradients_of_shared_heads_not_summed, cell("granitemoehybrid", "tp", "full", nproc=4)),
+    (shared_heads_counted_by_each_rank, cell("granitemoehybrid", "tp", "full", nproc=4)),
+    (mask_of_the_first_features_on_every_rank, cell("llama", "tp", "lora", "dropout")),
+    (mask_drawn_for_the_share_alone, cell("llama", "tp", "lora", "dropout")),
+    (bias_added_by_each_rank, cell("gpt2", "tp", "full")),
+    (router_loss_of_each_rank, cell("qwen3_moe", "tp", "full")),
+    (squares_of_own_heads_only, cell("olmo_hybrid", "tp", "full")),
+    (norm_of_own_shares_only, cell("llama", "tp", "lora")),
+    (tokens_of_the_first_rank_on_every_rank, cell("llama", "tp", "lora")),
+    (gradient_of_a_block_not_summed, cell("llama", "tp", "lora")),
+    (output_summed_twice, cell("llama", "tp", "lora")),
+    (adapters_of_experts_not_scaled, cell("qwen3_next", "tp-sp", "lora", "experts")),
+    (cut_gradients_of_replicas_not_summed, cell("llama", "ddp-tp", "lora")),
+    (what_fsdp2_leaves_whole_not_reduced, cell("qwen3_next", "fsdp2-tp", "full")),
+)
+
+
+@pytest.mark.parametrize(("bug", "where"), BUGS, ids=[f"{bug.__name__}-{where.layout}" for bug, where in BUGS])
+def test_planted_bug_is_caught(bug: Callable[[], None], where: Cell):
+    check_caught(bug, where)
