@@ -83,9 +83,14 @@ class TensorAxis:
 
     def join_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T/n, D] of every rank to [B, T, D] on all: (n-1) times its bytes reach each rank."""
-        joined = x.new_empty(self.size, *x.shape)
-        all_gather(joined.view(-1), x.contiguous().view(-1), group=self.group)
-        return joined.transpose(0, 1).reshape(len(x), -1, *x.shape[2:])
+        x = x.contiguous()
+        if len(x) == 1:  # and not as a view of what is gathered, which fsdp2 does not like a layer to return
+            joined = x.new_empty(1, self.size * x.shape[1], *x.shape[2:])
+            all_gather(joined.view(-1), x.view(-1), group=self.group)
+            return joined
+        shares = x.new_empty(self.size, *x.shape)
+        all_gather(shares.view(-1), x.view(-1), group=self.group)
+        return shares.transpose(0, 1).reshape(len(x), -1, *x.shape[2:])
 
     def sum_token_shares(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] of every rank to its sum's [B, T/n, D]: (n-1)/n of its bytes leave each rank."""
