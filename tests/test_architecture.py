@@ -107,6 +107,12 @@ def test_config_page_is_what_the_code_says():
     assert [key for key in keys if f"`{key}`" not in committed] == []
 
 
+def test_compatibility_page_is_what_the_code_and_the_results_say():
+    tool = runpy.run_path(str(ROOT / "tools" / "compatibility.py"))
+    committed = (ROOT / "docs" / "reference" / "compatibility.md").read_text(encoding="utf-8")
+    assert committed == tool["page"](), "run python tools/compatibility.py"
+
+
 def test_every_strategy_has_code_a_test_and_a_page():
     shared = {"zero1": "zero", "zero2": "zero", "zero3": "fsdp2"}  # two stages in one file; another name
     strategies = [name for name in get_args(get_type_hints(Parallel)["data"]) if name != "single"]

@@ -93,7 +93,7 @@ REFUSED = {
         "the uniform split takes .* on a rank and the limit is 1e-05; raise it, or let the split be balanced",
     ),
     **{
-        layout: (config(data=layout), rf"pp-{layout} is not proven for llama; use one of .*pp-ddp, pp-fsdp2")
+        layout: (config(data=layout), rf"pp-{layout} is not offered: not proven in a pipeline; use ddp or fsdp2")
         for layout in ("zero1", "zero2", "fsdp1")
     },
     "offload": (config(data="fsdp2", offload="all"), "parallel.offload is not proven in a pipeline; leave it at none"),

@@ -54,6 +54,14 @@ COMPATIBLE: dict[str, frozenset[str]] = {
     family: frozenset(layout for layout in LAYOUTS if (family, layout) not in EXCEPTIONS) for family in FAMILIES
 }
 """Per proven family, the layouts that tests/parity proves; others are refused before memory is taken."""
+REFUSED: dict[str, str] = {
+    "fsdp1-tp": "fsdp1's flat parameters hold no DTensors; use fsdp2",
+    "zero2-tp": "zero2 reduces gradients before those that tensor parallelism adds up are whole; use zero1 or fsdp2",
+    "pp-zero1": "not proven in a pipeline; use ddp or fsdp2",
+    "pp-zero2": "not proven in a pipeline; use ddp or fsdp2",
+    "pp-fsdp1": "not proven in a pipeline; use ddp or fsdp2",
+}
+"""Why a layout is not offered, with what else would do."""
 UNPROVEN = frozenset(layout for layout in _WITHOUT_TENSOR if not layout.startswith("pp"))
 """The layouts of a family that is not listed: those that ask nothing of a model's inside."""
 
@@ -69,8 +77,10 @@ def layout(cfg: RunConfig) -> str:
 def check(cfg: RunConfig, family: str) -> None:
     """Refuse a composition that is not proven for a family, or is not offered for one that is not listed."""
     offered = COMPATIBLE.get(family, UNPROVEN)
-    if layout(cfg) not in offered:
-        raise UserError(f"{layout(cfg)} is not proven for {family}; use one of {', '.join(sorted(offered))}")
+    if (asked := layout(cfg)) not in offered:
+        if why := REFUSED.get(asked.removesuffix("-sp")):
+            raise UserError(f"{asked} is not offered: {why}")
+        raise UserError(f"{asked} is not proven for {family}; use one of {', '.join(sorted(offered))}")
     if cfg.parallel.pp > 1:
         _check_pipeline(cfg)
 
