@@ -143,8 +143,10 @@ def _logits_or_loss(
     hidden: torch.Tensor,
     labels: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if not axis.shares_tokens:  # else the final norm has done it
+        hidden = axis.enter(hidden)
     if labels is not None:
-        return inner(hidden if axis.shares_tokens else axis.enter(hidden), labels)  # else the final norm has done it
+        return inner(hidden, labels)
     logits = inner(hidden)  # [B, T, V/n]
     shape = torch.Size([*logits.shape[:-1], vocab_size])
     stride = torch.empty(shape, device="meta").stride()
