@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from shardwise.interfaces import Mesh
 from shardwise.parallel.reduce import all_gather, reduce_scatter
@@ -55,9 +56,16 @@ class TensorAxis:
         """Summands are added up; each rank needs the whole gradient."""
         return _Moved.apply(x, self.sum, _as_is)
 
-    def sum_within(self, x: torch.Tensor) -> torch.Tensor:
-        """Within a block that is cut: summands are added up, and so are the summands of the gradient."""
-        return _Moved.apply(x, self.sum, self.sum)
+    def sum_within(self, x: torch.Tensor, shares: int = 1) -> torch.Tensor:
+        """Within a block that is cut: summands are added up, and so are the summands of the gradient.
+
+        With more shares than one: over the neighbours that hold the same one, but those of all are sent.
+        """
+        if shares == 1:
+            return _Moved.apply(x, self.sum, self.sum)
+        place = self.rank * shares // self.size
+        own = F.one_hot(torch.tensor(place, device=x.device), shares).to(x.dtype)
+        return _Moved.apply(x.unsqueeze(-1) * own, self.sum, self.sum)[..., place]
 
     def share_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """From what is equal on every rank to each one's tokens."""

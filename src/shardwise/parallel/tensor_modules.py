@@ -87,6 +87,10 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: 
         owner = block.get_submodule(name.rpartition(".")[0])
         if isinstance(base := unwrapped(owner), Conv1D) and name.endswith(".weight") and cut.dim == 1:
             base.nf = cut.rows.local_size
+    for name, cut in split.buffers.items():
+        owner, _, buffer = name.rpartition(".")
+        module = block.get_submodule(owner)
+        module._buffers[buffer] = cut.rows.take(module.get_buffer(buffer), cut.dim, axis.rank)
     for name, norm in split.norms.items():
         module: Any = block.get_submodule(name)
         module.forward = norm(module, module.weight.numel(), axis.sum_within)
@@ -103,7 +107,21 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: 
             _fold(module, shares)
         if part.router_loss is not None and any(module is router for router in part.router_loss.routers):
             part.router_loss.gradient_share = 1 / axis.size  # as every rank gives a summand of the block's gradient
-    block.forward = around(shares.within(block.forward), axis.enter, axis.leave)
+    forward = as_in_evaluation(block, block.forward) if split.as_in_evaluation else block.forward
+    block.forward = around(shares.within(forward), axis.enter, axis.leave)
+
+
+def as_in_evaluation(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward during which the block, but none of the modules in it, says that it is not in training."""
+
+    def evaluating(*args: Any, **kwargs: Any) -> Any:
+        training, block.training = block.training, False
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            block.training = training
+
+    return evaluating
 
 
 def of_type(module: nn.Module, kind: type[nn.Module]) -> list[Any]:

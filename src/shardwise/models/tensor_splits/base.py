@@ -124,8 +124,9 @@ class Cut:
     rows: Rows
 
 
-Sum = Callable[[torch.Tensor], torch.Tensor]
-"""Adds summands up over the ranks; so does its backward."""
+Sum = Callable[..., torch.Tensor]
+"""Adds summands up over the ranks, or, given a number of shares too, over the neighbours that hold the same one; so
+does its backward."""
 SplitNorm = Callable[[Any, int, Sum], Callable[..., torch.Tensor]]
 """(norm, its features on all ranks, sum) -> a forward of the norm that is given this rank's features."""
 
@@ -142,6 +143,10 @@ class BlockSplit:
     """Modules that normalise over features that are cut."""
     summed: tuple[str, ...] = ()
     """Linears within the block that multiply features that are cut, and whose whole output every rank needs."""
+    buffers: Mapping[str, Cut] = field(default_factory=dict)
+    """Those of which a rank needs its share only."""
+    as_in_evaluation: bool = False
+    """In training too, the block's own code must not take a kernel for training that runs past its modules."""
 
 
 def rms_norm(norm: Any, num_features: int, add_up: Sum) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -17,6 +17,16 @@ def mlp(block: Any, num_ranks: int) -> BlockSplit:
     return BlockSplit(_mlp(block, "", num_ranks))
 
 
+def gate_up_mlp(block: Any, num_ranks: int) -> BlockSplit:
+    """One linear up, whose first half is the gate of the second, and one down."""
+    width = unwrapped(block.output_linear).in_features
+    rows = blocked(num_ranks, (width, width), "feed-forward features")
+    return BlockSplit(
+        linear(block, "input_linear", "out", rows)
+        | linear(block, "output_linear", "in", even(num_ranks, width, "feed-forward features"))
+    )
+
+
 def _mlp(block: Any, path: str, num_ranks: int) -> dict[str, Cut]:
     weights: dict[str, Cut] = {}
     for names, features in ((UP, "out"), (DOWN, "in")):
