@@ -99,6 +99,7 @@ class _Splitter:
     axis: TensorAxis
     found: Found
     made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)  # tied parameters stay one
+    blocks: list[str] = field(default_factory=list)
 
     def split(self) -> None:
         """Blocks, the embedding, the head, and where tokens are shared out."""
@@ -117,6 +118,7 @@ class _Splitter:
             self._share_tokens()
 
     def _block(self, path: str, split: BlockSplit | None) -> None:
+        self.blocks.append(f"{path}.")
         block = self.part.hf.get_submodule(path)
         if split is None:  # every rank computes the same
             block.forward = around(block.forward, self.axis.gather_tokens, self.axis.share_tokens)
@@ -155,10 +157,9 @@ class _Splitter:
         paths = [layer.name for layer in spec.layers] + ([spec.norm] if spec.last else [])
         if not paths:
             return
-        inside = {f"{layer.name}.{path}." for layer in spec.layers for path in split_blocks(hf, spec, layer, axis.size)}
         for path in paths:
             for name, _ in hf.get_submodule(path).named_parameters():
-                if not any(f"{path}.{name}".startswith(block) for block in inside):
+                if not f"{path}.{name}".startswith(tuple(self.blocks)):
                     self.found.summands.add(f"{path}.{name}")  # a rank's tokens give a summand
         first = hf.get_submodule(paths[0])
         first.forward = around(first.forward, axis.share_tokens, as_it_is)
