@@ -1,0 +1,130 @@
+"""Of every family's tiny model: what is cut, what is whole, and that all of it fits together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from peft.tuners.lora import ParamWrapper
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.config import Lora
+from shardwise.models.families import spec_of
+from shardwise.models.lora import adapter_layers, inject
+from shardwise.models.tensor_splits.base import BlockSplit, unwrapped
+from shardwise.models.tensor_splits.plan import parameter_cuts, problem, split_blocks
+from tests.models.tiny import PLAIN, entries, on_meta, tiny
+
+KIMI = ("forget_gate.f_a_proj", "g_a_proj", "kv_a_proj_with_mqa")  # first factors, of which all heads need the result
+WHOLE = {
+    "tiny-qwen3_moe": {"mlp.gate"},
+    "tiny-qwen3_next": {"mlp.gate", "mlp.shared_expert_gate"},
+    "tiny-nemotron_h": {"mixer.gate"},
+    "tiny-granitemoehybrid": {"block_sparse_moe.router"},
+    "tiny-kimi_linear": {"mlp.gate", *(f"self_attn.{name}" for name in KIMI)},
+    "tiny-jamba": {"feed_forward.router"},
+}
+"""The matrices of a layer that every rank holds whole: routers, and first factors."""
+INDIVISIBLE = {
+    "tiny-qwen3_5": "172 feed-forward features",
+    "tiny-qwen3_next": "32 features of an expert",
+    "tiny-olmo_hybrid": "172 feed-forward features",
+    "tiny-lfm2": "64 channels of a short convolution",
+    "tiny-gpt2": "4 attention heads",
+    "tiny-kimi_linear": "4 heads of Kimi Delta Attention",
+    "tiny-jamba": "128 channels of Mamba",
+}
+"""What 3 ranks cannot share; of the others, attention heads. (The Gated DeltaNets have 6 key heads.)"""
+
+
+def blocks(model: PreTrainedModel, num_ranks: int) -> Iterator[tuple[str, nn.Module, BlockSplit]]:
+    """(path, module, split) of every block of a model; here each of them is cut."""
+    spec = spec_of(model.config, model)
+    for layer in spec.layers:
+        for path, split in split_blocks(model, spec, layer, num_ranks).items():
+            assert split is not None
+            yield f"{layer.name}.{path}", model.get_submodule(f"{layer.name}.{path}"), split
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_matrix_is_cut_or_named_whole(name: str) -> None:
+    model = on_meta(tiny(name))
+    spec = spec_of(model.config, model)
+    cut = {f"{path}.{weight}" for path, _, split in blocks(model, 2) for weight in split.weights}
+    whole = set()
+    for layer in spec.layers:
+        for own, parameter in model.get_submodule(layer.name).named_parameters():
+            if f"{layer.name}.{own}" in cut:
+                continue
+            if parameter.ndim > 1:
+                whole.add(own.removesuffix(".weight"))
+                continue
+            # A norm's weight, or a bias that is added to summands.
+            bias_of_summands = own.endswith(".bias") and f"{layer.name}.{own.removesuffix('bias')}weight" in cut
+            assert "norm" in own or own.startswith("ln_") or bias_of_summands, own
+    assert whole == WHOLE.get(name, set())
+
+
+@pytest.mark.parametrize("num_ranks", (2, 4))
+@pytest.mark.parametrize("name", PLAIN)
+def test_names_and_sizes_are_the_models_own(name: str, num_ranks: int) -> None:
+    model = on_meta(tiny(name))
+    for path, block, split in blocks(model, num_ranks):
+        parameters = dict(block.named_parameters())
+        assert split.weights.keys() <= parameters.keys(), path
+        for weight, cut in split.weights.items():
+            assert cut.rows.num_ranks == num_ranks
+            assert cut.rows.size == parameters[weight].shape[cut.dim], f"{path}.{weight}"
+        for attribute, value in split.attributes.items():
+            owner, _, own = attribute.rpartition(".")
+            whole = getattr(block.get_submodule(owner), own)
+            assert isinstance(whole, int) and whole % value == 0, f"{path}.{attribute}"
+        for module in (*split.norms, *split.summed):
+            assert f"{module}.weight" in split.weights, f"{path}.{module}"
+
+
+@pytest.mark.parametrize("num_ranks", (2, 4))
+@pytest.mark.parametrize("name", PLAIN)
+def test_restoring_gives_every_weight_back(name: str, num_ranks: int) -> None:
+    values = entries(tiny(name))
+    for path, _, split in blocks(on_meta(tiny(name)), num_ranks):
+        for weight, cut in split.weights.items():
+            whole = values[f"{path}.{weight}"]
+            assert torch.equal(cut.rows.restore(cut.rows.arrange(whole, cut.dim), cut.dim), whole), f"{path}.{weight}"
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_an_adapters_share_has_the_shape_of_its_bases_share(name: str) -> None:
+    model = on_meta(tiny(name))
+    inject(model, Lora(r=4, targets="all-linear"), spec_of(model.config, model))
+    adapted = 0
+    for path, block, split in blocks(model, 2):
+        cuts = parameter_cuts(block, split)
+        shapes = {}
+        for own, parameter in block.named_parameters():
+            shapes[own] = [*parameter.shape]
+            if own in cuts:
+                shapes[own][cuts[own].dim] = cuts[own].rows.local_size
+        names = {parameter: own for own, parameter in block.named_parameters()}
+        for module, layer in adapter_layers(block).items():
+            base = unwrapped(layer)
+            (a,), (b,) = (factor.parameters() for factor in (layer.lora_A, layer.lora_B))
+            stack = isinstance(layer, ParamWrapper)
+            weight = getattr(base, layer.parameter_name) if stack else base.weight
+            given, taken = shapes[names[weight]][-2:]
+            if isinstance(base, Conv1D):
+                given, taken = taken, given
+            assert (shapes[names[b]][0], shapes[names[a]][1]) == (given, taken), f"{path}.{module}"
+            assert shapes[names[a]][0] == shapes[names[b]][1]  # the rank, of all experts together
+            adapted += 1
+    assert adapted == len(adapter_layers(model))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_3_ranks_cannot_share_is_named(name: str) -> None:
+    model = on_meta(tiny(name))
+    found = problem(model, spec_of(model.config, model), 3)
+    assert found == INDIVISIBLE.get(name, f"{model.config.num_attention_heads} attention heads")
