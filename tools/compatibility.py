@@ -1,4 +1,4 @@
-"""Write docs/reference/compatibility.md from what is offered and what has been proven: `python tools/compatibility.py`."""
+"""Write docs/reference/compatibility.md from what is offered and what was proven: `python tools/compatibility.py`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ RESULTS = ROOT / "results" / "parity.json"
 HEAD = """\
 # Which layout trains which family
 
-A layout is named by its parts: `pp` pipeline; `ddp`, `zero1`, `zero2`, `fsdp1`, `fsdp2`, `hsdp` (fsdp2 with replicas) over the
-data; `tp` tensor and `sp` sequence parallelism. A number stands where a family may run under a layout, and says on how many
-processes that was proven to compute what one process computes: losses, gradients, gradient norm, weights after three steps
-and what is left on disk, with LoRA and in full (docs/concepts/parity.md). Everything else is refused before memory is taken.
+A layout is named by its parts: `pp` pipeline; `ddp`, `zero1`, `zero2`, `fsdp1`, `fsdp2`, `hsdp` (fsdp2 with replicas)
+over the data; `tp` tensor and `sp` sequence parallelism. A number stands where a family may run under a layout, and
+says on how many processes that was proven to compute what one process computes: losses, gradients, gradient norm,
+weights after three steps and what is left on disk, with LoRA and in full (docs/concepts/parity.md). Everything else
+is refused before memory is taken.
 
-The proof of an entry are the rows of [`results/parity.json`](../../results/parity.json) whose ids begin with FAMILY-LAYOUT
-(in a pipeline each of its schedules has rows; here counts 1f1b) and end with the number of processes; to run them again:
-`python -m tests.parity --only=FAMILY-LAYOUT-`. Families that are not listed here run under what asks nothing of a model's
-inside: single, ddp, zero1, zero2, fsdp1, fsdp2, hsdp.
+The proof of an entry are the rows of [`results/parity.json`](../../results/parity.json) whose ids begin with
+FAMILY-LAYOUT (in a pipeline each of its schedules has rows; here counts 1f1b) and end with the number of processes;
+to run them again: `python -m tests.parity --only=FAMILY-LAYOUT-`. Families that are not listed here run under what
+asks nothing of a model's inside: single, ddp, zero1, zero2, fsdp1, fsdp2, hsdp.
 
 This page is written by `tools/compatibility.py`.
 """
