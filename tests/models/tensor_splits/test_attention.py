@@ -16,10 +16,10 @@ HEAD_DIM = 2
 
 
 def block(num_heads: int, num_kv_heads: int) -> LlamaAttention:
+    config = LlamaConfig(
+        hidden_size=HEAD_DIM * num_heads, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads
+    )
     with torch.device("meta"):
-        config = LlamaConfig(
-            hidden_size=8, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads, head_dim=HEAD_DIM
-        )
         return LlamaAttention(config, 0)
 
 
