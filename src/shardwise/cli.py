@@ -97,7 +97,7 @@ def split(cfg: RunConfig, nproc: int | None, profiled: bool, out: str | None) ->
     if profiled:
         anyhow = replace(cfg, parallel=replace(cfg.parallel, memory_limit_gib=None))  # measured, it may be met
         plan(anyhow, nproc)
-        if code := measure(cfg, nproc or cfg.parallel.pp):
+        if code := measure(cfg, nproc or cfg.parallel.pp * cfg.parallel.tp):
             return code
     planned = plan(cfg, nproc)
     console = Console()
@@ -203,7 +203,9 @@ def build_parser() -> Parser:
     split.add_argument(
         "--profile", action="store_true", help="measure this model on this machine first; kept for later runs"
     )
-    split.add_argument("--nproc", type=int, metavar="N", help="processes of the run (default parallel.pp)")
+    split.add_argument(
+        "--nproc", type=int, metavar="N", help="processes of the run (default parallel.pp x parallel.tp)"
+    )
     split.add_argument("-o", "--out", metavar="DIR", help="write split.json, split.svg and trace.json there")
 
     models = commands.add_parser(

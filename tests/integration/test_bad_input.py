@@ -86,6 +86,11 @@ CASES = {
     ),
     "a pipeline's key without one": (["--parallel.split=uniform"], r"split is uniform, for a pipeline; set"),
     "schedule": (["--parallel.pp=2", "--parallel.schedule=zb"], r"parallel.schedule is .zb.: input should be .gpipe"),
+    "shares of a layer in one process": (
+        ["--parallel.tp=2"],
+        r"parallel.tp is 2, which does not divide the 1 processes; use --nproc 2 or a multiple of it",
+    ),
+    "a key of tensor parallelism without it": (["--parallel.sequence_parallel=true"], r"set parallel.tp to 2 or more"),
     "home of nobody": (["--data.train=~nouser/x"], r"data.train: ~nouser/x matches no file"),
 }
 
@@ -177,6 +182,17 @@ def test_output_folder_that_holds_another_run(run_file, capfd, tmp_path):
 def test_a_world_that_does_not_fit(run_file, capfd):
     line = refused(capfd, run_file, "--nproc=2")
     assert "parallel.data is single but there are 2 processes" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parallel.tp=3"], r"this qwen3_5_text has 172 feed-forward features, which .* use 1, 2 or 4"),
+        (["--parallel.tp=3", "--training.loss=plain"], r"training.loss is plain, .* set it to chunked, or parallel.tp"),
+    ],
+)
+def test_shares_of_layers_that_there_are_not(run_file, capfd, arguments, message):
+    assert re.search(message, refused(capfd, run_file, "--nproc=3", *arguments))
 
 
 def test_a_tokenizer_that_is_none(run_file, capfd, tmp_path):

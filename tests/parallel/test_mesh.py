@@ -12,13 +12,13 @@ from tests.distributed import run_ranks
 
 
 def config(
-    data: str = "single", dp_replicate: int = 1, global_batch: int = 8, micro_batch: int = 1, pp: int = 1
+    data: str = "single", dp_replicate: int = 1, global_batch: int = 8, micro_batch: int = 1, pp: int = 1, tp: int = 1
 ) -> RunConfig:
     return RunConfig(
         Model("m"),
         Data("d"),
         Training("o", global_batch_size=global_batch, micro_batch_size=micro_batch, device="cpu"),
-        parallel=Parallel(data, dp_replicate, pp=pp),
+        parallel=Parallel(data, dp_replicate, pp=pp, tp=tp),
     )
 
 
@@ -57,8 +57,11 @@ def test_what_is_left_of_the_world(data, dp_replicate, world, expected):
         (
             config("fsdp2", 3, pp=2),
             4,
-            r"dp_replicate is 3, .* the 2 processes of each of the 2 stages; use one of \[1, 2\]",
+            r"dp_replicate is 3, .* the 2 processes that hold each of the 2 parts of the model; use one of \[1, 2\]",
         ),
+        (config(tp=4), 2, "parallel.tp is 4, which does not divide the 2 processes; use --nproc 4 or a multiple of it"),
+        (config(pp=2, tp=2), 2, "parallel.pp x parallel.tp is 4, which does not divide the 2 processes; use --nproc 4"),
+        (config(tp=2), 4, "parallel.data is single but there are 4 processes; use --nproc 2, or parallel.data ddp or"),
         (config("ddp", global_batch=6, pp=2), 8, "global_batch_size 6 is not a multiple of 4 .* use 4 or 8"),
     ],
 )
@@ -73,6 +76,18 @@ def test_sizes_that_do_not_fit_say_what_would(cfg, world, message):
 def test_a_pipeline_leaves_the_rest_of_the_world_to_data(data, dp_replicate, expected):
     sizes = mesh_sizes(config(data, dp_replicate, pp=2), 8)
     assert (sizes["pp"], sizes["dp_replicate"], sizes["dp_shard"]) == (2, *expected)
+
+
+def test_tensor_ranks_are_neighbours_and_read_the_same_rows():
+    sizes = mesh_sizes(config("fsdp2", 2, pp=2, tp=2), 16)
+    assert list(sizes.items()) == [("pp", 2), ("dp_replicate", 2), ("dp_shard", 2), ("cp", 1), ("tp", 2)]
+    results = run_ranks(4, _slots_with_tensor)
+    assert results == [(range(4), 0), (range(4), 1), (range(4, 8), 0), (range(4, 8), 1)]
+
+
+def _slots_with_tensor() -> tuple[range, int]:
+    mesh = build_mesh(config("ddp", tp=2), torch.device("cpu"))
+    return mesh.slots(8), mesh.dense.get_local_rank("tp")
 
 
 def _slots() -> tuple[list[int], int, int]:

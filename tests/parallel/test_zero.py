@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.interfaces import Mesh
 from shardwise.parallel import zero
 from shardwise.parallel.mesh import build_mesh
-from shardwise.parallel.place import full_tensor
+from shardwise.parallel.place import full_tensor, local, shard_dim
 from shardwise.training.build import build
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
@@ -26,7 +26,7 @@ def _sums(bucket_bytes: int) -> bool:
     rank = mesh.dense.get_local_rank("dp_replicate")
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
     wholes = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in zip(SHAPES, dtypes)]
-    trained = [zero._trained(whole, mesh.dense["dp_replicate"]) for whole in wholes]
+    trained = [zero._trained(whole, shard_dim(whole.shape, 3), mesh) for whole in wholes]
     shards = zero.Shards(zero._buckets(trained, mesh.dense.get_group("dp_replicate")))
     right = True
     for repeat in (1, 2):  # the second time gradients are added to those of the first
@@ -42,9 +42,9 @@ def _sums(bucket_bytes: int) -> bool:
     for entry in trained:
         assert isinstance(entry.shard, DTensor)
         within = entry.whole.untyped_storage().data_ptr() == entry.shard.to_local().untyped_storage().data_ptr()
-        right &= within or entry.local.numel() == 0
+        right &= within or local(entry.shard).numel() == 0
         with torch.no_grad():
-            entry.local.fill_(rank)
+            local(entry.shard).fill_(rank)
     shards.gather()
     for entry in trained:
         right &= torch.equal(entry.whole.detach(), full_tensor(entry.shard.detach()))

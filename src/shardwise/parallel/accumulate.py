@@ -20,8 +20,8 @@ from shardwise.schedule.orders import SPLITTING
 
 
 def check(cfg: RunConfig, trained: Iterable[nn.Parameter]) -> None:
-    """UserError where what is trained has no float32 sums: bfloat16 under fsdp1, and in a pipeline where torch's stage
-    adds up, which it does with fsdp2 and where backwards run in two halves.
+    """UserError where what is trained has no float32 sums: bfloat16 under fsdp1 or tensor parallelism, and in a
+    pipeline where torch's stage adds up, which it does with fsdp2 and where backwards run in two halves.
     """
     if cfg.training.accumulation == "model" or all(p.dtype == torch.float32 for p in trained):
         return
@@ -29,6 +29,11 @@ def check(cfg: RunConfig, trained: Iterable[nn.Parameter]) -> None:
         raise UserError(
             "training.accumulation is float32, but in a pipeline with fsdp2 or a zero-bubble schedule the gradients of "
             "bfloat16 weights add up in bfloat16; use 1f1b with ddp, or set model.dtype to float32"
+        )
+    if cfg.parallel.tp > 1:
+        raise UserError(
+            "training.accumulation is float32, but with tensor parallelism the gradients of bfloat16 weights add up in "
+            "bfloat16; set it to model, or model.dtype to float32"
         )
     if cfg.parallel.data == "fsdp1":
         raise UserError(

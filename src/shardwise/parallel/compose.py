@@ -43,7 +43,7 @@ ORDER: tuple[tuple[str, Any], ...] = (
 )
 
 _WITHOUT_TENSOR = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp", "pp", "pp-ddp", "pp-fsdp2", "pp-hsdp")
-_TENSOR = ("tp", "ddp-tp", "fsdp2-tp", "hsdp-tp", "pp-tp", "pp-ddp-tp", "pp-fsdp2-tp", "pp-hsdp-tp")
+_TENSOR = ("tp", "ddp-tp", "zero1-tp", "fsdp2-tp", "hsdp-tp", "pp-tp", "pp-ddp-tp", "pp-fsdp2-tp", "pp-hsdp-tp")
 WITH_TENSOR = (*_TENSOR, *(f"{layout}-sp" for layout in _TENSOR))
 """`sp`: with sequence parallelism."""
 LAYOUTS = (*_WITHOUT_TENSOR, *WITH_TENSOR)
@@ -78,11 +78,36 @@ def check(cfg: RunConfig, family: str) -> None:
     """Refuse a composition that is not proven for a family, or is not offered for one that is not listed."""
     offered = COMPATIBLE.get(family, UNPROVEN)
     if (asked := layout(cfg)) not in offered:
-        if why := REFUSED.get(asked.removesuffix("-sp")):
+        name = asked.removesuffix("-sp")
+        if why := REFUSED.get(name) or REFUSED.get(name.removesuffix("-tp")):
             raise UserError(f"{asked} is not offered: {why}")
         raise UserError(f"{asked} is not proven for {family}; use one of {', '.join(sorted(offered))}")
+    if cfg.parallel.tp > 1:
+        _check_tensor(cfg)
     if cfg.parallel.pp > 1:
         _check_pipeline(cfg)
+
+
+def _check_tensor(cfg: RunConfig) -> None:
+    """Refuse what does not know of weights that are cut within a layer, or is not proven with them."""
+    parallel = cfg.parallel
+    for key, value in (("parallel.offload", parallel.offload), ("training.compile", cfg.training.compile)):
+        if value != "none":
+            raise UserError(
+                f"{key} is {value}, which is not proven with tensor parallelism; set it to none, or parallel.tp to 1"
+            )
+    if parallel.memory_limit_gib is not None:
+        raise UserError(
+            "parallel.memory_limit_gib counts whole layers, not a tensor-parallel rank's share; leave it out, or set "
+            "parallel.tp to 1"
+        )
+    if parallel.sequence_parallel and cfg.data.sequence_length % parallel.tp:
+        below = cfg.data.sequence_length // parallel.tp * parallel.tp
+        raise UserError(
+            f"data.sequence_length is {cfg.data.sequence_length}, which parallel.sequence_parallel cannot deal out to "
+            f"{parallel.tp} ranks; use {f'{below} or ' * (below > 0)}{below + parallel.tp}, or set "
+            "parallel.sequence_parallel to false"
+        )
 
 
 def _check_pipeline(cfg: RunConfig) -> None:

@@ -44,7 +44,7 @@ def mesh_sizes(cfg: RunConfig, world_size: int) -> dict[str, int]:
         if left % parallel.dp_replicate:
             raise UserError(
                 f"parallel.dp_replicate is {parallel.dp_replicate}, which does not divide the {left} "
-                f"processes{f' that each of the {model} parts of a layer or stages has' * (model > 1)}; "
+                f"processes{f' that hold each of the {model} parts of the model' * (model > 1)}; "
                 f"use one of {_divisors(left)}"
             )
         sizes["dp_replicate"] = parallel.dp_replicate

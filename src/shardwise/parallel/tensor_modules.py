@@ -140,9 +140,11 @@ def _look_up(embed: nn.Embedding, axis: TensorAxis, tokens: torch.Tensor) -> tor
     first = axis.rank * -(-embed.weight.shape[0] // axis.size)
     own = (tokens >= first) & (tokens < first + len(weight))
     places = (tokens - first).where(own, 0)
-    assert embed.padding_idx is None, "the row of a padding token has no gradient"
+    # The padding token's row has no gradient, on the rank that has it.
+    padding = None if embed.padding_idx is None else embed.padding_idx - first
+    here = padding is not None and 0 <= padding < len(weight)
     # [B, T, D], of which every other rank has other rows that are not 0.
-    return axis.sum_up(F.embedding(places, weight) * own.unsqueeze(-1))
+    return axis.sum_up(F.embedding(places, weight, padding if here else None) * own.unsqueeze(-1))
 
 
 def split_head(head: nn.Module, vocab_size: int, axis: TensorAxis) -> None:

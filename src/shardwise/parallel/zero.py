@@ -3,7 +3,8 @@
 The optimizer works on shards: DTensors along `dp_replicate` that are views into the whole weights, so they take no
 memory of their own. Gradients reach them by reduce-scatter, (n-1)/n of their float32 bytes leave each rank; what a rank
 has updated it hands to all others in an all-gather after the optimizer's step, (n-1)/n of the trained weights' bytes.
-Together that is what one all-reduce of ddp moves.
+Together that is what one all-reduce of ddp moves. Of what tensor parallelism has cut, a shard is 1/n of this rank's
+share, along another dim; what has no other dim (biases, rates per head) stays whole, and its gradient is all-reduced.
 
 zero1: whole gradients add up over a step's micro-batches and are reduce-scattered once, after the last backward.
 zero2: a bucket of gradients is reduce-scattered in each backward as soon as its last one is there, added to the shards'
@@ -20,14 +21,13 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.place import cut, placed_like, shard_dim
-from shardwise.parallel.reduce import all_gather, reduce_scatter
+from shardwise.parallel.place import cut, free_dim, local, placed_like
+from shardwise.parallel.reduce import all_gather, reduce_scatter, sum_gradients
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that share a collective: enough to use the links well, little beside a model."""
@@ -38,14 +38,8 @@ class Trained:
     """A trained parameter on this rank."""
 
     whole: nn.Parameter
-    shard: nn.Parameter  # a DTensor; its local tensor is a view into `whole`
+    shard: nn.Parameter  # a DTensor; its local tensor is a view into that of `whole`
     dim: int  # that is cut
-
-    @property
-    def local(self) -> torch.Tensor:
-        """The shard as a plain tensor."""
-        assert isinstance(self.shard, DTensor)
-        return self.shard.to_local()
 
 
 @dataclass
@@ -62,7 +56,7 @@ class Bucket:
 
     def sizes(self) -> list[int]:
         """Elements that each entry takes in a rank's row of a buffer: those of the first rank's piece, the largest."""
-        return [piece.numel() for piece in self.cuts(entry.whole for entry in self.entries)[0]]
+        return [piece.numel() for piece in self.cuts(local(entry.whole) for entry in self.entries)[0]]
 
     def places(self, row: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Views into a row of a buffer, one for each of a rank's pieces."""
@@ -87,7 +81,7 @@ class Shards:
     def reduce(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket's whole gradients, in float32, and free them."""
         self.finish()  # at most one is under way: it overlaps with the backward up to the next bucket
-        gradients = [entry.whole.grad for entry in bucket.entries if entry.whole.grad is not None]
+        gradients = [local(entry.whole.grad) for entry in bucket.entries if entry.whole.grad is not None]
         assert len(gradients) == len(bucket.entries), "a trained parameter has no gradient"
         shape = bucket.group.size(), sum(bucket.sizes())
         buffer = torch.empty(shape, dtype=torch.float32, device=gradients[0].device)
@@ -106,14 +100,13 @@ class Shards:
         """Wait for the reduction under way and add what came to the gradients of the shards."""
         for bucket, summed, work in self.pending:
             work.wait()
-            for entry, mine in zip(bucket.entries, bucket.places(summed, [entry.local for entry in bucket.entries])):
+            for entry, mine in zip(bucket.entries, bucket.places(summed, [local(e.shard) for e in bucket.entries])):
                 gradient = entry.shard.grad
                 if gradient is None:
                     kept = mine.to(entry.shard.grad_dtype or mine.dtype, copy=True)
                     entry.shard.grad = placed_like(entry.shard, kept)
                 else:
-                    assert isinstance(gradient, DTensor)
-                    gradient.to_local().add_(mine)
+                    local(gradient).add_(mine)
         self.pending.clear()
 
     def finish_backward(self) -> None:
@@ -131,39 +124,50 @@ class Shards:
     def gather(self) -> None:
         """After the optimizer's step: put the shards that each rank has updated into the whole weights of all."""
         for bucket in self.buckets:
-            own = bucket.entries[0].whole.new_empty(sum(bucket.sizes()))
-            pieces = [entry.local for entry in bucket.entries]
+            own = local(bucket.entries[0].whole).new_empty(sum(bucket.sizes()))
+            pieces = [local(entry.shard) for entry in bucket.entries]
             torch._foreach_copy_(bucket.places(own, pieces), pieces)
             buffer = own.new_empty(bucket.group.size(), len(own))
             # From rank r to all others: its row, in the weights' dtype.
             all_gather(buffer.view(-1), own, group=bucket.group)
-            for row, pieces in zip(buffer, bucket.cuts(entry.whole.detach() for entry in bucket.entries)):
+            for row, pieces in zip(buffer, bucket.cuts(local(entry.whole.detach()) for entry in bucket.entries)):
                 torch._foreach_copy_(pieces, bucket.places(row, pieces))
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Give the optimizer shards of the loaded weights, and keep both in step."""
-    trained = {name: _trained(p, mesh.dense["dp_replicate"]) for name, p in pm.named_parameters() if p.requires_grad}
+    wholes = {name: p for name, p in pm.named_parameters() if p.requires_grad}
+    dims = {name: free_dim(p, mesh.size("dp_replicate")) for name, p in wholes.items()}
+    trained = {name: _trained(wholes[name], dim, mesh) for name, dim in dims.items() if dim is not None}
+    left = [wholes[name] for name, dim in dims.items() if dim is None]
     # Gradients come about in the reverse order of the model.
     shards = Shards(_buckets(reversed(trained.values()), mesh.dense.get_group("dp_replicate")))
 
     def make_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        optimizer = pm.make_optimizer([(name, trained[name].shard) for name, _ in named])
+        optimizer = pm.make_optimizer([(name, trained[name].shard if name in trained else p) for name, p in named])
         optimizer.register_step_post_hook(lambda *_: shards.gather())
         return optimizer
 
+    def reduce() -> None:
+        shards.reduce_all()
+        sum_gradients(left, mesh, ("dp_replicate",))
+
     if cfg.parallel.data == "zero1":
-        return replace(pm, make_optimizer=make_optimizer, reduce_grads=(*pm.reduce_grads, shards.reduce_all))
+        return replace(pm, make_optimizer=make_optimizer, reduce_grads=(*pm.reduce_grads, reduce))
+    assert not left, "of tensor parallelism, with which zero2 is refused"
     for bucket in shards.buckets:
         for entry in bucket.entries:
             entry.whole.register_post_accumulate_grad_hook(lambda _, bucket=bucket: shards.arrive(bucket))
     return replace(pm, make_optimizer=make_optimizer, reduce_grads=(*pm.reduce_grads, shards.finish_backward))
 
 
-def _trained(whole: nn.Parameter, mesh: DeviceMesh) -> Trained:
-    dim = shard_dim(whole.shape, mesh.size())
-    local = cut(whole.detach(), dim, mesh.size())[mesh.get_local_rank()]
-    placed = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+def _trained(whole: nn.Parameter, dim: int, mesh: Mesh) -> Trained:
+    axes, placements = ("dp_replicate",), [Shard(dim)]
+    if isinstance(whole, DTensor):  # along tp
+        axes, placements = ("dp_replicate", "tp"), [Shard(dim), *whole.placements]
+    own = cut(local(whole.detach()), dim, mesh.size("dp_replicate"))[mesh.dense.get_local_rank("dp_replicate")]
+    shape, stride = whole.shape, whole.stride()
+    placed = DTensor.from_local(own, mesh.dense[axes], placements, run_check=False, shape=shape, stride=stride)
     return Trained(whole, nn.Parameter(placed), dim)
 
 
@@ -171,8 +175,8 @@ def _buckets(trained: Iterable[Trained], group: dist.ProcessGroup) -> list[Bucke
     buckets: list[Bucket] = []
     filling: dict[torch.dtype, Bucket] = {}
     for entry in trained:
-        bucket = filling.get(entry.whole.dtype)
-        if bucket is None or sum(e.whole.nbytes for e in bucket.entries) + entry.whole.nbytes > BUCKET_BYTES:
+        bucket, held = filling.get(entry.whole.dtype), local(entry.whole).nbytes
+        if bucket is None or sum(local(e.whole).nbytes for e in bucket.entries) + held > BUCKET_BYTES:
             bucket = filling[entry.whole.dtype] = Bucket(group)
             buckets.append(bucket)
         bucket.entries.append(entry)

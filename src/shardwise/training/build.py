@@ -19,6 +19,7 @@ from shardwise.models.families import FAMILIES, family_of, spec_of, unproven_not
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import check_cut, stages
+from shardwise.models.tensor_splits import plan
 from shardwise.parallel import accumulate, compose
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.parallel.place import fill, materialise
@@ -98,12 +99,16 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
             f"data.sequence_length is {cfg.data.sequence_length}, but {spec.family} has learned only "
             f"{positions} positions; lower it"
         )
+    if cfg.parallel.tp > 1:
+        plan.check(hf, spec, cfg.parallel.tp)
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     accumulate.check(cfg, (p for p in hf.parameters() if p.requires_grad))
     family = family_of(hf)
     parameters = _sizes(hf)
     notes = _notes(cfg, spec)
     counts = None if notes else count_model(hf, spec)
+    if cfg.parallel.tp > 1:
+        notes += tuple(_whole_note(path, held, cfg.parallel.tp) for path, held in plan.whole_blocks(hf, spec).items())
     cut = _cut(cfg, mesh, hf, spec, counts) if cfg.parallel.pp > 1 else None
     if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
         notes += (f"parallel.memory_limit_gib: {caveat}",)
@@ -167,6 +172,13 @@ def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
             "documents end",
         )
     return notes
+
+
+def _whole_note(path: str, num_bytes: int, tp: int) -> str:
+    return (
+        f"parallel.tp: {path} is not dealt out; each of the {tp} ranks holds and computes all of it, {num_bytes:,} "
+        "bytes of weights in all layers together"
+    )
 
 
 def _sizes(hf: torch.nn.Module) -> dict[str, int]:

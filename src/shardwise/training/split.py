@@ -35,7 +35,8 @@ def costs_of(
     """What one micro-batch costs in each unit of a model, bottom up, and where that is known from.
 
     `hf`: the whole model with its adapters, on any device (`meta` too). `counts`: of it, where the run has any.
-    `num_processes`: of the run. `num_shards`: fsdp2's ranks that share a stage.
+    `num_processes`: of the run. `num_shards`: fsdp2's ranks that share a stage. With tensor parallelism costs are those
+    of whole layers: the ranks of a stage share them out alike, so that they compare as the shares do.
 
     Times and activations are those of a profile of this model, run and machine, where the cache has one (UserError if
     it is damaged). Else seconds are the FLOPs that the hardware runs over `flops_per_second`, with the default of 1

@@ -20,6 +20,7 @@ from shardwise.models import load, lora
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import check_cut
+from shardwise.models.tensor_splits.plan import check as check_splits
 from shardwise.parallel import accumulate, compose
 from shardwise.parallel.mesh import mesh_sizes
 from shardwise.schedule.costs import Cost
@@ -60,20 +61,22 @@ class Plan:
 
 
 def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
-    """Cut a run's model as `shardwise train` would on so many processes (default: as many as the pipeline has ranks).
+    """Cut a run's model as `shardwise train` would on so many processes (default: as one copy of the model takes).
 
     UserError as it would, and where there is no pipeline. Torch's threads in this process become those of a rank, for
     which costs are measured and looked up.
     """
     if cfg.parallel.pp == 1:
         raise UserError("parallel.pp is 1, so there is nothing to split; set it to 2 or more (--parallel.pp=2)")
-    world = num_processes or cfg.parallel.pp
+    world = num_processes or cfg.parallel.pp * cfg.parallel.tp
     sizes = mesh_sizes(cfg, world)
     hf_config = load.read_config(cfg.model)
     compose.check(cfg, hf_config.model_type)
     hf = load.build_meta(cfg.model, hf_config)
     check_cut(family_of(hf))
     spec = spec_of(hf_config, hf)
+    if cfg.parallel.tp > 1:
+        check_splits(hf, spec, cfg.parallel.tp)
     if cfg.lora:
         lora.inject(hf, cfg.lora, spec)
     compose.check_tied(cfg, spec)
@@ -137,6 +140,8 @@ def summary(planned: Plan) -> Iterator[str]:
     yield f"costs: {planned.source}"
     if planned.source.startswith(COUNTED):
         yield "shares are worth more than seconds here; shardwise split --profile measures this machine"
+    if parallel.tp > 1:
+        yield f"seconds and memory are those of whole layers, before {parallel.tp} tensor-parallel ranks share them out"
     if caveat := memory_caveat(planned.spec, planned.source):
         yield caveat
 

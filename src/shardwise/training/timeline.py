@@ -69,7 +69,8 @@ def record_timeline(cfg: RunConfig, mesh: Mesh, job: Job, recorder: Recorder) ->
         return {}
     split, costs = job.cut.split, job.cut.source
     measured = recorder.median_step(mesh.dense.get_group("pp"))
-    simulated = None if costs == COUNTED else split.timeline
+    # Costs that are no times of this machine, or of whole layers where ranks have shares, tell nothing about seconds.
+    simulated = None if costs == COUNTED or cfg.parallel.tp > 1 else split.timeline
     pipeline = describe(cfg.parallel, split, costs, measured, simulated)
     if dist.get_rank() == 0:
         write_files(Path(cfg.training.output_dir), pipeline, measured, simulated)

@@ -23,9 +23,10 @@ def check(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> None:
     if found is None:
         return
     sizes = [n for n in range(1, MOST_RANKS + 1) if problem(hf, spec, n) is None]
+    *others, largest = map(str, sizes)
     raise UserError(
-        f"parallel.tp is {num_ranks}, but {spec.family} has {found} here, which cannot be dealt out to so many ranks; "
-        f"use {' or '.join([', '.join(map(str, sizes[:-1])), str(sizes[-1])] if len(sizes) > 1 else ['1'])}"
+        f"parallel.tp is {num_ranks}, but this {spec.family} has {found}, which cannot be dealt out evenly to so many "
+        f"ranks; use {' or '.join(filter(None, (', '.join(others), largest)))}"
     )
 
 

@@ -1,0 +1,148 @@
+"""Tensor parallelism: what is refused before memory is taken, what is held whole, and an embedding's padding token."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise.config import Data, Model, Parallel, RunConfig, Training, UserError
+from shardwise.models import families
+from shardwise.models.families import spec_of
+from shardwise.models.tensor_splits import plan
+from shardwise.parallel import compose
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import local
+from shardwise.parallel.tensor_axis import TensorAxis
+from shardwise.parallel.tensor_modules import split_embedding
+from shardwise.training import build
+from tests.distributed import run_ranks
+from tests.models.tiny import on_meta, tiny
+from tests.parity.harness import Cell, run_config
+
+
+def refusal(family: str = "llama", tp: int = 2, sequence_length: int = 512, **changes: Any) -> str:
+    """Why a run is refused by its run file and its family's name; `changes` in the sections that have the key."""
+    parallel = {key: value for key, value in changes.items() if key in Parallel.__dataclass_fields__}
+    training = {key: value for key, value in changes.items() if key not in parallel}
+    data = Data("d", sequence_length=sequence_length)
+    cfg = RunConfig(Model("m"), data, Training("o", **training), parallel=Parallel(tp=tp, **parallel))
+    with pytest.raises(UserError) as error:
+        compose.check(cfg, family)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"data": "fsdp1"}, "fsdp1-tp is not offered: .*; use fsdp2"),
+        ({"data": "zero2", "sequence_parallel": True}, "zero2-tp-sp is not offered: .*; use zero1 or fsdp2"),
+        ({"data": "fsdp2", "offload": "optimizer"}, "offload is optimizer, .* set it to none, or parallel.tp to 1"),
+        ({"compile": "inductor"}, "training.compile is inductor, .* set it to none, or parallel.tp to 1"),
+        ({"pp": 2, "memory_limit_gib": 8.0}, "memory_limit_gib counts whole layers, .* leave it out, or"),
+        ({"tp": 4, "sequence_length": 30, "sequence_parallel": True}, "4 ranks; use 28 or 32, or set parallel.seq"),
+        ({"tp": 4, "sequence_length": 3, "sequence_parallel": True}, "4 ranks; use 4, or set parallel.seq"),
+        ({"family": "mistral"}, "tp is not proven for mistral; use one of ddp, fsdp1, .*single, "),
+        ({"pp": 2, "data": "zero1"}, "pp-zero1-tp is not offered: .*; use ddp or fsdp2"),
+    ],
+)  # fmt: skip
+def test_what_is_not_proven_with_it_is_refused(changes, told):
+    assert re.search(told, refusal(**changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "told"),
+    [
+        # 8 heads of queries and 4 of keys and values, which neighbours may share; 172 feed-forward features.
+        ("tiny-llama", 3, "parallel.tp is 3, but this llama has 8 attention heads, which .* use 1, 2 or 4$"),
+        ("tiny-llama", 8, "this llama has 172 feed-forward features, "),
+        # Of 256 rows of an embedding 100 ranks would hold 3 each: those above the 86th have none.
+        ("tiny-llama", 100, "this llama has 256 tokens in its vocabulary, "),
+        ("tiny-qwen3_next", 3, "this qwen3_next has 32 features of an expert, which .* use 1, 2 or 4$"),
+    ],
+)
+def test_a_model_that_cannot_be_dealt_out_says_to_how_many_it_can(name, tp, told):
+    hf = on_meta(tiny(name))
+    with pytest.raises(UserError, match=told):
+        plan.check(hf, spec_of(hf.config, hf), tp)
+
+
+def refused_before_memory(changes: dict[str, Any]) -> str:
+    """What `build` says on this rank; no parameter may be given memory before."""
+    cfg = run_config(Cell("llama", "tp", "full", 3 if "tp" in changes else 2))
+    cfg = replace(
+        cfg,
+        model=replace(cfg.model, dtype=changes.get("dtype", "float32")),
+        parallel=replace(cfg.parallel, tp=changes.get("tp", 2)),
+        training=replace(cfg.training, accumulation=changes.get("accumulation", "model")),
+    )
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    build.materialise = None  # ty: ignore[invalid-assignment] (in this forked process)
+    with pytest.raises(UserError) as error:
+        build.build(cfg, mesh)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "changes", "told"),
+    [
+        (3, {"tp": 3}, "which cannot be dealt out evenly to so many ranks; use 1, 2 or 4"),
+        (2, {"dtype": "bfloat16", "accumulation": "float32"}, "set it to model, or model.dtype to float32"),
+    ],
+)
+def test_every_rank_refuses_before_memory_is_taken(nproc, changes, told):
+    first, *others = run_ranks(nproc, refused_before_memory, changes)
+    assert told in first
+    assert others == [first] * (nproc - 1)
+
+
+def notes(cell: Cell) -> tuple[str, ...]:
+    cfg = run_config(cell)
+    return build.build(cfg, build_mesh(cfg, torch.device("cpu"))).notes
+
+
+def test_a_block_that_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
+    llama = families.FAMILIES["llama"]
+    assert run_ranks(2, notes, Cell("llama", "tp", "full", 2)) == [(), ()]
+    monkeypatch.setitem(families.FAMILIES, "llama", replace(llama, splits=llama.splits | {"mlp": None}))
+    layers, width, hidden = (on_meta(tiny("tiny-llama")).config.to_dict()[k] for k in SIZES)
+    num_bytes = layers * 3 * width * hidden * 4  # gate, up and down, in float32
+    for (note,) in run_ranks(2, notes, Cell("llama", "tp", "full", 2)):
+        assert note == (
+            f"parallel.tp: mlp is not dealt out; each of the 2 ranks holds and computes all of it, {num_bytes:,} bytes "
+            "of weights in all layers together"
+        )
+
+
+SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size")
+
+
+def looked_up(padding: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an embedding of 6 rows gives that 2 ranks hold, and this rank's gradient of the sum of its squares."""
+    cfg = run_config(Cell("llama", "tp", "full", 2))
+    axis = TensorAxis.of(build_mesh(cfg, torch.device("cpu")), False)
+    rows = torch.arange(12.0).view(6, 2)
+    embed = nn.Embedding(6, 2, padding_idx=padding)
+    placed = DTensor.from_local(rows.chunk(2)[axis.rank], axis.mesh, [Shard(0)])
+    embed.weight = nn.Parameter(placed)
+    split_embedding(embed, axis)
+    found = embed(TOKENS)
+    found.square().sum().backward()
+    return found.detach(), local(embed.weight.grad)
+
+
+TOKENS = torch.tensor([[0, 4, 4, 1, 5]])
+
+
+@pytest.mark.parametrize("padding", [None, 0, 4])
+def test_a_padding_token_has_no_gradient_where_its_row_is(padding):
+    whole = nn.Embedding.from_pretrained(torch.arange(12.0).view(6, 2), freeze=False, padding_idx=padding)
+    whole(TOKENS).square().sum().backward()
+    outcomes = run_ranks(2, looked_up, padding)
+    assert all(torch.equal(found, whole(TOKENS)) for found, _ in outcomes)
+    assert torch.equal(torch.cat([gradient for _, gradient in outcomes]), whole.weight.grad)
