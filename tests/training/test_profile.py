@@ -169,7 +169,7 @@ def test_a_run_takes_the_profile_of_its_own_number_of_processes(tmp_path, monkey
         assert run_ranks(pp, cut_by, config(tiny("llama"), pp=pp)) == [f"{pp} processes"] * pp
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 0}', '{"schema_version": 1, "units": {"a": {}}}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 0}', '{"schema_version": 2, "units": {"a": {}}}'])
 def test_a_damaged_profile_is_told(content, tmp_path):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(UserError, match=r"a\.json: not a whole profile .* shardwise split --profile"):
