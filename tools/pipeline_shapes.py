@@ -3,9 +3,11 @@
     python tools/pipeline_shapes.py [--out results/pipeline-split]
 
 No weights are needed: the models are built on `meta` from the numbers in SHAPES. Those of Llama and GPT-2 give the
-published numbers of parameters, and Qwen3.5-9B's are transformers' defaults; Qwen3.5-2B's were not checked against its
-config.json. Costs are the FLOPs that a rank runs (`training.split.costs_of`): the chunked loss, no recomputation,
-frozen weights without gradients of their own. So a prediction: what memory traffic and small kernels take is not in it.
+published numbers of parameters, Qwen3.5-9B's are transformers' defaults, and Qwen3.5-2B's are the shapes of its tensors
+as github.com/invergent-ai/surogate converts them (serve/tools/convert/qwen3_5_2b/inventory.py; that its head is tied:
+github.com/williammtan/miles, scripts/models/qwen3.5-2B.sh). Costs are the FLOPs that a rank runs
+(`training.split.costs_of`): the chunked loss, no recomputation, frozen weights without gradients of their own. So a
+prediction: what memory traffic and small kernels take is not in it.
 """
 
 from __future__ import annotations

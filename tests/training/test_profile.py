@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +90,44 @@ def test_a_head_without_the_chunked_loss_has_its_products_in_the_backward():
     assert head.activation_bytes > 4 * 2 * LENGTH * 256  # probabilities
 
 
+class Clocked:
+    """A stage whose forward takes its own seconds, and around them the more, the less alike what ran before is."""
+
+    after = "a backward"
+    clock = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.spec = SimpleNamespace(first=seconds == 0)
+
+    def __call__(self, carried: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        Clocked.clock += {"a backward": 4.0, "a layer": 2.0, "nothing but what is around": 1.0}[
+            self.after
+        ] + self.seconds
+        Clocked.after = "a layer" if self.seconds else "nothing but what is around"
+        return carried
+
+
+class ClockedBench(profile._Bench):
+    def now(self) -> float:
+        return Clocked.clock
+
+    def backward(self, place: int, carried: torch.Tensor, output: torch.Tensor, halves: bool) -> None:
+        Clocked.after = "a backward"
+
+
+def clocked_means() -> list[dict[str, float]]:
+    stages = [Clocked(0.0), Clocked(5.0), Clocked(8.0)]
+    return ClockedBench(stages, [False] * 3, torch.zeros(1), 1.0).means(4, together=True)
+
+
+def test_what_is_around_a_unit_is_taken_off_as_warm_as_it_was_there():
+    # Each unit's forward has 1 s in it that is not its own; a stage in a run, which comes after a backward, 4 s.
+    for nothing, *layers in run_ranks(2, clocked_means):
+        assert (nothing["around"], nothing["F"]) == (4.0, 1.0)
+        assert layers == [{"F": 5.0 + 1.0}, {"F": 8.0 + 1.0}]
+
+
 def test_which_inputs_need_a_gradient():
     adapters = Lora(targets=["model.layers.2.self_attn.q_proj"])
     hf, spec = build(config(tiny("llama"), adapters))
@@ -169,7 +208,7 @@ def test_a_run_takes_the_profile_of_its_own_number_of_processes(tmp_path, monkey
         assert run_ranks(pp, cut_by, config(tiny("llama"), pp=pp)) == [f"{pp} processes"] * pp
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 0}', '{"schema_version": 1, "units": {"a": {}}}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 0}', '{"schema_version": 2, "units": {"a": {}}}'])
 def test_a_damaged_profile_is_told(content, tmp_path):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(UserError, match=r"a\.json: not a whole profile .* shardwise split --profile"):

@@ -1,13 +1,14 @@
 """What the units of a model cost on this machine: each distinct one is run with its weights, and timed.
 
-Each is a pipeline stage of its own, and all are run as a pipeline runs its stages: forwards from the embedding up,
-backwards down, so that caches are as cold as there, in as many processes at a time as a run has. A stage with nothing
-but the embedding does what every stage does around its layers, so its forward is taken off the others'.
+Each is a pipeline stage of its own, and all are run as a pipeline runs its stages: forwards upwards, backwards down, so
+that caches are as cold as there, in as many processes at a time as a run has, each at another unit, as there. A stage
+with nothing but the embedding does what every stage does around its layers. That takes twice as long after a backward,
+which is where a run does it, as after a forward, which is where most units stand here: so it is run once more before
+every unit, and what it takes right after itself is taken off.
 """
 
 from __future__ import annotations
 
-import gc
 import statistics
 import tempfile
 import time
@@ -80,12 +81,12 @@ def profile_units(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSp
         bench.round()
     kept = [bench.kept_bytes(place) for place in range(len(places))]
     rounds = int(BUDGET_SECONDS / max(of_every_rank(bench.round())))
-    alone = bench.medians(FEWEST, together=False) if dist.get_rank() == 0 else None
-    medians = bench.medians(min(max(rounds, FEWEST), MOST), together=True)
-    slowdown = _total(medians) / _total(alone) if alone else 1.0
+    alone = bench.means(FEWEST, together=False) if dist.get_rank() == 0 else None
+    means = bench.means(min(max(rounds, FEWEST), MOST), together=True)
+    slowdown = _total(means) / _total(alone) if alone else 1.0
     # Some numbers for each stage, from every rank to all.
-    ranks = of_every_rank(medians)
-    mean = [{kind: statistics.mean(rank[i][kind] for rank in ranks) for kind in unit} for i, unit in enumerate(medians)]
+    ranks = of_every_rank(means)
+    mean = [{kind: statistics.mean(rank[i][kind] for rank in ranks) for kind in unit} for i, unit in enumerate(means)]
     around = mean[0]["F"]
     units = {
         keys[place]: Measured(
@@ -99,7 +100,7 @@ def profile_units(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSp
     }
     return Profile(
         units=units,
-        stage_seconds=around,
+        stage_seconds=mean[0]["around"],
         output_seconds=_message_seconds(bench.carried),
         num_processes=len(ranks),
         slowdown=of_every_rank(slowdown)[0],
@@ -124,46 +125,53 @@ class _Bench:
     seconds: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     rounds: list[float] = field(default_factory=list)
 
-    def medians(self, rounds: int, together: bool) -> list[dict[str, float]]:
-        """Of each stage, the seconds of its forward, of its backward in one go, and in two halves."""
+    def means(self, rounds: int, together: bool) -> list[dict[str, float]]:
+        """Of each stage, the seconds of its forward, of its backward in one go, and in two halves.
+
+        Means, as a step is a sum: what now and then holds up one of them holds up a step of many more often.
+        """
         self.seconds.clear()
-        gc.collect()
-        gc.disable()
-        try:
-            self.rounds = []
-            for _ in range(rounds):
-                if together:
-                    dist.barrier()
-                self.rounds.append(self.round())
-                beat()
-        finally:
-            gc.enable()
-        medians: list[dict[str, float]] = [{} for _ in self.stages]
+        self.rounds = []
+        offset = dist.get_rank() * len(self.stages) // dist.get_world_size()
+        for number in range(rounds):
+            if together:
+                dist.barrier()
+            self.rounds.append(self.round(number + offset))
+            beat()
+        means: list[dict[str, float]] = [{} for _ in self.stages]
         for (place, kind), seconds in self.seconds.items():
-            medians[place][kind] = statistics.median(seconds)
-        return medians
+            means[place][kind] = statistics.mean(seconds)
+        return means
 
     def spread(self) -> float:
         """Half the distance of the latest rounds' quartiles, over their median."""
         first, median, third = statistics.quantiles(self.rounds, n=4)
         return (third - first) / 2 / median
 
-    def round(self) -> float:
-        """Seconds of all forwards and all backwards, once with backwards in one go and once in two halves."""
+    def round(self, first: int = 0) -> float:
+        """Seconds of all forwards and all backwards, once with backwards in one go and once in two halves.
+
+        The first forward is that of the stage at place `first`, after the last one comes the lowest.
+        """
         start = self.now()
+        places = [(first + place) % len(self.stages) for place in range(len(self.stages))]
         for halves in (False, True):
-            done = [self.forward(place) for place in range(len(self.stages))]
-            for place in reversed(range(len(self.stages))):
-                self.backward(place, *done.pop(), halves)
+            self.forward(0, "around")
+            done = {}
+            for place in places:
+                self.forward(0, "again")
+                done[place] = self.forward(place)
+            for place in reversed(places):
+                self.backward(place, *done.pop(place), halves)
         return self.now() - start
 
-    def forward(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, place: int, kind: str = "F") -> tuple[torch.Tensor, torch.Tensor]:
         """The stage's input and output."""
         stage = self.stages[place]
         carried = self.number if stage.spec.first else self.carried.detach().requires_grad_(self.below[place])
         start = self.now()
         output = stage(carried, self.number)
-        self.seconds[place, "F"].append(self.now() - start)
+        self.seconds[place, kind].append(self.now() - start)
         return carried, output
 
     def backward(self, place: int, carried: torch.Tensor, output: torch.Tensor, halves: bool) -> None:

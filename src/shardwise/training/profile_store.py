@@ -22,7 +22,7 @@ from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import SPLITTING
 from shardwise.training.launch import device_type, num_cores
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Profile:
 
     units: dict[str, Measured]
     stage_seconds: float
-    """What every stage does around its layers in a forward, such as masks and positions."""
+    """What every stage does around its layers in a forward, such as masks and positions, after a backward."""
     output_seconds: float
     """What it takes until hidden states are on another rank; 0 if one process measured."""
     num_processes: int
