@@ -1,9 +1,13 @@
-"""The comparison on GPT-2 Large: its run files do the same work, shown on models small enough for this machine."""
+"""The comparison on GPT-2 Large: its run files do the same work, shown on models small enough for this machine.
+
+And tools/gpt2_large.py says what such runs hold, to the byte, and nearly what their peak is.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +15,15 @@ import pytest
 import torch
 
 from shardwise.config import RunConfig
+from shardwise.interfaces import Batch
+from shardwise.metrics.memory import PeakMemory
 from shardwise.metrics.record import RunRecord
 from shardwise.parallel.mesh import build_mesh, mesh_sizes
 from shardwise.run_file import load_config
+from shardwise.training.build import build
 from shardwise.training.loop import train
+from shardwise.training.measure import measure_memory
+from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -22,24 +31,26 @@ FOLDER = ROOT / "configs" / "gpt2-large"
 LAYOUTS = {"single": 1, "ddp": 4, "zero3": 4, "ddp-tp": 4}  # on how many processes each is to run
 SMALL = {"n_layer": 2, "n_embd": 40, "vocab_size": 257}  # 20 heads and an odd vocabulary, as the large one has
 GLOBAL_BATCH = 4
+TOOL = runpy.run_path(str(ROOT / "tools" / "gpt2_large.py"))
 
 
-def shrunk(name: str, folder: Path) -> RunConfig:
+LONG = {"n_layer": 6, "n_embd": 80, "vocab_size": 1009}
+
+
+def shrunk(name: str, folder: Path, out: Path, sizes: dict[str, int] = SMALL) -> RunConfig:
     """A run file as it is, but for the sizes of the model and of the batch, and the number of steps."""
     cfg = load_config(FOLDER / f"{name}-8.yaml")
     published = json.loads((ROOT / cfg.model.path / "config.json").read_text(encoding="utf-8"))
-    small = folder / "small"
+    small = out / "model"
     small.mkdir(exist_ok=True)
-    (small / "config.json").write_text(json.dumps(published | SMALL), encoding="utf-8")
+    (small / "config.json").write_text(json.dumps(published | sizes), encoding="utf-8")
     replicas = cfg.training.global_batch_size // cfg.training.micro_batch_size
-    output_dir = folder / name
-    output_dir.mkdir()
     batch = {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": GLOBAL_BATCH // replicas}
     return replace(
         cfg,
         model=replace(cfg.model, path=str(small), tokenizer=str(folder / "tokenizer")),
         data=replace(cfg.data, train=str(folder / "corpus.jsonl"), sequence_length=32),
-        training=replace(cfg.training, steps=2, output_dir=str(output_dir), device="cpu", **batch),
+        training=replace(cfg.training, steps=2, output_dir=str(out), device="cpu", **batch),
         measure=replace(cfg.measure, warmup_steps=0),
     )
 
@@ -49,13 +60,14 @@ def run(cfg: RunConfig) -> RunRecord | None:
 
 
 @pytest.fixture(scope="module")
-def single(folder) -> RunRecord:
-    return run_ranks(1, run, shrunk("single", folder))[0]
+def single(folder, tmp_path_factory) -> RunRecord:
+    return run_ranks(1, run, shrunk("single", folder, tmp_path_factory.mktemp("single")))[0]
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "single"])
-def test_every_layout_does_the_same_work(folder, single, name):
-    record = run_ranks(LAYOUTS[name], run, shrunk(name, folder))[0]
+def test_every_layout_does_the_same_work(folder, tmp_path, single, name):
+    cfg = shrunk(name, folder, tmp_path)
+    record = run_ranks(LAYOUTS[name], run, cfg)[0]
     assert record.status == "ok"
     # Products are in bfloat16, whose numbers lie 2^-8 apart; a mean over 128 tokens is no worse than one of them.
     assert record.losses == pytest.approx(single.losses, rel=2**-8)
@@ -63,6 +75,35 @@ def test_every_layout_does_the_same_work(folder, single, name):
     assert record.grad_norms == pytest.approx(single.grad_norms, rel=2**-5)
     assert single.losses[0] == pytest.approx(math.log(SMALL["vocab_size"]), abs=0.5)
     assert record.parameters == single.parameters
+    assert TOOL["states_of"](cfg, LAYOUTS[name]) == record.state_bytes[0]
+
+
+@pytest.mark.parametrize("loss", ["chunked", "plain"])
+def test_predicted_peak_is_near_a_measured_one(folder, tmp_path, loss, capsys):
+    """On a CPU and one process; rows long enough that fixed sizes count little. Formulas leave small tensors out."""
+    cfg = shrunk("single", folder, tmp_path, LONG)
+    cfg = replace(
+        cfg, data=replace(cfg.data, sequence_length=256), training=replace(cfg.training, loss=loss, micro_batch_size=4)
+    )
+    ((peak, states),) = run_ranks(1, measure, cfg)
+    predicted = max(TOOL["moments"](cfg, states, 1, gpu=False).values())
+    with capsys.disabled():
+        print(f"\n{loss:8} predicted {predicted:>11,} B, peak {peak:>11,} B", end="")
+    assert 0.9 * peak < predicted < 1.1 * peak
+
+
+def measure(cfg: RunConfig) -> tuple[int, dict[str, int]]:
+    """Peak of a step, without what a forked rank inherits, and states."""
+    with PeakMemory(torch.device("cpu")) as inherited:
+        pass
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    tokens = torch.randint(0, 257, (cfg.training.micro_batch_size, cfg.data.sequence_length))
+    batch = Batch(tokens, tokens, torch.zeros_like(tokens), tuple(range(len(tokens))), step=1)
+    training_step(job, [batch], mesh, 1.0)
+    memory = measure_memory(job, [batch], mesh, cfg)
+    assert inherited.entry_bytes is not None
+    return memory.peak_bytes[0] - inherited.entry_bytes, memory.state_bytes[0]
 
 
 def test_run_files_are_those_of_the_comparison():

@@ -1,0 +1,177 @@
+"""GPT-2 Large under single, DDP, ZeRO-3 and DDP x TP: bytes a rank, beside the peaks of a published comparison.
+
+    python tools/gpt2_large.py [--out results/gpt2-large]
+
+States are exact: each of configs/gpt2-large/*.yaml is built as a run builds it, all strategies applied, on `meta` and
+in a process group that is only pretended; then gradients are set, AdamW does a step, and what rank 0 holds is counted.
+
+The peak is predicted, and was not measured at this size: the most of five moments of a step on a GPU, each the states
+that are there and what lies beside them. B rows of T tokens, D wide, L layers, F = 4 D, V tokens, t = tp.
+
+- Weights are float32, products bfloat16: `hidden`, the stream between layers and what a checkpoint holds, is 4 B T D
+  bytes.
+- forward: a checkpoint per layer, and autocast's bfloat16 copies of all layers' weights, which it keeps until the model
+  ends (not of tensor parallelism's shares: these are no leaves of the graph).
+- loss: the checkpoints, the last layer's and the final norm's output. Chunked: the rows with a target (4 B T D), their
+  gradient (4 B T D), in bfloat16 (2 B T D); of the head the gradient (4 V D / t), a bfloat16 copy and a chunk's product
+  (2 V D / t each); a chunk of logits in float32 and in bfloat16. Plain: the head in bfloat16 (2 V D / t) and three
+  times all logits in float32 (12 B T V): log-probabilities, their gradient, and the logits' gradient.
+- last layer, first layer: what a layer keeps while it is computed again, per token and D: 8 bytes whole (products'
+  inputs of bfloat16 after the norms, the sum in the middle), 8 / t of attention (queries, keys, values, output) and
+  64 / t of the feed-forward (GPT-2's activation has a power, which autocast computes in float32 on a GPU; 40 / t on a
+  CPU); its bfloat16 weights (24 D^2 / t); gradients: two of the stream, two as wide as F. In the last layer all
+  checkpoints are there and only the head's gradient; in the first one checkpoint and all gradients. In between both
+  change evenly.
+- step: all gradients, and the square roots of one moment, which AdamW makes for all weights at once (on a CPU twice
+  those of the largest).
+
+DDP keeps its buckets, which are the gradients, throughout. ZeRO-3 keeps the embeddings and the final norm gathered for
+the whole step, since the head is tied, and their gradient whole to its end; of the layers it has two gathered (the next
+is fetched beforehand), and one's gradient whole, twice. What an allocator rounds up or holds in reserve, NCCL's buffers
+and CUDA's context are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwise.config import RunConfig
+from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES
+from shardwise.metrics.hardware import environment
+from shardwise.metrics.memory import state_bytes
+from shardwise.models.load import read_config
+from shardwise.parallel.mesh import build_mesh
+from shardwise.run_file import load_config
+from shardwise.training import build
+
+ROOT = Path(__file__).parents[1]
+PUBLISHED_GB = {"single": 21, "ddp": 21, "zero3": 20, "ddp-tp": 6}
+NUM_GPUS = {"single": 1, "ddp": 4, "zero3": 4, "ddp-tp": 4}
+ROWS = (8, 32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "gpt2-large")
+    options = parser.parse_args()
+    rows = [row_of(layout, rows) for layout in PUBLISHED_GB for rows in ROWS]
+    result = {"environment": environment(), "unit": "bytes on rank 0", "rows": rows}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "memory.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (options.out / "memory.md").write_text(table(rows), encoding="utf-8")
+    print(table(rows))
+
+
+def row_of(layout: str, rows: int) -> dict[str, Any]:
+    """States and predicted peaks of one run file."""
+    cfg = load_config(ROOT / "configs" / "gpt2-large" / f"{layout}-{rows}.yaml")
+    cfg = replace(cfg, model=replace(cfg.model, path=str(ROOT / cfg.model.path)))
+    states = states_of(cfg, NUM_GPUS[layout])
+    chunked, plain = (
+        moments(replace(cfg, training=replace(cfg.training, loss=loss)), states, NUM_GPUS[layout])
+        for loss in ("chunked", "plain")
+    )
+    return {
+        "layout": layout,
+        "rows_per_device": rows,
+        "state_bytes": states,
+        "moments": {"chunked": chunked, "plain": plain},
+        "published_peak_gb": PUBLISHED_GB[layout],
+    }
+
+
+def states_of(cfg: RunConfig, world_size: int) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer that rank 0 of a run holds after a step's update."""
+    with pretended(world_size):
+        mesh = replace(build_mesh(cfg, torch.device("cpu")), device=torch.device("meta"))
+        with mock.patch.object(build, "_fill_part"):  # there is nothing to fill
+            job = build.build(cfg, mesh)
+        for parameter in job.trainable():
+            parameter.grad = torch.empty_like(parameter)
+        job.optimizer.step()
+        return state_bytes(job.pm.stored(), job.optimizer)
+
+
+@contextmanager
+def pretended(world_size: int) -> Iterator[None]:
+    """In here this process is rank 0 of so many, and whatever it sends goes nowhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def moments(cfg: RunConfig, states: dict[str, int], num_gpus: int, gpu: bool = True) -> dict[str, int]:
+    """Predicted bytes alive on a rank at the moments of a step that may be its peak; see above."""
+    config = read_config(cfg.model)
+    d, layers, vocab, tp = config.n_embd, config.n_layer, config.vocab_size, cfg.parallel.tp
+    tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
+    hidden = 4 * tokens * d
+    own_vocab = -(-vocab // tp)
+    layer_weights = 12 * d * d // tp  # elements
+    sharded, held = cfg.parallel.data == "fsdp2" and num_gpus > 1, sum(states.values()) - states["gradients"]
+    gathered = 4 * (vocab + config.n_positions + 2) * d if sharded else 0
+    before = held + gathered + (states["gradients"] if cfg.parallel.data == "ddp" and tp == 1 else 0)
+
+    checkpoints = layers * hidden
+    head_gradient = 4 * own_vocab * d
+    if cfg.training.loss == "chunked":
+        chunk = 6 * min(tokens * own_vocab, CHUNK_BYTES // 4)
+        loss = 10 * tokens * d + 8 * own_vocab * d + chunk
+    else:
+        loss = 2 * own_vocab * d + 12 * tokens * vocab
+    wide = (64 if gpu else 40) + 8 + (32 if gpu else 16)
+    layer = tokens * d * (8 + wide / tp) + 2 * hidden + 2 * layer_weights
+    whole = 4 * layer_weights * 4 if sharded else 0  # two layers gathered, one's gradient twice
+    update = states["weights"] if gpu else 2 * head_gradient
+    found = {
+        "forward": before + whole // 2 + checkpoints + 2 * layer_weights * layers * (tp == 1),
+        "loss": before + checkpoints + 2 * hidden + loss,
+        "last layer": before + whole + checkpoints + head_gradient + layer,
+        "first layer": held
+        + gathered
+        + states["gradients"]
+        + whole
+        + hidden
+        + layer
+        + (head_gradient if sharded else 0),
+        "step": held + states["gradients"] + update,
+    }
+    return {moment: int(size) for moment, size in found.items()}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown, in GB of 10^9 bytes."""
+    lines = [
+        "# GPT-2 Large, 1,024 tokens, bfloat16 products, AdamW, checkpoints: GB (10^9 bytes) on rank 0",
+        "",
+        "States are exact, peaks predicted, neither measured on GPUs. Published: peaks, of which batch is not known.",
+        "",
+        "| layout | rows | weights | gradients | AdamW | states | peak | moment | plain loss | moment | published |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        states = list(row["state_bytes"].values())
+        cells = [row["layout"], str(row["rows_per_device"]), *(f"{size / 1e9:.2f}" for size in (*states, sum(states)))]
+        for loss in ("chunked", "plain"):
+            found = row["moments"][loss]
+            most = max(found, key=found.__getitem__)
+            cells += [f"{found[most] / 1e9:.1f}", most]
+        lines.append(f"| {' | '.join([*cells, str(row['published_peak_gb'])])} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
