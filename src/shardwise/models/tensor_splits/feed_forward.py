@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.models.tensor_splits.base import BlockSplit, Cut, blocked, even, linear, unwrapped
+from shardwise.models.tensor_splits.base import BlockSplit, Cut, Rows, Segment, blocked, even, linear, unwrapped
 
 UP = ("gate_proj", "up_proj", "w1", "w3", "c_fc")
 """Names of linears from the model's width to the feed-forward width."""
@@ -57,6 +57,10 @@ def mixture(block: Any, num_ranks: int) -> BlockSplit:
     else:
         weights["experts.up_proj"] = Cut(1, even(num_ranks, width, "features of an expert"))
     weights["experts.down_proj"] = Cut(2, even(num_ranks, width, "features of an expert"))
+    latent = getattr(block, "fc2_latent_proj", None)  # Nemotron-H, where experts have a narrower width of their own
+    if getattr(latent, "bias", None) is not None:
+        # Held whole, but called a share, so that its bias is added once and not on each rank.
+        weights |= linear(block, "fc2_latent_proj", "in", Rows(num_ranks, (Segment(unwrapped(latent).in_features, 1),)))
     for name in ("shared_expert", "shared_experts"):
         if hasattr(block, name):
             weights |= _mlp(block, name, num_ranks)

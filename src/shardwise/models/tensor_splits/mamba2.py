@@ -16,6 +16,7 @@ from shardwise.models.tensor_splits.base import (
     Rows,
     Segment,
     Sum,
+    depthwise,
     even,
     linear,
 )
@@ -41,11 +42,9 @@ def mamba2(block: Any, num_ranks: int) -> BlockSplit:
     weights = {
         **linear(block, "in_proj", "out", way_in),
         **linear(block, "out_proj", "in", out),
-        "conv1d.weight": Cut(0, channels),
+        **depthwise(block, "conv1d", channels),
         **{name: Cut(0, heads) for name in ("A_log", "D", "dt_bias")},
     }
-    if block.conv1d.bias is not None:
-        weights["conv1d.bias"] = Cut(0, channels)
     attributes = {
         "num_heads": heads.local_size,
         "intermediate_size": out.local_size,
