@@ -43,7 +43,8 @@ def step(cfg: RunConfig) -> tuple[int, float, float]:
     batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.zeros(B, T, dtype=torch.long), tuple(range(B)), step=1)
     with PeakMemory(mesh.device) as memory:
         result = training_step(job, [batch], mesh, 1.0)
-    assert memory.peak_bytes is not None and memory.entry_bytes is not None
+    assert memory.peak_bytes is not None
+    assert memory.entry_bytes is not None
     return memory.peak_bytes - memory.entry_bytes, result.loss, result.grad_norm
 
 

@@ -164,7 +164,8 @@ def peak(frozen: bool, chunk_bytes: int) -> tuple[int, int, int]:
     del weight
     with PeakMemory(torch.device("cpu")) as memory:
         chunked.linear_cross_entropy(hidden, own, labels, vocabulary=vocabulary).backward()
-    assert memory.peak_bytes is not None and memory.entry_bytes is not None
+    assert memory.peak_bytes is not None
+    assert memory.entry_bytes is not None
     return memory.peak_bytes - memory.entry_bytes, own.nbytes, hidden.nbytes
 
 
