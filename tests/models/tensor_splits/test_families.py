@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora
 from shardwise.models.families import spec_of
+from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import adapter_layers, inject
 from shardwise.models.tensor_splits.base import BlockSplit, unwrapped
-from shardwise.models.tensor_splits.plan import parameter_cuts, problem, split_blocks
+from shardwise.models.tensor_splits.plan import parameter_cuts, problem, rows_in, split_blocks
 from tests.models.tiny import PLAIN, entries, on_meta, tiny
 
 KIMI = ("forget_gate.f_a_proj", "g_a_proj", "kv_a_proj_with_mqa")  # first factors, of which all heads need the result
@@ -56,21 +58,45 @@ def blocks(model: PreTrainedModel, num_ranks: int) -> Iterator[tuple[str, nn.Mod
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_every_matrix_is_cut_or_named_whole(name: str) -> None:
-    model = on_meta(tiny(name))
+    assert held_whole(on_meta(tiny(name))) == WHOLE.get(name, set())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "also_whole"),
+    [
+        ("tiny-lfm2", {"conv_bias": True}, set()),
+        ("tiny-jamba", {"mamba_proj_bias": True}, set()),
+        ("tiny-kimi_linear", {"attention_bias": True, "q_lora_rank": 20}, {"self_attn.q_a_proj"}),
+    ],
+)
+def test_so_is_what_a_config_adds(name: str, options: dict[str, Any], also_whole: set[str]) -> None:
+    config = read_config(tiny(name))
+    plain = on_meta(tiny(name)).num_parameters()
+    for option, value in options.items():
+        setattr(config, option, value)
+    model = build_meta(tiny(name), config)
+    assert model.num_parameters() != plain
+    assert held_whole(model) == WHOLE.get(name, set()) | also_whole
+
+
+def held_whole(model: PreTrainedModel) -> set[str]:
+    """The matrices of layers that are not cut; what else is not must be a norm's or the bias of a whole output."""
     spec = spec_of(model.config, model)
-    cut = {f"{path}.{weight}" for path, _, split in blocks(model, 2) for weight in split.weights}
-    whole = set()
+    cut, whole_outputs, found = set(), set(), set()
+    for path, block, split in blocks(model, 2):
+        cut |= {f"{path}.{weight}" for weight in split.weights}
+        whole_outputs |= {f"{path}.{linear}" for linear in rows_in(block, split)}
     for layer in spec.layers:
         for own, parameter in model.get_submodule(layer.name).named_parameters():
             if f"{layer.name}.{own}" in cut:
                 continue
+            module = own.removesuffix(".weight").removesuffix(".bias")
             if parameter.ndim > 1:
-                whole.add(own.removesuffix(".weight"))
-                continue
-            # A norm's weight, or a bias that is added to summands.
-            bias_of_summands = own.endswith(".bias") and f"{layer.name}.{own.removesuffix('bias')}weight" in cut
-            assert "norm" in own or own.startswith("ln_") or bias_of_summands, own
-    assert whole == WHOLE.get(name, set())
+                found.add(module)
+            elif "norm" not in own and not own.startswith("ln_"):
+                assert own.endswith(".bias"), own
+                assert module in found or f"{layer.name}.{module}" in whole_outputs, own
+    return found
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), SIZES)
