@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -84,3 +85,10 @@ def test_published_models_have_their_published_size(tool: ModuleType, repository
     tied = shape.config["tie_word_embeddings"]  # then the head's unit counts the matrix once more
     matrix = shape.config["vocab_size"] * shape.config["n_embd"] if tied else 0
     assert embedding.parameters + sum(unit.parameters for unit in others) - matrix == parameters
+
+
+@pytest.mark.parametrize("tool", ["communication"], indirect=True)
+def test_the_page_of_communication_is_what_the_results_say(tool: ModuleType) -> None:
+    result = json.loads(tool.RESULTS.read_text(encoding="utf-8"))
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(result), "run python tools/communication.py --page-only"
+    assert [row for row in result["rows"] if row["derived_bytes"] != row["counted_bytes"]] == []
