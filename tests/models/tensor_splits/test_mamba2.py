@@ -85,6 +85,13 @@ def test_groups_and_heads_that_cannot_be_dealt_out(groups: int, heads: int, num_
         mamba2(mixer(groups, heads), num_ranks)
 
 
+def test_a_norm_that_sees_no_groups_is_over_all_ranks() -> None:
+    block = mixer(2)
+    assert not mamba2(block, 2).norms  # a group each
+    del block.norm.group_size  # as Granite's norm was in transformers 5.17
+    assert mamba2(block, 2).norms.keys() == {"norm"}
+
+
 def test_which_sizes_a_model_has() -> None:
     model = on_meta(tiny("tiny-falcon_h1"))
     spec = spec_of(model.config, model)

@@ -52,20 +52,30 @@ def mamba2(block: Any, num_ranks: int) -> BlockSplit:
         "conv_dim": channels.local_size,
         "conv1d.groups": channels.local_size,
     }
-    normed = hasattr(block.norm, "weight")  # Falcon-H1 may have none
-    spread = normed and num_ranks > groups
+    normed = _norm_groups(block)
+    spread = 0 < normed < num_ranks
     if normed:
         weights["norm.weight"] = Cut(0, out)
-        if hasattr(block.norm, "n_groups"):
-            attributes["norm.n_groups"] = groups // shares
+    if hasattr(block.norm, "n_groups"):
+        attributes["norm.n_groups"] = groups // shares
     return BlockSplit(
         weights,
         attributes,
-        norms={"norm": partial(gated_rms_norm, groups)} if spread else {},
+        norms={"norm": partial(gated_rms_norm, normed)} if spread else {},
         buffers={"mup_vector": Cut(2, way_in)} if hasattr(block, "mup_vector") else {},
         # mamba_ssm's training kernel ends with a norm over the features that this rank has of a group.
         as_in_evaluation=spread,
     )
+
+
+def _norm_groups(block: Any) -> int:
+    """Over how many groups of features the norm is, each on its own; 0: Falcon-H1 may have none."""
+    if not hasattr(block.norm, "weight"):
+        return 0
+    if hasattr(block.norm, "group_size"):
+        return block.intermediate_size // block.norm.group_size
+    # In transformers 5.17, Granite's is over all features, whatever their groups.
+    return getattr(block.norm, "n_groups", 1)
 
 
 def gated_rms_norm(num_groups: int, norm: Any, num_features: int, add_up: Sum) -> Callable[..., torch.Tensor]:
