@@ -10,9 +10,9 @@ from shardwise.schedule.orders import ORDERS
 from tests.parity.harness import FAMILIES, Cell
 
 MODES = ("lora", "full")
-PROCESSES = {"tp": 2, "ddp-tp": 4, "fsdp2-tp": 4, "pp-tp": 4}
+PROCESSES = {"tp": 2, "ddp-tp": 4, "zero1-tp": 4, "fsdp2-tp": 4, "pp-tp": 4}
 """By layout, with or without sequence parallelism: as many as give each axis 2 ranks, or 8."""
-WIDE = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "gpt2", "lfm2")
+WIDE = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "gpt2", "lfm2", "nemotron_h")
 """Their tiny models can be dealt out to 4 ranks; key/value heads and groups of `SHARED` are then held by two each."""
 SHARED = ("granitemoehybrid", "jamba")
 

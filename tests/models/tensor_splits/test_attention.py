@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -23,6 +23,7 @@ def block(num_heads: int, num_kv_heads: int) -> LlamaAttention:
         return LlamaAttention(config, 0)
 
 
+@settings(deadline=None)
 @given(num_kv_heads=st.integers(1, 8), groups=st.integers(1, 6), num_ranks=st.integers(1, 12))
 def test_a_query_head_finds_its_own_key_head(num_kv_heads: int, groups: int, num_ranks: int) -> None:
     num_heads = groups * num_kv_heads

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.models.tensor_splits.base import Indivisible, Rows, Segment, blocked, even
@@ -24,6 +24,7 @@ def held(rows: Rows, rank: int) -> list[int]:
     return rows.take(torch.arange(rows.size), 0, rank).tolist()
 
 
+@settings(deadline=None)
 @given(rows=dealt(), dim=st.sampled_from((0, 1, 2, -1)))
 def test_restoring_undoes_arranging(rows: Rows, dim: int) -> None:
     shape = [2, 3, 5]
@@ -36,6 +37,7 @@ def test_restoring_undoes_arranging(rows: Rows, dim: int) -> None:
         assert torch.equal(share, rows.take(whole, dim, rank))
 
 
+@settings(deadline=None)
 @given(rows=dealt())
 def test_every_segment_is_dealt_out_by_itself_and_in_order(rows: Rows) -> None:
     """By the definition: share p of a segment goes to the ranks r with floor(r * shares / ranks) = p."""
@@ -50,6 +52,7 @@ def test_every_segment_is_dealt_out_by_itself_and_in_order(rows: Rows) -> None:
     assert [held(rows, rank) for rank in range(rows.num_ranks)] == expected
 
 
+@settings(deadline=None)
 @given(rows=dealt())
 def test_the_shares_of_all_ranks_count_every_row_once(rows: Rows) -> None:
     counted: list[int] = []
@@ -59,6 +62,7 @@ def test_the_shares_of_all_ranks_count_every_row_once(rows: Rows) -> None:
     assert sorted(counted) == list(range(rows.size))
 
 
+@settings(deadline=None)
 @given(rows=dealt())
 def test_shared_rows_are_those_that_several_ranks_hold(rows: Rows) -> None:
     holders = torch.zeros(rows.size, dtype=torch.long)
@@ -78,6 +82,7 @@ def test_shared_rows_are_those_that_several_ranks_hold(rows: Rows) -> None:
         assert [row for _, start, length, _ in found for row in own[start : start + length]] == several
 
 
+@settings(deadline=None)
 @given(rows=dealt())
 def test_in_order_means_that_joined_shares_are_the_whole(rows: Rows) -> None:
     numbers = torch.arange(rows.size)
