@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -50,22 +50,26 @@ class Shares:
         self.changed: dict[tuple[nn.Module, str], Move] = {}
         """Parameters, by owner and name, of which something else is found."""
 
+    @cached_property
+    def _places(self) -> list[tuple[Any, str, Move]]:
+        """Owner and name of each such parameter, which stay when it is replaced, and what becomes of its share."""
+        return [
+            (owner, name, self.changed.get((owner, name), as_it_is))
+            for owner in self.module.modules()
+            for name, parameter in owner._parameters.items()
+            if parameter is not None and (isinstance(parameter, DTensor) or (owner, name) in self.changed)
+        ]
+
     @contextmanager
     def found(self) -> Iterator[None]:
         """Attributes in a module's `__dict__` come before its parameters."""
-        given = []
         try:
-            for owner in self.module.modules():
-                for name, parameter in owner._parameters.items():
-                    change = self.changed.get((owner, name))
-                    if parameter is not None and (change is not None or isinstance(parameter, DTensor)):
-                        share = local(parameter)
-                        owner.__dict__[name] = share if change is None else change(share)
-                        given.append((owner, name))
+            for owner, name, change in self._places:
+                owner.__dict__[name] = change(local(owner._parameters[name]))
             yield
         finally:  # also when checkpointing has all it wants and ends the recomputation here
-            for owner, name in given:
-                del owner.__dict__[name]
+            for owner, name, _ in self._places:
+                owner.__dict__.pop(name, None)
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward that finds them."""
