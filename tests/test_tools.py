@@ -1,4 +1,4 @@
-"""The arithmetic of the tools that compare pipelines."""
+"""The arithmetic of the tools that compare, and that what they compare is alike."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+from shardwise.interfaces import Batch
+from shardwise.parallel.mesh import build_mesh
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Event, Timeline, simulate
 from shardwise.schedule.trace import pack
+from tests.distributed import run_ranks
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -92,3 +96,31 @@ def test_the_page_of_communication_is_what_the_results_say(tool: ModuleType) -> 
     result = json.loads(tool.RESULTS.read_text(encoding="utf-8"))
     assert tool.PAGE.read_text(encoding="utf-8") == tool.page(result), "run python tools/communication.py --page-only"
     assert [row for row in result["rows"] if row["derived_bytes"] != row["counted_bytes"]] == []
+
+
+@pytest.mark.parametrize("tool", ["tensor_overhead"], indirect=True)
+def test_interval_of_a_median_by_order_statistics(tool: ModuleType) -> None:
+    # Of 5 values the median lies outside all of them with 2 / 2^5 = 6 %: no interval is sure enough, all are shown.
+    # Of 30, tables have the 10th and the 21st; of 100, the 40th and the 61st.
+    assert [tool.outside_of(n) for n in (5, 30, 100)] == [0, 9, 39]
+    found = tool.ratios([2.0, 3.0, 8.0], [1.0, 2.0, 2.0])
+    assert (found["ratio"], found["interval"]) == (2.0, [1.5, 4.0])
+
+
+@pytest.mark.parametrize("tool", ["tensor_overhead"], indirect=True)
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_both_sides_of_the_overhead_train_alike(tool: ModuleType, mode: str, tmp_path: Path) -> None:
+    sizes = tool.SIZES | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
+    for ours, others in run_ranks(2, both_losses, tool, str(tmp_path), mode):
+        assert ours == pytest.approx(others, rel=1e-5)
+        assert abs(ours[0] - ours[-1]) > 1e-4  # which are no constants
+
+
+def both_losses(tool: ModuleType, folder: str, mode: str) -> tuple[list[float], list[float]]:
+    cfg = tool.run_config(folder, mode)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    tokens = torch.randint(0, 128, (4, 17), generator=torch.Generator().manual_seed(0))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.zeros_like(tokens[:, 1:]), (0, 1, 2, 3), 1)
+    ours, others = tool.our_step(cfg, mesh), tool.torch_step(cfg, mesh)
+    return [ours(batch) for _ in range(3)], [others(batch) for _ in range(3)]
