@@ -47,8 +47,9 @@ format: setup  ## rewrite the code as `make check` wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-parity: setup  ## every family x layout x mode against one process; resumable; writes results/parity.json
+parity: setup  ## every family x layout x mode against one process; resumable; writes results/parity.json and its page
 	$(BIN)/python -m tests.parity
+	$(BIN)/python tools/compatibility.py
 
 gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that has torch; installs nothing
 	$(PYTHON) -m tests.gpu

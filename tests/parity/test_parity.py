@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.parallel.compose import COMPATIBLE
+from shardwise.parallel.compose import COMPATIBLE, WITH_TENSOR
 from shardwise.parallel.compose import LAYOUTS as PROVEN
-from shardwise.parallel.compose import WITH_TENSOR
 from shardwise.schedule.orders import ORDERS
 from tests.distributed import run_ranks
 from tests.parity.cells import ALL, FAST, LAYOUTS, pairs
