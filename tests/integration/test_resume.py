@@ -38,13 +38,15 @@ PIPELINES = {
     "pp-ddp": Parallel("ddp", pp=2),
     "pp-fsdp2": Parallel("fsdp2", pp=2),
 }
+TENSOR = {"tp": Parallel(tp=2), "fsdp2-tp": Parallel("fsdp2", tp=2, sequence_parallel=True)}
 PARALLEL = {
     **{layout: Parallel(layout) for layout in ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2")},
     "offload": Parallel("fsdp2", offload="optimizer"),
     "hsdp": Parallel("fsdp2", dp_replicate=2),
     **PIPELINES,
+    **TENSOR,
 }
-PROCESSES = dict.fromkeys(PARALLEL, 2) | {"single": 1} | dict.fromkeys(("hsdp", "pp-ddp", "pp-fsdp2"), 4)
+PROCESSES = dict.fromkeys(PARALLEL, 2) | {"single": 1} | dict.fromkeys(("hsdp", "pp-ddp", "pp-fsdp2", "fsdp2-tp"), 4)
 """Of every layout; under `offload` the optimizer has copies of the weights."""
 CASES = [(layout, lora) for layout in PROCESSES for lora in (True, False)]
 Values = dict[str, torch.Tensor]
@@ -216,9 +218,40 @@ def test_a_pipeline_goes_on_under_fsdp2_as_another_pipeline_and_alone(ran):
         assert apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))
 
 
+@pytest.mark.parametrize("lora", [True, False])
+def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
+    def deep(name: str, **training: Any) -> RunConfig:
+        cfg = config(folder, f"{name}-{lora}", lora=lora, steps=14, micro_batch_size=1, eval_batches=1, **training)
+        # Of Gated DeltaNet's [q, k, v] rows a rank has some of each: its shares joined are not the whole.
+        return replace(cfg, model=replace(cfg.model, path=str(CONFIGS / "tiny-qwen3_5")), lora=cfg.lora and ADAPTERS)
+
+    one, noise = deep("shares-alone"), deep("shares-noise")
+    noise = replace(noise, measure=replace(noise.measure, reverse_microbatches=True))
+    run_ranks(1, run_all, one, noise)
+    parts = [
+        (1, Parallel()),
+        (2, Parallel("fsdp2")),
+        (2, Parallel(tp=2)),
+        (4, Parallel(pp=2, tp=2)),
+        (8, Parallel("fsdp2", pp=2, tp=2, sequence_parallel=True)),
+        (4, Parallel("zero1", tp=2)),
+        (2, Parallel("ddp")),
+    ]
+    for place, (nproc, parallel) in enumerate(parts, 1):
+        last, resume = 2 * place, "latest" if place > 1 else None
+        cfg = replace(deep("shares-chain", save_every=last, resume=resume), parallel=parallel)
+        run_ranks(nproc, *([run] if place == len(parts) else [run_until, last]), cfg)
+    assert [line["step"] for line in metrics(cfg)] == [line["step"] for line in metrics(one)]
+    for apart in (losses_apart, weights_apart):
+        assert apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))
+
+
+ADAPTERS = Lora(r=4, dropout=0.1)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which peft asks for
-@pytest.mark.parametrize("layout", ["pp", "pp-fsdp2"])
-def test_others_read_what_a_pipeline_leaves(ran, layout):
+@pytest.mark.parametrize("layout", ["pp", "pp-fsdp2", "tp", "fsdp2-tp"])
+def test_others_read_what_a_model_in_parts_leaves(ran, layout):
     cfg, full = (whole(ran, layout, lora) for lora in (True, False))
     for lora, run in ((True, cfg), (False, full)):
         alone = result(whole(ran, "single", lora))
@@ -328,16 +361,28 @@ def cross(folder: Path, read: Path | None, cell: Cell) -> Values:
     return values(job, cfg)
 
 
-def test_every_tensor_crosses_every_layout_unchanged(tmp_path):
-    # Each layout reads what the one before it wrote. Three ranks cut unevenly.
+def cross_all(folder: Path, family: str, layouts: dict[str, int]) -> Values:
+    """Each layout, on so many ranks, reads what the one before it wrote; what all of them have."""
     written, read = None, None
-    layouts = {"single": 1, "zero1": 3, "fsdp2": 3, "ddp": 2, "fsdp1": 3, "hsdp": 4, "zero2": 2}
     for layout, nproc in layouts.items():
-        folder = tmp_path / layout
-        for found in run_ranks(nproc, cross, folder, read, Cell("nemotron_h", layout, "full", nproc)):
+        for found in run_ranks(nproc, cross, folder / layout, read, Cell(family, layout, "full", nproc)):
             assert written is None or equal(found, written), layout
             written = found
-        read = folder / "checkpoints" / "step-1"
+        read = folder / layout / "checkpoints" / "step-1"
+    assert written is not None
+    return written
+
+
+def test_shares_that_several_ranks_hold_cross_layouts_unchanged(tmp_path):
+    # 2 heads of keys and values, and 2 groups of Mamba2's B and C, of which 4 ranks hold each twice, and 2 ranks once.
+    written = cross_all(tmp_path, "granitemoehybrid", {"tp": 4, "single": 1, "fsdp2-tp-sp": 4, "zero1-tp": 4, "ddp": 2})
+    assert all(value.any() for key, value in written.items() if key.startswith("optimizer/"))
+
+
+def test_every_tensor_crosses_every_layout_unchanged(tmp_path):
+    # Three ranks cut unevenly.
+    layouts = {"single": 1, "zero1": 3, "fsdp2": 3, "ddp": 2, "fsdp1": 3, "hsdp": 4, "zero2": 2}
+    written = cross_all(tmp_path, "nemotron_h", layouts)
     assert {key.rpartition("/")[2] for key in written} >= {"exp_avg", "exp_avg_sq", "step"}
     assert any(key.startswith("buffers/") for key in written)
     assert all(value.any() for key, value in written.items() if key.startswith("optimizer/"))
