@@ -9,12 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.interfaces import Mesh
+from shardwise.metrics.memory import state_bytes
 from shardwise.parallel import zero
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor, local, shard_dim
 from shardwise.training.build import build
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
+from tests.models.tiny import on_meta, tiny
 from tests.parity.harness import Cell, microbatches, run_config
 
 SHAPES = ((7, 5), (2,), (3, 4), (1, 1))  # on 3 ranks: rows 3, 3, 1; an empty shard; even; two empty shards
@@ -69,3 +71,24 @@ def _one_without_a_gradient(stage: str) -> None:
 def test_a_trained_parameter_without_a_gradient_is_an_error(stage):
     with pytest.raises(RuntimeError, match="a trained parameter has no gradient"):
         run_ranks(2, _one_without_a_gradient, stage)
+
+
+def _held_with_shares_of_layers() -> dict[str, int]:
+    cfg = run_config(Cell("qwen3_5_text", "zero1-tp", "full", 4), optimizer="adamw")
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
+    job.optimizer.step()
+    return state_bytes(job.pm.stored(), job.optimizer)
+
+
+def test_bytes_with_shares_of_layers():
+    """On 2 x 2 ranks: tensor parallelism halves all but norms, and zero1 what is not one per head."""
+    held = {"weights": 0, "gradients": 0, "optimizer": 0}
+    for name, parameter in on_meta(tiny("tiny-qwen3_5")).named_parameters():
+        weights = parameter.numel() * 4 // (1 if "norm" in name else 2)
+        updated = weights // (1 if name.endswith(("A_log", "dt_bias")) else 2)
+        held["weights"] += weights
+        held["gradients"] += updated
+        held["optimizer"] += 2 * updated + 4  # two moments, and a count of steps
+    assert run_ranks(4, _held_with_shares_of_layers) == [held] * 4
