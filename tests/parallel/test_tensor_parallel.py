@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.config import Data, Model, Parallel, RunConfig, Training, UserError
+from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.models import families
 from shardwise.models.families import spec_of
 from shardwise.models.tensor_splits import plan
@@ -21,9 +21,10 @@ from shardwise.parallel.place import local
 from shardwise.parallel.tensor_axis import TensorAxis
 from shardwise.parallel.tensor_modules import split_embedding
 from shardwise.training import build
+from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.models.tiny import on_meta, tiny
-from tests.parity.harness import Cell, run_config
+from tests.parity.harness import Cell, microbatches, run_config, start
 
 
 def refusal(family: str = "llama", tp: int = 2, sequence_length: int = 512, **changes: Any) -> str:
@@ -146,3 +147,22 @@ def test_a_padding_token_has_no_gradient_where_its_row_is(padding):
     outcomes = run_ranks(2, looked_up, padding)
     assert all(torch.equal(found, whole(TOKENS)) for found, _ in outcomes)
     assert torch.equal(torch.cat([gradient for _, gradient in outcomes]), whole.weight.grad)
+
+
+def curve(cell: Cell, saved: list[str]) -> list[float]:
+    cfg = run_config(cell)
+    cfg = replace(cfg, lora=Lora(r=4, targets="attention", modules_to_save=saved))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build.build(cfg, mesh, start(cfg))
+    steps = [training_step(job, microbatches(cfg, mesh, step), mesh, None) for step in (1, 2, 3)]
+    return [value for step in steps for value in (step.loss, step.grad_norm)]
+
+
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [("gpt2", ["c_fc", "ln_1"]), ("nemotron_h", ["conv1d", "gate"]), ("llama", ["mlp"]), ("qwen3_next", ["mlp"])],
+)
+def test_copies_that_are_trained_in_full_are_cut_as_what_they_stand_for(family, saved):
+    (alone,) = run_ranks(1, curve, Cell(family, "single", "lora", 1), saved)
+    for found in run_ranks(2, curve, Cell(family, "tp-sp", "lora", 2), saved):
+        assert found == pytest.approx(alone, rel=1e-5)  # as TOLERANCE has it for norms

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.kernels.linear_cross_entropy import Vocabulary
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dropout import SlotDropout
-from shardwise.models.tensor_splits.base import BlockSplit, Rows, unwrapped
+from shardwise.models.tensor_splits.base import BlockSplit, Rows, in_use
 from shardwise.models.tensor_splits.plan import rows_in
 from shardwise.parallel.place import local
 from shardwise.parallel.tensor_axis import Move, TensorAxis
@@ -86,11 +86,12 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: 
     shares = Shares(block)
     for name, value in split.attributes.items():
         owner, _, attribute = name.rpartition(".")
-        setattr(block.get_submodule(owner), attribute, value)
+        setattr(in_use(block.get_submodule(owner)), attribute, value)
     for name, cut in split.weights.items():
         owner = block.get_submodule(name.rpartition(".")[0])
-        if isinstance(base := unwrapped(owner), Conv1D) and name.endswith(".weight") and cut.dim == 1:
-            base.nf = cut.rows.local_size
+        if name.endswith(".weight") and cut.dim == 1:
+            for module in of_type(owner, Conv1D):
+                module.nf = cut.rows.local_size
     for name, cut in split.buffers.items():
         owner, _, buffer = name.rpartition(".")
         module = block.get_submodule(owner)

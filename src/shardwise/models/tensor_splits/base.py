@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 from transformers.pytorch_utils import Conv1D
 
 
@@ -201,11 +202,17 @@ def linear(block: Any, name: str, features: str, rows: Rows) -> dict[str, Cut]:
 
 def depthwise(block: Any, name: str, channels: Rows) -> dict[str, Cut]:
     """The weights of a convolution that has one filter for each channel."""
-    return {f"{name}.{own}": Cut(0, channels) for own, _ in block.get_submodule(name).named_parameters()}
+    module = unwrapped(block.get_submodule(name))
+    return {f"{name}.{own}": Cut(0, channels) for own, _ in module.named_parameters()}
 
 
 def unwrapped(module: Any) -> Any:
     """The module of transformers that PEFT may have wrapped."""
-    while hasattr(module, "base_layer"):
-        module = module.base_layer
+    while (inner := getattr(module, "base_layer", None) or getattr(module, "original_module", None)) is not None:
+        module = inner
     return module
+
+
+def in_use(module: Any) -> Any:
+    """The module that computes: of one that PEFT has copied, to train it in full, the copy."""
+    return module.modules_to_save["default"] if isinstance(module, ModulesToSaveWrapper) else module

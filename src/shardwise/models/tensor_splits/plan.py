@@ -11,7 +11,7 @@ from shardwise.models.families import FAMILIES
 from shardwise.models.lora import adapter_layers
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
-from shardwise.models.tensor_splits.base import BlockSplit, Cut, Indivisible, unwrapped
+from shardwise.models.tensor_splits.base import BlockSplit, Cut, Indivisible, in_use, unwrapped
 
 MOST_RANKS = 64
 """Up to which sizes are tried, to name those that work."""
@@ -52,9 +52,11 @@ def split_blocks(
     module = hf.get_submodule(layer.name)
     found: dict[str, BlockSplit | None] = {}
     for path, split in FAMILIES[spec.family].splits.items():
-        block = _submodule(module, path)
-        if block is not None:
-            found[path] = None if split is None else split(block, num_ranks)
+        wrapped = _submodule(module, path)
+        if wrapped is not None:
+            block = in_use(wrapped)
+            name = path if block is wrapped else f"{path}.modules_to_save.default"
+            found[name] = None if split is None else split(block, num_ranks)
     return found
 
 
