@@ -11,8 +11,10 @@ order statistics that hold it in at least 95 % of such series, whatever the dist
 that the first process took, all its threads, which other load on the machine changes less: what is computed, without
 what is waited for.
 
-With LoRA torch's side follows the plan of the base: B of a column linear is cut and A of a row linear, which makes two
-sums of a row linear's output where ours makes one.
+In full training torch's side takes a block's input to a DTensor once (PrepareModuleInput), so that the gradients of its
+column linears are added up before they are sent, as in ours. With LoRA it cannot, since A of a column linear is a plain
+tensor there: each linear sends its own. B of a column linear is cut and A of a row linear, whose output is then sent
+twice. The loss differs too: ours never holds all logits, `loss_parallel` holds this rank's.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
@@ -70,6 +78,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="show where each side's time goes; nothing is written")
     options = parser.parse_args()
     modes = {}
+    load_average = os.getloadavg()[0]  # more than a few tenths: something else runs, and the seconds say little
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SIZES), encoding="utf-8")
         for mode in ("full", "lora"):
@@ -79,7 +88,8 @@ def main() -> None:
                 modes[mode] = json.loads((Path(folder) / f"{mode}.json").read_text(encoding="utf-8"))
                 print(mode, modes[mode])
     if not options.profile:
-        result = {"environment": environment(), "rows": ROWS, "tokens": TOKENS, "model": SIZES, "modes": modes}
+        shape = {"rows": ROWS, "tokens": TOKENS, "model": SIZES}
+        result = {"environment": environment(), "load_average": load_average, **shape, "modes": modes}
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
@@ -177,6 +187,12 @@ def torch_step(cfg: RunConfig, mesh: Mesh) -> Step:
         for name in names:
             path = f"model.layers.*.{'mlp' if name in ('gate_proj', 'up_proj', 'down_proj') else 'self_attn'}.{name}"
             plan |= {path + end: style() for end in (base, factor)}
+    if not cfg.lora:
+        whole = Replicate()
+        plan["model.layers.*.mlp"] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
+        plan["model.layers.*.self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+        )
     parallelize_module(hf, mesh.dense["tp"], plan)
     trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=cfg.optimizer.lr, betas=cfg.optimizer.betas, weight_decay=0.0)
