@@ -37,6 +37,12 @@ _FREE = {"recv_", "barrier", "monitored_barrier_"}  # a send's other end, and wh
 Bytes = Counter[tuple[str, str]]
 """By (what is done, mesh axis): bytes of the whole tensors, or calls."""
 
+WITHIN = {
+    "olmo_hybrid": 1 * 2,  # an attention layer, whose q and k are each normalised over all heads: their squares' sums
+    "jamba": 2 * (6 + 2 * 8),  # two Mamba layers, where all channels give the time step's factor, B and C
+}
+"""Numbers per token that blocks of the tiny models add up within themselves, forwards and backwards; others none."""
+
 
 class Collectives(TorchDispatchMode):
     """Counts the collectives of a `with` block on this rank.
@@ -75,7 +81,9 @@ class Facts:
     num_microbatches: int
     num_targets: int
     hidden_bytes: int  # of a micro-batch's hidden states [B, T, D]
+    num_tokens: int  # of a micro-batch
     num_blocks: int  # of this rank's layers, that are dealt out along tp
+    num_mixers: int  # of them in the first layer
     in_blocks: frozenset[str]  # parameters
     first: bool  # this rank has the embedding
     last: bool  # and the head
@@ -142,27 +150,30 @@ def tensor(facts: Facts) -> Bytes:
     """Per micro-batch, in units of its hidden states:
 
     the embedding's rows are added up; each block's summands; backwards the summands of each block's input's gradient,
-    and of the head's. With LoRA nothing is trained below the first block, so no gradient of its input is wanted.
+    and of the head's. With LoRA nothing is trained below the first layer's mixers, so no gradient of their input
+    is wanted.
     With sequence parallelism a reduce-scatter stands in the place of a block's first sum and of its gradient's, and an
     all-gather before the block and before the backward of what follows it; one all-gather lies before the head or at
     the end of a stage, and one brings together the gradient of what the embedding or the stage below has given.
-    Besides: three numbers per target (largest logit, sum of exponentials, the target's logit); once a step the
-    gradients of what every rank holds whole and computes a summand of.
+    Besides: what a few families add up within blocks; three numbers per target (largest logit, sum of exponentials,
+    the target's logit); once a step the gradients of what every rank holds whole and computes a summand of.
     """
     n = facts.sizes["dp_shard"]
-    below = facts.first and facts.cell.mode == "lora"
+    below = facts.num_mixers if facts.first and facts.cell.mode == "lora" else 0
     inputs = facts.num_blocks - below + facts.last  # of which a gradient is wanted: of blocks and of the head
     units = Bytes()
     units["all-reduce", "tp"] += facts.first
     if facts.sp:
         units["reduce-scatter", "tp"] += facts.num_blocks + inputs
-        units["all-gather", "tp"] += facts.num_blocks + facts.num_blocks + 1 + (not below)
+        units["all-gather", "tp"] += facts.num_blocks + facts.num_blocks + 1 + (below == 0)
     else:
         units["all-reduce", "tp"] += facts.num_blocks + inputs
     found = Bytes({key: facts.num_microbatches * facts.hidden_bytes * value for key, value in units.items()})
     ends = {name for name in facts.trained if not facts.sp and name not in facts.in_blocks}  # the same on every rank
     found["all-reduce", "tp"] += facts.bytes_of(facts.trained - facts.cut - ends, n) // n
     found["all-reduce", "tp"] += facts.last * facts.num_targets * 3 * 4
+    tokens = facts.num_microbatches * facts.num_tokens
+    found["all-reduce", "tp"] += 2 * tokens * WITHIN.get(facts.cell.family, 0) * 4
     return found
 
 
@@ -250,7 +261,9 @@ def _facts(cell: Cell, job: Job, mesh: Mesh, batches: Sequence[Batch]) -> Facts:
         num_microbatches=len(batches),
         num_targets=sum(batch.num_target_tokens() for batch in batches),
         hidden_bytes=4 * batches[0].input_ids.numel() * job.spec.hidden_size,
+        num_tokens=batches[0].input_ids.numel(),
         num_blocks=len(blocks),
+        num_mixers=len(FAMILIES[cell.family].token_mixers.get(job.spec.layers[0].kind, ("attn",))),
         in_blocks=frozenset(name for name in named if name.startswith(tuple(blocks))),
         first=first,
         last=last,

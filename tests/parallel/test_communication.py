@@ -28,6 +28,9 @@ CELLS = [
     Cell("llama", "pp-tp-sp", "lora", 4, schedule="1f1b"),
     # A recurrent layer's block sends what an attention layer's does: no reduction for its states, gates or norms.
     *(Cell("qwen3_5_text", layout, mode, 2) for layout, mode in (("tp", "full"), ("tp-sp", "lora"))),
+    Cell("nemotron_h", "tp", "lora", 2),
+    # Some add a few numbers up within a block, and Falcon-H1 has two mixers side by side.
+    *(Cell(family, "tp-sp", "lora", 2) for family in ("olmo_hybrid", "jamba", "falcon_h1")),
 ]
 
 
