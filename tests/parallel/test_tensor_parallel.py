@@ -107,20 +107,17 @@ def notes(cell: Cell) -> tuple[str, ...]:
     return build.build(cfg, build_mesh(cfg, torch.device("cpu"))).notes
 
 
-def test_a_block_that_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
-    llama = families.FAMILIES["llama"]
+def test_what_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
+    told = "parallel.tp: each rank holds all of what is not dealt out, in all layers together: "
     assert run_ranks(2, notes, Cell("llama", "tp", "full", 2)) == [(), ()]
+    # In 3 of 4 layers, in float32, 64 wide: a router of 8 experts, and the gate of the one that all tokens pass.
+    parts = f"mlp.gate ({3 * 8 * 64 * 4:,} bytes), mlp.shared_expert_gate ({3 * 64 * 4:,} bytes)"
+    assert run_ranks(2, notes, Cell("qwen3_next", "tp", "lora", 2)) == [(told + parts,)] * 2
+    # And a block that is not cut at all: up and down, 64 x 172 and back.
+    llama = families.FAMILIES["llama"]
     monkeypatch.setitem(families.FAMILIES, "llama", replace(llama, splits=llama.splits | {"mlp": None}))
-    layers, width, hidden = (on_meta(tiny("tiny-llama")).config.to_dict()[k] for k in SIZES)
-    num_bytes = layers * 3 * width * hidden * 4  # gate, up and down, in float32
-    for (note,) in run_ranks(2, notes, Cell("llama", "tp", "full", 2)):
-        assert note == (
-            f"parallel.tp: mlp is not dealt out; each of the 2 ranks holds and computes all of it, {num_bytes:,} bytes "
-            "of weights in all layers together"
-        )
-
-
-SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size")
+    parts = ", ".join(f"mlp.{name} ({4 * 64 * 172 * 4:,} bytes)" for name in ("gate_proj", "up_proj", "down_proj"))
+    assert run_ranks(2, notes, Cell("llama", "tp", "full", 2)) == [(told + parts,)] * 2
 
 
 def looked_up(padding: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,7 +108,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     notes = _notes(cfg, spec)
     counts = None if notes else count_model(hf, spec)
     if cfg.parallel.tp > 1:
-        notes += tuple(_whole_note(path, held, cfg.parallel.tp) for path, held in plan.whole_blocks(hf, spec).items())
+        notes += _held_whole(plan.whole_weights(hf, spec))
     cut = _cut(cfg, mesh, hf, spec, counts) if cfg.parallel.pp > 1 else None
     if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
         notes += (f"parallel.memory_limit_gib: {caveat}",)
@@ -174,11 +174,10 @@ def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
     return notes
 
 
-def _whole_note(path: str, num_bytes: int, tp: int) -> str:
-    return (
-        f"parallel.tp: {path} is not dealt out; each of the {tp} ranks holds and computes all of it, {num_bytes:,} "
-        "bytes of weights in all layers together"
-    )
+def _held_whole(weights: Mapping[str, int]) -> tuple[str, ...]:
+    """What tensor parallelism does not deal out, if anything."""
+    told = ", ".join(f"{name} ({num_bytes:,} bytes)" for name, num_bytes in weights.items())
+    return (f"parallel.tp: each rank holds all of what is not dealt out, in all layers together: {told}",) * bool(told)
 
 
 def _sizes(hf: torch.nn.Module) -> dict[str, int]:

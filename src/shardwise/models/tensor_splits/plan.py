@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -60,15 +62,17 @@ def split_blocks(
     return found
 
 
-def whole_blocks(hf: PreTrainedModel, spec: ModelSpec) -> dict[str, int]:
-    """Bytes of the weights in the blocks that no rank has a share of, by path in a layer; all layers together."""
-    found: dict[str, int] = {}
+def whole_weights(hf: PreTrainedModel, spec: ModelSpec) -> dict[str, int]:
+    """Bytes of the model's matrices that every rank holds whole, by module in a layer; all layers together."""
+    found: Counter[str] = Counter()
     for layer in spec.layers:
         for path, split in split_blocks(hf, spec, layer, 1).items():
-            if split is None:
-                block = hf.get_submodule(f"{layer.name}.{path}")
-                found[path] = found.get(path, 0) + sum(p.nbytes for p in block.parameters())
-    return found
+            block = hf.get_submodule(f"{layer.name}.{path}")
+            cuts = parameter_cuts(block, split) if split else {}
+            for name, parameter in block.named_parameters():
+                if name not in cuts and not is_adapter(name) and parameter.dim() > 1:
+                    found[hf_name(f"{path}.{name}").rpartition(".")[0]] += parameter.nbytes
+    return dict(found)
 
 
 def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
