@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +104,7 @@ def states_of(cfg: RunConfig, world_size: int) -> dict[str, int]:
 
 
 @contextmanager
-def pretended(world_size: int) -> Iterator[None]:
+def pretended(world_size: int) -> Generator[None]:
     """In here this process is rank 0 of so many, and whatever it sends goes nowhere."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -61,7 +61,7 @@ class Shares:
         ]
 
     @contextmanager
-    def found(self) -> Iterator[None]:
+    def found(self) -> Generator[None]:
         """Attributes in a module's `__dict__` come before its parameters."""
         try:
             for owner, name, change in self._places:
