@@ -73,12 +73,7 @@ class Shares:
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward that finds them."""
-
-        def found(*args: Any, **kwargs: Any) -> Any:
-            with self.found():
-                return forward(*args, **kwargs)
-
-        return found
+        return self.found()(forward)
 
 
 def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: CausalLM) -> None:
