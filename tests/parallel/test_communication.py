@@ -24,6 +24,7 @@ CELLS = [
         for mode in ("lora", "full")
     ),
     Cell("llama", "ddp-tp", "lora", 4),
+    Cell("llama", "zero1-tp", "lora", 4),
     Cell("llama", "fsdp2-tp", "full", 4),
     Cell("llama", "pp-tp-sp", "lora", 4, schedule="1f1b"),
     # A recurrent layer's block sends what an attention layer's does: no reduction for its states, gates or norms.
