@@ -50,7 +50,9 @@ def _variants() -> Iterator[Cell]:
                 yield cell(family, layout, "lora", "experts")
         yield from (cell(family, layout, "lora", "dropout") for family in ("llama", "qwen3_5_text", "gpt2"))
         yield cell("llama", layout, "lora", "head")
-    for layout in ("ddp-tp", "fsdp2-tp", "pp-tp", "pp-tp-sp"):
+    for schedule in ORDERS:
+        yield cell("qwen3_5_text", "pp-tp", "full", "tied", schedule=schedule)
+    for layout in ("ddp-tp", "fsdp2-tp", "pp-tp-sp"):
         yield cell("qwen3_5_text", layout, "full", "tied")
         yield cell("llama", layout, "lora", "dropout")
         yield cell("qwen3_next", layout, "lora", "checkpointing")
@@ -76,5 +78,6 @@ FIXED = (
     cell("olmo_hybrid", "tp", "lora", "isolated"),
     cell("qwen3_next", "fsdp2-tp", "full"),
     cell("llama", "ddp-tp", "lora"),
+    cell("qwen3_5_text", "pp-tp", "full", "tied", schedule="zbv"),
     cell("llama", "pp-fsdp2-tp-sp", "lora"),
 )

@@ -89,6 +89,8 @@ class Found:
     """Those that are cut, and of which the shares joined in rank order are not the whole."""
     summands: set[str] = field(default_factory=set)
     """Those that are whole, of whose gradient each rank has a summand."""
+    shares: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    """By what each is a share of: tied parameters stay one, also where they are in the first and the last stage."""
 
 
 @dataclass
@@ -98,7 +100,6 @@ class _Splitter:
     part: CausalLM
     axis: TensorAxis
     found: Found
-    made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)  # tied parameters stay one
     blocks: list[str] = field(default_factory=list)
 
     def split(self) -> None:
@@ -138,15 +139,15 @@ class _Splitter:
     def _hold(self, name: str, whole: nn.Parameter, dim: int, most: int, total: int) -> None:
         """Replace a parameter by this rank's share: `most` rows of `total`, or what is left of them for the last."""
         assert whole.is_meta, name
-        if whole not in self.made:
+        if whole not in self.found.shares:
             joined, share = ([*whole.shape] for _ in range(2))
             joined[dim], share[dim] = total, min(most, total - self.axis.rank * most)
             like = whole.new_empty(joined)
             own, shape, stride = whole.new_empty(share), like.shape, like.stride()
             held = DTensor.from_local(own, self.axis.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
-            self.made[whole] = nn.Parameter(held, whole.requires_grad)
+            self.found.shares[whole] = nn.Parameter(held, whole.requires_grad)
         owner, _, own = name.rpartition(".")
-        self.part.hf.get_submodule(owner)._parameters[own] = self.made[whole]
+        self.part.hf.get_submodule(owner)._parameters[own] = self.found.shares[whole]
 
     def _share_tokens(self) -> None:
         """From the first layer of this part to its last, or to the final norm, a rank holds its share of the tokens.
