@@ -108,11 +108,17 @@ def notes(cell: Cell) -> tuple[str, ...]:
 
 
 def test_what_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
-    told = "parallel.tp: each rank holds all of what is not dealt out, in all layers together: "
+    told = "parallel.tp: other ranks hold as well what a rank has, in all layers of the model together, of "
     assert run_ranks(2, notes, Cell("llama", "tp", "full", 2)) == [(), ()]
     # In 3 of 4 layers, in float32, 64 wide: a router of 8 experts, and the gate of the one that all tokens pass.
     parts = f"mlp.gate ({3 * 8 * 64 * 4:,} bytes), mlp.shared_expert_gate ({3 * 64 * 4:,} bytes)"
     assert run_ranks(2, notes, Cell("qwen3_next", "tp", "lora", 2)) == [(told + parts,)] * 2
+    # On 4 ranks two share each of the 2 key/value heads, 16 wide (one of the 2 layers has any), ...
+    (said,) = set(run_ranks(4, notes, Cell("granitemoehybrid", "tp", "full", 4)))
+    assert all(f"self_attn.{name} ({16 * 64 * 4:,} bytes)" in said[0] for name in ("k_proj", "v_proj"))
+    # ... and the 2 groups of Mamba2's B and C, 16 rows each, of the way in and of the convolution (of 4 taps).
+    assert f"mamba.in_proj ({2 * 16 * 64 * 4:,} bytes)" in said[0]
+    assert f"mamba.conv1d ({2 * 16 * 4 * 4:,} bytes)" in said[0]
     # And a block that is not cut at all: up and down, 64 x 172 and back.
     llama = families.FAMILIES["llama"]
     monkeypatch.setitem(families.FAMILIES, "llama", replace(llama, splits=llama.splits | {"mlp": None}))

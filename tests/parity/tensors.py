@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
-from shardwise.parallel.compose import WITH_TENSOR
+from shardwise.parallel.compose import COMPATIBLE, WITH_TENSOR
 from shardwise.schedule.orders import ORDERS
 from tests.parity.harness import FAMILIES, Cell
 
@@ -27,8 +27,7 @@ def cell(family: str, layout: str, mode: str, variant: str = "", nproc: int = 0,
 def _plain() -> Iterator[Cell]:
     for mode in MODES:
         for family in FAMILIES:
-            for layout in WITH_TENSOR:
-                yield cell(family, layout, mode)
+            yield from (cell(family, layout, mode) for layout in WITH_TENSOR if layout in COMPATIBLE[family])
         for family in (*WIDE, *SHARED):
             yield from (cell(family, layout, mode, nproc=4) for layout in ("tp", "tp-sp"))
         for schedule in ORDERS:

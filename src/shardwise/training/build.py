@@ -108,7 +108,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     notes = _notes(cfg, spec)
     counts = None if notes else count_model(hf, spec)
     if cfg.parallel.tp > 1:
-        notes += _held_whole(plan.whole_weights(hf, spec))
+        notes += _not_dealt_out(plan.undealt_weights(hf, spec, cfg.parallel.tp))
     cut = _cut(cfg, mesh, hf, spec, counts) if cfg.parallel.pp > 1 else None
     if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
         notes += (f"parallel.memory_limit_gib: {caveat}",)
@@ -174,10 +174,11 @@ def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
     return notes
 
 
-def _held_whole(weights: Mapping[str, int]) -> tuple[str, ...]:
+def _not_dealt_out(weights: Mapping[str, int]) -> tuple[str, ...]:
     """What tensor parallelism does not deal out, if anything."""
     told = ", ".join(f"{name} ({num_bytes:,} bytes)" for name, num_bytes in weights.items())
-    return (f"parallel.tp: each rank holds all of what is not dealt out, in all layers together: {told}",) * bool(told)
+    said = f"parallel.tp: other ranks hold as well what a rank has, in all layers of the model together, of {told}"
+    return (said,) * bool(told)
 
 
 def _sizes(hf: torch.nn.Module) -> dict[str, int]:

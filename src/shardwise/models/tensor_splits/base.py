@@ -67,6 +67,11 @@ class Rows:
         """Some rows are held by more than one rank."""
         return any(segment.shares < self.num_ranks for segment in self.segments)
 
+    @property
+    def num_shared(self) -> int:
+        """Rows of a rank that others hold too."""
+        return sum(segment.size // segment.shares for segment in self.segments if segment.shares < self.num_ranks)
+
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """(start, length) of a rank's rows in the whole dim."""
         starts = accumulate((segment.size for segment in self.segments), initial=0)

@@ -62,16 +62,20 @@ def split_blocks(
     return found
 
 
-def whole_weights(hf: PreTrainedModel, spec: ModelSpec) -> dict[str, int]:
-    """Bytes of the model's matrices that every rank holds whole, by module in a layer; all layers together."""
+def undealt_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, int]:
+    """Bytes that a rank holds of matrices that others hold too, whole or in part; by module, all layers together."""
     found: Counter[str] = Counter()
     for layer in spec.layers:
-        for path, split in split_blocks(hf, spec, layer, 1).items():
+        for path, split in split_blocks(hf, spec, layer, num_ranks).items():
             block = hf.get_submodule(f"{layer.name}.{path}")
             cuts = parameter_cuts(block, split) if split else {}
             for name, parameter in block.named_parameters():
-                if name not in cuts and not is_adapter(name) and parameter.dim() > 1:
-                    found[hf_name(f"{path}.{name}").rpartition(".")[0]] += parameter.nbytes
+                if is_adapter(name) or parameter.dim() < 2:
+                    continue
+                rows = cuts[name].rows if name in cuts else None
+                if rows is None or rows.shared:
+                    share = 1.0 if rows is None else rows.num_shared / rows.size
+                    found[hf_name(f"{path}.{name}").rpartition(".")[0]] += round(share * parameter.nbytes)
     return dict(found)
 
 
