@@ -64,6 +64,8 @@ SOME_LAYERS = {
 }
 """Targets of LoRA in the variants of these names."""
 GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, 24, 0.1
+STILL = "still"
+"""Variant of a control: float32, at the learning rate of the bfloat16 cells."""
 OVERFLOWING_SCALE = 2.0**22
 """Of the llama's loss: the first step's float16 gradients overflow, the last one's do not."""
 TOLERANCE = {"loss": 1e-6, "grad": 1e-5, "norm": 1e-5, "param": 1e-5, "saved": 1e-5}
@@ -156,7 +158,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
         optimizer=Optimizer(
             name=optimizer,
             # In bfloat16 a weight that is off by 1e-7 may be rounded the other way, which is 4e-3 of it.
-            lr=0.0 if cell.variant == "bfloat16" else 1.0,
+            lr=0.0 if cell.variant in ("bfloat16", STILL) else 1.0,
             lr_schedule="linear",
             weight_decay=0.01,
             max_grad_norm=MAX_NORM,  # less than half of what the gradients come to, so that clipping always acts
@@ -320,7 +322,7 @@ def control(cell: Cell) -> Cell | None:
     rounded ones. What it may differ by is then three times what 16 bits change on one process: as much as that again
     on its own way from float32, and as much to spare.
     """
-    return replace(cell.reference(), variant="") if cell.tp > 1 and cell.variant in ("float16", "bfloat16") else None
+    return replace(cell.reference(), variant=STILL) if cell.tp > 1 and cell.variant == "bfloat16" else None
 
 
 def tolerance(in_16_bits: Outcome, in_float32: Outcome) -> dict[str, float]:

@@ -40,7 +40,7 @@ def _variants() -> Iterator[Cell]:
     for layout in ("tp", "tp-sp"):
         for mode in MODES:
             yield cell("qwen3_5_text", layout, mode, "tied")
-            yield from (cell(family, layout, mode, "bfloat16") for family in ("llama", "qwen3_next"))
+            yield from (cell(family, layout, mode, "bfloat16") for family in ("llama", "olmo_hybrid"))
         for family in FAMILIES:
             yield cell(family, layout, "lora", "checkpointing")
             if FAMILY_FACTS[family].token_mixers:

@@ -170,6 +170,7 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (whole_factor_not_summed, cell("llama", "tp", "lora")),
     (whole_factor_not_summed, cell("llama", "tp-sp", "lora")),
     (layer_norms_not_summed, cell("qwen3_5_text", "tp-sp", "full", "tied")),
+    (layer_norms_not_summed, cell("llama", "tp-sp", "full", "bfloat16")),
     (router_not_summed, cell("qwen3_moe", "tp", "full")),
     (blocks_of_rows_taken_for_one, cell("qwen3_5_text", "tp", "full")),
     (key_heads_of_another_group, cell("granitemoehybrid", "tp", "full", nproc=4)),
