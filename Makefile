@@ -33,9 +33,8 @@ pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rou
 	$(BIN)/python tools/pipeline_zero_bubble.py
 	$(BIN)/python tools/pipeline_shapes.py
 
-# Two workers: most tests wait for other processes, or for a model to be built, for a good part of their time.
 test: setup  ## the tests, in minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest
 
 check: setup  ## lint, format, types, architecture
 	$(BIN)/ruff check .
