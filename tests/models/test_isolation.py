@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Lora, UserError
@@ -181,6 +181,7 @@ def test_nothing_of_the_first_document_reaches_the_second(family):
 @settings(max_examples=6, deadline=None)
 @given(rows_of_lengths)
 def test_any_boundaries(family, lengths):
+    assume(any(length > 1 for row in lengths for length in row))  # a single token has no state that could decay
     lm, batch = model(family), packed(lengths)
     assert logits_error(lm, batch) < 1e-5
     assert worst(gradients(lm, [batch]), gradients(lm, alone(batch))) < EXACT
