@@ -48,9 +48,10 @@ WITH_TENSOR = (*_TENSOR, *(f"{layout}-sp" for layout in _TENSOR))
 """`sp`: with sequence parallelism."""
 LAYOUTS = (*_WITHOUT_TENSOR, *WITH_TENSOR)
 EXCEPTIONS = frozenset(
-    # Three axes with sequence parallelism take 8 processes: proven for a family without and for one with recurrence.
+    # All four axes, and three with sequence parallelism, take 8 processes: proven for two families, with recurrence and
+    # without.
     (family, layout)
-    for layout in ("hsdp-tp-sp", "pp-ddp-tp-sp", "pp-fsdp2-tp-sp", "pp-hsdp-tp-sp")
+    for layout in ("pp-hsdp-tp", "hsdp-tp-sp", "pp-ddp-tp-sp", "pp-fsdp2-tp-sp", "pp-hsdp-tp-sp")
     for family in FAMILIES
     if family not in ("llama", "qwen3_next")
 )
