@@ -77,7 +77,6 @@ def shared_heads_counted_by_each_rank():
 
 def mask_of_the_first_features_on_every_rank():
     take = base.Rows.take
-    tensor_modules._share_dropout.__globals__["Rows"] = base.Rows
 
     def share(block, linear, rows, rank):
         adapter = block.get_submodule(linear.removesuffix(".base_layer"))
