@@ -47,19 +47,7 @@ _TENSOR = ("tp", "ddp-tp", "zero1-tp", "fsdp2-tp", "hsdp-tp", "pp-tp", "pp-ddp-t
 WITH_TENSOR = (*_TENSOR, *(f"{layout}-sp" for layout in _TENSOR))
 """`sp`: with sequence parallelism."""
 LAYOUTS = (*_WITHOUT_TENSOR, *WITH_TENSOR)
-EXCEPTIONS = frozenset(
-    # All four axes, and three with sequence parallelism, take 8 processes: proven for two families, with recurrence and
-    # without.
-    (family, layout)
-    for layout in ("pp-hsdp-tp", "hsdp-tp-sp", "pp-ddp-tp-sp", "pp-fsdp2-tp-sp", "pp-hsdp-tp-sp")
-    for family in FAMILIES
-    if family not in ("llama", "qwen3_next")
-)
-"""(family, layout) that is not proven although both are; each with the reason beside it."""
-
-COMPATIBLE: dict[str, frozenset[str]] = {
-    family: frozenset(layout for layout in LAYOUTS if (family, layout) not in EXCEPTIONS) for family in FAMILIES
-}
+COMPATIBLE: dict[str, frozenset[str]] = {family: frozenset(LAYOUTS) for family in FAMILIES}
 """Per proven family, the layouts that tests/parity proves; others are refused before memory is taken."""
 REFUSED: dict[str, str] = {
     "fsdp1-tp": "fsdp1's flat parameters hold no DTensors; use fsdp2",
