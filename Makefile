@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+KERNELS := .venv-kernels
+TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
 export OMP_NUM_THREADS ?= 1
 
@@ -15,8 +17,16 @@ setup: $(VENV)/.ok  ## build .venv with pinned versions
 # torch first and by its exact version: a resolver that meets it later as "any torch" may take another build.
 $(VENV)/.ok: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/pip install --quiet --constraint constraints.txt $(TORCH)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# What compiles kernels, apart from transformers: triton in one environment with fla breaks fla's layers on a CPU.
+$(KERNELS)/.ok: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(KERNELS)
+	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt $(TORCH)
+	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton numpy pytest
+	$(KERNELS)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
 demo: setup  ## train a small hybrid model, then LoRA-tune it under six strategies; writes a page that compares them
@@ -33,8 +43,9 @@ pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rou
 	$(BIN)/python tools/pipeline_zero_bubble.py
 	$(BIN)/python tools/pipeline_shapes.py
 
-test: setup  ## the tests, in minutes on two cores
+test: setup $(KERNELS)/.ok  ## the tests, in minutes on two cores
 	$(BIN)/python -m pytest
+	$(KERNELS)/bin/python -m pytest tests/kernels/without_gpu
 
 check: setup  ## lint, format, types, architecture
 	$(BIN)/ruff check .
@@ -54,4 +65,4 @@ gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that h
 	$(PYTHON) -m tests.gpu
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) runs build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KERNELS) runs build .pytest_cache .ruff_cache .hypothesis

@@ -129,6 +129,12 @@ def test_every_test_file_mirrors_a_module():
     assert folders <= {package(path) for path in MODULES} | {"parity", "integration", "gpu"}
 
 
+def test_what_pytest_passes_over_here_is_run_by_make():
+    (_, folder) = re.findall(r'norecursedirs = \["(.+)", "(.+)"\]', (ROOT / "pyproject.toml").read_text())[0]
+    assert list((ROOT / "tests" / "kernels" / folder).glob("test_*.py"))
+    assert f"/python -m pytest tests/kernels/{folder}\n" in (ROOT / "Makefile").read_text()
+
+
 def test_links_and_paths_in_the_docs_exist():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
