@@ -127,7 +127,7 @@ def moments(cfg: RunConfig, states: dict[str, int], num_gpus: int, gpu: bool = T
 
     checkpoints = layers * hidden
     head_gradient = 4 * own_vocab * d
-    if cfg.training.loss == "chunked":
+    if cfg.training.loss != "plain":
         chunk = 6 * min(tokens * own_vocab, CHUNK_BYTES // 4)
         loss = 10 * tokens * d + 8 * own_vocab * d + chunk
     else:

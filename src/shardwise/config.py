@@ -262,8 +262,10 @@ class Training(Section):
     of matrix products and attention, compute the rest again. A list names the kinds of layers to compute again."""
     compile: Literal["none", "inductor", "aot_eager"] = "none"
     """Compile each decoder layer with torch.compile and this backend."""
-    loss: Literal["chunked", "plain"] = "chunked"
-    """`chunked`: cross entropy without ever holding all logits. `plain`: logits first, then torch's cross entropy."""
+    loss: Literal["auto", "chunked", "triton", "plain"] = "auto"
+    """`chunked`: cross entropy without ever holding all logits. `triton`: the same, with Triton's kernels for what is
+    not a matrix product. `auto`: `triton` on a GPU where it is installed, else `chunked`. `plain`: logits first, then
+    torch's cross entropy."""
     seed: int = 0
     """Of random weights, document order and dropout."""
     eval_every: int = 0

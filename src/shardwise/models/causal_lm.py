@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import IGNORED, Batch, Part
-from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
+from shardwise.kernels.linear_cross_entropy import Kernel, linear_cross_entropy
 from shardwise.models.attention import use_kernel
 from shardwise.models.dropout import DropoutState, replace_dropouts
 from shardwise.models.families import FAMILIES, Family
@@ -21,6 +21,9 @@ from shardwise.models.router_loss import RouterLoss
 from shardwise.models.spec import ModelSpec
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+KERNELS: dict[str, Kernel] = {"auto": "auto", "chunked": "torch", "triton": "triton"}
+"""By `training.loss`."""
 
 Inputs = dict[str, torch.Tensor]
 """`input_ids` [B, T], or `inputs_embeds` [B, T, D] in their place: what transformers' models take."""
@@ -54,9 +57,9 @@ class CausalLM(Part):
             isolate(hf, spec, family, self.dropout)
         self.router_loss = _router_loss(hf, whole or hf, family, cfg.model.router_aux_loss_coef)
         # What a family that is not known does to its logits is not known either.
-        self.chunked_loss = cfg.training.loss == "chunked" and family.model_type in FAMILIES
+        self.chunked_loss = cfg.training.loss != "plain" and family.model_type in FAMILIES
         if self.chunked_loss and spec.last:
-            _give_loss(hf.get_submodule(spec.head), *_scale_and_softcap(hf.config, family))
+            _give_loss(hf.get_submodule(spec.head), *_scale_and_softcap(hf.config, family), KERNELS[cfg.training.loss])
 
     def forward(self, batch: Batch, return_logits: bool = False) -> torch.Tensor:
         """The loss summed over target tokens (scalar, float32), in training plus the router loss; or logits [B, T, V].
@@ -102,15 +105,15 @@ class CausalLM(Part):
         return torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
 
-def _give_loss(head: nn.Module, scale: float, softcap: float | None) -> None:
+def _give_loss(head: nn.Module, scale: float, softcap: float | None, kernel: Kernel) -> None:
     """Let the linear of a head, or both copies that PEFT's `modules_to_save` holds, take labels and return the loss."""
     linears: list[Any] = [module for module in head.modules() if isinstance(module, nn.Linear)]
     for module in linears:
         module.vocabulary = None  # which rows of the weight this rank has, if others have the others
-        module.forward = _logits_or_loss(module, scale, softcap)
+        module.forward = _logits_or_loss(module, scale, softcap, kernel)
 
 
-def _logits_or_loss(linear: Any, scale: float, softcap: float | None) -> Callable[..., torch.Tensor]:
+def _logits_or_loss(linear: Any, scale: float, softcap: float | None, kernel: Kernel) -> Callable[..., torch.Tensor]:
     logits = linear.forward
 
     def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
@@ -125,6 +128,7 @@ def _logits_or_loss(linear: Any, scale: float, softcap: float | None) -> Callabl
             softcap=softcap,
             ignore_index=IGNORED,
             vocabulary=linear.vocabulary,
+            kernel=kernel,
         )
 
     return forward

@@ -101,7 +101,7 @@ def _cost(
     )
     forward, weights = flops.forward, flops.weight_gradient
     inputs = flops.input_gradient + flops.again
-    if unit.kind == "head" and cfg.training.loss == "chunked":
+    if unit.kind == "head" and cfg.training.loss != "plain":
         # The chunked loss takes the gradients in its forward; its backward only scales them.
         forward, inputs, weights = forward + inputs + weights, 0.0, 0.0
     rate = flops_per_second / tokens

@@ -10,27 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.kernels.linear_cross_entropy import chunked, naive
 from shardwise.metrics.memory import PeakMemory
-
-IGNORED = -100
-NAMES = ("hidden", "weight", "bias")
-
-
-def inputs(n: int, d: int, v: int, ignored: float = 0.3, dtype: torch.dtype = torch.float64, frozen: bool = False):
-    """hidden [n, d], weight [v, d], bias [v] and labels [n], of which about a share `ignored` has no target."""
-    generator = torch.Generator().manual_seed(n + v)
-    hidden, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((n, d), (v, d), (v,)))
-    labels = torch.randint(0, v, (n,), generator=generator)
-    labels[torch.rand(n, generator=generator) < ignored] = IGNORED
-    tensors = [(t * d**-0.25).to(dtype) for t in (hidden, weight, bias)]  # logits of size 1
-    return [t.requires_grad_(i == 0 or not frozen) for i, t in enumerate(tensors)], labels
-
-
-def run(loss, tensors, labels, with_bias: bool = True, **options):
-    """The loss, and the gradients of the tensors that have one."""
-    hidden, weight, bias = tensors
-    value = loss(hidden, weight, labels, bias=bias if with_bias else None, **options)
-    wanted = [t for t in (hidden, weight, *([bias] if with_bias else [])) if t.requires_grad]
-    return value.detach(), torch.autograd.grad(value * 0.7, wanted)
+from tests.kernels.linear_cross_entropy.cases import IGNORED, inputs, run
 
 
 @pytest.fixture

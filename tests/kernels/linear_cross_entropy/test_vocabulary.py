@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.kernels.linear_cross_entropy import Vocabulary, chunked, naive
+from shardwise.kernels.linear_cross_entropy import chunked, naive
 from shardwise.metrics.memory import PeakMemory
 from tests.distributed import run_ranks
-from tests.kernels.linear_cross_entropy.test_chunked import IGNORED, inputs, products, run
+from tests.kernels.linear_cross_entropy.cases import IGNORED, inputs, own_vocabulary, reduced, run, run_shared
+from tests.kernels.linear_cross_entropy.test_chunked import products
 
 V = 37
 """19 and 18 rows on two ranks; 13, 13 and 11 on three."""
@@ -22,34 +22,6 @@ OPTIONS = [
 ]
 # (rows, whether the weight is frozen, options). One row; a whole chunk; one more; many, and a last chunk not full.
 CASES = [(n, frozen, options) for n in (1, 3, 4, 50) for frozen in (True, False) for options in OPTIONS]
-
-
-def reduced(x: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    x = x.clone()
-    dist.all_reduce(x, operation)
-    return x
-
-
-def own_vocabulary(size: int) -> tuple[Vocabulary, slice]:
-    """What this rank has of `size` tokens."""
-    most = -(-size // dist.get_world_size())
-    first = dist.get_rank() * most
-    vocabulary = Vocabulary(
-        first, most, lambda x: reduced(x, dist.ReduceOp.SUM), lambda x: reduced(x, dist.ReduceOp.MAX)
-    )
-    return vocabulary, slice(first, min(first + most, size))
-
-
-def run_shared(tensors: list[torch.Tensor], labels: torch.Tensor, **options: Any) -> tuple[torch.Tensor, list[Any]]:
-    """The loss, and gradients put together again as a layout does: hidden's summands added up, rows joined."""
-    vocabulary, rows = own_vocabulary(len(tensors[1]))
-    hidden, weight, bias = (t.detach() if i == 0 else t.detach()[rows].clone() for i, t in enumerate(tensors))
-    own = [t.requires_grad_(whole.requires_grad) for t, whole in zip((hidden, weight, bias), tensors)]
-    value, (summand, *shares) = run(chunked.linear_cross_entropy, own, labels, vocabulary=vocabulary, **options)
-    joined: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(joined, shares)
-    assert summand[labels == IGNORED].eq(0).all()
-    return value, [reduced(summand, dist.ReduceOp.SUM), *(torch.cat(pieces) for pieces in zip(*joined))]
 
 
 def every_case() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:

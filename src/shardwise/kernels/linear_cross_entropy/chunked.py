@@ -2,7 +2,8 @@
 
 The loss is the end of the graph, so that the gradient of a chunk of logits, softmax minus one-hot, is known as soon as
 the chunk is: dx and dW are taken from it at once, up to the factor that comes with the backward, and its memory serves
-the next chunk. Rows without a target are left out before any product.
+the next chunk. Products are the vendor's; softmax and gradient are torch's operators or Triton's kernels (triton.py).
+Rows without a target are left out before any product.
 Source of the idea: Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2.
 """
 
@@ -10,12 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from shardwise.config import UserError
+from shardwise.kernels.triton_support import why_not
+
 CHUNK_BYTES = 256 * 2**20
-"""Of a chunk of logits: enough rows for the products to run at full speed (270 of 248,320 logits)."""
+"""Of a chunk of logits, as wide as they get: of 248,320 logits 256 rows in float32, 512 in bfloat16.
+
+A product reads the weight once and multiplies each number as often as there are rows: from about 300 on, a GPU is
+busier multiplying than reading.
+"""
+TILE = 128
+"""Rows that a product on a GPU takes together: what is left of a tile costs as much as a whole one."""
+
+Kernel = Literal["auto", "torch", "triton"]
+"""What takes the softmax of a chunk; `auto`: Triton on a GPU, where it is installed."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,12 @@ class Vocabulary:
     largest: Callable[[torch.Tensor], torch.Tensor]
 
 
+Softmax = Callable[
+    [torch.Tensor, torch.Tensor | None, torch.Tensor, float | None, float | None, Vocabulary | None], torch.Tensor
+]
+"""What `softmax` below is."""
+
+
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -38,6 +57,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     ignore_index: int = -100,
     vocabulary: Vocabulary | None = None,
+    kernel: Kernel = "auto",
 ) -> torch.Tensor:
     """The summed cross entropy of softcap * tanh(z / softcap), where z = scale * (hidden weight^T + bias).
 
@@ -47,7 +67,7 @@ def linear_cross_entropy(
     computed. With a trained weight, a second backward through the same loss is an error, raised by autograd.
 
     With a `vocabulary`, weight and bias are this rank's rows; the loss is that of all tokens, equal on every rank, and
-    the gradient of `hidden` is this rank's summand.
+    the gradient of `hidden` is this rank's summand. UserError where `kernel` is triton and cannot run.
     """
     rows = (labels != ignore_index).nonzero().squeeze(1)
     hidden = hidden.index_select(0, rows)
@@ -57,7 +77,9 @@ def linear_cross_entropy(
     tensors = (hidden, weight, bias)
     needed = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
     with torch.no_grad():
-        loss, gradients = _loss_and_gradients(*tensors, labels.index_select(0, rows), softcap, needed, vocabulary)
+        loss, gradients = _loss_and_gradients(
+            *tensors, labels.index_select(0, rows), softcap, needed, vocabulary, kernel
+        )
     # One node for each, side by side: a backward for one of them alone (pipelines take the hidden states' first and the
     # weight's later) runs no other.
     for tensor, gradient in zip(tensors, gradients):
@@ -92,6 +114,7 @@ def _loss_and_gradients(
     softcap: float | None,
     needed: list[bool],
     vocabulary: Vocabulary | None,
+    kernel: Kernel,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     device = hidden.device.type
@@ -109,58 +132,89 @@ def _loss_and_gradients(
         zeros_if(needed[1], *weight.shape),
         zeros_if(needed[2], len(weight)),
     )
-    size = _rows_per_chunk(len(hidden), (vocabulary.most if vocabulary else len(weight)) * wide.itemsize)
-    # The chunk as the products give and take it, and as the softmax does: the same memory where the dtype is.
-    narrow_buffer = hidden.new_empty(size, len(weight))
-    wide_buffer = narrow_buffer if hidden.dtype == wide else torch.empty_like(narrow_buffer, dtype=wide)
+    loss_of, widens = _softmax_of(kernel, hidden.device)
+    itemsize = (wide if widens else hidden.dtype).itemsize
+    size = _rows_per_chunk(len(hidden), (vocabulary.most if vocabulary else len(weight)) * itemsize)
+    # Rows begin at multiples of 16 bytes at least, as the products and the kernels like them.
+    buffer = hidden.new_empty(size, -(-len(weight) // 16) * 16)[:, : len(weight)]
     with torch.autocast(device, enabled=False):
         for start in range(0, len(hidden), max(size, 1)):
-            x, targets = hidden[start : start + size], labels[start : start + size, None]
-            narrow = narrow_buffer[: len(x)]
-            z = narrow if wide_buffer is narrow_buffer else wide_buffer[: len(x)]
-            torch.mm(x, weight.t(), out=narrow)
-            z.copy_(narrow)
-            if bias is not None:
-                z.add_(bias)
-            slope = None
-            if softcap is not None:
-                z.div_(softcap).tanh_()
-                slope = 1 - z * z
-                z.mul_(softcap)
-            peak = z.amax(1, keepdim=True)
-            own = torch.ones_like(peak)  # 1 where this rank has the target's logit
-            if vocabulary:
-                peak = vocabulary.largest(peak)
-                targets = targets - vocabulary.first
-                own = ((targets >= 0) & (targets < len(weight))).to(peak.dtype)
-                targets = targets.clamp(0, len(weight) - 1)
-            z.sub_(peak)
-            target_logits = z.gather(1, targets) * own
-            total = z.exp_().sum(1, keepdim=True)
-            if vocabulary:
-                # Two numbers a row, from every rank to all.
-                total, target_logits = vocabulary.add_up(torch.stack([total, target_logits]))
-            loss += (total.log() - target_logits).sum()
-            if not any(needed):
-                continue
-            z.mul_(lift / total).scatter_add_(1, targets, own.mul_(-lift))
-            if slope is not None:
-                z.mul_(slope)
-            narrow.copy_(z)
+            x, targets = hidden[start : start + size], labels[start : start + size]
+            logits = buffer[: len(x)]
+            torch.mm(x, weight.t(), out=logits)
+            loss += loss_of(logits, bias, targets, softcap, lift if any(needed) else None, vocabulary)
             if dx is not None:
-                dx[start : start + size].copy_(narrow @ weight).div_(lift)
+                dx[start : start + size].copy_(logits @ weight).div_(lift)
             if dw is not None:
-                _add_product(dw, narrow.t(), x / lift)
+                _add_product(dw, logits.t(), x / lift)
             if db is not None:
-                db.add_(z.sum(0), alpha=1 / lift)
+                db.add_(logits.sum(0, dtype=wide), alpha=1 / lift)
     return loss, (dx, dw, db)
 
 
+def softmax(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    softcap: float | None,
+    lift: float | None,
+    vocabulary: Vocabulary | None,
+) -> torch.Tensor:
+    """The summed loss of a chunk of logits, which become its gradient with respect to them, times `lift` (None: junk).
+
+    logits [rows, V], before bias and soft cap; targets [rows] int64. Returns a scalar, float32 (float64 of float64).
+    """
+    z = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    targets = targets[:, None]
+    if bias is not None:
+        z.add_(bias)
+    slope = None
+    if softcap is not None:
+        z.div_(softcap).tanh_()
+        slope = 1 - z * z
+        z.mul_(softcap)
+    peak = z.amax(1, keepdim=True)
+    own = torch.ones_like(peak)  # 1 where this rank has the target's logit
+    if vocabulary:
+        peak = vocabulary.largest(peak)
+        targets = targets - vocabulary.first
+        own = ((targets >= 0) & (targets < z.shape[1])).to(peak.dtype)
+        targets = targets.clamp(0, z.shape[1] - 1)
+    z.sub_(peak)
+    target_logits = z.gather(1, targets) * own
+    total = z.exp_().sum(1, keepdim=True)
+    if vocabulary:
+        # Two numbers a row, from every rank to all.
+        total, target_logits = vocabulary.add_up(torch.stack([total, target_logits]))
+    if lift is not None:
+        z.mul_(lift / total).scatter_add_(1, targets, own.mul_(-lift))
+        if slope is not None:
+            z.mul_(slope)
+        if z is not logits:
+            logits.copy_(z)
+    return (total.log() - target_logits).sum()
+
+
+def _softmax_of(kernel: Kernel, device: torch.device) -> tuple[Softmax, bool]:
+    """The `softmax` to use, and whether it widens its chunk to float32. UserError where `triton` cannot run."""
+    reason = why_not(device)
+    if kernel == "triton" and reason is not None:
+        raise UserError(f"training.loss is triton, but {reason}; use auto or chunked")
+    if kernel == "torch" or reason is not None:
+        return softmax, True
+    from shardwise.kernels.linear_cross_entropy import triton  # optional: not everyone has it
+
+    return triton.softmax, False
+
+
 def _rows_per_chunk(num_rows: int, row_bytes: int) -> int:
-    """Of equal chunks, as few as keep each within CHUNK_BYTES (or one row)."""
+    """Of chunks nearly alike, as few as keep each within CHUNK_BYTES (or one row); whole tiles where that holds one."""
     most = max(1, CHUNK_BYTES // row_bytes)
+    tile = TILE if most >= TILE else 1
+    most -= most % tile
     num_chunks = -(-num_rows // most)
-    return -(-num_rows // max(num_chunks, 1))
+    size = -(-num_rows // max(num_chunks, 1))
+    return min(num_rows, -(-size // tile) * tile)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
