@@ -224,8 +224,9 @@ def test_adapters(family):
 
 def test_dropout_masks_belong_to_the_row_and_its_places_in_it():
     batch = packed()
-    state = DropoutState(0, batch)
+    state = DropoutState(0)
     module, x = SlotDropout(0.5, "x", state), torch.randn(*batch.input_ids.shape, 8)
+    state.start(batch)
     documents = documents_of(batch.document_ids)
     expected = module(x)
     found = []

@@ -78,18 +78,17 @@ def shared_heads_counted_by_each_rank():
 def mask_of_the_first_features_on_every_rank():
     take = base.Rows.take
 
-    def share(block, linear, rows, rank):
+    def share(block, linear, rows, axis):
         adapter = block.get_submodule(linear.removesuffix(".base_layer"))
         for module in adapter.modules():
             if isinstance(module, dropout.SlotDropout):
-                module.num_features = rows.size
-                module.share = lambda mask: take(rows, mask, -1, 0)
+                module.features = take(rows, torch.arange(rows.size, dtype=torch.int32), 0, 0)
 
     tensor_modules._share_dropout = share
 
 
 def mask_drawn_for_the_share_alone():
-    tensor_modules._share_dropout = lambda block, linear, rows, rank: None
+    tensor_modules._share_dropout = lambda block, linear, rows, axis: None
 
 
 def bias_added_by_each_rank():

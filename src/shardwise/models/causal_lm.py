@@ -95,7 +95,7 @@ class CausalLM(Part):
 
     def _computing(self, batch: Batch) -> torch.autocast:
         """Where one forward of `batch` is computed."""
-        self.dropout.batch = with_documents(batch) if self.isolated else batch
+        self.dropout.start(with_documents(batch) if self.isolated else batch)
         if self.router_loss is not None:
             self.router_loss.start()
         return self._autocast(batch)

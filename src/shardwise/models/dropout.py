@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.interfaces import Batch
+from shardwise.kernels.dropout import Dropout, hash32
 
 
 def stable_seed(*parts: object) -> int:
@@ -24,9 +24,28 @@ class DropoutState:
     """What the masks depend on; one object is shared by all dropouts of a model."""
 
     seed: int
-    batch: Batch | None = None  # whose rows are being computed; set by the model's forward
+    used: bool = False  # by a dropout that drops
+    batch: Batch | None = None  # whose rows are being computed
+    rows: torch.Tensor | None = None  # [B] int32: a seed for each of them
+    tokens: torch.Tensor | None = None  # [B, T] int32: and for each of their tokens
     unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
     """In a mixer that sees one document per row: from [B, T, ...] to those rows (see models/isolation.py)."""
+
+    def start(self, batch: Batch) -> None:
+        """From here on, `batch` is computed."""
+        self.batch, self.rows, self.tokens = batch, None, None
+        if not self.used:
+            return
+        rows = [_int32(stable_seed(self.seed, batch.step, slot)) for slot in batch.slots]
+        self.rows = torch.tensor(rows, dtype=torch.int32).to(batch.input_ids.device, non_blocking=True)
+        self.tokens = self.seeds(batch.input_ids.shape[1])
+
+    def seeds(self, length: int) -> torch.Tensor:
+        """A seed for each of `length` places in each row: [B, length] int32."""
+        assert self.rows is not None
+        if self.tokens is not None and self.tokens.shape[1] == length:
+            return self.tokens
+        return hash32(self.rows[:, None], torch.arange(length, dtype=torch.int32, device=self.rows.device))
 
 
 class SlotDropout(nn.Module):
@@ -34,28 +53,39 @@ class SlotDropout(nn.Module):
 
     def __init__(self, p: float, name: str, state: DropoutState) -> None:
         super().__init__()
+        state.used |= p > 0.0
         self.p, self.name, self.state = p, name, state
-        self.num_features: int | None = None  # the size of the last dim of which x, and so the mask, is a share
-        self.share: Callable[[torch.Tensor], torch.Tensor] = lambda mask: mask
+        # A tensor: compiled layers share code, of which a number would be a part. Of one element, on the CPU: any
+        # device takes it without a wait.
+        self.salt = torch.tensor(_int32(stable_seed(name)), dtype=torch.int32)
+        self.features: torch.Tensor | None = None  # those of the last dim, int32, of which x holds a share
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is dropped now."""
+        return self.training and self.p > 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Zero a share `p` of x and scale the rest by 1 / (1 - p); in eval mode, x itself."""
-        if not self.training or self.p == 0.0:
+        if not self.active:
             return x
-        batch = self.state.batch
-        assert batch is not None
-        rows = len(batch.slots)
-        unpack = self.state.unpack
-        shape = x.shape if self.num_features is None else (*x.shape[:-1], self.num_features)
-        packed = shape if unpack is None else (*batch.input_ids.shape, *shape[2:])
-        assert packed[0] % rows == 0, f"{self.name}: {tuple(packed)} does not hold {rows} whole rows"
-        keep = torch.empty((rows, math.prod(packed) // rows), device=x.device, dtype=torch.float32)
-        generator = torch.Generator(device=x.device)
-        for row, slot in enumerate(batch.slots):
-            generator.manual_seed(stable_seed(self.state.seed, batch.step, slot, self.name))
-            keep[row].uniform_(generator=generator)
-        mask = ((keep >= self.p).to(x.dtype) / (1.0 - self.p)).view(packed)
-        return x * self.share(mask if unpack is None else unpack(mask))
+        seeds = self.seeds(x)
+        masks = Dropout(self.p, seeds[None], self.features)
+        return masks.drop(x.reshape(len(seeds), -1)).view(x.shape)
+
+    def seeds(self, x: torch.Tensor) -> torch.Tensor:
+        """A seed for each token of x [B, T, ...] or [B*T, ...]: int32, as many."""
+        state = self.state
+        assert state.rows is not None
+        if state.unpack is not None:
+            assert state.tokens is not None
+            tokens = state.unpack(state.tokens)
+        else:
+            num_rows = len(state.rows)
+            assert len(x) % num_rows == 0, f"{self.name}: {tuple(x.shape)} does not hold {num_rows} whole rows"
+            flat = x.ndim == 2 or len(x) != num_rows
+            tokens = state.seeds(len(x) // num_rows if flat else x.shape[1])
+        return tokens.flatten() ^ self.salt
 
 
 def replace_dropouts(model: nn.Module, state: DropoutState) -> None:
@@ -64,3 +94,7 @@ def replace_dropouts(model: nn.Module, state: DropoutState) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Dropout):
                 setattr(module, name, SlotDropout(child.p, f"{path}.{name}", state))
+
+
+def _int32(seed: int) -> int:
+    return (seed & 0xFFFFFFFF) - 2**31

@@ -101,11 +101,11 @@ def _recomputed(
     forward: Callable[..., torch.Tensor], dropout: DropoutState, contexts: Callable[[], Any]
 ) -> Callable[..., torch.Tensor]:
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
-        batch = dropout.batch
+        held = dropout.batch, dropout.rows, dropout.tokens
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
             # The backward may come after another micro-batch's forward (pipelines): go back to this one's masks.
-            dropout.batch = batch
+            dropout.batch, dropout.rows, dropout.tokens = held
             return forward(*args, **kwargs)
 
         # No global random state is used in a layer (see models/dropout.py), so none is saved.

@@ -101,7 +101,7 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: 
         module = block.get_submodule(name)
         if getattr(module, "bias", None) is not None:
             shares.changed[module, "bias"] = lambda bias: bias / axis.size  # as it is added once on each rank
-        _share_dropout(block, name, cut.rows, axis.rank)
+        _share_dropout(block, name, cut.rows, axis)
     for module in block.modules():
         if isinstance(module, ParamWrapper):
             _fold(module, shares)
@@ -174,13 +174,14 @@ def _logits_or_loss(
     return cut.full_tensor()  # for a sample, which looks at few rows
 
 
-def _share_dropout(block: nn.Module, linear: str, rows: Rows, rank: int) -> None:
-    """Where PEFT drops features of a linear that are cut: from the whole mask, which is the same on every rank."""
+def _share_dropout(block: nn.Module, linear: str, rows: Rows, axis: TensorAxis) -> None:
+    """Where PEFT drops features of a linear that are cut: each rank those of the whole mask that it has."""
     adapter = block.get_submodule(linear.removesuffix(".base_layer"))
     for module in adapter.modules():
         if isinstance(module, SlotDropout):
-            module.num_features = rows.size
-            module.share = lambda mask: rows.take(mask, -1, rank)
+            module.features = rows.take(torch.arange(rows.size, dtype=torch.int32), 0, axis.rank).to(
+                axis.mesh.device_type
+            )
 
 
 def _fold(wrapper: ParamWrapper, shares: Shares) -> None:

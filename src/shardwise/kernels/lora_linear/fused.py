@@ -1,0 +1,130 @@
+"""Linears with LoRA adapters, frozen but for these, in one autograd node for all that share an input.
+
+y = x W^T + bias + s (drop(x) A^T) B^T. Saved for the backward are x and h = drop(x) A^T, of a few columns, beside the
+weights; no gradient of W is ever computed, and masks are drawn again (kernels/dropout.py).
+Source: Hu et al., "LoRA", arXiv 2106.09685, section 4.1; the gradients follow by the chain rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.kernels.dropout import Dropout
+from shardwise.kernels.lora_linear import torch_backend
+from shardwise.kernels.lora_linear.backend import Backend
+
+
+class Linear(NamedTuple):
+    """A linear and its adapter."""
+
+    weight: torch.Tensor  # [N, K], frozen
+    bias: torch.Tensor | None  # [N], frozen
+    a: torch.Tensor  # [R, K]
+    b: torch.Tensor  # [N, R]
+    scale: float
+
+
+def lora_linear(
+    x: torch.Tensor,
+    linears: Sequence[Linear],
+    drop: Dropout | None = None,
+    backend: Backend = torch_backend,
+) -> tuple[torch.Tensor, ...]:
+    """What each of some linears of one input gives: [..., N] of x [..., K], whose tokens `drop` counts in their order.
+
+    All adapters have one rank and dtype, which may be another one than x and the weights have: then the adapters'
+    products are in theirs. Under autocast all are in its dtype, but gradients of A and B are never rounded to it.
+    A gradient that nobody needs is not computed.
+    """
+    assert not any(linear.weight.requires_grad for linear in linears)
+    assert not any(linear.bias is not None and linear.bias.requires_grad for linear in linears)
+    device = x.device.type
+    rows = x.reshape(-1, x.shape[-1])
+    dtype = linears[0].a.dtype
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        rows = rows.to(dtype)
+    how = _How(backend, tuple(linear.scale for linear in linears), dtype, None if drop is None else drop.p)
+    weights, biases, a, b = ([getattr(linear, name) for linear in linears] for name in ("weight", "bias", "a", "b"))
+    seeds, features = (None, None) if drop is None else (drop.seeds, drop.features)
+    with torch.autocast(device, enabled=False):
+        ys = _LoraLinears.apply(how, seeds, features, rows, *weights, *biases, *a, *b)
+    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
+
+
+class _How(NamedTuple):
+    backend: Backend
+    scales: tuple[float, ...]  # S of them
+    dtype: torch.dtype  # of the adapters' products
+    p: float | None
+
+
+class _LoraLinears(torch.autograd.Function):
+    """All of them: x, then S weights, S biases, S a and S b."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        how: _How,
+        seeds: torch.Tensor | None,
+        features: torch.Tensor | None,
+        x: torch.Tensor,
+        *tensors: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        weights, biases, a, b = _four(tensors)
+        h = how.backend.project(x, _stacked(a, how.dtype), _dropout(how, seeds, features))
+        needs_db = any(_four(ctx.needs_input_grad[4:])[3])
+        ctx.how = how
+        ctx.save_for_backward(seeds, features, x, h if needs_db else None, *weights, *a, *b)
+        return tuple(
+            how.backend.product(x, w.to(x.dtype), None if c is None else c.to(x.dtype), own_h, b_s.to(how.dtype), scale)
+            for w, c, own_h, b_s, scale in zip(weights, biases, h.chunk(len(a), 1), b, how.scales)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        how: _How = ctx.how
+        num = len(dys)
+        seeds, features, x, h, *tensors = ctx.saved_tensors
+        weights, a, b = (tensors[i * num : (i + 1) * num] for i in range(3))
+        drop = _dropout(how, seeds, features)
+        needs_dx = ctx.needs_input_grad[3]
+        _, _, needs_da, needs_db = _four(ctx.needs_input_grad[4:])
+        gs, dbs = zip(
+            *(
+                how.backend.output_gradients(
+                    dy,
+                    b_s.to(how.dtype) if needs_dx or any(needs_da) else None,
+                    own_h if needed else None,
+                    scale,
+                )
+                for dy, b_s, own_h, needed, scale in zip(
+                    dys, b, [None] * num if h is None else h.chunk(num, 1), needs_db, how.scales
+                )
+            )
+        )
+        g = gs[0] if num == 1 or gs[0] is None else torch.cat(gs, 1)
+        dx, das = None, [None] * num
+        if any(needs_da):
+            parts = how.backend.factor_gradient(g, x, drop).chunk(num)
+            das = [part.to(a_s.dtype) if needed else None for part, a_s, needed in zip(parts, a, needs_da)]
+        if needs_dx:
+            dx = how.backend.input_gradient(dys, [w.to(x.dtype) for w in weights], g, _stacked(a, how.dtype), drop)
+        dbs = [None if db is None else db.to(b_s.dtype) for db, b_s in zip(dbs, b)]
+        return None, None, None, dx, *[None] * (2 * num), *das, *dbs
+
+
+def _four(tensors: Sequence[Any]) -> list[Sequence[Any]]:
+    num = len(tensors) // 4
+    return [tensors[i * num : (i + 1) * num] for i in range(4)]
+
+
+def _stacked(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    return factors[0].to(dtype) if len(factors) == 1 else torch.cat([factor.to(dtype) for factor in factors])
+
+
+def _dropout(how: _How, seeds: torch.Tensor | None, features: torch.Tensor | None) -> Dropout | None:
+    return None if seeds is None or how.p is None else Dropout(how.p, seeds, features)

@@ -1,0 +1,25 @@
+"""The reference: one linear after the other, as PEFT computes each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.kernels.dropout import Dropout
+from shardwise.kernels.lora_linear.fused import Linear
+
+
+def lora_linear(x: torch.Tensor, linears: Sequence[Linear], drop: Dropout | None = None) -> tuple[torch.Tensor, ...]:
+    """See fused.lora_linear, which computes the same."""
+    return tuple(_one(x, linear, drop, s) for s, linear in enumerate(linears))
+
+
+def _one(x: torch.Tensor, linear: Linear, drop: Dropout | None, s: int) -> torch.Tensor:
+    y = F.linear(x, linear.weight, linear.bias)
+    rows = x.to(linear.a.dtype).flatten(0, -2)
+    if drop is not None:
+        rows = drop.drop(rows, s)
+    update = F.linear(F.linear(rows, linear.a), linear.b) * linear.scale
+    return (y + update.view(y.shape)).to(y.dtype)
