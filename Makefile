@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 KERNELS := .venv-kernels
+NVCC = nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
 export OMP_NUM_THREADS ?= 1
@@ -25,7 +26,7 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 $(KERNELS)/.ok: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(KERNELS)
 	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt $(TORCH)
-	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton numpy pytest
+	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton numpy pytest $(NVCC)
 	$(KERNELS)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 

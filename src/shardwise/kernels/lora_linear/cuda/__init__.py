@@ -1,0 +1,243 @@
+"""The backend in CUDA C++ (see backend.Backend): bfloat16 and float16 on tensor cores, sums in float32.
+
+What only reads x or dy, M x K numbers against a few columns, reads it once and sums in a fixed order. The product with
+the frozen weight has the adapter in the same sum, as more columns of x and of the weight (product.cuh), or is cuBLAS's
+with the adapter's product already in its output, see `fused`. Other dtypes, and adapters in another dtype than x, are
+left to torch's products: a GPU has no faster ones for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.config import UserError
+from shardwise.kernels.dropout import Dropout
+from shardwise.kernels.lora_linear import torch_backend
+from shardwise.kernels.lora_linear.cuda import launch
+
+
+def supported(*tensors: torch.Tensor) -> bool:
+    """Whether these kernels compute with such tensors: one dtype of 16 bits."""
+    return {tensor.dtype for tensor in tensors} in ({torch.bfloat16}, {torch.float16})
+
+
+def missing(device: torch.device) -> str | None:
+    """See Backend; the kernels are built here, if need be."""
+    try:
+        launch.library(device)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
+    """See Backend."""
+    if not supported(x, a):
+        return torch_backend.project(x, a, drop)
+    return _project(x, a, *_parts(drop))
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """See Backend."""
+    if not supported(x, weight, h, b):
+        return torch_backend.product(x, weight, bias, h, b, scale)
+    return _product(x, weight, bias, h, b, scale, fused(x.device))
+
+
+def output_gradients(
+    dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """See Backend."""
+    if not supported(dy, *(factor for factor in (b, h) if factor is not None)):
+        return torch_backend.output_gradients(dy, b, h, scale)
+    if b is None or h is None:
+        return (
+            None if b is None else _rows_product(dy, b, scale),
+            None if h is None else _columns_product(dy, h, scale),
+        )
+    return _output_gradients(dy, b, h, scale)
+
+
+def input_gradient(
+    dys: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    g: torch.Tensor,
+    a: torch.Tensor,
+    drop: Dropout | None,
+) -> torch.Tensor:
+    """See Backend."""
+    if not supported(*dys, *weights, g, a):
+        return torch_backend.input_gradient(dys, weights, g, a, drop)
+    return _input_gradient(list(dys), list(weights), g, a, *_parts(drop), fused(dys[0].device))
+
+
+def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
+    """See Backend."""
+    if not supported(g, x):
+        return torch_backend.factor_gradient(g, x, drop)
+    return _factor_gradient(g, x, *_parts(drop))
+
+
+FUSED: bool | None = None
+"""Whether the frozen product is ours, with the adapter in its sum; None: by the device."""
+
+
+def fused(device: torch.device) -> bool:
+    """Before sm_90: from there on cuBLAS has instructions (wgmma) that ours has not, worth more than a pass over y."""
+    return torch.cuda.get_device_capability(device)[0] < 9 if FUSED is None else FUSED
+
+
+def _parts(drop: Dropout | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    return (None, None, 0.0) if drop is None else (drop.seeds, drop.features, drop.p)
+
+
+# What is launched is an operator of its own, so that torch.compile traces through and need not look inside.
+# `seeds` None: no dropout.
+
+
+@torch.library.custom_op("shardwise::lora_cuda_project", mutates_args=())
+def _project(
+    x: torch.Tensor, a: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+) -> torch.Tensor:
+    h = x.new_empty(len(x), len(a))
+    if seeds is None:
+        launch.rows(x, a, h)
+    else:  # each linear has its own mask, whose hashes take as long as reading x again
+        for own_a, own_h, own_seeds in zip(a.chunk(len(seeds)), h.chunk(len(seeds), 1), seeds):
+            launch.rows(x, own_a, own_h, mask=launch.Mask(own_seeds, features, p))
+    return h
+
+
+@_project.register_fake
+def _(
+    x: torch.Tensor, a: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], a.shape[0])
+
+
+@torch.library.custom_op("shardwise::lora_cuda_product", mutates_args=())
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+    fused: bool,
+) -> torch.Tensor:
+    y = x.new_empty(len(x), len(weight))
+    launch.product(y, [(h, b), *([(x, weight)] if fused else [])], scale=scale, bias=bias)
+    return y if fused else torch.addmm(y, x, weight.t(), out=y)
+
+
+@_product.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+    fused: bool,
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("shardwise::lora_cuda_output_gradients", mutates_args=())
+def _output_gradients(
+    dy: torch.Tensor, b: torch.Tensor, h: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if b.shape[1] <= launch.MOST_AT_ONCE:
+        return launch.rows_and_columns(dy, b, h, scale)
+    g = dy.new_empty(len(dy), b.shape[1])
+    launch.rows(dy, b.t(), g, scale=scale)
+    return g, launch.columns(dy, h, scale=scale)
+
+
+@_output_gradients.register_fake
+def _(dy: torch.Tensor, b: torch.Tensor, h: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return dy.new_empty(dy.shape[0], b.shape[1]), dy.new_empty(dy.shape[1], h.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("shardwise::lora_cuda_rows_product", mutates_args=())
+def _rows_product(dy: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    g = dy.new_empty(len(dy), b.shape[1])
+    launch.rows(dy, b.t(), g, scale=scale)
+    return g
+
+
+@_rows_product.register_fake
+def _(dy: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    return dy.new_empty(dy.shape[0], b.shape[1])
+
+
+@torch.library.custom_op("shardwise::lora_cuda_columns_product", mutates_args=())
+def _columns_product(dy: torch.Tensor, h: torch.Tensor, scale: float) -> torch.Tensor:
+    return launch.columns(dy, h, scale=scale)
+
+
+@_columns_product.register_fake
+def _(dy: torch.Tensor, h: torch.Tensor, scale: float) -> torch.Tensor:
+    return dy.new_empty(dy.shape[1], h.shape[1], dtype=torch.float32)
+
+
+@torch.library.custom_op("shardwise::lora_cuda_input_gradient", mutates_args=())
+def _input_gradient(
+    dys: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    g: torch.Tensor,
+    a: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
+    fused: bool,
+) -> torch.Tensor:
+    dx = dys[0].new_empty(len(g), a.shape[1])
+    frozen = [(dy, weight.t()) for dy, weight in zip(dys, weights)]
+    if seeds is None:
+        launch.product(dx, [(g, a.t()), *(frozen if fused else [])])
+    else:  # a mask is of the whole sum of its adapter: all but the last have a pass over dx
+        parts = list(zip(g.chunk(len(seeds), 1), a.chunk(len(seeds)), seeds))
+        for s, (own_g, own_a, own_seeds) in enumerate(parts):
+            terms = [(own_g, own_a.t()), *(frozen if fused and s + 1 == len(parts) else [])]
+            launch.product(dx, terms, mask=launch.Mask(own_seeds, features, p), accumulate=s > 0)
+    if not fused:
+        for dy, weight in zip(dys, weights):
+            torch.addmm(dx, dy, weight, out=dx)
+    return dx
+
+
+@_input_gradient.register_fake
+def _(
+    dys: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    g: torch.Tensor,
+    a: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
+    fused: bool,
+) -> torch.Tensor:
+    return dys[0].new_empty(g.shape[0], a.shape[1])
+
+
+@torch.library.custom_op("shardwise::lora_cuda_factor_gradient", mutates_args=())
+def _factor_gradient(
+    g: torch.Tensor, x: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+) -> torch.Tensor:
+    if seeds is None:
+        return launch.columns(x, g, transposed=True)
+    masks = [launch.Mask(own_seeds, features, p) for own_seeds in seeds]
+    parts = zip(g.chunk(len(seeds), 1), masks)
+    return torch.cat([launch.columns(x, own_g, transposed=True, mask=mask) for own_g, mask in parts])
+
+
+@_factor_gradient.register_fake
+def _(
+    g: torch.Tensor, x: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+) -> torch.Tensor:
+    return x.new_empty(g.shape[1], x.shape[1], dtype=torch.float32)

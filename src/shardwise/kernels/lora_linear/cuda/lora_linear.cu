@@ -1,0 +1,90 @@
+// The kernels as a library with a C interface: device pointers and a stream in, a CUDA error code out (0: success).
+#include "product.cuh"
+#include "skinny.cuh"
+
+namespace {
+
+template <class Arguments>
+using Kernel = void (*)(Arguments);
+
+template <class Arguments>
+int launch(Kernel<Arguments> kernel, dim3 blocks, int threads, int shared_bytes, const Arguments& in, void* stream) {
+    cudaError_t error = cudaFuncSetAttribute(
+        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error == cudaSuccess) {
+        LAUNCH(kernel, blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream), in);
+        error = cudaGetLastError();
+    }
+    return error;
+}
+
+// Calls `run` with the least of 16, 32, 64 and 128 that holds `rank` columns, as a type.
+template <int R>
+struct Columns {};
+
+template <class Run>
+int by_rank(int rank, Run run) {
+    if (rank <= 16) return run(Columns<16>());
+    if (rank <= 32) return run(Columns<32>());
+    if (rank <= 64) return run(Columns<64>());
+    return rank <= 128 ? run(Columns<128>()) : cudaErrorInvalidValue;
+}
+
+template <class Run>
+int by_type(int bfloat16, Run run) {
+    return bfloat16 ? run(BFloat16()) : run(Float16());
+}
+
+int tiles(int size, int tile) { return (size + tile - 1) / tile; }
+
+}  // namespace
+
+extern "C" {
+
+int lora_sizes(int64_t* sizes) {
+    sizes[0] = sizeof(RowsArguments), sizes[1] = sizeof(ColumnsArguments), sizes[2] = sizeof(ProductArguments);
+    return cudaSuccess;
+}
+
+const char* lora_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
+int lora_rows(const RowsArguments* in, int bfloat16, int transposed, void* stream) {
+    return by_type(bfloat16, [&](auto type) {
+        return by_rank(transposed ? in->factor.columns : in->factor.rows, [&]<int R>(Columns<R>) {
+            using T = decltype(type);
+            Kernel<RowsArguments> kernel = transposed ? rows_kernel<T, R, true> : rows_kernel<T, R, false>;
+            int bytes = SKINNY_STAGES * (64 + R) * 128;
+            return launch(kernel, dim3(tiles(in->tall.rows, SKINNY_TILE)), SKINNY_THREADS, bytes, *in, stream);
+        });
+    });
+}
+
+int lora_columns(const ColumnsArguments* in, int bfloat16, int with_rows, void* stream) {
+    dim3 blocks(tiles(tiles(in->tall.columns, SKINNY_TILE), in->column_tiles),
+                tiles(tiles(in->tall.rows, SKINNY_TILE), in->row_tiles));
+    return by_type(bfloat16, [&](auto type) -> int {
+        using T = decltype(type);
+        if (with_rows) {
+            constexpr int R = ROWS_R;
+            if (in->factor.columns > R) return cudaErrorInvalidValue;
+            int bytes = SKINNY_STAGES * (64 + 2 * R) * 128 + 256 * R + in->row_tiles * ROWS_SUMS_BYTES;
+            return launch<ColumnsArguments>(columns_kernel<T, R, true>, blocks, SKINNY_THREADS, bytes, *in, stream);
+        }
+        if (in->column_tiles != 1) return cudaErrorInvalidValue;
+        return by_rank(in->factor.columns, [&]<int R>(Columns<R>) {
+            int bytes = SKINNY_STAGES * (64 + R) * 128;
+            return launch<ColumnsArguments>(columns_kernel<T, R, false>, blocks, SKINNY_THREADS, bytes, *in, stream);
+        });
+    });
+}
+
+int lora_product(const ProductArguments* in, int bfloat16, int transposed, void* stream) {
+    return by_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        Kernel<ProductArguments> kernel = transposed ? product_kernel<T, true> : product_kernel<T, false>;
+        dim3 blocks(tiles(in->rows, PRODUCT_TILE) * tiles(in->columns, PRODUCT_TILE));
+        return launch(kernel, blocks, PRODUCT_THREADS, PRODUCT_SHARED, *in, stream);
+    });
+}
+
+}  // extern "C"

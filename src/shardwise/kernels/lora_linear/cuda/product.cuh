@@ -1,0 +1,132 @@
+// The matrix product of a linear with its adapter in the same sum: blocks of 128 x 128, 4 warps of 64 x 64 each.
+#pragma once
+
+#include "dropout.cuh"
+#include "tiles.cuh"
+
+constexpr int PRODUCT_THREADS = 128, PRODUCT_TILE = 128, PRODUCT_DEPTH = 32, PRODUCT_STAGES = 4;
+constexpr int PRODUCT_SHARED = PRODUCT_STAGES * 2 * PRODUCT_TILE * PRODUCT_DEPTH * 2;
+constexpr int MOST_TERMS = 9;  // of a sum: an adapter, and linears that share their input
+
+struct Term {
+    Matrix left;   // [M, D]
+    Matrix right;  // [N, D], or transposed [D, N]
+};
+
+struct ProductArguments {
+    Term terms[MOST_TERMS];
+    int count;
+    int adapter;      // 1: the first term is one: scale and dropout are of its product, not of the others'
+    float scale;      // with dropout, 1 / (1 - p) included
+    Dropout dropout;  // of elements of the first term's product
+    const void* bias;  // [N], or null
+    int accumulate;    // 1: added to what is in `out`
+    void* out;         // [M, N], rows `out_stride` apart
+    int64_t out_stride;
+    int rows, columns;
+    int paired;  // 1: two neighbours of a row of `out` and `bias` lie in one aligned word
+};
+
+// Adds two neighbours in one word.
+template <class T>
+__device__ __forceinline__ void add_pair(float& low, float& high, uint32_t pair) {
+    low += widen(T{uint16_t(pair)}), high += widen(T{uint16_t(pair >> 16)});
+}
+
+// out = scale * dropout(left_0 right_0) + left_1 right_1 + ... + bias, each right one transposed unless TRANSPOSED.
+template <class T, bool TRANSPOSED>
+__global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArguments in) {
+    using Left = Tile<PRODUCT_TILE, PRODUCT_DEPTH / 8>;
+    using Right = Tile<TRANSPOSED ? PRODUCT_DEPTH : PRODUCT_TILE, (TRANSPOSED ? PRODUCT_TILE : PRODUCT_DEPTH) / 8>;
+    SHARED_MEMORY(shared);
+    // Blocks that run at the same time form squares of 8 x 8 or so: their operands stay in the L2 cache.
+    int across = (in.columns + PRODUCT_TILE - 1) / PRODUCT_TILE, down = (in.rows + PRODUCT_TILE - 1) / PRODUCT_TILE;
+    int group = blockIdx.x / (8 * across), in_group = min(8, down - 8 * group), within = blockIdx.x % (8 * across);
+    int row = (8 * group + within % in_group) * PRODUCT_TILE, column = within / in_group * PRODUCT_TILE;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own_row = warp % 2 * 64, own_column = warp / 2 * 64;
+
+    auto steps_of = [&](int term) { return (in.terms[term].left.columns + PRODUCT_DEPTH - 1) / PRODUCT_DEPTH; };
+    int steps = 0;
+    for (int term = 0; term < in.count; term++) steps += steps_of(term);
+    int term = 0, depth = 0;  // where the copies are
+
+    auto fill = [&](int step) {
+        if (step < steps) {
+            uint8_t* stage = shared + step % PRODUCT_STAGES * (Left::BYTES + Right::BYTES);
+            const Term& from = in.terms[term];
+            Left::template fill<PRODUCT_THREADS>(stage, from.left, row, depth);
+            Right::template fill<PRODUCT_THREADS>(
+                stage + Left::BYTES, from.right, TRANSPOSED ? depth : column, TRANSPOSED ? column : depth);
+            depth += PRODUCT_DEPTH;
+            if (depth >= from.left.columns) term++, depth = 0;
+        }
+        commit_copies();
+    };
+
+    float sums[4][8][4] = {};
+    int adapter_steps = in.adapter ? steps_of(0) : 0;
+    for (int step = 0; step < PRODUCT_STAGES - 1; step++) fill(step);
+    for (int step = 0; step < steps; step++) {
+        wait_copies<PRODUCT_STAGES - 2>();
+        __syncthreads();
+        fill(step + PRODUCT_STAGES - 1);
+        const uint8_t* stage = shared + step % PRODUCT_STAGES * (Left::BYTES + Right::BYTES);
+#pragma unroll
+        for (int k = 0; k < PRODUCT_DEPTH; k += 16) {
+            uint32_t left[4][4], right[4][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) Left::left(left[i], stage, own_row + 16 * i, k / 8);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if constexpr (TRANSPOSED)
+                    Right::right_transposed(right[j], stage + Left::BYTES, k, own_column / 8 + 2 * j);
+                else
+                    Right::right(right[j], stage + Left::BYTES, own_column + 16 * j, k / 8);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+#pragma unroll
+                for (int j = 0; j < 8; j++)
+                    multiply_add<T>(sums[i][j], left[i], right[j / 2][j % 2 * 2], right[j / 2][j % 2 * 2 + 1]);
+        }
+        if (step + 1 != adapter_steps) continue;
+        // The sums are the adapter's alone.
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            int m = min(row + own_row + i / 2 * 16 + i % 2 * 8 + lane / 4, in.rows - 1);
+            int32_t seed = in.dropout.seeds ? in.dropout.seeds[m] : 0;
+#pragma unroll
+            for (int j = 0; j < 16; j++) {
+                int n = min(column + own_column + j / 2 * 8 + lane % 4 * 2 + j % 2, in.columns - 1);
+                bool kept = !in.dropout.seeds || in.dropout.keeps(seed, in.dropout.feature(n));
+                float& sum = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
+                sum = kept ? in.scale * sum : 0.0f;
+            }
+        }
+    }
+    const T* bias = static_cast<const T*>(in.bias);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        int m = row + own_row + i / 2 * 16 + i % 2 * 8 + lane / 4;
+        if (m >= in.rows) continue;
+        T* out = static_cast<T*>(in.out) + m * in.out_stride;
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            int n = column + own_column + j * 8 + lane % 4 * 2;
+            float low = sums[i / 2][j][i % 2 * 2], high = sums[i / 2][j][i % 2 * 2 + 1];
+            if (in.paired && n + 1 < in.columns) {
+                uint32_t* pair = reinterpret_cast<uint32_t*>(out + n);
+                if (bias) add_pair<T>(low, high, *reinterpret_cast<const uint32_t*>(bias + n));
+                if (in.accumulate) add_pair<T>(low, high, *pair);
+                *pair = narrow<T>(low).bits | uint32_t(narrow<T>(high).bits) << 16;
+            } else {
+                for (int e = 0; e < 2; e++)
+                    if (n + e < in.columns) {
+                        float value = e ? high : low;
+                        if (bias) value += widen(bias[n + e]);
+                        if (in.accumulate) value += widen(out[n + e]);
+                        out[n + e] = narrow<T>(value);
+                    }
+            }
+        }
+    }
+}
