@@ -73,6 +73,9 @@ class Lora(Section):
     """Modules that are trained in full and saved beside the adapters."""
     dtype: Literal["float32", "model"] = "float32"
     """What the adapters are stored in: float32, or the model's own dtype."""
+    kernel: Literal["auto", "torch", "triton", "cuda", "peft"] = "auto"
+    """What computes plain LoRA linears: torch's products, Triton's kernels or CUDA C++'s, in fewer passes than PEFT's
+    forward (`peft`). `auto`: `triton` on a GPU where it can run, else `torch`."""
 
     def __post_init__(self) -> None:
         require(self.r >= 1, f"lora.r is {self.r}; give a rank of at least 1")

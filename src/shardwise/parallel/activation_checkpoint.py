@@ -38,7 +38,7 @@ The output of B (A x) takes as many bytes as that of W x for r products an eleme
 memory than no checkpointing at all, which keeps neither. (A mixer's product over just r numbers is taken for one too.)
 """
 
-_LEFT_OPERAND = {_aten.mm.default: 0, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+_LEFT_OPERAND = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
@@ -90,7 +90,7 @@ def _ranks(hf: nn.Module) -> frozenset[tuple[int, int]]:
 def _keep_products(
     ranks: frozenset[tuple[int, int]], context: object, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    kept = op in PRODUCTS
+    kept = op in PRODUCTS or op.namespace == "shardwise"  # a kernel's, of a linear and its adapter in one
     if op in _LEFT_OPERAND:
         left = args[_LEFT_OPERAND[op]]  # [rows, rank] or [matrices, rows, rank]
         kept = (left.shape[0] if left.ndim == 3 else 1, left.shape[-1]) not in ranks

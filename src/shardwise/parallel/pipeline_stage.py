@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from shardwise.interfaces import Part
+from shardwise.kernels.lora_linear import backward_half
 from shardwise.schedule.orders import Kind
 
 
@@ -116,6 +117,11 @@ class Stage(PipelineStage):
             start = self.clock.now()
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             self.moments.append(("W", bwd_chunk_id, start, self.clock.now()))
+
+    def backward_maybe_with_nosync(self, backward_type: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch's."""
+        with backward_half(backward_type):
+            return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
 
     # Between two stages of one rank torch hands gradients over in an evaluation too, where there are none.
 

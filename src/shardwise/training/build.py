@@ -16,6 +16,7 @@ from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, family_of, spec_of, unproven_note
+from shardwise.models.lora_forward import use_lora_kernel
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import check_cut, stages
@@ -126,6 +127,8 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
         make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
         from_portable=lambda name, held, portable: fill(held, portable),
     )
+    if cfg.lora:
+        use_lora_kernel(nn.ModuleList(pm.parts), cfg.lora.kernel, mesh.device)
     pm = compose.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step)

@@ -2,50 +2,229 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import Linear, lora_linear, naive
+from shardwise.kernels.lora_linear import Linear, backward_half, lora_linear, naive, torch_backend
+from tests.kernels.lora_linear.cases import Problem, draw, run, to, worst
 
-
-def draw(m, k, sizes, rank, dtype=torch.float64, factors=None, bias=True, p=0.0):
-    """x, linears and dropout."""
-    g = torch.Generator().manual_seed(0)
-
-    def randn(*shape, dtype=dtype):
-        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
-
-    linears = [
-        Linear(
-            randn(n, k) / k**0.5,
-            randn(n) if bias else None,
-            (randn(rank, k, dtype=factors or dtype) / k**0.5).requires_grad_(),
-            (randn(n, rank, dtype=factors or dtype) / rank**0.5).requires_grad_(),
-            0.5 + i,
-        )
-        for i, n in enumerate(sizes)
-    ]
-    seeds = torch.randint(-(2**31), 2**31, (len(sizes), m), generator=g, dtype=torch.int32)
-    return randn(m, k).requires_grad_(), linears, Dropout(p, seeds) if p else None
-
-
-def run(forward, x, linears, drop):
-    """Outputs and gradients."""
-    ys = forward(x, linears, drop)
-    inputs = [x, *(linear.a for linear in linears), *(linear.b for linear in linears)]
-    # Another gradient for each output, of about 1.
-    dys = [
-        torch.cos(torch.arange(y.numel(), device=y.device) * (i + 1.0)).view(y.shape).to(y) for i, y in enumerate(ys)
-    ]
-    return [*ys, *torch.autograd.grad(ys, inputs, dys)]
+SHAPES = [(7, 5, (3,), 1), (33, 17, (9, 4, 5), 2), (1, 1, (1,), 1), (40, 64, (31, 31), 256), (65, 130, (33,), 24)]
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_reference(shape, p):
+    problem = draw(*shape, p=p)
+    assert worst(run(lora_linear, problem), run(naive.lora_linear, problem)) < 1e-13
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 9))
+def test_equals_the_reference_at_any_size(num_rows, num_in, sizes, rank):
+    problem = draw(num_rows, num_in, sizes, rank, p=0.2)
+    assert worst(run(lora_linear, problem), run(naive.lora_linear, problem)) < 1e-12
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype_against_float64(dtype, p):
+    problem = draw(48, 33, (20, 7), 8, dtype, p=p)
+    expected = run(naive.lora_linear, to(problem, torch.float64))
+    found = run(lora_linear, problem)
+    assert {t.dtype for t in found} == {dtype}
+    # Each number is rounded at most three times on its way (h or g, a product, a sum), by half an eps each; a sum's
+    # own rounding in float32 is nothing beside it, but for float32: 48 terms.
+    assert worst(found, expected) < (3 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5)
+
+
+def test_nothing_is_lost_beside_the_reference_in_bfloat16():
+    problem = draw(64, 96, (40, 24), 16, torch.bfloat16)
+    expected = run(naive.lora_linear, to(problem, torch.float64))
+    assert worst(run(lora_linear, problem), expected) < 1.5 * worst(run(naive.lora_linear, problem), expected)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_adapters_on_a_narrow_model_compute_in_float32(dtype, p):
+    problem = draw(48, 33, (20, 7), 8, dtype, torch.float32, p=p)
+    expected = run(naive.lora_linear, to(problem, torch.float64))
+    ys_and_dx, factors = slice(0, 3), slice(3, None)
+    found = run(lora_linear, problem)
+    assert [t.dtype for t in found] == [dtype] * 3 + [torch.float32] * 4
+    assert worst(found[factors], expected[factors]) < 1e-5
+    assert (
+        worst(found[ys_and_dx], expected[ys_and_dx]) < 2 * torch.finfo(dtype).eps
+    )  # the product's rounding, the sum's
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("model", [torch.float32, torch.bfloat16])
+def test_under_autocast(model, p):
+    problem = draw(48, 33, (20, 7), 8, model, torch.float32, p=p)
+    expected = run(naive.lora_linear, to(problem, torch.float64))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, plain = (run(forward, problem) for forward in (lora_linear, naive.lora_linear))
+    assert [t.dtype for t in found] == [t.dtype for t in plain] == [torch.bfloat16] * 2 + [model] + [torch.float32] * 4
+    # Inputs are rounded too; the worst of naive's is as large.
+    assert worst(found, expected) < 5 * torch.finfo(torch.bfloat16).eps
+    assert worst(found, expected) < 1.5 * worst(plain, expected)
+
+
+def test_autocast_leaves_float64_alone():
+    problem = draw(9, 5, (4,), 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert worst(run(lora_linear, problem), run(naive.lora_linear, problem)) < 1e-13
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_gradcheck(p):
+    problem = draw(5, 4, (3, 6), 2, p=p)
+
+    def forward(x, a0, a1, b0, b1):
+        linears = [one._replace(a=a, b=b) for one, a, b in zip(problem.linears, (a0, a1), (b0, b1))]
+        return lora_linear(x, linears, problem.drop)
+
+    assert torch.autograd.gradcheck(forward, problem.inputs())
+
+
+def test_any_layout_in_memory():
+    problem = draw(12, 10, (6, 8), 2)
+    expected = run(lora_linear, problem)
+    linears = [
+        Linear(w.t().contiguous().t(), torch.stack([c, c], 1)[:, 0], a, b, s) for w, c, a, b, s in problem.linears
+    ]
+    apart = torch.stack([problem.x.detach()] * 3, 1)[:, 1].requires_grad_()
+    assert not any(t.is_contiguous() for t in (apart, linears[0].weight, linears[0].bias))
+    assert worst(run(lora_linear, Problem(apart, linears, None)), expected) < 1e-13
+    # Gradients that are expanded, as those of a sum are.
+    problem.x.grad = None
+    sum(y.sum() for y in lora_linear(*problem)).backward()
+    plain = sum(y.sum() for y in naive.lora_linear(*problem))
+    torch.testing.assert_close(problem.x.grad, torch.autograd.grad(plain, problem.x)[0])
+
+
+def test_more_dims():
+    problem = draw(12, 10, (6, 8), 2, p=0.3)
+    ys = lora_linear(problem.x.view(2, 1, 6, 10), problem.linears, problem.drop)
+    for y, expected in zip(ys, lora_linear(*problem), strict=True):
+        assert y.shape[:-1] == (2, 1, 6)
+        assert torch.equal(y.reshape(expected.shape), expected)
+
+
+def test_what_is_given_may_be_changed_in_place():
+    problem = draw(12, 10, (6,), 2)
+    (y,) = lora_linear(problem.x.view(2, 6, 10), *problem[1:])
+    (y.mul_(2.0)).sum().backward()
+    (plain,) = naive.lora_linear(*problem)
+    torch.testing.assert_close(problem.x.grad, torch.autograd.grad(2 * plain.sum(), problem.x)[0])
+
+
+def recording() -> tuple[SimpleNamespace, list[str]]:
+    """torch's backend, and what it was asked for."""
+    asked: list[str] = []
+
+    def noting(name):
+        function = getattr(torch_backend, name)
+
+        def noted(*args):
+            given = function(*args)
+            parts = given if isinstance(given, tuple) else ()
+            asked.append(" ".join([name, *("-" if part is None else "+" for part in parts)]))
+            return given
+
+        return noted
+
+    names = ("project", "product", "output_gradients", "input_gradient", "factor_gradient")
+    return SimpleNamespace(**{name: noting(name) for name in names}), asked
+
+
 @pytest.mark.parametrize(
-    ("m", "k", "sizes", "rank"), [(7, 5, (3,), 1), (33, 17, (9, 4, 5), 2), (0, 5, (3, 4), 2), (40, 64, (31, 31), 256)]
+    ("trained", "expected"),
+    [
+        ("x", ["output_gradients + -", "input_gradient"]),
+        ("a", ["output_gradients + -", "factor_gradient"]),
+        ("b", ["output_gradients - +"]),
+        ("ab", ["output_gradients + +", "factor_gradient"]),
+        ("xab", ["output_gradients + +", "input_gradient", "factor_gradient"]),
+    ],
 )
-def test_equals_the_reference(m, k, sizes, rank, p):
-    problem = draw(m, k, sizes, rank, p=p)
-    for found, expected in zip(run(lora_linear, *problem), run(naive.lora_linear, *problem), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+def test_what_nobody_needs_is_not_computed(trained, expected):
+    problem = draw(12, 10, (6,), 2)
+    tensors = dict(zip("xab", problem.inputs()))
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name in trained)
+    backend, asked = recording()
+    found = torch.autograd.grad(lora_linear(*problem, backend)[0].sum(), [tensors[name] for name in trained])
+    assert asked == ["project", "product", *expected]
+    plain = torch.autograd.grad(naive.lora_linear(*problem)[0].sum(), [tensors[name] for name in trained])
+    assert worst(found, plain) < 1e-13
+
+
+def test_a_trained_weight_is_refused():
+    problem = draw(12, 10, (6,), 2)
+    problem.linears[0].weight.requires_grad_()
+    with pytest.raises(AssertionError):
+        lora_linear(*problem)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_x_and_h_are_all_that_is_saved(autocast, p):
+    problem = draw(512, 64, (48, 48, 16), 4, torch.float32, p=p)
+    weights = {t.data_ptr() for linear in problem.linears for t in linear[:4]}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            saved[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", enabled=autocast):
+        lora_linear(*problem)
+    size = 2 if autocast else 4
+    # x, h of three adapters and, with dropout, four bytes a token for each of them.
+    assert sum(saved.values()) == 512 * 64 * size + 512 * 3 * 4 * size + (512 * 3 * 4 if p else 0)
+
+
+def test_halves_of_a_backward_share_its_work_out():
+    """As a pipeline with a zero-bubble schedule does it: torch runs every node twice."""
+    (one, other), expected = (draw(12, 10, (10, 10), 2, p=0.3) for _ in range(2)), None
+    parameters = [*one.inputs()[1:], *other.inputs()[1:]]
+
+    def forward(backend):
+        middle = sum(lora_linear(*one, backend)).tanh()
+        return sum(y.sum() for y in lora_linear(middle, *other[1:], backend))
+
+    expected = torch.autograd.grad(forward(torch_backend), [one.x, *parameters])
+    backend, asked = recording()
+    loss = forward(backend)
+    del asked[:]
+    with backward_half("input"):
+        (dx,), groups = stage_backward_input([loss], None, [one.x], iter(parameters))
+    assert asked == ["output_gradients + +", "output_gradients + +", "input_gradient"] * 2
+    assert all(p.grad is None for p in parameters)
+    del asked[:]
+    with backward_half("weight"):
+        stage_backward_weight(iter(parameters), groups)
+    assert asked == ["factor_gradient"] * 2
+    assert worst([dx, *(p.grad for p in parameters)], expected) < 1e-13
+
+
+def test_a_graph_may_be_used_twice():
+    problem = draw(12, 10, (6, 8), 2)
+    total = sum(y.sum() for y in lora_linear(*problem))
+    first, second = (torch.autograd.grad(total, problem.inputs(), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_compiles_without_a_break(p):
+    problem = draw(12, 10, (6, 8), 2, torch.float32, p=p)
+    torch._dynamo.reset()
+    compiled = torch.compile(lora_linear, backend="aot_eager", fullgraph=True)
+    assert worst(run(compiled, problem), run(lora_linear, problem)) < 1e-6

@@ -7,8 +7,9 @@ Source: Hu et al., "LoRA", arXiv 2106.09685, section 4.1; the gradients follow b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -25,6 +26,24 @@ class Linear(NamedTuple):
     a: torch.Tensor  # [R, K]
     b: torch.Tensor  # [N, R]
     scale: float
+
+
+Half = Literal["full", "input", "weight"]
+
+_halves: list[Half] = ["full"]  # not of a thread: on a GPU backwards run in one of their own
+
+
+@contextmanager
+def backward_half(half: Half) -> Generator[None]:
+    """Within it, backwards compute what a pipeline asks for that takes the gradients of x first and the weights' later.
+
+    torch runs a node in both halves and tells it nothing; the second would compute all of the first again.
+    """
+    _halves.append(half)
+    try:
+        yield
+    finally:
+        _halves.pop()
 
 
 def lora_linear(
@@ -59,11 +78,11 @@ class _How(NamedTuple):
     backend: Backend
     scales: tuple[float, ...]  # S of them
     dtype: torch.dtype  # of the adapters' products
-    p: float | None
+    p: float | None  # of the dropout
 
 
 class _LoraLinears(torch.autograd.Function):
-    """All of them: x, then S weights, S biases, S a and S b."""
+    """Of x, then S weights, S biases, S a and S b."""
 
     @staticmethod
     def forward(
@@ -75,10 +94,12 @@ class _LoraLinears(torch.autograd.Function):
         *tensors: Any,
     ) -> tuple[torch.Tensor, ...]:
         weights, biases, a, b = _four(tensors)
+        _, _, needs_da, needs_db = _four(ctx.needs_input_grad[4:])
         h = how.backend.project(x, _stacked(a, how.dtype), _dropout(how, seeds, features))
-        needs_db = any(_four(ctx.needs_input_grad[4:])[3])
-        ctx.how = how
-        ctx.save_for_backward(seeds, features, x, h if needs_db else None, *weights, *a, *b)
+        ctx.how, ctx.kept = how, None
+        # The weights as they are: what autocast makes of them is made again.
+        kept_x, kept_h = x if any(needs_da) else None, h if any(needs_db) else None
+        ctx.save_for_backward(seeds, features, kept_x, kept_h, *weights, *a, *b)
         return tuple(
             how.backend.product(x, w.to(x.dtype), None if c is None else c.to(x.dtype), own_h, b_s.to(how.dtype), scale)
             for w, c, own_h, b_s, scale in zip(weights, biases, h.chunk(len(a), 1), b, how.scales)
@@ -86,35 +107,48 @@ class _LoraLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        how: _How = ctx.how
-        num = len(dys)
+        how, half = ctx.how, _halves[-1]
         seeds, features, x, h, *tensors = ctx.saved_tensors
-        weights, a, b = (tensors[i * num : (i + 1) * num] for i in range(3))
-        drop = _dropout(how, seeds, features)
-        needs_dx = ctx.needs_input_grad[3]
+        weights, a, b = (tensors[i * len(dys) : (i + 1) * len(dys)] for i in range(3))
         _, _, needs_da, needs_db = _four(ctx.needs_input_grad[4:])
-        gs, dbs = zip(
-            *(
-                how.backend.output_gradients(
-                    dy,
-                    b_s.to(how.dtype) if needs_dx or any(needs_da) else None,
-                    own_h if needed else None,
-                    scale,
-                )
-                for dy, b_s, own_h, needed, scale in zip(
-                    dys, b, [None] * num if h is None else h.chunk(num, 1), needs_db, how.scales
-                )
-            )
-        )
-        g = gs[0] if num == 1 or gs[0] is None else torch.cat(gs, 1)
-        dx, das = None, [None] * num
-        if any(needs_da):
-            parts = how.backend.factor_gradient(g, x, drop).chunk(num)
-            das = [part.to(a_s.dtype) if needed else None for part, a_s, needed in zip(parts, a, needs_da)]
+        needs_dx = ctx.needs_input_grad[3] and half != "weight"
+        drop = _dropout(how, seeds, features)
+        if half == "weight" and ctx.kept is not None:
+            (g, dbs), ctx.kept = ctx.kept, None
+        else:
+            g, dbs = _output_gradients(how, dys, b, h, needs_dx or any(needs_da), needs_db)
+        dx, das = None, [None] * len(dys)
         if needs_dx:
-            dx = how.backend.input_gradient(dys, [w.to(x.dtype) for w in weights], g, _stacked(a, how.dtype), drop)
+            dtype = dys[0].dtype
+            dx = how.backend.input_gradient(dys, [w.to(dtype) for w in weights], g, _stacked(a, how.dtype), drop)
+        if half == "input":  # dy is read once in both
+            ctx.kept = g, dbs
+            return None, None, None, dx, *[None] * (4 * len(dys))
+        if any(needs_da):
+            parts = how.backend.factor_gradient(g, x, drop).chunk(len(dys))
+            das = [part.to(a_s.dtype) if needed else None for part, a_s, needed in zip(parts, a, needs_da)]
         dbs = [None if db is None else db.to(b_s.dtype) for db, b_s in zip(dbs, b)]
-        return None, None, None, dx, *[None] * (2 * num), *das, *dbs
+        return None, None, None, dx, *[None] * (2 * len(dys)), *das, *dbs
+
+
+def _output_gradients(
+    how: _How,
+    dys: Sequence[torch.Tensor],
+    b: Sequence[torch.Tensor],
+    h: torch.Tensor | None,
+    needs_g: bool,
+    needs_db: Sequence[bool],
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+    """Give g [M, S*R] if needed, and S db."""
+    hs = [None] * len(dys) if h is None else h.chunk(len(dys), 1)
+    gs, dbs = [], []
+    for dy, b_s, own_h, needed, scale in zip(dys, b, hs, needs_db, how.scales):
+        g, db = how.backend.output_gradients(
+            dy, b_s.to(how.dtype) if needs_g else None, own_h if needed else None, scale
+        )
+        gs.append(g)
+        dbs.append(db)
+    return (gs[0] if len(gs) == 1 else torch.cat(gs, 1)) if needs_g else None, dbs
 
 
 def _four(tensors: Sequence[Any]) -> list[Sequence[Any]]:

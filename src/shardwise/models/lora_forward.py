@@ -1,0 +1,168 @@
+"""LoRA layers that compute through kernels/lora_linear in the place of PEFT's forward.
+
+Modules, names and what is saved stay PEFT's; only the forward of a plain layer is replaced: one linear, one adapter, no
+variant (DoRA and the like). What else PEFT can do with such a layer later (switch the adapter off, merge it, take
+another or several) is left to its own forward, and so are adapters on stacks of experts.
+
+Projections that share their input (queries, keys and values; gate and up) are computed together: the first one that is
+called with a tensor computes all, and the others hand out what is theirs if they are called with that very tensor.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.config import UserError
+from shardwise.kernels.dropout import Dropout
+from shardwise.kernels.lora_linear import Backend, Linear, lora_linear
+from shardwise.models.dropout import SlotDropout
+
+SHARING = frozenset(
+    (
+        *("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "g_a_proj", "kv_a_proj_with_mqa"),
+        *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
+        *("gate_proj", "up_proj", "w1", "w3"),
+    )
+)
+"""Names of linears that, where they lie in one module, are called with one tensor. Where that is not so they cost more
+than they need, and compute the same."""
+
+Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
+"""As `lora.kernel` has it."""
+
+
+def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device) -> None:
+    """Let the plain LoRA layers of a model, on any device yet, compute with a kernel that runs on `device`.
+
+    Once their dropouts are `SlotDropout`s, and before a strategy wraps them. `peft`: nothing is replaced. UserError if
+    the kernel cannot run there.
+    """
+    if kernel == "peft":
+        return
+    backend = backend_of(kernel, device)
+    for parent in list(model.modules()):
+        plain: dict[str, Any] = {name: module for name, module in parent.named_children() if _is_plain(module)}
+        together = _alike([module for name, module in plain.items() if name in SHARING])
+        for module in plain.values():
+            _Shared([module], backend)
+        if len(together) > 1:
+            shared = _Shared(together, backend)
+            parent.forward = shared.within(parent.forward)
+
+
+def backend_of(kernel: Kernel, device: torch.device) -> Backend:
+    """The backend of that name; `auto`: on a GPU Triton's where it can run, else torch's. UserError if it cannot."""
+    if kernel == "auto":
+        kernel = "triton" if device.type == "cuda" and _why_not("triton", device) is None else "torch"
+    if why := _why_not(kernel, device):
+        raise UserError(f"lora.kernel is {kernel}, but {why}; use auto or torch")
+    return _module(kernel)
+
+
+def _module(kernel: str) -> Any:
+    return importlib.import_module(f"shardwise.kernels.lora_linear.{'torch_backend' if kernel == 'torch' else kernel}")
+
+
+def _why_not(kernel: str, device: torch.device) -> str | None:
+    try:
+        return _module(kernel).missing(device)
+    except ImportError as error:
+        return str(error)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return (
+        type(module) is PeftLinear
+        and isinstance(module.get_base_layer(), nn.Linear | Conv1D)
+        and len(module.lora_A) == 1
+        and not module.lora_variant
+        and not any(module.lora_bias.values())
+    )
+
+
+def _alike(layers: list[PeftLinear]) -> list[PeftLinear]:
+    """Those like the first: of its rank, dtype and dropout."""
+
+    def traits(layer: PeftLinear) -> object:
+        (name,) = layer.lora_A
+        factor, dropout = layer.lora_A[name], layer.lora_dropout[name]
+        return factor.weight.shape, factor.weight.dtype, getattr(dropout, "p", 0.0)
+
+    return [layer for layer in layers if traits(layer) == traits(layers[0])]
+
+
+class _Shared:
+    """Layers of one input, and what those that were not called yet will give for it."""
+
+    def __init__(self, layers: list[PeftLinear], backend: Backend) -> None:
+        self.layers = layers
+        self.backend = backend
+        self.x: torch.Tensor | None = None
+        self.version = 0
+        self.waiting: dict[int, torch.Tensor] = {}  # by place in `layers`
+        for place, layer in enumerate(layers):
+            layer.forward = self._forward(place, PeftLinear.forward.__get__(layer))
+
+    def _forward(self, place: int, otherwise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        layer = self.layers[place]
+        (own,) = layer.lora_A
+
+        def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if args or kwargs or layer.disable_adapters or layer.merged or layer.active_adapters != [own]:
+                return otherwise(x, *args, **kwargs)
+            return self.compute(place, x)
+
+        return forward
+
+    def compute(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        """What the layer at a place gives for x."""
+        if len(self.layers) == 1:
+            (y,) = _compute(self.layers, x, self.backend)
+            return y
+        if x is self.x and self.version == _version(x) and place in self.waiting:
+            return self.waiting.pop(place)
+        if self.waiting:  # not called together after all
+            (y,) = _compute([self.layers[place]], x, self.backend)
+            return y
+        ys = _compute(self.layers, x, self.backend)
+        self.x, self.version = x, _version(x)
+        self.waiting = {other: y for other, y in enumerate(ys) if other != place}
+        return ys[place]
+
+    def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of the module that holds the layers: nothing outlives it."""
+
+        def forgetting(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            finally:  # also when checkpointing has all it wants and ends the recomputation here
+                self.x, self.waiting = None, {}
+
+        return forgetting
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often x was changed in place, where that is known."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def _compute(layers: list[PeftLinear], x: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, ...]:
+    linears, dropouts = [], []
+    for layer in layers:
+        (name,) = layer.lora_A
+        base: Any = layer.get_base_layer()
+        weight = base.weight.t() if isinstance(base, Conv1D) else base.weight
+        factors: Any = (layer.lora_A[name], layer.lora_B[name])
+        linears.append(Linear(weight, base.bias, *(factor.weight for factor in factors), layer.scaling[name]))
+        dropouts.append(layer.lora_dropout[name])
+    drop = None
+    if isinstance(dropouts[0], SlotDropout) and dropouts[0].active:
+        drop = Dropout(dropouts[0].p, torch.stack([own.seeds(x) for own in dropouts]), dropouts[0].features)
+    return lora_linear(x, linears, drop, backend)
