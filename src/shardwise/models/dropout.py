@@ -41,7 +41,7 @@ class DropoutState:
         self.tokens = self.seeds(batch.input_ids.shape[1])
 
     def seeds(self, length: int) -> torch.Tensor:
-        """A seed for each of `length` places in each row: [B, length] int32."""
+        """A seed for each of `length` places in a row, for all rows: [B, length] int32."""
         assert self.rows is not None
         if self.tokens is not None and self.tokens.shape[1] == length:
             return self.tokens
@@ -49,7 +49,7 @@ class DropoutState:
 
 
 class SlotDropout(nn.Module):
-    """Dropout of probability `p` on [B, ...] or [B*T, ...]: the mask of row b depends on its slot, not on its place."""
+    """Dropout of probability `p` on [B, ..., D] or [B*T, D]: a row has the mask of its slot, wherever it lies."""
 
     def __init__(self, p: float, name: str, state: DropoutState) -> None:
         super().__init__()
@@ -71,21 +71,18 @@ class SlotDropout(nn.Module):
             return x
         seeds = self.seeds(x)
         masks = Dropout(self.p, seeds[None], self.features)
-        return masks.drop(x.reshape(len(seeds), -1)).view(x.shape)
+        return masks.drop(x.flatten(0, -2)).view(x.shape)
 
     def seeds(self, x: torch.Tensor) -> torch.Tensor:
-        """A seed for each token of x [B, T, ...] or [B*T, ...]: int32, as many."""
+        """A seed for each token of x [B, ..., D] or [B*T, D]: int32, as many."""
         state = self.state
-        assert state.rows is not None
         if state.unpack is not None:
             assert state.tokens is not None
-            tokens = state.unpack(state.tokens)
-        else:
-            num_rows = len(state.rows)
-            assert len(x) % num_rows == 0, f"{self.name}: {tuple(x.shape)} does not hold {num_rows} whole rows"
-            flat = x.ndim == 2 or len(x) != num_rows
-            tokens = state.seeds(len(x) // num_rows if flat else x.shape[1])
-        return tokens.flatten() ^ self.salt
+            return state.unpack(state.tokens).flatten() ^ self.salt
+        assert state.rows is not None
+        places, num_rows = x.flatten(0, -2).shape[0], len(state.rows)
+        assert places % num_rows == 0, f"{self.name}: {tuple(x.shape)} does not hold {num_rows} whole rows"
+        return state.seeds(places // num_rows).flatten() ^ self.salt
 
 
 def replace_dropouts(model: nn.Module, state: DropoutState) -> None:

@@ -1,0 +1,234 @@
+"""LoRA layers that compute through kernels/lora_linear, against PEFT's own forward."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from shardwise.config import Lora, UserError
+from shardwise.kernels import lora_linear
+from shardwise.kernels.lora_linear import torch_backend
+from shardwise.metrics.memory import PeakMemory
+from shardwise.models import lora_forward
+from shardwise.models.dropout import DropoutState, replace_dropouts
+from shardwise.models.lora import adapter_layers
+from shardwise.models.lora_forward import SHARING, backend_of, use_lora_kernel
+from tests.kernels.lora_linear.cases import worst
+from tests.models.test_dropout import batch
+from tests.models.tiny import PLAIN, tiny, tokens, with_adapters
+
+CPU = torch.device("cpu")
+EXACT = 1e-5
+"""Of float32 sums in another order."""
+
+
+def gradients(model: nn.Module, **inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Logits, and the gradient of every factor."""
+    model.zero_grad()
+    logits = model.train()(input_ids=tokens(length=24), use_cache=False).logits
+    logits.square().mean().backward()
+    return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[int]:
+    """How many linears each call of the kernel had."""
+    found: list[int] = []
+
+    def noting(x, linears, drop, backend):
+        found.append(len(linears))
+        return lora_linear.lora_linear(x, linears, drop, backend)
+
+    monkeypatch.setattr(lora_forward, "lora_linear", noting)
+    return found
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_as_peft_computes_and_what_shares_an_input_is_computed_together(name, calls):
+    model, _ = with_adapters(tiny(name), Lora(r=4, rslora=True, targets="all-linear"))
+    names = [n for n, _ in model.named_modules()]
+    expected = gradients(model)
+    # Of PEFT's layers: which are called one after the other with one tensor, in one module.
+    inputs: dict[tuple[str, int], list[str]] = {}
+    held: list[torch.Tensor] = []
+    for path, layer in adapter_layers(model).items():
+
+        def note(_: nn.Module, args: Any, path: str = path) -> None:
+            held.append(args[0])
+            parent, _, own = path.rpartition(".")
+            inputs.setdefault((parent, id(args[0])), []).append(own)
+
+        hook = layer.register_forward_pre_hook(note)
+        held.append(hook)
+    gradients(model)
+    for hook in held:
+        if not isinstance(hook, torch.Tensor):
+            hook.remove()
+    groups = [group for (parent, _), group in inputs.items() if not parent.endswith("experts")]
+    for group in groups:
+        assert len(group) == 1 or set(group) <= SHARING, f"{group} share an input"
+    use_lora_kernel(model, "auto", CPU)
+    assert [n for n, _ in model.named_modules()] == names
+    assert worst(gradients(model), expected) < EXACT
+    assert sorted(calls) == sorted(map(len, groups))
+
+
+class Block(nn.Module):
+    """Queries and keys of one input, or of two."""
+
+    def __init__(self, config: LoraConfig | None = None) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None, between: Any = None) -> torch.Tensor:
+        q = self.q_proj(x)
+        if between is not None:
+            between()
+        return self.o_proj(q * self.k_proj(x if other is None else other))
+
+
+def block(p: float = 0.0, **options: Any) -> tuple[nn.ModuleDict, DropoutState]:
+    """With adapters that do something."""
+    torch.manual_seed(0)
+    names = ["q_proj", "k_proj", "o_proj"]
+    config = LoraConfig(r=4, target_modules=names, lora_dropout=p, init_lora_weights=False, **options)
+    model = inject_adapter_in_model(config, nn.ModuleDict({"block": Block()}))
+    state = DropoutState(0)
+    replace_dropouts(model, state)
+    state.start(batch((0, 1)))
+    return model, state
+
+
+def outcome(model: nn.ModuleDict, *args: Any) -> list[torch.Tensor]:
+    """Output, and every gradient."""
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    factors = [p for p in model.parameters() if p.requires_grad]
+    y = model["block"](x, *args)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *factors])]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_masks_are_those_of_each_layer(p):
+    plain, fused = block(p)[0], block(p)[0]
+    use_lora_kernel(fused, "torch", CPU)
+    assert worst(outcome(fused), outcome(plain)) < EXACT
+    assert worst(outcome(fused.eval()), outcome(plain.eval())) < EXACT
+
+
+def test_another_input_is_another_product(calls):
+    plain, fused = block()[0], block()[0]
+    use_lora_kernel(fused, "torch", CPU)
+    other = torch.randn(2, 5, 16)
+    assert worst(outcome(fused, other), outcome(plain, other)) < EXACT
+    assert calls == [2, 1, 1]
+    del calls[:]
+    x = torch.ones(2, 5, 16)
+    with torch.no_grad():
+        changed = fused["block"](x, None, lambda: x.mul_(2.0))
+        assert calls == [2, 1, 1]  # the same tensor, but it was changed in between
+        expected = plain["block"](torch.ones(2, 5, 16), torch.full((2, 5, 16), 2.0))
+    torch.testing.assert_close(changed, expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_nothing_outlives_the_block_even_after_an_error(mode):
+    model, _ = block()
+    use_lora_kernel(model, "torch", CPU)
+    seen = []
+
+    def fail():
+        seen.append(True)
+        raise KeyError
+
+    with mode():
+        x = torch.randn(2, 5, 16)
+        model["block"](x)
+        with pytest.raises(KeyError):
+            model["block"](x, None, fail)
+        gone = weakref.ref(x)
+        del x
+    gc.collect()
+    assert seen
+    assert gone() is None
+
+
+def test_what_peft_can_do_else_is_left_to_it(calls):
+    model, _ = block()
+    layer: Any = model["block"].q_proj
+    use_lora_kernel(model, "torch", CPU)
+    x = torch.randn(2, 5, 16)
+
+    def count() -> int:
+        del calls[:]
+        layer(x)
+        return len(calls)
+
+    assert count() == 1
+    with_adapter = layer(x)
+    layer.enable_adapters(False)
+    assert count() == 0
+    torch.testing.assert_close(layer(x), layer.base_layer(x))
+    layer.enable_adapters(True)
+    layer.merge()
+    assert count() == 0
+    torch.testing.assert_close(layer(x), with_adapter)
+    layer.unmerge()
+    assert count() == 1
+    layer.update_layer("other", 2, 4, LoraConfig(r=2))
+    layer.set_adapter(["default", "other"])
+    assert count() == 0
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
+def test_variants_keep_pefts_forward(options, calls):
+    plain, same = block(**options)[0], block(**options)[0]
+    use_lora_kernel(same, "torch", CPU)
+    assert worst(outcome(same), outcome(plain)) == 0
+    assert calls == []
+
+
+def test_peft_can_be_asked_for(calls):
+    model, _ = block()
+    use_lora_kernel(model, "peft", CPU)
+    outcome(model)
+    assert calls == []
+
+
+def test_a_kernel_that_cannot_run_here_is_refused():
+    assert backend_of("auto", CPU) is backend_of("torch", CPU) is torch_backend
+    with pytest.raises(UserError, match=r"lora\.kernel is triton, but .*; use auto or torch"):
+        backend_of("triton", CPU)
+
+
+def test_peak_memory_is_below_pefts():
+    x = torch.randn(2048, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def peak(kernel: str) -> int:
+        model, _ = block()
+        model.bfloat16()
+        for layer in adapter_layers(model).values():
+            layer.lora_A.float()
+            layer.lora_B.float()
+        use_lora_kernel(model, kernel, CPU)  # ty: ignore[invalid-argument-type]
+        with PeakMemory(CPU) as memory:
+            model["block"](x).sum().backward()
+        assert memory.peak_bytes is not None
+        return memory.peak_bytes
+
+    # Of PEFT's three layers each keeps its input once more, in its adapter's float32.
+    assert peak("peft") - peak("torch") > 2 * x.numel() * 4
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_a_block_compiles_without_a_break(p):
+    plain, fused = block(p)[0], block(p)[0]
+    use_lora_kernel(fused, "torch", CPU)
+    torch._dynamo.reset()
+    fused["block"].forward = torch.compile(fused["block"].forward, backend="aot_eager", fullgraph=True)
+    assert worst(outcome(fused), outcome(plain)) < EXACT
