@@ -8,7 +8,7 @@ TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo study pipeline-split test check format parity gpu clean
+.PHONY: help setup demo study pipeline-split test check format parity gpu gpu-kernels clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -64,6 +64,9 @@ parity: setup  ## every family x layout x mode against one process; resumable; w
 
 gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that has torch; installs nothing
 	$(PYTHON) -m tests.gpu
+
+gpu-kernels:  ## LoRA and loss kernels timed on a CUDA device, and LoRA steps with them; PYTHON= as for `make gpu`
+	$(PYTHON) -m tests.gpu.kernels_bench
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) $(KERNELS) runs build .pytest_cache .ruff_cache .hypothesis

@@ -42,11 +42,13 @@ DIFFERENCES = (
 """What is not equal between the two sides."""
 
 
-def run_config(workload: Workload, folder: str, checkpointing: Checkpointing, device: torch.device) -> RunConfig:
+def run_config(
+    workload: Workload, folder: str, checkpointing: Checkpointing, device: torch.device, kernel: str = "auto"
+) -> RunConfig:
     """The work as a run file says it."""
     return RunConfig(
         model=Model(folder, dtype="bfloat16"),
-        lora=Lora(r=workload.r, alpha=workload.alpha),
+        lora=Lora(r=workload.r, alpha=workload.alpha, kernel=kernel),
         data=Data(train="unused", sequence_length=workload.sequence_length),
         optimizer=Optimizer(lr=workload.lr, lr_schedule="constant", max_grad_norm=workload.max_grad_norm),
         training=Training(

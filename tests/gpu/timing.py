@@ -104,20 +104,22 @@ def time_pair(
     deadline: Deadline,
     limit: float,
     save: Callable[[list[dict[str, Any]]], None],
+    sides: Sequence[str] = SIDES,
+    modes: Sequence[str] = CHECKPOINTING,
 ) -> None:
-    """Time both sides with one choice of kernels; `save(rows)` is called whenever there is something new.
+    """Time the sides with one choice of kernels; `save(rows)` is called whenever there is something new.
 
-    A side that fails keeps its reason in its row, and the other side goes on alone.
+    A side that fails keeps its reason in its row, and the others go on without it.
     """
     rows = [
         {"side": side, "gdn": gdn, "checkpointing": checkpointing, "status": "failed", "reason": "not reached"}
-        for checkpointing in CHECKPOINTING
-        for side in SIDES
+        for checkpointing in modes
+        for side in sides
     ]
     stage = Deadline(deadline.left(limit))
-    workers = {side: start(side, gdn) for side in SIDES}
+    workers = {side: start(side, gdn) for side in sides}
     try:
-        for checkpointing in CHECKPOINTING:
+        for checkpointing in modes:
             pair = [row for row in rows if row["checkpointing"] == checkpointing]
             _time_mode(pair, workload, workers, stage, lambda: save(rows))
     finally:
@@ -153,7 +155,7 @@ def _time_mode(
         row["facts"] = ask(row, {"do": "build", "checkpointing": row["checkpointing"]})
     for row in list(running):
         row["warmup"] = steps(row, workload.warmup_steps, lead_in=0, figures=True)
-    # As many steps a round on both sides as the slower one takes `round_seconds` for.
+    # As many steps a round on all sides as the slowest one takes `round_seconds` for.
     seconds = [steps(row, 1).get("seconds", 0.0) for row in list(running)]
     number = max(1, min(20, round(workload.round_seconds / max([*seconds, 1e-3]))))
     for row in running:
@@ -186,7 +188,7 @@ def with_figures(row: dict[str, Any], workload: Workload, facts: dict[str, Any])
     }
 
 
-def comparisons(rows: Sequence[dict[str, Any]], gate: str) -> list[dict[str, Any]]:
+def comparisons(rows: Sequence[dict[str, Any]], gate: str, sides: tuple[str, str] = SIDES) -> list[dict[str, Any]]:
     """The two sides of each variant against each other: what was equal, and ratios if the gate is green and all was.
 
     `gate` is that of the tests with the same kernels. A ratio above 1 says that shardwise takes less. `time` is over
@@ -196,7 +198,7 @@ def comparisons(rows: Sequence[dict[str, Any]], gate: str) -> list[dict[str, Any
     for gdn, checkpointing in dict.fromkeys((row["gdn"], row["checkpointing"]) for row in rows):
         ours, theirs = (
             next(r for r in rows if (r["side"], r["gdn"], r["checkpointing"]) == (side, gdn, checkpointing))
-            for side in SIDES
+            for side in sides
         )
         entry: dict[str, Any] = {"gdn": gdn, "checkpointing": checkpointing, "gate": gate}
         found.append(entry)

@@ -1,4 +1,7 @@
-"""One side of the timing, as a process of its own: `python -m tests.gpu.worker SIDE GDN FOLDER DEVICE`."""
+"""One side of the timing, as a process of its own: `python -m tests.gpu.worker SIDE GDN FOLDER DEVICE`.
+
+SIDE is `transformers`, or `shardwise`, then a colon and `lora.kernel` where that is not to be `auto`.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,14 @@ def main(side: str, gdn: str, folder: str, device_type: str) -> None:
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
     workload = LORA_STEP if device_type == "cuda" else REHEARSAL
     rounds = Rounds(Channel(), device)
-    if side == "shardwise":  # Trainer brings up what it needs
+    program, _, kernel = side.partition(":")
+    if program == "shardwise":  # Trainer brings up what it needs
         backend, bound = ("nccl", device) if device_type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
     rounds.wait()
     while rounds.request["do"] == "build":
-        cfg = sides.run_config(workload, folder, rounds.request["checkpointing"], device)
-        getattr(sides, side)(cfg, workload, device, rounds)
+        cfg = sides.run_config(workload, folder, rounds.request["checkpointing"], device, kernel or "auto")
+        getattr(sides, program)(cfg, workload, device, rounds)
         gc.collect()
         if device_type == "cuda":
             torch.cuda.empty_cache()

@@ -1,0 +1,85 @@
+"""Seconds of a piece of work on a device, the device's own ceilings, and the least a LoRA linear can take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.gpu.shapes import Setting
+
+METHOD = {
+    "cuda": "Each time is the median over repeats of what CUDA events around the work say. Before each repeat 256 MiB "
+    "are written, so that nothing of its operands is left in the L2 cache, and the device then idles for about 2 ms, "
+    "in which the host queues the work: device time alone, without gaps for launches. `host` is what queueing took.",
+    "cpu": "Each time is the median over repeats by the wall clock.",
+}
+FLUSH_BYTES = 256 * 2**20
+PAUSE_CYCLES = 4_000_000  # of the device's clock
+
+
+class Clock:
+    """Times work on a device; on a CPU by the wall clock."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats = device, repeats
+        self.flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+
+    def time(self, work: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None) -> dict[str, float]:
+        """Seconds of `work(prepare())`, where preparing is not timed; two runs come before, which may compile."""
+        runs = [self._once(work, prepare) for _ in range(self.repeats + 2)][2:]
+        seconds = [run[0] for run in runs]
+        return {
+            "median": statistics.median(seconds),
+            "min": min(seconds),
+            "max": max(seconds),
+            "host": statistics.median(run[1] for run in runs),
+        }
+
+    def _once(self, work: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[float, float]:
+        ready = prepare()
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            work(ready)
+            return (time.perf_counter() - start,) * 2
+        self.flush.zero_()
+        torch.cuda._sleep(PAUSE_CYCLES)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        start = time.perf_counter()
+        work(ready)
+        host = time.perf_counter() - start
+        events[1].record()
+        torch.cuda.synchronize(self.device)
+        return events[0].elapsed_time(events[1]) / 1e3, host
+
+
+def ceilings(clock: Clock) -> dict[str, float]:
+    """Bytes a second of a copy, read and written counted, and FLOPs a second of a product; random data."""
+    device = clock.device
+    size, numbers = (8192, 2**29) if device.type == "cuda" else (256, 2**20)
+    source = torch.randn(numbers, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    copied = clock.time(lambda _: target.copy_(source))["median"]
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    multiplied = clock.time(lambda _: a @ b)["median"]
+    return {"bytes_per_second": 2 * source.nbytes / copied, "flops_per_second": 2 * size**3 / multiplied}
+
+
+def floors(setting: Setting, tokens: int, device: dict[str, float]) -> dict[str, float]:
+    """Seconds that forward and backward take at the least: by FLOPs, or by bytes if each operand is moved once.
+
+    bfloat16. Forward: reads x, the weights and factors, writes the outputs. Backward: reads the outputs' gradients, the
+    weights, the factors and x, writes the gradients of x and of the factors; no gradient of the weights.
+    """
+    k, r, total = setting.k, setting.r, sum(setting.n)
+    factors = len(setting.n) * r * k + r * total
+    flops = {"forward": 2 * tokens * (k * total + factors), "backward": 2 * tokens * (k * total + 2 * factors)}
+    moved = 2 * (tokens * (k + total) + k * total + factors)
+    numbers = {"forward": moved, "backward": moved + 2 * (tokens * k + factors)}
+    return {
+        way: max(flops[way] / device["flops_per_second"], numbers[way] / device["bytes_per_second"]) for way in flops
+    }

@@ -1,0 +1,181 @@
+"""The bench of the kernels: its arithmetic, its gate, and that a rehearsal goes through all of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.kernels.lora_linear import torch_backend
+from tests.gpu import kernels_bench, lora_rows, loss_rows
+from tests.gpu.kernels_bench import Run, with_gains, with_ratios
+from tests.gpu.kernels_page import page
+from tests.gpu.measure import Clock, floors
+from tests.gpu.shapes import FULL, Setting
+
+CPU = torch.device("cpu")
+
+
+def test_the_floor_is_what_flops_or_bytes_take():
+    setting = Setting("", "", k=64, n=(32, 16), r=8)
+    # 10 tokens. Factors: 2 of 8 x 64 and 8 x (32 + 16), 1408. FLOPs: 2 * 10 * (64 * 48 + 1408), twice the factors in
+    # the backward. Bytes: 2 * (10 * (64 + 48) + 64 * 48 + 1408), in the backward x and the factors' gradients too.
+    by_flops = floors(setting, 10, {"flops_per_second": 1.0, "bytes_per_second": 1e12})
+    assert by_flops == {"forward": 20 * (3072 + 1408), "backward": 20 * (3072 + 2816)}
+    by_bytes = floors(setting, 10, {"flops_per_second": 1e12, "bytes_per_second": 1.0})
+    assert by_bytes == {"forward": 2 * (1120 + 3072 + 1408), "backward": 2 * (1120 + 3072 + 1408 + 640 + 1408)}
+
+
+def row(side: str, forward: float, backward: float, status: str = "ok") -> dict[str, Any]:
+    times = {"forward": {"median": forward}, "backward": {"median": backward}} if status == "ok" else {}
+    floor = {"forward": 1.0, "backward": 1.0}
+    return {"setting": {"k": 1}, "side": side, "floor": floor, "status": status, "reason": "", **times}
+
+
+def test_ratios_are_of_forward_and_backward_together():
+    rows = with_ratios([row("frozen", 1, 1), row("peft", 3, 5), row("cuda", 1, 1.5), row("triton", 0, 0, "failed")])
+    assert rows[2]["times_floor"] == 1.25
+    assert rows[2]["times_faster_than_peft"] == 3.2
+    assert rows[2]["times_faster_than_frozen"] == 0.8
+    assert not any(key.startswith("times") for key in rows[3])
+
+
+def test_gains_of_the_loss():
+    head = {"model": "m", "vocabulary": 9, "trained": False}
+    ok = {"head": head, "status": "ok", "reason": ""}
+    rows = with_gains(
+        [
+            {**ok, "side": "eager", "peak_bytes": 100, "seconds": {"median": 3.0}},
+            {**ok, "side": "torch", "peak_bytes": 20, "seconds": {"median": 2.0}},
+            {**ok, "side": "liger", "status": "skipped"},
+        ]
+    )
+    assert (rows[1]["times_less_memory"], rows[1]["times_faster"]) == (5.0, 1.5)
+    assert "times_faster" not in rows[2]
+
+
+def test_all_settings_are_there():
+    assert {setting.model for setting in FULL.settings} == {
+        "Qwen3.5-2B",
+        "Qwen3.5-9B",
+        "Jet-Nemotron-2B",
+        "Llama-3.1-8B",
+    }
+    assert {(setting.r, setting.p) for setting in FULL.settings} == {(16, 0.0), (16, 0.1), (64, 0.0), (64, 0.1)}
+    assert len(set(FULL.settings)) == len(FULL.settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "tensors"),
+    [
+        ("project", lambda h: h * 1.02, "[0, 3]"),  # the output, and B's gradient
+        ("input_gradient", lambda dx: dx * 1.02, "[1]"),
+        ("factor_gradient", lambda da: da * 1.02, "[2]"),
+    ],
+)
+def test_what_is_wrong_has_a_red_gate_and_no_time(monkeypatch, name, change, tensors):
+    problem = lora_rows.Problem(Setting("", "", 48, (40,), 8, 0.1), 70, CPU)
+    right = getattr(torch_backend, name)
+    monkeypatch.setattr(torch_backend, name, lambda *args: change(right(*args)))
+    found = lora_rows.timed(problem, "torch", Clock(CPU, 1))
+    assert found["status"] == "failed"
+    assert f"errors of the tensors {tensors} are over" in found["reason"]
+    assert "forward" not in found
+
+
+def test_a_loss_that_is_wrong_has_no_time(monkeypatch, tmp_path):
+    right = loss_rows.eager
+    monkeypatch.setattr(loss_rows, "eager", lambda *args: right(*args) * 1.001)
+    loss_rows.main(str(tmp_path / "rows"), "cpu")
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert {(r["side"], r["status"]) for r in rows} >= {("eager", "failed"), ("torch", "ok")}
+    assert all("seconds" not in r for r in rows if r["status"] != "ok")
+
+
+class Elsewhere(Run):
+    """Times linears and losses in this process, which has imported everything."""
+
+    def command(self, stage: str, module: str, *arguments: str) -> None:
+        if stage == "draw":
+            return super().command(stage, module, *arguments)
+        {"lora": lora_rows, "loss": loss_rows}[stage].main(*arguments)
+        self.stages[stage] = {"status": "ok", "reason": ""}
+        return None
+
+
+def test_a_rehearsal_goes_through_all_of_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(kernels_bench.ROOT)
+    monkeypatch.setattr(kernels_bench, "STEP_SIDES", ("shardwise:torch", "shardwise:cuda", "transformers"))
+    (tmp_path / "scratch").mkdir()
+    run = Elsewhere("cpu", kernels_bench.Files(tmp_path / "out"), tmp_path / "scratch")
+    run.all()
+    run.save()
+    assert run.exit_code() == 0
+    lora, loss, step = (
+        json.loads((tmp_path / "out" / f"kernels-{name}.json").read_text()) for name in ("lora", "loss", "step")
+    )
+    assert {r["side"]: r["status"] for r in lora["rows"]} == {
+        **dict.fromkeys(("frozen", "peft", "peft bfloat16", "torch"), "ok"),
+        **dict.fromkeys(("triton", "cuda", "cuda, own product"), "skipped"),
+    }
+    assert all("times_faster_than_peft" in r for r in lora["rows"] if r["side"] == "torch")
+    assert {r["side"]: r["status"] for r in loss["rows"]}["torch"] == "ok"
+    assert {r["side"]: r["status"] for r in step["rows"]} == {
+        "shardwise:torch": "ok",
+        "transformers": "ok",
+        "shardwise:cuda": "skipped",
+    }
+    (compared,) = step["comparisons"]
+    assert compared["gate"] == "green"
+    assert all(compared["equal"].values())
+    assert "time" in compared
+    assert lora["environment"]["torch"] == torch.__version__
+    text = (tmp_path / "out" / "kernels.md").read_text()
+    assert "a rehearsal on a CPU: nothing here is a speed" in text
+    assert "| toy, gate, up | 48 | 33 + 24 | 4 | 0.1 | torch |" in text
+
+
+def test_a_side_is_left_out_of_the_step_if_its_kernels_were_wrong_or_not_compared(tmp_path):
+    run = Run("cpu", kernels_bench.Files(tmp_path), tmp_path)
+    assert run.gate("shardwise:cuda") == "cuda was compared nowhere"
+    lines = [{"kind": "gate", "side": "cuda", "status": "green", "reason": ""}]
+    lines.append({"kind": "row", "side": "cuda", "status": "failed", "reason": "red gate: two runs differ"})
+    run.lines_file("lora").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert run.gate("shardwise:cuda") == "red gate: two runs differ"
+    assert run.gate("shardwise:peft") == run.gate("transformers") == "green"
+
+
+def test_half_a_run_is_whole_json(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    run = Run("cpu", kernels_bench.Files(tmp_path), tmp_path / "scratch")
+    run.lines_file("loss").write_text('{"side": "eager", "status": "failed", "reason": "", "head": {"mo')
+    run.save()
+    assert json.loads((tmp_path / "kernels-loss.json").read_text())["reason"] == "not reached"
+    assert "not reached" not in page(
+        "cuda",
+        {"environment": None, "method": None},
+        {
+            "lora": {"ceilings": None, "tokens": None, "aims": kernels_bench.AIMS["lora"], "rows": []},
+            "loss": {"aims": kernels_bench.AIMS["loss"], "rows": []},
+            "step": {"rows": [], "comparisons": []},
+        },
+    )
+
+
+def test_a_rehearsal_never_writes_where_results_of_gpus_are(monkeypatch, capsys):
+    for folder in ("results/gpu", "results/gpu/more"):
+        monkeypatch.setattr(sys, "argv", ["bench", "--rehearse", str(kernels_bench.ROOT / folder)])
+        assert kernels_bench.main() == 2
+        assert "rehearse into another folder" in capsys.readouterr().err
+    assert not Path(kernels_bench.ROOT, "results", "gpu", "more").exists()
+
+
+def test_without_a_device_it_says_so_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    assert kernels_bench.main() == 2
+    assert capsys.readouterr().err.startswith("error: ")
