@@ -26,6 +26,8 @@ from tests.models.tiny import PLAIN, tiny, tokens, with_adapters
 CPU = torch.device("cpu")
 EXACT = 1e-5
 """Of float32 sums in another order."""
+SMALL = 1e-4
+"""Of whole models: there it moves the smallest gradients, those of what sets a decay, by some 1e-5 of them."""
 
 
 def gradients(model: nn.Module, **inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -53,30 +55,27 @@ def calls(monkeypatch) -> list[int]:
 def test_as_peft_computes_and_what_shares_an_input_is_computed_together(name, calls):
     model, _ = with_adapters(tiny(name), Lora(r=4, rslora=True, targets="all-linear"))
     names = [n for n, _ in model.named_modules()]
+    # Which of PEFT's layers are called with one tensor, in one module. Tensors are held: none has the id of another.
+    inputs: list[tuple[str, torch.Tensor]] = []
+
+    def note(path: str) -> Any:
+        return lambda _, args: inputs.append((path, args[0]))
+
+    hooks = [layer.register_forward_pre_hook(note(path)) for path, layer in adapter_layers(model).items()]
     expected = gradients(model)
-    # Of PEFT's layers: which are called one after the other with one tensor, in one module.
-    inputs: dict[tuple[str, int], list[str]] = {}
-    held: list[torch.Tensor] = []
-    for path, layer in adapter_layers(model).items():
-
-        def note(_: nn.Module, args: Any, path: str = path) -> None:
-            held.append(args[0])
-            parent, _, own = path.rpartition(".")
-            inputs.setdefault((parent, id(args[0])), []).append(own)
-
-        hook = layer.register_forward_pre_hook(note)
-        held.append(hook)
-    gradients(model)
-    for hook in held:
-        if not isinstance(hook, torch.Tensor):
-            hook.remove()
-    groups = [group for (parent, _), group in inputs.items() if not parent.endswith("experts")]
-    for group in groups:
+    groups: dict[tuple[str, int], list[str]] = {}
+    for path, x in inputs:
+        parent, _, own = path.rpartition(".")
+        if not parent.endswith(".experts"):
+            groups.setdefault((parent, id(x)), []).append(own)
+    for group in groups.values():
         assert len(group) == 1 or set(group) <= SHARING, f"{group} share an input"
+    for hook in hooks:
+        hook.remove()
     use_lora_kernel(model, "auto", CPU)
     assert [n for n, _ in model.named_modules()] == names
-    assert worst(gradients(model), expected) < EXACT
-    assert sorted(calls) == sorted(map(len, groups))
+    assert worst(gradients(model), expected) < SMALL
+    assert sorted(calls) == sorted(map(len, groups.values()))
 
 
 class Block(nn.Module):

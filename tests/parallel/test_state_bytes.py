@@ -105,11 +105,11 @@ def with_copies(measured: Measured, num_shards: int, rank: int) -> dict[str, int
 def flat_units(names: Iterable[str], wrap: str) -> dict[str, list[str]]:
     """Which parameters lie in one flat one, in their order: those of a layer, of the embedding, and the rest.
 
-    `separate`: each LoRA factor is alone in its own."""
+    `separate`: a layer's LoRA factors lie in another one than the rest of it."""
     units: dict[str, list[str]] = {}
     for name in names:
         layer = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
-        unit = name if wrap == "separate" and ".lora_" in name else layer.group() if layer else "rest"
+        unit = (layer.group() if layer else "rest") + " trained" * (wrap == "separate" and ".lora_" in name)
         units.setdefault(unit, []).append(name)
     return units
 

@@ -11,7 +11,8 @@ called with a tensor computes all, and the others hand out what is theirs if the
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import UserError
 from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import Backend, Linear, lora_linear
+from shardwise.kernels.lora_linear import Backend, Linear, lora_linear, merge, merged_lora_linear
 from shardwise.models.dropout import SlotDropout
 
 SHARING = frozenset(
@@ -55,6 +56,29 @@ def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device) -> N
         if len(together) > 1:
             shared = _Shared(together, backend)
             parent.forward = shared.within(parent.forward)
+
+
+def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Callable[[], AbstractContextManager[None]]:
+    """Memory for W + s B A of every layer that `use_lora_kernel` has changed, in `dtype` (None: the weights' own).
+
+    What is returned fills it; within, and nowhere else, the layers compute with it.
+    """
+    layers: list[Any] = [module for module in model.modules() if _is_plain(module)]
+    weights = [_linear(layer).weight for layer in layers]
+    held = [torch.empty_like(w, dtype=dtype, requires_grad=False) for w in weights]
+
+    @contextmanager
+    def merged() -> Generator[None]:
+        for layer, weight in zip(layers, held):
+            merge(_linear(layer), weight)
+            layer.__dict__["merged_weight"] = weight
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.__dict__["merged_weight"]
+
+    return merged
 
 
 def backend_of(kernel: Kernel, device: torch.device) -> Backend:
@@ -148,20 +172,25 @@ class _Shared:
         return forgetting
 
 
+def _linear(layer: PeftLinear) -> Linear:
+    (name,) = layer.lora_A
+    base: Any = layer.get_base_layer()
+    weight = base.weight.t() if isinstance(base, Conv1D) else base.weight
+    factors: Any = (layer.lora_A[name], layer.lora_B[name])
+    return Linear(weight, base.bias, *(factor.weight for factor in factors), layer.scaling[name])
+
+
 def _version(x: torch.Tensor) -> int:
     """How often x was changed in place, where that is known."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def _compute(layers: list[PeftLinear], x: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, ...]:
-    linears, dropouts = [], []
-    for layer in layers:
-        (name,) = layer.lora_A
-        base: Any = layer.get_base_layer()
-        weight = base.weight.t() if isinstance(base, Conv1D) else base.weight
-        factors: Any = (layer.lora_A[name], layer.lora_B[name])
-        linears.append(Linear(weight, base.bias, *(factor.weight for factor in factors), layer.scaling[name]))
-        dropouts.append(layer.lora_dropout[name])
+    linears = [_linear(layer) for layer in layers]
+    merged = [layer.__dict__["merged_weight"] for layer in layers if "merged_weight" in layer.__dict__]
+    if len(merged) == len(layers):
+        return merged_lora_linear(x, linears, merged, backend)
+    dropouts: list[Any] = [next(iter(layer.lora_dropout.values())) for layer in layers]
     drop = None
     if isinstance(dropouts[0], SlotDropout) and dropouts[0].active:
         drop = Dropout(dropouts[0].p, torch.stack([own.seeds(x) for own in dropouts]), dropouts[0].features)

@@ -4,14 +4,15 @@ One unit per decoder layer, one for the embedding; the root takes norm and head 
 parameter is gathered before its forward and again before its backward ((n-1)/n of its bytes reach each rank each time),
 and its gradient is reduce-scattered in every micro-batch ((n-1)/n of its float32 bytes leave each rank).
 A flat parameter has one `requires_grad`: with a single trained weight in it, its gradient has memory, and is sent, for
-all of it. `parallel.fsdp1_wrap: separate` therefore makes units of their own of what is trained; `naive` does not.
+all of it. `parallel.fsdp1_wrap: separate` therefore keeps what a unit trains in a flat parameter of its own; `naive`
+does not.
 Source: Zhao et al., "PyTorch FSDP", arXiv 2304.11277.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -53,12 +54,14 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     ignored: list[nn.Parameter] = []
     wrappers: list[FullyShardedDataParallel] = []
     separate = cfg.parallel.fsdp1_wrap == "separate"
-    for module in _units(part, spec, separate):
+    for module in _units(part, spec):
         materialise(module, mesh.device)
-        ignored += _odd_dtype(module)
-        unit = Unit(module, wrappers if module is part else [])
-        wrappers.append(_wrap(unit, mesh, ignored))
-        module.forward = _through(wrappers[-1])
+        for together in _flat_parameters(module, separate, ignored):
+            ignored += _odd_dtype(together)
+            others = [p for p in module.parameters() if not any(p is own for own in together)]
+            unit = Unit(module, list(wrappers) if module is part else [])
+            wrappers.append(_wrap(unit, mesh, [*ignored, *others]))
+            module.forward = _through(wrappers[-1])
     root = wrappers[-1]
     flat = [wrapper._handle.flat_param for wrapper in wrappers if wrapper._handle is not None]
 
@@ -92,8 +95,8 @@ def _check(part: nn.Module, cfg: RunConfig, mesh: Mesh) -> None:
         return
     if cfg.parallel.fsdp1_wrap == "separate" and any(isinstance(module, ParamWrapper) for module in part.modules()):
         raise UserError(
-            "parallel.data fsdp1: adapters on routed experts are read, not called, so none can be a unit of its own; "
-            "use fsdp2, or leave the experts out of lora.targets"
+            "parallel.data fsdp1: PEFT puts adapters on routed experts over a parameter, and finds a view into the "
+            "flat one of frozen weights in its place; use fsdp2, or leave the experts out of lora.targets"
         )
     if cfg.parallel.fsdp1_wrap == "naive" and cfg.model.dtype != "float32" and cfg.lora.dtype == "float32":
         raise UserError(
@@ -102,50 +105,46 @@ def _check(part: nn.Module, cfg: RunConfig, mesh: Mesh) -> None:
         )
 
 
-def _units(part: nn.Module, spec: ModelSpec, separate: bool) -> Iterator[nn.Module]:
-    """What is gathered and freed together; what lies inside another comes before it, the whole model last."""
+def _units(part: nn.Module, spec: ModelSpec) -> list[nn.Module]:
+    """What is gathered and freed together, the whole model last."""
     names = [layer.name for layer in spec.layers] if spec.tied else [spec.embed, *(layer.name for layer in spec.layers)]
-    for module in (*(part.get_submodule(f"hf.{name}") for name in names), part):
-        if separate and not all(p.requires_grad for p in _new(module)):
-            yield from _trained(module)
-        yield module
+    return [*(part.get_submodule(f"hf.{name}") for name in names), part]
 
 
-def _trained(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that are called and whose parameters are all trained."""
-    for child in module.children():
-        flags = {p.requires_grad for p in _new(child)}
-        if flags == {True} and not isinstance(child, nn.ModuleDict | nn.ModuleList):
-            yield child
-        elif True in flags:
-            yield from _trained(child)
+def _flat_parameters(module: nn.Module, separate: bool, ignored: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters that no unit has taken yet, by the flat parameter that each is to lie in.
+
+    Two for one module are two wrappers around its calls, the frozen one's outside.
+    """
+    new = [
+        p
+        for p in module.parameters()
+        if not getattr(p, "_fsdp_flattened", False) and not any(p is other for other in ignored)
+    ]
+    if not separate:
+        return [new]
+    return [part for part in ([p for p in new if p.requires_grad], [p for p in new if not p.requires_grad]) if part]
 
 
-def _new(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that no unit has taken yet."""
-    return [p for p in module.parameters() if not getattr(p, "_fsdp_flattened", False)]
-
-
-def _odd_dtype(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters of a unit of another dtype than most of their elements have, such as float32 `A_log`.
+def _odd_dtype(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Parameters of another dtype than most of their elements have, such as float32 `A_log`.
 
     A flat parameter has one dtype. These are a few numbers per head, so they stay whole on every rank.
     """
-    new = _new(module)
     size = Counter[torch.dtype]()
-    for parameter in new:
+    for parameter in parameters:
         size[parameter.dtype] += parameter.numel()
-    return [p for p in new if p.dtype != size.most_common(1)[0][0]]
+    return [p for p in parameters if p.dtype != size.most_common(1)[0][0]]
 
 
-def _wrap(unit: Unit, mesh: Mesh, ignored: list[nn.Parameter]) -> FullyShardedDataParallel:
+def _wrap(unit: Unit, mesh: Mesh, others: list[nn.Parameter]) -> FullyShardedDataParallel:
     wrapper = FullyShardedDataParallel(
         unit,
         process_group=mesh.dense.get_group("dp_shard"),
         sharding_strategy=ShardingStrategy.FULL_SHARD,
         mixed_precision=MixedPrecision(reduce_dtype=torch.float32, cast_root_forward_inputs=False),
         device_id=mesh.device,
-        ignored_states=ignored,
+        ignored_states=others,
         use_orig_params=True,
     )
     # Sums, not means.

@@ -58,20 +58,31 @@ def lora_linear(
     products are in theirs. Under autocast all are in its dtype, but gradients of A and B are never rounded to it.
     A gradient that nobody needs is not computed.
     """
-    assert not any(linear.weight.requires_grad for linear in linears)
-    assert not any(linear.bias is not None and linear.bias.requires_grad for linear in linears)
+    for tensor in (tensor for linear in linears for tensor in (linear.weight, linear.bias)):
+        # A view is let pass: that into a flat parameter of frozen and trained weights requires a gradient as they do.
+        assert tensor is None or not (tensor.is_leaf and tensor.requires_grad)
     device = x.device.type
-    rows = x.reshape(-1, x.shape[-1])
-    dtype = linears[0].a.dtype
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        rows = rows.to(dtype)
+    rows, dtype = computing_dtype(x, linears)
     how = _How(backend, tuple(linear.scale for linear in linears), dtype, None if drop is None else drop.p)
     weights, biases, a, b = ([getattr(linear, name) for linear in linears] for name in ("weight", "bias", "a", "b"))
     seeds, features = (None, None) if drop is None else (drop.seeds, drop.features)
     with torch.autocast(device, enabled=False):
         ys = _LoraLinears.apply(how, seeds, features, rows, *weights, *biases, *a, *b)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
+
+
+def computing_dtype(x: torch.Tensor, linears: Sequence[Linear]) -> tuple[torch.Tensor, torch.dtype]:
+    """The rows of x in the dtype of their products with the weights, and the dtype of those with the adapters."""
+    rows, device = x.reshape(-1, x.shape[-1]), x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        return rows.to(dtype), dtype
+    return rows, linears[0].a.dtype
+
+
+def stacked(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The A's of some linears, one below the other."""
+    return factors[0].to(dtype) if len(factors) == 1 else torch.cat([factor.to(dtype) for factor in factors])
 
 
 class _How(NamedTuple):
@@ -95,7 +106,7 @@ class _LoraLinears(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         weights, biases, a, b = _four(tensors)
         _, _, needs_da, needs_db = _four(ctx.needs_input_grad[4:])
-        h = how.backend.project(x, _stacked(a, how.dtype), _dropout(how, seeds, features))
+        h = how.backend.project(x, stacked(a, how.dtype), _dropout(how, seeds, features))
         ctx.how, ctx.kept = how, None
         # The weights as they are: what autocast makes of them is made again.
         kept_x, kept_h = x if any(needs_da) else None, h if any(needs_db) else None
@@ -120,7 +131,7 @@ class _LoraLinears(torch.autograd.Function):
         dx, das = None, [None] * len(dys)
         if needs_dx:
             dtype = dys[0].dtype
-            dx = how.backend.input_gradient(dys, [w.to(dtype) for w in weights], g, _stacked(a, how.dtype), drop)
+            dx = how.backend.input_gradient(dys, [w.to(dtype) for w in weights], g, stacked(a, how.dtype), drop)
         if half == "input":  # dy is read once in both
             ctx.kept = g, dbs
             return None, None, None, dx, *[None] * (4 * len(dys))
@@ -154,10 +165,6 @@ def _output_gradients(
 def _four(tensors: Sequence[Any]) -> list[Sequence[Any]]:
     num = len(tensors) // 4
     return [tensors[i * num : (i + 1) * num] for i in range(4)]
-
-
-def _stacked(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return factors[0].to(dtype) if len(factors) == 1 else torch.cat([factor.to(dtype) for factor in factors])
 
 
 def _dropout(how: _How, seeds: torch.Tensor | None, features: torch.Tensor | None) -> Dropout | None:
