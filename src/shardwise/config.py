@@ -87,7 +87,7 @@ class Lora(Section):
         require(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; give a value in [0, 1)")
         require(
             not self.merged or self.dropout == 0.0,
-            f"lora.merged leaves nothing to drop from, and lora.dropout is {self.dropout}; set that to 0 or merged to false",
+            f"lora.merged leaves nothing to drop from: set lora.dropout, {self.dropout}, to 0, or lora.merged to false",
         )
         require(
             not self.merged or self.kernel != "peft",

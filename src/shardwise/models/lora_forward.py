@@ -58,6 +58,19 @@ def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device) -> N
             parent.forward = shared.within(parent.forward)
 
 
+def merged_bytes(model: nn.Module, precision: str) -> int:
+    """What `merged_weights` takes."""
+    layers: list[Any] = [module for module in model.modules() if _is_plain(module)]
+    weights = [_linear(layer).weight for layer in layers]
+    dtype = merged_dtype(precision)
+    return sum(weight.numel() * (dtype or weight.dtype).itemsize for weight in weights)
+
+
+def merged_dtype(precision: str) -> torch.dtype | None:
+    """The dtype of merged weights by `training.precision`: that of their products, else (None) their own."""
+    return None if precision == "float32" else getattr(torch, precision)
+
+
 def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Callable[[], AbstractContextManager[None]]:
     """Memory for W + s B A of every layer that `use_lora_kernel` has changed, in `dtype` (None: the weights' own).
 

@@ -14,14 +14,13 @@ from torch import nn
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel
-from shardwise.models.lora_forward import merged_weights
+from shardwise.models.lora_forward import merged_dtype, merged_weights
 from shardwise.models.spec import ModelSpec
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Once weights are real: merge before the micro-batches of each step, and of each evaluation."""
-    dtype = None if cfg.training.precision == "float32" else getattr(torch, cfg.training.precision)
-    merged = merged_weights(nn.ModuleList(pm.parts), dtype)
+    merged = merged_weights(nn.ModuleList(pm.parts), merged_dtype(cfg.training.precision))
 
     def run(now: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
         with merged():

@@ -16,7 +16,7 @@ from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, family_of, spec_of, unproven_note
-from shardwise.models.lora_forward import use_lora_kernel
+from shardwise.models.lora_forward import merged_bytes, use_lora_kernel
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import check_cut, stages
@@ -110,6 +110,9 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     counts = None if notes else count_model(hf, spec)
     if cfg.parallel.tp > 1:
         notes += _not_dealt_out(plan.undealt_weights(hf, spec, cfg.parallel.tp))
+    if cfg.lora and cfg.lora.merged:
+        copied = merged_bytes(hf, cfg.training.precision)
+        notes += (f"lora.merged: a second copy of the weights that have adapters takes {copied:,} bytes on each rank",)
     cut = _cut(cfg, mesh, hf, spec, counts) if cfg.parallel.pp > 1 else None
     if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
         notes += (f"parallel.memory_limit_gib: {caveat}",)
