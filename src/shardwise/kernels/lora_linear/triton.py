@@ -7,7 +7,7 @@ tiles. So does the gradient of the input, each sibling's product to the last one
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -23,6 +23,10 @@ COLUMN_BYTES = 512
 """Of a row of dy, that one program of `output_gradients` takes."""
 FACTOR_BYTES = 128
 """Of an adapter's rank, that a program takes at once: more would not fit in registers."""
+
+PRODUCTS: Literal["vendor", "fused"] = "vendor"
+"""Who multiplies by the weight: the vendor's library, adding to what the adapter gave; or a kernel of ours that starts
+each tile with the adapter's part, and saves writing and reading it. Which one is faster has not been measured yet."""
 
 operator: Any = torch.library.custom_op
 
@@ -92,8 +96,8 @@ def _product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
 ) -> torch.Tensor:
     y = x.new_empty(len(x), len(weight))
-    _expand(y, h, b.t(), bias, 1, None, scale)
-    return y.addmm_(x, weight.t())
+    _multiply(y, [x], [weight.t()], h, b.t(), bias, 1, None, scale)
+    return y
 
 
 @_product.register_fake
@@ -140,9 +144,7 @@ def _input_gradient(
     p: float,
 ) -> torch.Tensor:
     dx = dys[0].new_empty(len(g), a.shape[1])
-    _expand(dx, g, a, None, _adapters(a, len(a), seeds)[0], _mask(seeds, features, p), 1 / (1 - p))
-    for dy, weight in zip(dys, weights):
-        dx.addmm_(dy, weight)
+    _multiply(dx, dys, weights, g, a, None, _adapters(a, len(a), seeds)[0], _mask(seeds, features, p), 1 / (1 - p))
     return dx
 
 
@@ -173,8 +175,10 @@ def _(g: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
     return g.new_empty(g.shape[1], x.shape[1], dtype=_wide(g.dtype))
 
 
-def _expand(
+def _multiply(
     out: torch.Tensor,
+    lefts: list[torch.Tensor],
+    rights: list[torch.Tensor],
     left: torch.Tensor,
     right: torch.Tensor,
     bias: torch.Tensor | None,
@@ -182,19 +186,42 @@ def _expand(
     drop: tuple[Any, ...] | None,
     scale: float,
 ) -> None:
-    """Let out be bias + scale drop(left right)."""
+    """Let out be bias + scale drop(left right) + the sum of lefts_i rights_i."""
     num_rows, num_features = out.shape
+    if num_rows == 0:
+        return
     rank = len(right) // modules
-    if num_rows:
+    adapter = (_matrix(left), _matrix(right), None if bias is None else bias.contiguous(), drop)
+    options = {"SCALE": scale, "BLOCK_R": _adapters(left, rank, None)[2], **_types(left.dtype)}
 
-        def grid(meta: dict[str, int]) -> tuple[int]:
-            return (triton.cdiv(num_rows, meta["BLOCK_M"]) * triton.cdiv(num_features, meta["BLOCK_K"]),)
+    def tiles(meta: dict[str, int]) -> int:
+        return triton.cdiv(num_rows, meta["BLOCK_M"]) * triton.cdiv(num_features, meta["BLOCK_K"])
 
-        kernels.expand_kernel[grid](
-            _matrix(out), _matrix(left), _matrix(right), None if bias is None else bias.contiguous(), drop,
-            num_rows, num_features, rank, modules,
-            SCALE=scale, BLOCK_R=_adapters(left, rank, None)[2], **_types(left.dtype),
-        )  # fmt: skip
+    if PRODUCTS == "vendor":
+        kernels.expand_kernel[lambda meta: (tiles(meta),)](
+            _matrix(out), *adapter, num_rows, num_features, rank, modules, **options
+        )
+        for large_left, large_right in zip(lefts, rights):
+            out.addmm_(large_left, large_right)
+        return
+    turned = all(matrix.stride(0) == 1 for matrix in rights)
+    tma = _copy_engine_takes(lefts) and _copy_engine_takes([matrix.t() for matrix in rights] if turned else rights)
+    if tma:  # descriptors lie in memory that Triton asks for as it launches
+        triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=out.device))
+    most = 2 * torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 3
+    kernels.fused_kernel[lambda meta: (min(tiles(meta), most),)](
+        _matrix(out), tuple(map(_matrix, lefts)), tuple(map(_matrix, rights)), tuple(map(len, rights)), *adapter,
+        num_rows, num_features, rank, modules,
+        LARGE=_types(out.dtype)["DOT"], TMA=tma, TURNED=turned, **options,
+    )  # fmt: skip
+
+
+def _copy_engine_takes(matrices: list[torch.Tensor]) -> bool:
+    """Whether the chip has one, for matrices that lie so: rows of neighbours, each at a multiple of 16 bytes."""
+    has_one = not matrices[0].is_cuda or torch.cuda.get_device_capability(matrices[0].device)[0] >= 9
+    return has_one and all(
+        m.stride(1) == 1 and m.stride(0) * m.itemsize % 16 == 0 and m.data_ptr() % 16 == 0 for m in matrices
+    )
 
 
 def _sum(parts: torch.Tensor, total: torch.Tensor, scale: float) -> torch.Tensor:
