@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.interfaces import Batch
+from shardwise.models.dropout import DropoutState, SlotDropout
 from shardwise.parallel import compile
 from shardwise.parallel.compile import BACKENDS, uncompiled
 from shardwise.parallel.mesh import build_mesh
@@ -41,6 +42,21 @@ def test_masks_are_drawn_anew_and_nothing_is_compiled_again(checkpointing):
     assert compiled_norms == pytest.approx(norms, rel=1e-5)
     assert graphs[0] > 0
     assert graphs == [graphs[0]] * 3
+
+
+def test_masks_are_drawn_in_compiled_code_which_all_modules_share():
+    state = DropoutState(0)
+    modules = [SlotDropout(0.5, name, state) for name in "xy"]
+    torch._dynamo.reset()
+    x, graphs = torch.randn(2, 5, 8), []
+    compiled = [torch.compile(module.forward, backend="aot_eager", fullgraph=True) for module in modules]
+    for step in (1, 2):
+        zeros = torch.zeros(2, 5, dtype=torch.long)
+        state.start(Batch(zeros, zeros, zeros, (3, 4), step))
+        for module, forward in zip(modules, compiled):
+            assert torch.equal(forward(x), module(x))
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0]] * 4
 
 
 def test_operators_cannot_be_seen_in_compiled_code():

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shardwise.interfaces import Mesh
-from shardwise.models import causal_lm, dropout, isolation, lora
+from shardwise.kernels.lora_linear import torch_backend
+from shardwise.models import causal_lm, dropout, isolation, lora, lora_forward
 from shardwise.parallel import compose, ddp, flat, fsdp1, fsdp2, offload, place, zero
 from shardwise.training import build, export, gradients, step
 from tests.distributed import run_ranks
@@ -220,7 +221,32 @@ def weights_one_row_off_in_the_shards():
 
 def mask_by_place_instead_of_slot():
     seed = dropout.stable_seed
-    dropout.stable_seed = lambda run_seed, step, slot, name: seed(run_seed, step, slot % 2, name)
+    dropout.stable_seed = lambda *parts: seed(*parts[:2], *(slot % 2 for slot in parts[2:]))
+
+
+def scale_left_out_of_the_adapters_backward():
+    gradients_of = torch_backend.output_gradients
+    torch_backend.output_gradients = lambda dy, b, h, scale: gradients_of(dy, b, h, 1.0)
+
+
+def mask_of_the_backward_another_than_the_forwards():
+    gradient = torch_backend.factor_gradient
+    torch_backend.factor_gradient = lambda g, x, drop: gradient(g, x, replace(drop, seeds=drop.seeds + 1))
+
+
+def dropout_left_out_of_the_inputs_gradient():
+    gradient = torch_backend.input_gradient
+    torch_backend.input_gradient = lambda dys, weights, g, a, drop: gradient(dys, weights, g, a, None)
+
+
+def projection_handed_anothers_output():
+    compute = lora_forward._compute
+
+    def swapped(layers, x, backend):
+        ys = compute(layers, x, backend)
+        return (*ys[:-2], ys[-1], ys[-2]) if len(ys) > 1 and ys[-1].shape == ys[-2].shape else ys
+
+    lora_forward._compute = swapped
 
 
 def state_runs_on_into_the_next_document():
@@ -296,6 +322,10 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (adapter_dropped_from_the_save, Cell("olmo_hybrid", "fsdp2", "lora", 2)),
     (weights_one_row_off_in_the_shards, Cell("llama", "fsdp2", "full", 2)),
     (mask_by_place_instead_of_slot, Cell("qwen3_5_text", "ddp", "lora", 4, "dropout")),
+    (scale_left_out_of_the_adapters_backward, Cell("llama", "ddp", "lora", 2)),
+    (mask_of_the_backward_another_than_the_forwards, Cell("qwen3_5_text", "ddp", "lora", 4, "dropout")),
+    (dropout_left_out_of_the_inputs_gradient, Cell("qwen3_5_text", "ddp", "lora", 4, "dropout")),
+    (projection_handed_anothers_output, Cell("llama", "ddp", "lora", 2)),
     (state_runs_on_into_the_next_document, Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated")),
     (boundaries_of_an_earlier_micro_batch, Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated")),
     (router_loss_pooled_over_the_forward, Cell("qwen3_next", "ddp", "lora", 2)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ import torch
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
-from shardwise.models.dropout import SlotDropout
 from shardwise.models.spec import ModelSpec
 
 BACKENDS = {"inductor": "inductor", "aot_eager": "aot_eager_decomp_partition"}
@@ -39,13 +37,8 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     dynamo.reset()  # what earlier runs of this process have compiled counts too; one still in use compiles anew
     dynamo.config.recompile_limit = VERSIONS_PER_LAYER * len(spec.layers)
     dynamo.config.fail_on_recompile_limit_hit = True
-    # Masks are drawn outside: a seed that depends on step and slot must not become a constant.
-    eager_dropout: Any = torch.compiler.disable(SlotDropout.forward)
     for part in pm.parts:
         assert isinstance(part, CausalLM)
-        for module in part.modules():
-            if isinstance(module, SlotDropout):
-                module.forward = MethodType(eager_dropout, module)
         for layer in part.spec.layers:
             module = part.get_submodule(f"hf.{layer.name}")
             module.forward = torch.compile(module.forward, backend=BACKENDS[cfg.training.compile], dynamic=False)
