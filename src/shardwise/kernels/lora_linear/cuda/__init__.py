@@ -72,7 +72,8 @@ def input_gradient(
     """See Backend."""
     if not supported(*dys, *weights, g, a):
         return torch_backend.input_gradient(dys, weights, g, a, drop)
-    return _input_gradient(list(dys), list(weights), g, a, *_parts(drop), fused(dys[0].device))
+    own = fused(dys[0].device) and len(dys) < launch.MOST_TERMS
+    return _input_gradient(list(dys), list(weights), g, a, *_parts(drop), own)
 
 
 def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:

@@ -146,7 +146,7 @@ def product(
         out_stride=out.stride(0),
         rows=out.shape[0],
         columns=out.shape[1],
-        paired=int(out.stride(0) % 2 == 0 and (bias is None or bias.data_ptr() % 4 == 0)),
+        aligned=int(_aligned(out) and (bias is None or bias.data_ptr() % 16 == 0)),
     )
     for term, left, right in zip(arguments.terms, lefts, rights):
         term.left, term.right = _matrix(left), _matrix(right)
@@ -164,9 +164,11 @@ def _readable(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _matrix(matrix: torch.Tensor) -> Matrix:
-    stride = matrix.stride(0)
-    aligned = matrix.data_ptr() % 16 == 0 and (stride * matrix.itemsize) % 16 == 0
-    return Matrix(matrix.data_ptr(), stride, matrix.shape[0], matrix.shape[1], int(aligned))
+    return Matrix(matrix.data_ptr(), matrix.stride(0), *matrix.shape, int(_aligned(matrix)))
+
+
+def _aligned(matrix: torch.Tensor) -> bool:
+    return matrix.data_ptr() % 16 == 0 and (matrix.stride(0) * matrix.itemsize) % 16 == 0
 
 
 def _drop(mask: Mask | None) -> Drop:

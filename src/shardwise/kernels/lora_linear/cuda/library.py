@@ -98,7 +98,7 @@ class Product(ctypes.Structure):
         ("out_stride", ctypes.c_int64),
         ("rows", ctypes.c_int),
         ("columns", ctypes.c_int),
-        ("paired", ctypes.c_int),
+        ("aligned", ctypes.c_int),
     ]
 
 

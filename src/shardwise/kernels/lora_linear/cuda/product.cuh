@@ -24,13 +24,19 @@ struct ProductArguments {
     void* out;         // [M, N], rows `out_stride` apart
     int64_t out_stride;
     int rows, columns;
-    int paired;  // 1: two neighbours of a row of `out` and `bias` lie in one aligned word
+    int aligned;  // 1: `bias` and the rows of `out` begin at multiples of 16 bytes
 };
 
-// Adds two neighbours in one word.
+// Up to 8 elements from one place to another; 16 bytes at once if both places are aligned to that.
 template <class T>
-__device__ __forceinline__ void add_pair(float& low, float& high, uint32_t pair) {
-    low += widen(T{uint16_t(pair)}), high += widen(T{uint16_t(pair >> 16)});
+__device__ __forceinline__ void copy_elements(T* to, const T* from, int count, int aligned) {
+    if (aligned && count == 8) {
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    } else {
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+            if (e < count) to[e] = from[e];
+    }
 }
 
 // out = scale * dropout(left_0 right_0) + left_1 right_1 + ... + bias, each right one transposed unless TRANSPOSED.
@@ -103,30 +109,34 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArgu
             }
         }
     }
-    const T* bias = static_cast<const T*>(in.bias);
+    // Through shared memory, so that whole rows of the block are written, 16 bytes a thread.
+    wait_copies<0>();
+    __syncthreads();
+    using Sums = Tile<PRODUCT_TILE, PRODUCT_TILE / 4>;  // of float32, 4 in a chunk
+    static_assert(Sums::BYTES <= PRODUCT_SHARED, "the sums take the place of the stages");
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        int m = row + own_row + i / 2 * 16 + i % 2 * 8 + lane / 4;
-        if (m >= in.rows) continue;
-        T* out = static_cast<T*>(in.out) + m * in.out_stride;
+    for (int i = 0; i < 8; i++)
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            int n = column + own_column + j * 8 + lane % 4 * 2;
-            float low = sums[i / 2][j][i % 2 * 2], high = sums[i / 2][j][i % 2 * 2 + 1];
-            if (in.paired && n + 1 < in.columns) {
-                uint32_t* pair = reinterpret_cast<uint32_t*>(out + n);
-                if (bias) add_pair<T>(low, high, *reinterpret_cast<const uint32_t*>(bias + n));
-                if (in.accumulate) add_pair<T>(low, high, *pair);
-                *pair = narrow<T>(low).bits | uint32_t(narrow<T>(high).bits) << 16;
-            } else {
-                for (int e = 0; e < 2; e++)
-                    if (n + e < in.columns) {
-                        float value = e ? high : low;
-                        if (bias) value += widen(bias[n + e]);
-                        if (in.accumulate) value += widen(out[n + e]);
-                        out[n + e] = narrow<T>(value);
-                    }
-            }
+            int m = own_row + i / 2 * 16 + i % 2 * 8 + lane / 4, n = own_column + j * 8 + lane % 4 * 2;
+            float* to = reinterpret_cast<float*>(shared + Sums::offset(m, n / 4)) + n % 4;
+            to[0] = sums[i / 2][j][i % 2 * 2], to[1] = sums[i / 2][j][i % 2 * 2 + 1];
         }
+    __syncthreads();
+    for (int i = threadIdx.x; i < PRODUCT_TILE * PRODUCT_TILE / 8; i += PRODUCT_THREADS) {
+        int m = row + i / 16, n = column + i % 16 * 8, count = min(8, in.columns - n);
+        if (m >= in.rows || count <= 0) continue;
+        T* out = static_cast<T*>(in.out) + m * in.out_stride + n;
+        const T* bias = in.bias ? static_cast<const T*>(in.bias) + n : nullptr;
+        alignas(16) T added[2][8] = {};
+        if (bias) copy_elements(added[0], bias, count, in.aligned);
+        if (in.accumulate) copy_elements(added[1], out, count, in.aligned);
+        alignas(16) T result[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const float* sum = reinterpret_cast<const float*>(shared + Sums::offset(i / 16, i % 16 * 2 + e / 4)) + e % 4;
+            result[e] = narrow<T>(*sum + widen(added[0][e]) + widen(added[1][e]));
+        }
+        copy_elements(out, result, count, in.aligned);
     }
 }
