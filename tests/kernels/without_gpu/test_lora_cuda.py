@@ -25,7 +25,7 @@ def kernels(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def on_cpu(kernels, monkeypatch):
     stand_in(monkeypatch, kernels)
-    monkeypatch.setattr(cuda, "FUSED", True)
+    monkeypatch.setattr(cuda, "PRODUCTS", "fused")
 
 
 class Problem:
@@ -102,7 +102,7 @@ def test_equals_float64(kernels, shape):
 
 
 def test_with_the_product_of_the_library(monkeypatch):
-    monkeypatch.setattr(cuda, "FUSED", False)
+    monkeypatch.setattr(cuda, "PRODUCTS", "vendor")
     problem = Problem(70, 72, 40, 8, linears=2, p=0.3)
     # The adapter's products, then those of two linears.
     assert_close(problem.results(cuda), problem.results(torch_backend, wide=True), torch.bfloat16, roundings=4)
@@ -230,12 +230,12 @@ def test_fakes_say_what_the_operators_give():
     seeds, own_h = p.drop.seeds, p.h[:, :8]
     for op, args in (
         (cuda._project, (p.x, p.a, seeds, None, 0.1)),
-        (cuda._product, (p.x, p.weights[0], p.bias, own_h, p.b, 0.7, True)),
-        (cuda._product, (p.x, p.weights[0], None, own_h, p.b, 0.7, False)),
+        (cuda._product, (p.x, p.weights[0], p.bias, own_h, p.b, 0.7)),
+        (cuda._product, (p.x, p.weights[0], None, own_h, p.b, 0.7)),
         (cuda._output_gradients, (p.dy, p.b, own_h, 0.7)),
         (cuda._rows_product, (p.dy, p.b, 0.7)),
         (cuda._columns_product, (p.dy, own_h, 0.7)),
-        (cuda._input_gradient, ([p.dy, p.dy], p.weights, p.h, p.a, None, None, 0.0, True)),
+        (cuda._input_gradient, ([p.dy, p.dy], p.weights, p.h, p.a, None, None, 0.0)),
         (cuda._factor_gradient, (p.h, p.x, seeds, None, 0.1)),
     ):
         torch.library.opcheck(op, args, test_utils=checks)

@@ -2,13 +2,14 @@
 
 What only reads x or dy, M x K numbers against a few columns, reads it once and sums in a fixed order. The product with
 the frozen weight has the adapter in the same sum, as more columns of x and of the weight (product.cuh), or is cuBLAS's
-with the adapter's product already in its output, see `fused`. Other dtypes, and adapters in another dtype than x, are
+with the adapter's product already in its output: see `fused`. Other dtypes, and adapters in another dtype than x, are
 left to torch's products: a GPU has no faster ones for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -45,7 +46,7 @@ def product(
     """See Backend."""
     if not supported(x, weight, h, b):
         return torch_backend.product(x, weight, bias, h, b, scale)
-    return _product(x, weight, bias, h, b, scale, fused(x.device))
+    return _product(x, weight, bias, h, b, scale)
 
 
 def output_gradients(
@@ -72,8 +73,7 @@ def input_gradient(
     """See Backend."""
     if not supported(*dys, *weights, g, a):
         return torch_backend.input_gradient(dys, weights, g, a, drop)
-    own = fused(dys[0].device) and len(dys) < launch.MOST_TERMS
-    return _input_gradient(list(dys), list(weights), g, a, *_parts(drop), own)
+    return _input_gradient(list(dys), list(weights), g, a, *_parts(drop))
 
 
 def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
@@ -83,13 +83,13 @@ def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> t
     return _factor_gradient(g, x, *_parts(drop))
 
 
-FUSED: bool | None = None
-"""Whether the frozen product is ours, with the adapter in its sum; None: by the device."""
+PRODUCTS: Literal["auto", "vendor", "fused"] = "auto"
+"""Who multiplies by the weight: cuBLAS, adding to what the adapter gave, or the kernel here; `auto`: see `fused`."""
 
 
 def fused(device: torch.device) -> bool:
-    """Before sm_90: from there on cuBLAS has instructions (wgmma) that ours has not, worth more than a pass over y."""
-    return torch.cuda.get_device_capability(device)[0] < 9 if FUSED is None else FUSED
+    """Whether the kernel here does; `auto`: before sm_90, whose wgmma cuBLAS has, the kernel not (unmeasured)."""
+    return PRODUCTS == "fused" or (PRODUCTS == "auto" and torch.cuda.get_device_capability(device)[0] < 9)
 
 
 def _parts(drop: Dropout | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
@@ -128,11 +128,11 @@ def _product(
     h: torch.Tensor,
     b: torch.Tensor,
     scale: float,
-    fused: bool,
 ) -> torch.Tensor:
+    own = fused(x.device)
     y = x.new_empty(len(x), len(weight))
-    launch.product(y, [(h, b), *([(x, weight)] if fused else [])], scale=scale, bias=bias)
-    return y if fused else torch.addmm(y, x, weight.t(), out=y)
+    launch.product(y, [(h, b), *([(x, weight)] if own else [])], scale=scale, bias=bias)
+    return y if own else torch.addmm(y, x, weight.t(), out=y)
 
 
 @_product.register_fake
@@ -143,7 +143,6 @@ def _(
     h: torch.Tensor,
     b: torch.Tensor,
     scale: float,
-    fused: bool,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
@@ -195,18 +194,18 @@ def _input_gradient(
     seeds: torch.Tensor | None,
     features: torch.Tensor | None,
     p: float,
-    fused: bool,
 ) -> torch.Tensor:
+    own = fused(g.device) and len(dys) < launch.MOST_TERMS
     dx = dys[0].new_empty(len(g), a.shape[1])
     frozen = [(dy, weight.t()) for dy, weight in zip(dys, weights)]
     if seeds is None:
-        launch.product(dx, [(g, a.t()), *(frozen if fused else [])])
+        launch.product(dx, [(g, a.t()), *(frozen if own else [])])
     else:  # a mask is of the whole sum of its adapter: all but the last have a pass over dx
         parts = list(zip(g.chunk(len(seeds), 1), a.chunk(len(seeds)), seeds))
         for s, (own_g, own_a, own_seeds) in enumerate(parts):
-            terms = [(own_g, own_a.t()), *(frozen if fused and s + 1 == len(parts) else [])]
+            terms = [(own_g, own_a.t()), *(frozen if own and s + 1 == len(parts) else [])]
             launch.product(dx, terms, mask=launch.Mask(own_seeds, features, p), accumulate=s > 0)
-    if not fused:
+    if not own:
         for dy, weight in zip(dys, weights):
             torch.addmm(dx, dy, weight, out=dx)
     return dx
@@ -221,7 +220,6 @@ def _(
     seeds: torch.Tensor | None,
     features: torch.Tensor | None,
     p: float,
-    fused: bool,
 ) -> torch.Tensor:
     return dys[0].new_empty(g.shape[0], a.shape[1])
 
