@@ -38,7 +38,11 @@ class Dropout:
 
     def drop(self, x: torch.Tensor, module: int = 0) -> torch.Tensor:
         """Zero what module `module` drops of x [M, K], and divide the rest by 1 - p."""
-        return torch.where(self.keep(module, x.shape[1]), x / (1.0 - self.p), 0.0)
+        return self.zero(x, module) / (1.0 - self.p)
+
+    def zero(self, x: torch.Tensor, module: int = 0) -> torch.Tensor:
+        """Zero what module `module` drops of x [M, K]."""
+        return torch.where(self.keep(module, x.shape[1]), x, 0.0)
 
 
 def hash32(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
@@ -50,9 +54,9 @@ def mix(x: torch.Tensor) -> torch.Tensor:
     """A bijection of 32-bit numbers, of whose output each bit depends on each of the input; int32."""
     # Shifts of int32 are arithmetic, so the copies of the sign are cut off.
     first, second = (m - (m >> 31 << 32) for m in MULTIPLIERS)
-    x = (x ^ ((x >> 16) & 0xFFFF)) * first
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * second
-    return x ^ ((x >> 16) & 0xFFFF)
+    x = ((x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)).mul_(first)
+    x = ((x >> 15).bitwise_and_(0x1FFFF).bitwise_xor_(x)).mul_(second)
+    return (x >> 16).bitwise_and_(0xFFFF).bitwise_xor_(x)
 
 
 def threshold(p: float) -> int:

@@ -21,7 +21,7 @@ def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Ten
     if drop is None:
         return F.linear(x, a)
     parts = a.chunk(len(drop.seeds))
-    return torch.cat([F.linear(drop.drop(x, s), part) for s, part in enumerate(parts)], 1)
+    return torch.cat([F.linear(drop.zero(x, s), part) for s, part in enumerate(parts)], 1) / (1.0 - drop.p)
 
 
 def product(
@@ -54,8 +54,11 @@ def input_gradient(
         dx = torch.addmm(dx, dy, weight)
     if drop is None:
         return torch.addmm(dx.to(g.dtype), g, a).to(dx.dtype)
-    parts = zip(g.chunk(len(drop.seeds), 1), a.chunk(len(drop.seeds)))
-    return (dx + sum(drop.drop(own_g @ own_a, s) for s, (own_g, own_a) in enumerate(parts))).to(dx.dtype)
+    total = dx.to(g.dtype)
+    parts = zip((g / (1.0 - drop.p)).chunk(len(drop.seeds), 1), a.chunk(len(drop.seeds)))
+    for s, (own_g, own_a) in enumerate(parts):
+        total += drop.zero(own_g @ own_a, s)
+    return total.to(dx.dtype)
 
 
 def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
@@ -64,7 +67,7 @@ def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> t
     if drop is None:
         return _wide(g.t() @ x)
     parts = g.chunk(len(drop.seeds), 1)
-    return _wide(torch.cat([part.t() @ drop.drop(x, s) for s, part in enumerate(parts)]))
+    return _wide(torch.cat([part.t() @ drop.zero(x, s) for s, part in enumerate(parts)])) / (1.0 - drop.p)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
