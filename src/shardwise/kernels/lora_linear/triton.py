@@ -25,8 +25,8 @@ FACTOR_BYTES = 128
 """Of an adapter's rank, that a program takes at once: more would not fit in registers."""
 
 PRODUCTS: Literal["vendor", "fused"] = "vendor"
-"""Who multiplies by the weight: the vendor's library, adding to what the adapter gave; or a kernel of ours that starts
-each tile with the adapter's part, and saves writing and reading it. Which one is faster has not been measured yet."""
+"""Whose the product by the weight is. `fused`: ours, with tiles that start with the adapter's part. `vendor`: cuBLAS's,
+which adds to what was written before. Ours saves a pass over the result; which one is faster has not been measured."""
 
 operator: Any = torch.library.custom_op
 
@@ -81,7 +81,7 @@ def _project(
     if len(x):
         kernels.project_kernel[_grid(len(x), "BLOCK_M", modules * triton.cdiv(rank, block))](
             _matrix(x), _matrix(a), _matrix(h), _mask(seeds, features, p), *x.shape, rank, modules,
-            KEPT=1 / (1 - p), BLOCK_R=block, **_types(a.dtype),
+            KEPT=1 / (1 - p), BLOCK_R=block, **_types(a, seeds),
         )  # fmt: skip
     return h
 
@@ -118,7 +118,7 @@ def _output_gradients(
     if num_rows:
         kernels.output_gradients_kernel[stripes, blocks, triton.cdiv(rank, block)](
             _matrix(dy), None if b is None else _matrix(b), None if h is None else _matrix(h), g_parts, db_parts,
-            num_rows, num_columns, rank, 1, BLOCK_R=block, STRIPE=STRIPE, BLOCK_N=columns, **_types(factor.dtype),
+            num_rows, num_columns, rank, 1, BLOCK_R=block, STRIPE=STRIPE, BLOCK_N=columns, **_types(factor),
         )  # fmt: skip
     return _sum(g_parts, g, scale), _sum(db_parts, db, scale)
 
@@ -165,7 +165,7 @@ def _factor_gradient(
     if num_rows:
         kernels.factor_gradient_kernel[_grid(num_features, "BLOCK_K", modules * triton.cdiv(rank, block), stripes)](
             _matrix(g), _matrix(x), parts, _mask(seeds, features, p), num_rows, num_features, rank, modules,
-            BLOCK_R=block, STRIPE=STRIPE, **_types(g.dtype),
+            BLOCK_R=block, STRIPE=STRIPE, **_types(g, seeds),
         )  # fmt: skip
     return _sum(parts, da, 1 / (1 - p))
 
@@ -192,7 +192,7 @@ def _multiply(
         return
     rank = len(right) // modules
     adapter = (_matrix(left), _matrix(right), None if bias is None else bias.contiguous(), drop)
-    options = {"SCALE": scale, "BLOCK_R": _adapters(left, rank, None)[2], **_types(left.dtype)}
+    options = {"SCALE": scale, "BLOCK_R": _adapters(left, rank, None)[2], **_types(left, drop)}
 
     def tiles(meta: dict[str, int]) -> int:
         return triton.cdiv(num_rows, meta["BLOCK_M"]) * triton.cdiv(num_features, meta["BLOCK_K"])
@@ -212,7 +212,7 @@ def _multiply(
     kernels.fused_kernel[lambda meta: (min(tiles(meta), most),)](
         _matrix(out), tuple(map(_matrix, lefts)), tuple(map(_matrix, rights)), tuple(map(len, rights)), *adapter,
         num_rows, num_features, rank, modules,
-        LARGE=_types(out.dtype)["DOT"], TMA=tma, TURNED=turned, **options,
+        LARGE=_types(out)["DOT"], TMA=tma, TURNED=turned, **options,
     )  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def _copy_engine_takes(matrices: list[torch.Tensor]) -> bool:
 
 def _sum(parts: torch.Tensor, total: torch.Tensor, scale: float) -> torch.Tensor:
     """Let total be scale times the sum of its parts [P, *total.shape]."""
-    wide = _types(parts.dtype)["WIDE"]
+    wide = _types(parts)["WIDE"]
     kernels.sum_kernel[(triton.cdiv(total.numel(), 1024),)](
         parts, total, len(parts), total.numel(), SCALE=scale, WIDE=wide, BLOCK=1024
     )
@@ -263,12 +263,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _types(dtype: torch.dtype) -> dict[str, Any]:
-    """What tiles are multiplied in, and added up in. The interpreter cannot multiply bfloat16."""
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+def _types(factor: torch.Tensor, drop: object = None) -> dict[str, Any]:
+    """What tiles are multiplied and added up in, by the adapter's dtype. The interpreter cannot multiply bfloat16."""
+    dtype, tf32 = factor.dtype, torch.backends.cuda.matmul.fp32_precision == "tf32"
     dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     return {
         "DOT": getattr(tl, str(dot).removeprefix("torch.")),
         "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
         "PRECISION": "tf32" if tf32 else "ieee",
+        "CASE": f"{dtype} {'whole' if drop is None else 'dropped'}",
     }
