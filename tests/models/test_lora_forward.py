@@ -192,6 +192,20 @@ def test_variants_keep_pefts_forward(options, calls):
     assert calls == []
 
 
+def test_a_linear_that_computes_something_else_keeps_pefts_forward(calls):
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model, _ = block()
+    layer: Any = model["block"].q_proj
+    layer.base_layer.__class__ = Doubled
+    expected = outcome(model)
+    use_lora_kernel(model, "torch", CPU)
+    assert worst(outcome(model), expected) < EXACT
+    assert calls == [1, 1]
+
+
 def test_peft_can_be_asked_for(calls):
     model, _ = block()
     use_lora_kernel(model, "peft", CPU)

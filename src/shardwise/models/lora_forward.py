@@ -117,7 +117,8 @@ def _why_not(kernel: str, device: torch.device) -> str | None:
 def _is_plain(module: nn.Module) -> bool:
     return (
         type(module) is PeftLinear
-        and isinstance(module.get_base_layer(), nn.Linear | Conv1D)
+        # A linear of a model's own code may compute something else.
+        and type(module.get_base_layer()).forward in (nn.Linear.forward, Conv1D.forward)
         and len(module.lora_A) == 1
         and not module.lora_variant
         and not any(module.lora_bias.values())
@@ -145,6 +146,7 @@ class _Shared:
         self.version = 0
         self.waiting: dict[int, torch.Tensor] = {}  # by place in `layers`
         for place, layer in enumerate(layers):
+            assert all(isinstance(dropout, SlotDropout | nn.Identity) for dropout in layer.lora_dropout.values())
             layer.forward = self._forward(place, PeftLinear.forward.__get__(layer))
 
     def _forward(self, place: int, otherwise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
