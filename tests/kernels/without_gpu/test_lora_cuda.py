@@ -278,7 +278,7 @@ def test_nvcc_assembles_them_for_both_architectures(tmp_path):
             assert int(registers) <= 255, name
     loaded = library.Library(tmp_path / "kernels.so")  # there need be no driver for that
     with pytest.raises(RuntimeError, match="CUDA kernel lora_rows: "):
-        loaded.launch("rows", library.Rows(), torch.bfloat16, False, 0)
+        loaded.launch("rows", library.Rows(), torch.empty(1), False)
 
 
 def test_without_nvcc_one_line_says_what_to_do(monkeypatch, tmp_path):
@@ -290,6 +290,20 @@ def test_without_nvcc_one_line_says_what_to_do(monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"need nvcc.* set CUDA_HOME, or `pip install nvidia-cuda-nvcc") as error:
         library.nvcc()
     assert "\n" not in str(error.value)
+
+
+def test_they_are_built_once(monkeypatch, tmp_path):
+    built = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "compile_to", lambda path, architectures: built.append(path.write_bytes(b"library")))
+    assert library.build(90) == library.build(90)
+    assert library.build(90).read_bytes() == b"library"
+    library.build(80)
+    assert len(built) == 2
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="set XDG_CACHE_HOME"):
+        library.build(90)
 
 
 def test_what_is_missing_is_said(monkeypatch):

@@ -184,15 +184,10 @@ def _divided(scale: float, mask: Mask | None) -> float:
 
 
 def _launch(name: str, arguments: Rows | Columns | Product, tensor: torch.Tensor, variant: bool) -> None:
-    """On the tensor's device and its current stream; of no rows, nothing."""
-    device = tensor.device
-    if tensor.shape[0] == 0:
-        return
-    kernels = library(device)
-    if device.type != "cuda":  # the tests' stand-in for a GPU
-        return kernels.launch(name, arguments, tensor.dtype, variant, 0)
-    with torch.cuda.device(device):
-        kernels.launch(name, arguments, tensor.dtype, variant, torch.cuda.current_stream(device).cuda_stream)
+    """Where the tensor is; of no rows, nothing."""
+    if len(tensor):
+        with torch.cuda.device_of(tensor):
+            library(tensor.device).launch(name, arguments, tensor, variant)
 
 
 def _processors(device: torch.device) -> int:

@@ -112,10 +112,14 @@ class Library:
         self._library.lora_sizes(sizes)
         assert list(sizes) == [ctypes.sizeof(cls) for cls in (Rows, Columns, Product)]
 
-    def launch(self, name: str, arguments: ctypes.Structure, dtype: torch.dtype, variant: bool, stream: int) -> None:
-        """Launch `lora_NAME`, of a tensors' dtype, in one of its two variants."""
+    def launch(self, name: str, arguments: ctypes.Structure, tensor: torch.Tensor, variant: bool) -> None:
+        """Launch `lora_NAME` in one of its two variants, of a tensor's dtype, on its device and the current stream."""
+        index, stream = 0, 0
+        if tensor.is_cuda:
+            index, stream = tensor.get_device(), torch.cuda.current_stream(tensor.device).cuda_stream
         function = getattr(self._library, f"lora_{name}")
-        error = function(ctypes.byref(arguments), int(dtype == torch.bfloat16), int(variant), ctypes.c_void_p(stream))
+        bfloat16 = int(tensor.dtype == torch.bfloat16)
+        error = function(ctypes.byref(arguments), bfloat16, int(variant), index, ctypes.c_void_p(stream))
         if error:
             raise RuntimeError(f"CUDA kernel lora_{name}: {self._library.lora_error(error).decode()}")
 
@@ -140,7 +144,10 @@ def build(architecture: int) -> Path:
     key = hashlib.sha256(text + repr(OPTIONS).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
     path = folder / f"lora_linear-{key}-sm_{architecture}.so"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the kernels in CUDA C++ need a folder to be built in ({error}): set XDG_CACHE_HOME") from None
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a machine: one builds, the others wait
         if not path.exists():

@@ -1,18 +1,26 @@
-// The kernels as a library with a C interface: device pointers and a stream in, a CUDA error code out (0: success).
+// The kernels as a library with a C interface: device pointers, the number of their device and a stream of it in, a CUDA
+// error code out (0: success).
 #include "product.cuh"
 #include "skinny.cuh"
 
 namespace {
 
+struct Place {
+    int device;
+    void* stream;
+};
+
 template <class Arguments>
 using Kernel = void (*)(Arguments);
 
 template <class Arguments>
-int launch(Kernel<Arguments> kernel, dim3 blocks, int threads, int shared_bytes, const Arguments& in, void* stream) {
-    cudaError_t error = cudaFuncSetAttribute(
-        reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+int launch(Kernel<Arguments> kernel, dim3 blocks, int threads, int shared_bytes, const Arguments& in, Place place) {
+    cudaError_t error = cudaSetDevice(place.device);  // this library has a CUDA runtime of its own
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(
+            reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error == cudaSuccess) {
-        LAUNCH(kernel, blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream), in);
+        LAUNCH(kernel, blocks, threads, shared_bytes, static_cast<cudaStream_t>(place.stream), in);
         error = cudaGetLastError();
     }
     return error;
@@ -48,18 +56,18 @@ int lora_sizes(int64_t* sizes) {
 
 const char* lora_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
-int lora_rows(const RowsArguments* in, int bfloat16, int transposed, void* stream) {
+int lora_rows(const RowsArguments* in, int bfloat16, int transposed, int device, void* stream) {
     return by_type(bfloat16, [&](auto type) {
         return by_rank(transposed ? in->factor.columns : in->factor.rows, [&]<int R>(Columns<R>) {
             using T = decltype(type);
             Kernel<RowsArguments> kernel = transposed ? rows_kernel<T, R, true> : rows_kernel<T, R, false>;
             int bytes = SKINNY_STAGES * (64 + R) * 128;
-            return launch(kernel, dim3(tiles(in->tall.rows, SKINNY_TILE)), SKINNY_THREADS, bytes, *in, stream);
+            return launch(kernel, dim3(tiles(in->tall.rows, SKINNY_TILE)), SKINNY_THREADS, bytes, *in, Place{device, stream});
         });
     });
 }
 
-int lora_columns(const ColumnsArguments* in, int bfloat16, int with_rows, void* stream) {
+int lora_columns(const ColumnsArguments* in, int bfloat16, int with_rows, int device, void* stream) {
     dim3 blocks(tiles(tiles(in->tall.columns, SKINNY_TILE), in->column_tiles),
                 tiles(tiles(in->tall.rows, SKINNY_TILE), in->row_tiles));
     return by_type(bfloat16, [&](auto type) -> int {
@@ -68,22 +76,22 @@ int lora_columns(const ColumnsArguments* in, int bfloat16, int with_rows, void* 
             constexpr int R = ROWS_R;
             if (in->factor.columns > R) return cudaErrorInvalidValue;
             int bytes = SKINNY_STAGES * (64 + 2 * R) * 128 + 256 * R + in->row_tiles * ROWS_SUMS_BYTES;
-            return launch<ColumnsArguments>(columns_kernel<T, R, true>, blocks, SKINNY_THREADS, bytes, *in, stream);
+            return launch<ColumnsArguments>(columns_kernel<T, R, true>, blocks, SKINNY_THREADS, bytes, *in, Place{device, stream});
         }
         if (in->column_tiles != 1) return cudaErrorInvalidValue;
         return by_rank(in->factor.columns, [&]<int R>(Columns<R>) {
             int bytes = SKINNY_STAGES * (64 + R) * 128;
-            return launch<ColumnsArguments>(columns_kernel<T, R, false>, blocks, SKINNY_THREADS, bytes, *in, stream);
+            return launch<ColumnsArguments>(columns_kernel<T, R, false>, blocks, SKINNY_THREADS, bytes, *in, Place{device, stream});
         });
     });
 }
 
-int lora_product(const ProductArguments* in, int bfloat16, int transposed, void* stream) {
+int lora_product(const ProductArguments* in, int bfloat16, int transposed, int device, void* stream) {
     return by_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         Kernel<ProductArguments> kernel = transposed ? product_kernel<T, true> : product_kernel<T, false>;
         dim3 blocks(tiles(in->rows, PRODUCT_TILE) * tiles(in->columns, PRODUCT_TILE));
-        return launch(kernel, blocks, PRODUCT_THREADS, PRODUCT_SHARED, *in, stream);
+        return launch(kernel, blocks, PRODUCT_THREADS, PRODUCT_SHARED, *in, Place{device, stream});
     });
 }
 
