@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise.config import UserError
 from shardwise.interfaces import Batch
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.families.base import ATTENTION
-from shardwise.parallel.activation_checkpoint import PRODUCTS
+from shardwise.parallel.activation_checkpoint import PRODUCTS, _keep_products
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.build import Job, build
 from shardwise.training.step import forward_backward
@@ -122,3 +123,13 @@ def test_a_kind_that_the_model_has_not():
         run_ranks(1, _kinds, ["full_attention", "mamba2"])
     with pytest.raises(UserError, match="empty list"):
         replace(run_config(Cell("llama", "single", "lora")).training, checkpointing=[])
+
+
+def test_what_a_kernel_of_ours_gives_is_kept():
+    op: Any = torch.library.custom_op(
+        "shardwise::kept_by_checkpointing", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op(torch.ones(2))
+    found = _keep_products(frozenset(), None, torch.ops.shardwise.kept_by_checkpointing.default, torch.ones(2))
+    assert found == CheckpointPolicy.MUST_SAVE
+    assert _keep_products(frozenset(), None, torch.ops.aten.clone.default, torch.ones(2)) != found
