@@ -1,7 +1,7 @@
 // Runs the CUDA kernels on a CPU, so that they can be compared with a reference where there is no GPU.
 //
-// Every thread of a block is a fiber; blocks come one after the other. Which fiber goes on after a barrier or a warp's
-// collective is drawn at random (emulator_seed), so is whether an asynchronous copy is done at once or as late as its
+// Every thread of a block is a fiber; blocks come one after the other. Which warp runs first after a barrier is drawn at
+// random (emulator_seed), which lane within it too, so is whether an asynchronous copy is done at once or as late as its
 // wait allows, and shared memory begins as NaN: a missing barrier or wait shows as a wrong result under some seed.
 // Also checked: bounds of shared memory, alignment, that a warp's lanes meet at one collective, bank conflicts of
 // ldmatrix. Not seen here: the speed, real races within a warp's instruction, PTX itself (nvcc assembles that).
@@ -140,28 +140,31 @@ inline void run_block(int threads) {
         fiber.context.uc_stack.ss_size = STACK_BYTES;
         makecontext(&fiber.context, enter, 0);
     }
-    std::vector<int> ready;
+    // Between two barriers one warp runs as far as it can before the next one begins: they drift apart as far as may be.
+    std::vector<int> warps(threads / 32), lanes(32);
+    for (int i = 0; i < threads / 32; i++) warps[i] = i;
+    for (int i = 0; i < 32; i++) lanes[i] = i;
     for (;;) {
-        ready.clear();
+        std::shuffle(warps.begin(), warps.end(), random_source);
+        for (int warp : warps)
+            for (bool ran = true; ran;) {
+                ran = false;
+                std::shuffle(lanes.begin(), lanes.end(), random_source);
+                for (int lane : lanes)
+                    if (fibers[32 * warp + lane].state == State::ready) {
+                        current = 32 * warp + lane;
+                        threadIdx = dim3(current);
+                        swapcontext(&scheduler, &fibers[current].context);
+                        ran = true;
+                    }
+            }
         int ended = 0, waiting = 0;
         for (int t = 0; t < threads; t++) {
-            if (fibers[t].state == State::ready) ready.push_back(t);
             ended += fibers[t].state == State::ended, waiting += fibers[t].state == State::at_barrier;
+            if (fibers[t].state == State::at_barrier) fibers[t].state = State::ready;
         }
-        if (ready.empty()) {
-            if (ended == threads) return;
-            if (ended + waiting < threads) fail("a warp waits for lanes that do not come");
-            for (int t = 0; t < threads; t++)
-                if (fibers[t].state == State::at_barrier) fibers[t].state = State::ready;
-            continue;
-        }
-        // In random order, each as far as it can.
-        std::shuffle(ready.begin(), ready.end(), random_source);
-        for (int t : ready) {
-            current = t;
-            threadIdx = dim3(t);
-            swapcontext(&scheduler, &fibers[t].context);
-        }
+        if (ended == threads) return;
+        if (ended + waiting < threads) fail("a warp waits for lanes that do not come");
     }
 }
 

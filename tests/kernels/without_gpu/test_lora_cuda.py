@@ -241,27 +241,39 @@ def test_fakes_say_what_the_operators_give():
         torch.library.opcheck(op, args, test_utils=checks)
 
 
-def without(text):
-    """Leave out the first `text` of skinny.cuh's first loop: rows_kernel's."""
+def without(kernel, text):
+    """Leave out the first `text` of a kernel's loop."""
 
     def change(source):
-        head, loop, tail = source.partition("    for (int step = 0; step < steps; step++) {\n")
-        return head + loop + tail.replace(text, "", 1) if "rows_kernel(RowsArguments" in source else source
+        head, name, body = source.partition(f" {kernel}(")
+        start, loop, rest = body.partition("    for (int step = 0; step < steps; step++) {\n")
+        assert not name or text in rest
+        return head + name + start + loop + rest.replace(text, "", 1)
 
     return change
 
 
-@pytest.mark.parametrize("text", ["        __syncthreads();\n", "        wait_copies<STAGES - 2>();\n"])
-def test_the_emulator_sees_what_is_not_waited_for(tmp_path, monkeypatch, text):
-    problem = Problem(70, 304, 8, 8)
-    expected = cuda.project(problem.x, problem.a, None)
-    broken = emulated(tmp_path, without(text))
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [
+        ("rows_kernel", "        __syncthreads();\n"),
+        ("rows_kernel", "        wait_copies<STAGES - 2>();\n"),
+        ("columns_kernel", "        __syncthreads();\n"),
+        ("product_kernel", "        __syncthreads();\n"),
+    ],
+)
+def test_the_emulator_sees_what_is_not_waited_for(kernels, tmp_path, monkeypatch, kernel, text):
+    problem = Problem(70, 136, 72, 8)
+    expected = problem.results(cuda)
+    broken = emulated(tmp_path, without(kernel, text))
     stand_in(monkeypatch, broken)
-    found = []
+    wrong = set()
     for seed in range(4):
         broken.seed(seed)
-        found.append(torch.equal(cuda.project(problem.x, problem.a, None), expected))
-    assert not all(found)
+        found = problem.results(cuda)
+        wrong |= {name for name in found if not torch.equal(found[name], expected[name])}
+    # g and db are one launch here.
+    assert wrong == {"rows_kernel": {"h"}, "columns_kernel": {"g", "db", "da"}, "product_kernel": {"y", "dx"}}[kernel]
 
 
 def test_nvcc_assembles_them_for_both_architectures(tmp_path):
