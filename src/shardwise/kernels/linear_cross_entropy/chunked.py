@@ -218,8 +218,10 @@ def _rows_per_chunk(num_rows: int, row_bytes: int) -> int:
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add a b to total, in one pass where the dtypes are equal."""
+    """Add a b to total, in one pass where the dtypes are equal, or a GPU's library writes another one."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
