@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -14,16 +15,18 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.models import families
 from shardwise.models.families import spec_of
+from shardwise.models.names import is_adapter
 from shardwise.models.tensor_splits import plan
 from shardwise.parallel import compose
 from shardwise.parallel.mesh import build_mesh
-from shardwise.parallel.place import local
+from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.tensor_axis import TensorAxis
 from shardwise.parallel.tensor_modules import split_embedding
 from shardwise.training import build
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
-from tests.models.tiny import on_meta, tiny
+from tests.models.tiny import CONFIGS, on_meta, tiny
+from tests.parity import harness
 from tests.parity.harness import Cell, microbatches, run_config, start
 
 
@@ -102,28 +105,75 @@ def test_every_rank_refuses_before_memory_is_taken(nproc, changes, told):
     assert others == [first] * (nproc - 1)
 
 
-def notes(cell: Cell) -> tuple[str, ...]:
+def notes_and_matrices(cell: Cell) -> tuple[tuple[str, ...], int]:
+    """A rank's notes, and the bytes of its weights' matrices that are not cut along tp."""
     cfg = run_config(cell)
-    return build.build(cfg, build_mesh(cfg, torch.device("cpu"))).notes
+    job = build.build(cfg, build_mesh(cfg, torch.device("cpu")))
+    matrices = [p for name, p in job.pm.named_parameters() if p.dim() > 1 and not is_adapter(name)]
+    return job.notes, sum(local(p).nbytes for p in matrices if "tp" not in axes_of(p))
+
+
+TOLD = "parallel.tp: of these weights other ranks hold the same bytes: "
+# Of qwen3_next's tiny model, in float32, 64 wide: a router of 8 experts, and the gate of the one that all tokens pass.
+MIXTURE = (8 * 64 + 64) * 4
 
 
 def test_what_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
-    told = "parallel.tp: other ranks hold as well what a rank has, in all layers of the model together, of "
-    assert run_ranks(2, notes, Cell("llama", "tp", "full", 2)) == [(), ()]
-    # In 3 of 4 layers, in float32, 64 wide: a router of 8 experts, and the gate of the one that all tokens pass.
-    parts = f"mlp.gate ({3 * 8 * 64 * 4:,} bytes), mlp.shared_expert_gate ({3 * 64 * 4:,} bytes)"
-    assert run_ranks(2, notes, Cell("qwen3_next", "tp", "lora", 2)) == [(told + parts,)] * 2
-    # On 4 ranks two share each of the 2 key/value heads, 16 wide (one of the 2 layers has any), ...
-    (said,) = set(run_ranks(4, notes, Cell("granitemoehybrid", "tp", "full", 4)))
-    assert all(f"self_attn.{name} ({16 * 64 * 4:,} bytes)" in said[0] for name in ("k_proj", "v_proj"))
-    # ... and the 2 groups of Mamba2's B and C, 16 rows each, of the way in and of the convolution (of 4 taps).
-    assert f"mamba.in_proj ({2 * 16 * 64 * 4:,} bytes)" in said[0]
-    assert f"mamba.conv1d ({2 * 16 * 4 * 4:,} bytes)" in said[0]
+    assert run_ranks(2, notes_and_matrices, Cell("llama", "tp", "full", 2)) == [((), 0), ((), 0)]
+    # In 3 of 4 layers.
+    parts = (
+        f"mlp.gate ({3 * 8 * 64 * 4:,}), mlp.shared_expert_gate ({3 * 64 * 4:,}); {3 * MIXTURE:,} in the whole model"
+    )
+    expected = ((TOLD + parts,), 3 * MIXTURE)
+    assert run_ranks(2, notes_and_matrices, Cell("qwen3_next", "tp", "lora", 2)) == [expected] * 2
+    # Learned positions, outside of all layers: 1,024 of them.
+    parts = f"transformer.wpe ({1024 * 64 * 4:,}); {1024 * 64 * 4:,} in the whole model"
+    assert run_ranks(2, notes_and_matrices, Cell("gpt2", "tp", "full", 2)) == [((TOLD + parts,), 1024 * 64 * 4)] * 2
     # And a block that is not cut at all: up and down, 64 x 172 and back.
     llama = families.FAMILIES["llama"]
     monkeypatch.setitem(families.FAMILIES, "llama", replace(llama, splits=llama.splits | {"mlp": None}))
-    parts = ", ".join(f"mlp.{name} ({4 * 64 * 172 * 4:,} bytes)" for name in ("gate_proj", "up_proj", "down_proj"))
-    assert run_ranks(2, notes, Cell("llama", "tp", "full", 2)) == [(told + parts,)] * 2
+    one = 4 * 64 * 172 * 4
+    parts = ", ".join(f"mlp.{name} ({one:,})" for name in ("gate_proj", "up_proj", "down_proj"))
+    expected = ((f"{TOLD}{parts}; {3 * one:,} in the whole model",), 3 * one)
+    assert run_ranks(2, notes_and_matrices, Cell("llama", "tp", "full", 2)) == [expected] * 2
+
+
+def test_what_stages_and_shards_hold_of_it_is_told():
+    """Stages of 2 layers: the one without a mixture is in the first. Of two shards of one row, one is empty."""
+    notes, matrices = zip(*run_ranks(4, notes_and_matrices, Cell("qwen3_next", "pp-tp", "full", 4, schedule="1f1b")))
+    ((said,),) = set(notes)
+    assert said.endswith(f"; {3 * MIXTURE:,} in the whole model, on a rank of the pipeline at most {2 * MIXTURE:,}")
+    assert matrices == (MIXTURE, MIXTURE, 2 * MIXTURE, 2 * MIXTURE)
+    notes, matrices = zip(*run_ranks(4, notes_and_matrices, Cell("qwen3_next", "fsdp2-tp", "full", 4)))
+    ((said,),) = set(notes)
+    assert said.endswith(f"; {3 * MIXTURE:,} in the whole model, of which fsdp2 leaves 1/2 on each rank")
+    assert sum(matrices) == 2 * 3 * MIXTURE  # once along tp's two ranks
+
+
+def test_rows_that_some_ranks_share_are_told(tmp_path, monkeypatch):
+    # On 4 ranks two share each of the 2 key/value heads, 16 wide (one of the 2 layers has any), ...
+    ((said,),) = {notes for notes, _ in run_ranks(4, notes_and_matrices, Cell("granitemoehybrid", "tp", "full", 4))}
+    assert all(f"self_attn.{name} ({16 * 64 * 4:,})" in said for name in ("k_proj", "v_proj"))
+    # ... and the 2 groups of Mamba2's B and C, 16 rows each, of the way in and of the convolution (of 4 taps).
+    assert f"mamba.in_proj ({2 * 16 * 64 * 4:,})" in said
+    assert f"mamba.conv1d ({2 * 16 * 4 * 4:,})" in said
+    # The one group of B and C, 16 rows each, on both ranks; of a mixture the router, and the ways to a width of 24 and
+    # back, of which the one back has a bias.
+    path = CONFIGS / "tiny-nemotron_h" / "config.json"
+    changed = json.loads(path.read_text()) | {"mlp_bias": True, "moe_latent_size": 24, "n_groups": 1}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    monkeypatch.setitem(harness.FAMILIES, "nemotron_h", str(tmp_path))
+    ((said,),) = {notes for notes, _ in run_ranks(2, notes_and_matrices, Cell("nemotron_h", "tp", "full", 2))}
+    parts = {
+        "in_proj": 2 * 16 * 64,
+        "conv1d": 2 * 16 * 4,
+        "gate": 8 * 64,
+        "fc1_latent_proj": 24 * 64,
+        "fc2_latent_proj": 24 * 64,
+    }
+    told = dict(re.findall(r"mixer\.(\w+) \(([\d,]+)\)", said))
+    assert told == {name: f"{4 * number:,}" for name, number in parts.items()}
+    assert f"; {4 * sum(parts.values()):,} in the whole model" in said
 
 
 def looked_up(padding: int | None) -> tuple[torch.Tensor, torch.Tensor]:

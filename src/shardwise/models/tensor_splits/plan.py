@@ -62,21 +62,28 @@ def split_blocks(
     return found
 
 
-def undealt_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, int]:
-    """Bytes that a rank holds of matrices that others hold too, whole or in part; by module, all layers together."""
-    found: Counter[str] = Counter()
+def undealt_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> list[Counter[str]]:
+    """Bytes that a rank has of matrices that others have too, whole or in part: by name, of each unit of a split.
+
+    Units are the embedding (and what else lies outside of the layers, as learned positions do), the layers, the head.
+    """
+    cuts: dict[str, Cut] = {}
     for layer in spec.layers:
         for path, split in split_blocks(hf, spec, layer, num_ranks).items():
-            block = hf.get_submodule(f"{layer.name}.{path}")
-            cuts = parameter_cuts(block, split) if split else {}
-            for name, parameter in block.named_parameters():
-                if is_adapter(name) or parameter.dim() < 2:
-                    continue
-                rows = cuts[name].rows if name in cuts else None
-                if rows is None or rows.shared:
-                    share = 1.0 if rows is None else rows.num_shared / rows.size
-                    found[hf_name(f"{path}.{name}").rpartition(".")[0]] += round(share * parameter.nbytes)
-    return dict(found)
+            if split is not None:
+                cut = parameter_cuts(hf.get_submodule(f"{layer.name}.{path}"), split)
+                cuts |= {f"{layer.name}.{path}.{name}": rows for name, rows in cut.items()}
+    units = {f"{layer.name}.": Counter() for layer in spec.layers}
+    outside: Counter[str] = Counter()
+    for name, parameter in hf.named_parameters():
+        if is_adapter(name) or parameter.dim() < 2 or name.startswith((f"{spec.embed}.", f"{spec.head}.")):
+            continue
+        rows = cuts[name].rows if name in cuts else None
+        share = 1.0 if rows is None else rows.num_shared / rows.size
+        layer = next(filter(name.startswith, units), "")
+        module = hf_name(name.removeprefix(layer)).rpartition(".")[0]
+        units.get(layer, outside)[module] += round(share * parameter.nbytes)
+    return [+found for found in (outside, *units.values(), Counter())]
 
 
 def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
