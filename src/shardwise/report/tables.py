@@ -118,8 +118,8 @@ def _derive(row: Row, rows: Sequence[Row]) -> Row:
     per_process = _ratio(speed, alone.tokens_per_second) if alone and processes > 1 else None
     if alone is not None and per_process is not None:
         row = replace(row, efficiency=per_process / processes, efficiency_over=alone.name)
-    ddp = _nearest(row, group, lambda r: r.plan.nproc == processes and _strategy(r) == "ddp")
-    share = _ratio(row.peak_memory_bytes, ddp.peak_memory_bytes) if ddp and _strategy(row) != "ddp" else None
+    ddp = _nearest(row, group, lambda r: r.plan.nproc == processes and _is_ddp(r))
+    share = _ratio(row.peak_memory_bytes, ddp.peak_memory_bytes) if ddp and not _is_ddp(row) else None
     if ddp is not None and share is not None:
         row = replace(row, saving=1 - share, saving_over=ddp.name)
     return row
@@ -156,8 +156,10 @@ def _nearest(row: Row, group: Sequence[Row], wanted: Callable[[Row], bool]) -> R
     return min(found)[2] if found else None
 
 
-def _strategy(row: Row) -> str | None:
-    return setting(row.record, "parallel", "data")
+def _is_ddp(row: Row) -> bool:
+    """Of the whole model on each rank: neither cut into stages nor within layers."""
+    whole = all(setting(row.record, "parallel", axis) in (1, None) for axis in ("pp", "tp"))
+    return whole and setting(row.record, "parallel", "data") == "ddp"
 
 
 def scaling_kind(sweep: SweepRecord) -> str:

@@ -57,7 +57,15 @@ class Plan:
     def drawn(self) -> dict[str, Timeline]:
         """The uniform split's timeline above the chosen one's."""
         splits = {**self.others, self.name: self.chosen}
-        return {name: splits[name].timeline for name in dict.fromkeys(("uniform", self.name))}
+        whole = ", of whole layers, not yet shared out by tp" * (self.cfg.parallel.tp > 1)
+        return {f"{name}{whole}": splits[name].timeline for name in dict.fromkeys(("uniform", self.name))}
+
+    @property
+    def notes(self) -> list[str]:
+        """What whoever reads the figures must know."""
+        ranks = self.cfg.parallel.tp
+        whole = f"seconds and memory are those of whole layers, before {ranks} tensor-parallel ranks share them out"
+        return list(filter(None, (whole * (ranks > 1), memory_caveat(self.spec, self.source))))
 
 
 def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
@@ -140,10 +148,7 @@ def summary(planned: Plan) -> Iterator[str]:
     yield f"costs: {planned.source}"
     if planned.source.startswith(COUNTED):
         yield "shares are worth more than seconds here; shardwise split --profile measures this machine"
-    if parallel.tp > 1:
-        yield f"seconds and memory are those of whole layers, before {parallel.tp} tensor-parallel ranks share them out"
-    if caveat := memory_caveat(planned.spec, planned.source):
-        yield caveat
+    yield from planned.notes
 
 
 def write_files(planned: Plan, folder: Path) -> None:
@@ -155,6 +160,7 @@ def write_files(planned: Plan, folder: Path) -> None:
         "num_virtual": planned.pipeline.num_virtual,
         "num_microbatches": planned.pipeline.num_microbatches,
         "costs": planned.source,
+        "notes": planned.notes,
         "chosen": planned.name,
         "bound_seconds": bound_seconds(planned.units, planned.pipeline),
         "splits": {name: _described(split) for name, split in splits.items()},
