@@ -122,6 +122,7 @@ class Facts:
     num_blocks: int  # of this rank's layers, that are dealt out along tp
     num_mixers: int  # of them in the first layer
     in_blocks: frozenset[str]  # parameters
+    shared_bytes: tuple[int, ...]  # of the whole of each trained one of keys or values, of fewer heads than tp ranks
     first: bool  # this rank has the embedding
     last: bool  # and the head
 
@@ -233,7 +234,8 @@ def tensor(facts: Facts) -> Iterator[Sent]:
     all-gather before the block and before the backward of what follows it; one all-gather lies before the head or at
     the end of a stage, and one brings together the gradient of what the embedding or the stage below has given.
     Besides: what a few families add up within blocks; three numbers per target (largest logit; sum of exponentials and
-    the target's logit, together); once a step the gradients of what every rank holds whole and computes a summand of.
+    the target's logit, together); once a step the gradients of what every rank holds whole and computes a summand of,
+    and of each weight of keys or values whose heads are fewer than ranks.
     """
     m = facts.num_microbatches
     below = facts.num_mixers if facts.first and facts.cell.mode == "lora" else 0
@@ -253,6 +255,8 @@ def tensor(facts: Facts) -> Iterator[Sent]:
     ends = {name for name in facts.trained if not facts.sp and name not in facts.in_blocks}  # the same on every rank
     summands = facts.trained - facts.cut.keys() - ends
     yield Sent("all-reduce", "tp", bool(summands), facts.bytes_of(summands, n) // n)
+    for size in facts.shared_bytes:
+        yield Sent("all-reduce", "tp", 1, size // n)
 
 
 def pipeline(facts: Facts) -> Iterator[Sent]:
@@ -333,13 +337,16 @@ def _facts(cell: Cell, job: Job, mesh: Mesh, batches: Sequence[Batch]) -> Facts:
     shapes = {name: [*whole[name]] for name in named}
     for name, dim in cut.items():  # rows that several ranks hold are there more than once
         shapes[name][dim] = named[name].shape[dim] // sizes["tp"]
+    trained = frozenset(name for name, parameter in named.items() if parameter.requires_grad)
+    shares_heads = getattr(job.hf.config, "num_key_value_heads", sizes["tp"]) < sizes["tp"]
+    keys = [n for n in trained & cut.keys() if {"k_proj", "v_proj"} & set(n.split("."))] if shares_heads else []
     first, last = any(spec.first for spec in specs), any(spec.last for spec in specs)
     tied = frozenset([f"{job.spec.embed}.weight"] if job.spec.tied and first != last and cell.mode == "full" else [])
     return Facts(
         cell=cell,
         sizes=sizes,
         shapes={name: tuple(shape) for name, shape in shapes.items()},
-        trained=frozenset(name for name, parameter in named.items() if parameter.requires_grad),
+        trained=trained,
         cut=cut,
         units=tuple(_units(specs, frozenset(named))),
         tied=tied,
@@ -350,6 +357,7 @@ def _facts(cell: Cell, job: Job, mesh: Mesh, batches: Sequence[Batch]) -> Facts:
         num_blocks=len(blocks),
         num_mixers=len(FAMILIES[cell.family].token_mixers.get(job.spec.layers[0].kind, ("attn",))),
         in_blocks=frozenset(name for name in named if name.startswith(tuple(blocks))),
+        shared_bytes=tuple(4 * prod(whole[name]) for name in keys),
         first=first,
         last=last,
     )

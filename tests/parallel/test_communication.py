@@ -42,6 +42,7 @@ CELLS = [
     # Cut along tp, rates of decay have no other dim for fsdp2 or zero1; a tied weight has two stages.
     *(cell("qwen3_5_text", layout, "full", 4) for layout in ("fsdp2-tp", "zero1-tp")),
     cell("qwen3_5_text", "pp-fsdp2", "full", 4, "tied"),
+    cell("jamba", "tp", "full", 4),  # whose 2 key/value heads are held by two ranks each
 ]
 
 
