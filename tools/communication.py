@@ -3,7 +3,7 @@
     PYTHONPATH=. python tools/communication.py [--page-only]
 
 Counted are the collectives and the bytes that each is given, and beside them stand those of the closed formulas in
-tests/communication.py. A page alone is written from what results/communication.json holds already.
+tests/communication_formulas.py. A page alone is written from what results/communication.json holds already.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.communication import count, expected, sent_bytes
+from tests.communication import count
+from tests.communication_formulas import expected, sent_bytes
 from tests.distributed import run_ranks
 from tests.parity.harness import SEQUENCE, Cell
 
@@ -45,11 +46,11 @@ HEAD = """\
 
 Counted, not guessed: a mode that sees every collective of a training step adds up calls and bytes
 ([`tests/communication.py`](../../tests/communication.py)), and `tests/parallel/test_communication.py` compares both,
-for each kind of collective and each axis of the mesh, with closed formulas: under every layout that is offered, equal
-to the byte and to the call. A composition sends the sum of what its parts send, so there are seven formulas for all
-layouts; they know the model's shapes and the mesh, and nothing of the run. The bytes that leave a rank follow from what
-goes round a ring of n ranks: with r = (n-1)/n, 2r of what is all-reduced, r of what is gathered or reduce-scattered
-(whole), all of what is sent.
+for each kind of collective and each axis of the mesh, with [closed formulas](../../tests/communication_formulas.py):
+under every layout that is offered, equal to the byte and to the call. A composition sends the sum of what its parts
+send, so there are seven formulas for all layouts; they know the model's shapes and the mesh, and nothing of the run.
+The bytes that leave a rank follow from what goes round a ring of n ranks: with r = (n-1)/n, 2r of what is all-reduced,
+r of what is gathered or reduce-scattered (whole), all of what is sent.
 
 Φ: bytes of all weights, Φt: of the trained ones, Φlast: of the last unit (norm and head), each in float32; m:
 micro-batches that a rank computes in a step; BTD: bytes of a micro-batch's hidden states; blocks: mixers and
@@ -74,9 +75,9 @@ What this says:
 - **A recurrent layer's block** is cut by heads or channels and sends what attention's does, with these exceptions,
   forwards and backwards: each Mamba layer of Jamba adds up what all channels give together (time step, B and C: R + 2N
   numbers a token, one message), and each attention layer of Olmo-Hybrid the squares that its two norms over cut
-  features need (one number a token and norm). Both are counted. So does Mamba2's gated norm where it has fewer groups
-  than there are ranks (a number a token and group), which is not. Where heads of keys and values are fewer than ranks,
-  the gradients of the weights that they share are added up once a step, one message each.
+  features need (one number a token and norm), as Mamba2's gated norm does where it has fewer groups than there are
+  ranks (a number a token and group). Where ranks share heads of keys and values, or groups of B and C, the gradients
+  of these rows are added up once a step, one message each. All of it is in the formulas.
 - **A pipeline** sends least, one BTD each way per cut and micro-batch; a rank between two others sends both. Under it
   fsdp2 reduces gradients once a step, and leaves weights gathered between a backward and what follows: m + 1 gathers
   of a unit in place of 2 m.

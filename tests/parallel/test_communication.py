@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.parallel.compose import LAYOUTS
-from tests.communication import count, expected, sent_bytes
+from tests.communication import count
+from tests.communication_formulas import expected, sent_bytes
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell
 
@@ -42,7 +43,9 @@ CELLS = [
     # Cut along tp, rates of decay have no other dim for fsdp2 or zero1; a tied weight has two stages.
     *(cell("qwen3_5_text", layout, "full", 4) for layout in ("fsdp2-tp", "zero1-tp")),
     cell("qwen3_5_text", "pp-fsdp2", "full", 4, "tied"),
-    cell("jamba", "tp", "full", 4),  # whose 2 key/value heads are held by two ranks each
+    # 2 key/value heads, and 2 groups of Mamba2, are held by two of 4 ranks each.
+    cell("jamba", "tp", "full", 4),
+    *(cell("granitemoehybrid", "tp", mode, 4) for mode in ("lora", "full")),
 ]
 
 
