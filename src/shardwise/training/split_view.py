@@ -28,8 +28,8 @@ from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Timeline
 from shardwise.schedule.split import Split, bound_seconds
 from shardwise.schedule.trace import chrome_trace, gantt
-from shardwise.training.launch import device_type, threads_each
 from shardwise.training.split import COUNTED, choose_split, costs_of, memory_caveat
+from shardwise.training.world import device_type, threads_each
 
 FILES = ("split.json", "split.svg", "trace.json")
 
