@@ -21,8 +21,10 @@ under `pp-tp`:
     python -m tests.parity --out proof.json --only jamba-pp-tp-1f1b-{lora,full}-4p
 
 A test's last outcome is the row of its name in [`results/parity.json`](../../results/parity.json). That has more rows:
-other numbers of processes, each of a pipeline's schedules, and variants such as checkpointing. The tests of one family
-are printed in full by `shardwise models FAMILY`.
+other numbers of processes, each of a pipeline's schedules, and variants such as checkpointing. Each axis has two ranks
+or more, but for `hsdp` in a pipeline, where two replicas have one shard each (llama's `pp-hsdp` has two).
+
+The tests of one family are printed in full by `shardwise models FAMILY`.
 
 This page is written by `tools/compatibility.py`.
 """

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
-from shardwise.models import families
+from shardwise.models import families, load, lora
 from shardwise.models.families import spec_of
 from shardwise.models.names import is_adapter
 from shardwise.models.tensor_splits import plan
@@ -47,6 +47,7 @@ def refusal(family: str = "llama", tp: int = 2, sequence_length: int = 512, **ch
         ({"data": "fsdp1"}, "fsdp1-tp is not offered: .*; use fsdp2"),
         ({"data": "zero2", "sequence_parallel": True}, "zero2-tp-sp is not offered: .*; use zero1 or fsdp2"),
         ({"data": "fsdp2", "offload": "optimizer"}, "offload is optimizer, .* set it to none, or parallel.tp to 1"),
+        ({"precision": "float16"}, "precision is float16, .* use bfloat16, or set parallel.tp to 1"),
         ({"compile": "inductor"}, "training.compile is inductor, .* set it to none, or parallel.tp to 1"),
         ({"pp": 2, "memory_limit_gib": 8.0}, "memory_limit_gib counts whole layers, .* leave it out, or"),
         ({"tp": 4, "sequence_length": 30, "sequence_parallel": True}, "4 ranks; use 28 or 32, or set parallel.seq"),
@@ -202,9 +203,23 @@ def test_a_padding_token_has_no_gradient_where_its_row_is(padding):
     assert torch.equal(torch.cat([gradient for _, gradient in outcomes]), whole.weight.grad)
 
 
+def test_a_whole_layer_to_save_is_refused(tmp_path):
+    """Its blocks could not be found in the copy, and tokens would be shared out all the same."""
+    cfg = run_config(Cell("llama", "tp-sp", "lora", 2))
+    cfg = replace(cfg, lora=Lora(r=4, targets=["o_proj"], modules_to_save=["layers.0"]))
+    hf_config = load.read_config(cfg.model)
+    hf = load.build_meta(cfg.model, hf_config)
+    spec = spec_of(hf_config, hf)
+    lora.inject(hf, cfg.lora, spec)
+    with pytest.raises(
+        UserError, match=r"model\.layers\.0 holds whole layers.* \(self_attn, mlp\), or set parallel.tp to 1"
+    ):
+        plan.check(hf, spec, 2)
+
+
 def curve(cell: Cell, saved: list[str]) -> list[float]:
     cfg = run_config(cell)
-    cfg = replace(cfg, lora=Lora(r=4, targets="attention", modules_to_save=saved))
+    cfg = replace(cfg, lora=Lora(r=4, modules_to_save=saved))
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build.build(cfg, mesh, start(cfg))
     steps = [training_step(job, microbatches(cfg, mesh, step), mesh, None) for step in (1, 2, 3)]
@@ -212,10 +227,16 @@ def curve(cell: Cell, saved: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "saved"),
-    [("gpt2", ["c_fc", "ln_1"]), ("nemotron_h", ["conv1d", "gate"]), ("llama", ["mlp"]), ("qwen3_next", ["mlp"])],
+    ("family", "saved", "variant"),
+    [
+        ("gpt2", ["c_fc", "ln_1"], ""),
+        ("nemotron_h", ["conv1d", "gate"], ""),
+        ("llama", ["mlp"], ""),
+        ("qwen3_next", ["mlp"], ""),
+        ("llama", ["self_attn"], "isolated"),
+    ],
 )
-def test_copies_that_are_trained_in_full_are_cut_as_what_they_stand_for(family, saved):
-    (alone,) = run_ranks(1, curve, Cell(family, "single", "lora", 1), saved)
-    for found in run_ranks(2, curve, Cell(family, "tp-sp", "lora", 2), saved):
+def test_copies_that_are_trained_in_full_are_cut_as_what_they_stand_for(family, saved, variant):
+    (alone,) = run_ranks(1, curve, Cell(family, "single", "lora", 1, variant), saved)
+    for found in run_ranks(2, curve, Cell(family, "tp-sp", "lora", 2, variant), saved):
         assert found == pytest.approx(alone, rel=1e-5)  # as TOLERANCE has it for norms

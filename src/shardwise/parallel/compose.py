@@ -106,6 +106,11 @@ def _check_tensor(cfg: RunConfig) -> None:
             raise UserError(
                 f"{key} is {value}, which is not proven with tensor parallelism; set it to none, or parallel.tp to 1"
             )
+    if cfg.training.precision == "float16":
+        raise UserError(
+            "training.precision is float16, which is not proven with tensor parallelism; use bfloat16, or set "
+            "parallel.tp to 1"
+        )
     if parallel.memory_limit_gib is not None:
         raise UserError(
             "parallel.memory_limit_gib counts whole layers, not a tensor-parallel rank's share; leave it out, or set "

@@ -100,9 +100,9 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
             f"data.sequence_length is {cfg.data.sequence_length}, but {spec.family} has learned only "
             f"{positions} positions; lower it"
         )
+    coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     if cfg.parallel.tp > 1:
         plan.check(hf, spec, cfg.parallel.tp)
-    coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     accumulate.check(cfg, (p for p in hf.parameters() if p.requires_grad))
     family = family_of(hf)
     parameters = _sizes(hf)

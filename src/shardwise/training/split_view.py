@@ -83,10 +83,10 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     hf = load.build_meta(cfg.model, hf_config)
     check_cut(family_of(hf))
     spec = spec_of(hf_config, hf)
-    if cfg.parallel.tp > 1:
-        check_splits(hf, spec, cfg.parallel.tp)
     if cfg.lora:
         lora.inject(hf, cfg.lora, spec)
+    if cfg.parallel.tp > 1:
+        check_splits(hf, spec, cfg.parallel.tp)
     compose.check_tied(cfg, spec)
     accumulate.check(cfg, (p for p in hf.parameters() if p.requires_grad))
     torch.set_num_threads(threads_each(world))
