@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardwise.interfaces import Batch
+from shardwise.parallel.compose import LAYOUTS
 from shardwise.parallel.mesh import build_mesh
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
@@ -95,7 +96,9 @@ def test_published_models_have_their_published_size(tool: ModuleType, repository
 def test_the_page_of_communication_is_what_the_results_say(tool: ModuleType) -> None:
     result = json.loads(tool.RESULTS.read_text(encoding="utf-8"))
     assert tool.PAGE.read_text(encoding="utf-8") == tool.page(result), "run python tools/communication.py --page-only"
-    assert [row for row in result["rows"] if row["derived_bytes"] != row["counted_bytes"]] == []
+    for row in result["rows"]:
+        assert (row["derived_bytes"], row["derived_calls"]) == (row["counted_bytes"], row["calls"]), row["layout"]
+    assert {row["layout"] for row in result["rows"]} == set(LAYOUTS) - {"single"}
 
 
 @pytest.mark.parametrize("tool", ["tensor_overhead"], indirect=True)

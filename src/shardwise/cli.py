@@ -69,16 +69,10 @@ def models(path: str | None) -> int:
     from transformers.utils import logging
 
     from shardwise.models.catalogue import families_table, model_table
-    from shardwise.models.load import read_config
-    from shardwise.parallel.compose import COMPATIBLE, UNPROVEN
+    from shardwise.parallel.compose import proofs
 
     logging.set_verbosity_error()  # nothing is trained here, so no advice on that
-    if path is None:
-        table = families_table(COMPATIBLE)
-    else:
-        model = Model(path)
-        table = model_table(model, COMPATIBLE.get(read_config(model).model_type, UNPROVEN))
-    Console().print(table)
+    Console().print(families_table(proofs) if path is None else model_table(Model(path), proofs))
     return 0
 
 
@@ -210,11 +204,12 @@ def build_parser() -> Parser:
 
     models = commands.add_parser(
         "models",
-        help="list the proven families, or show a model's layers",
-        description="List the proven families: their layer kinds, what LoRA reaches, the layouts. Or show one model.",
+        help="list the proven families, or show a model's layers, and which tests prove it",
+        description="List the proven families: their layer kinds, what LoRA reaches, the layouts and the tests that "
+        "prove them. Or show one model.",
         allow_abbrev=False,
     )
-    models.add_argument("path", nargs="?", metavar="MODEL", help="a model folder, or a hub id")
+    models.add_argument("path", nargs="?", metavar="MODEL", help="a model folder, a hub id, or one of the families")
 
     report = commands.add_parser(
         "report",

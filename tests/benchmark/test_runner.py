@@ -310,16 +310,31 @@ def test_a_terminal_shows_a_table(tmp_path):
         assert part in text
 
 
-def test_real_runs_killed_refused_and_out_of_memory(tmp_path):
-    """As a user would: two processes, the bench killed in the middle of a run, gone on with."""
-    make_corpus(tmp_path)
-    base = {
-        "model": {"path": str(CONFIGS / "tiny-llama"), "init": "random", "tokenizer": str(tmp_path / "tokenizer")},
+def real(folder: Path, steps: int) -> dict[str, Any]:
+    """A base that can be run."""
+    make_corpus(folder)
+    return {
+        "model": {"path": str(CONFIGS / "tiny-llama"), "init": "random", "tokenizer": str(folder / "tokenizer")},
         "lora": {"r": 4},
-        "data": {"train": str(tmp_path / "corpus.jsonl"), "sequence_length": 32},
-        "training": {"steps": 12, "global_batch_size": 8, "micro_batch_size": 2, "device": "cpu"},
+        "data": {"train": str(folder / "corpus.jsonl"), "sequence_length": 32},
+        "training": {"steps": steps, "global_batch_size": 8, "micro_batch_size": 2, "device": "cpu"},
         "measure": {"warmup_steps": 2, "memory": False},
     }
+
+
+def test_real_runs_under_tensor_parallelism(tmp_path):
+    tp = {"nproc": 2, "parallel.data": "single", "parallel.tp": 2, "parallel.sequence_parallel": True}
+    axes = {"strategy": {"single": STRATEGIES["single"], "tp": tp}}
+    path = sweep_file(tmp_path, base=real(tmp_path, 4), axes=axes, rounds=1)
+    single, cut = bench(path, tmp_path / "out", only=["single", "tp"])
+    assert (single.status, cut.status) == ("ok", "ok"), (single.reason, cut.reason)
+    assert cut.losses == pytest.approx(single.losses, rel=1e-5)
+    assert cut.tokens_per_second > 0
+
+
+def test_real_runs_killed_refused_and_out_of_memory(tmp_path):
+    """As a user would: two processes, the bench killed in the middle of a run, gone on with."""
+    base = real(tmp_path, 12)
     # Adapters of a matrix with 64 columns take 1 GB each at this rank.
     axes = {"strategy": STRATEGIES, "lora.r": [4, 4_000_000], "training.micro_batch_size": [2, 3]}
     path, out = sweep_file(tmp_path, base=base, axes=axes, rounds=1), tmp_path / "out"

@@ -102,6 +102,23 @@ def test_a_control_rounds_otherwise(rows, micro, control_micro, tmp_path):
     assert all(run["measure"]["reverse_microbatches"] for run in controls)
 
 
+@pytest.mark.parametrize(
+    ("nproc", "parallel", "micro", "control_micro"),
+    [
+        (4, {"tp": 4}, 1, 1),  # ranks that share layers have the same 4 rows: 4 micro-batches
+        (4, {"pp": 2, "tp": 2}, 1, 1),  # and so have those of one pipeline
+        (4, {"pp": 2, "data": "ddp"}, 1, None),  # 2 rows for each replica: nothing to put in another order
+        (4, {"tp": 2, "data": "fsdp2"}, 2, 1),  # 2 rows for each shard, in one micro-batch: two halves
+    ],
+)
+def test_rows_are_those_of_data_parallel_ranks(nproc, parallel, micro, control_micro, tmp_path):
+    layouts = {"ours": {"nproc": nproc} | {f"parallel.{key}": value for key, value in parallel.items()}, "single": {}}
+    settings = {"training.global_batch_size": 4, "training.micro_batch_size": micro}
+    sweep = read(tmp_path, axes={"layout": layouts}, set=settings)
+    controls = [cell.run["training"]["micro_batch_size"] for cell in sweep.cells if cell.plan.control]
+    assert controls == ([control_micro] if control_micro else [])
+
+
 def test_weak_scaling_is_compared_in_groups_of_its_own(tmp_path):
     scale = {str(n): {"nproc": n, "training.global_batch_size": 4 * n} for n in (1, 2)}
     parallel = {"ddp": {"parallel.data": "ddp"}, "fsdp2": {"parallel.data": "fsdp2"}}
@@ -136,7 +153,7 @@ UNFAIR: list[tuple[Any, str]] = [
     ),
     (
         {"scale": {"1": {"nproc": 1}, "2": {"nproc": 2, "training.global_batch_size": 8}}},
-        "fair only as weak scaling, but a process has 8 rows of a step in 1 and 4 in 2",
+        "fair only as weak scaling, but for each process a step has 8 rows in 1 and 4 in 2",
     ),
     (
         {"scale": {"a": {"nproc": 2, "training.global_batch_size": 8, "training.steps": 2}, "b": {}}},

@@ -136,7 +136,9 @@ def test_malformed_line_names_file_and_line(run_file, capfd, tmp_path):
 def test_vocabulary_smaller_than_the_tokenizer(run_file, capfd, tmp_path):
     small = json.loads((CONFIGS / "tiny-qwen3_5" / "config.json").read_text()) | {"vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps(small))
-    assert "the tokenizer has 256 tokens but the model only 100" in refused(capfd, run_file, f"--model.path={tmp_path}")
+    assert "the tokenizer has ids up to 255 but the model only 100" in refused(
+        capfd, run_file, f"--model.path={tmp_path}"
+    )
 
 
 def test_model_that_is_not_of_the_common_shape(run_file, capfd, tmp_path):

@@ -79,16 +79,17 @@ def test_every_layout_does_the_same_work(folder, tmp_path, single, name):
 
 
 @pytest.mark.parametrize("loss", ["chunked", "plain"])
-def test_predicted_peak_is_near_a_measured_one(folder, tmp_path, loss, capsys):
-    """On a CPU and one process; rows long enough that fixed sizes count little. Formulas leave small tensors out."""
-    cfg = shrunk("single", folder, tmp_path, LONG)
-    cfg = replace(
-        cfg, data=replace(cfg.data, sequence_length=256), training=replace(cfg.training, loss=loss, micro_batch_size=4)
-    )
-    ((peak, states),) = run_ranks(1, measure, cfg)
-    predicted = max(TOOL["moments"](cfg, states, 1, gpu=False).values())
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_predicted_peak_is_near_a_measured_one(folder, tmp_path, name, loss, capsys):
+    """On a CPU; rows long enough that fixed sizes count little. Formulas leave small tensors out."""
+    cfg = shrunk(name, folder, tmp_path, LONG)
+    replicas = LAYOUTS[name] // cfg.parallel.tp
+    batch = {"micro_batch_size": 4, "global_batch_size": 4 * replicas}
+    cfg = replace(cfg, data=replace(cfg.data, sequence_length=256), training=replace(cfg.training, loss=loss, **batch))
+    peak, states = run_ranks(LAYOUTS[name], measure, cfg)[0]
+    predicted = max(TOOL["moments"](cfg, states, LAYOUTS[name], gpu=False).values())
     with capsys.disabled():
-        print(f"\n{loss:8} predicted {predicted:>11,} B, peak {peak:>11,} B", end="")
+        print(f"\n{name:6} {loss:7} predicted {predicted:>11,} B, peak {peak:>11,} B, {predicted / peak:.2f}", end="")
     assert 0.9 * peak < predicted < 1.1 * peak
 
 

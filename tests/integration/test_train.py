@@ -208,7 +208,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer(folder):
     cfg = config(folder, "small")
     cfg = replace(cfg, model=replace(cfg.model, path=str(small)))
     with pytest.raises(
-        RuntimeError, match=f"{UserError.__name__}: the tokenizer has 256 tokens but the model only 100"
+        RuntimeError, match=f"{UserError.__name__}: the tokenizer has ids up to 255 but the model only 100"
     ):
         run_on(1, cfg)
 

@@ -71,11 +71,11 @@ def test_remote_code_runs_only_when_asked_for(tmp_path: Path) -> None:
     assert read_config(Model(str(tmp_path), trust_remote_code=True)).model_type == "odd"
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
+def test_a_tokenizer_with_an_id_beyond_the_vocabulary_is_refused() -> None:
     config = read_config(tiny("tiny-llama"))
-    check_vocabulary(config, 256)
-    with pytest.raises(UserError, match="257 tokens but the model only 256"):
-        check_vocabulary(config, 257)
+    check_vocabulary(config, {"a": 0, "b": 255})
+    with pytest.raises(UserError, match="ids up to 256 but the model only 256"):
+        check_vocabulary(config, {"a": 0, "b": 256})
 
 
 # --- the model on meta

@@ -1,56 +1,95 @@
-"""What one training step sends equals a closed formula, to the byte: counted collectives, LoRA and full."""
+"""What one training step sends equals a closed formula: calls and bytes of every kind, under every layout."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
-from tests.communication import count, expected, sent_bytes
+from shardwise.parallel.compose import LAYOUTS
+from tests.communication import Counted, count
+from tests.communication_formulas import expected, sent_bytes
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell
 
+ALONE = {"ddp": 2, "zero1": 2, "zero2": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4, "tp": 2, "tp-sp": 2, "pp": 2}
+"""In both modes, on so many processes. Their compositions are sums of the same formulas, each counted in one mode."""
+TOGETHER = {
+    **{"pp-ddp": "lora", "pp-fsdp2": "full", "pp-hsdp": "lora"},
+    **{"ddp-tp": "lora", "zero1-tp": "lora", "fsdp2-tp": "full", "hsdp-tp": "lora"},
+    **{"ddp-tp-sp": "full", "zero1-tp-sp": "full", "fsdp2-tp-sp": "lora", "hsdp-tp-sp": "full"},
+    **{"pp-tp": "full", "pp-ddp-tp": "lora", "pp-fsdp2-tp": "lora", "pp-hsdp-tp": "full"},
+    **{"pp-tp-sp": "lora", "pp-ddp-tp-sp": "full", "pp-fsdp2-tp-sp": "full", "pp-hsdp-tp-sp": "lora"},
+}
+
+
+def cell(family: str, layout: str, mode: str, nproc: int, variant: str = "") -> Cell:
+    return Cell(family, layout, mode, nproc, variant, "1f1b" if layout.startswith("pp") else "")
+
+
+def processes(layout: str) -> int:
+    """4 for two axes, 8 for three (2 replicas are then all that hsdp has)."""
+    parts = set(layout.removesuffix("-sp").split("-"))
+    return 8 if len(parts) == 3 or "hsdp" in parts else 4
+
+
 CELLS = [
-    *(
-        Cell("llama", layout, mode, nproc, schedule="1f1b" if layout == "pp" else "")
-        for layout, nproc in (
-            ("ddp", 2),
-            ("zero1", 2),
-            ("zero2", 2),
-            ("fsdp2", 2),
-            ("hsdp", 4),
-            ("tp", 2),
-            ("tp-sp", 2),
-            ("pp", 2),
-        )
-        for mode in ("lora", "full")
-    ),
-    Cell("llama", "ddp-tp", "lora", 4),
-    Cell("llama", "zero1-tp", "lora", 4),
-    Cell("llama", "fsdp2-tp", "full", 4),
-    Cell("llama", "pp-tp-sp", "lora", 4, schedule="1f1b"),
+    *(cell("llama", layout, mode, nproc) for layout, nproc in ALONE.items() for mode in ("lora", "full")),
+    *(cell("llama", layout, mode, processes(layout)) for layout, mode in TOGETHER.items()),
+    cell("llama", "fsdp1", "lora", 2, "naive"),
     # A recurrent layer's block sends what an attention layer's does: no reduction for its states, gates or norms.
-    *(Cell("qwen3_5_text", layout, mode, 2) for layout, mode in (("tp", "full"), ("tp-sp", "lora"))),
-    Cell("nemotron_h", "tp", "lora", 2),
+    *(cell("qwen3_5_text", layout, mode, 2) for layout, mode in (("tp", "full"), ("tp-sp", "lora"))),
+    cell("nemotron_h", "tp", "lora", 2),
     # Some add a few numbers up within a block, and Falcon-H1 has two mixers side by side.
-    *(Cell(family, "tp-sp", "lora", 2) for family in ("olmo_hybrid", "jamba", "falcon_h1")),
+    *(cell(family, "tp-sp", "lora", 2) for family in ("olmo_hybrid", "jamba", "falcon_h1")),
+    # Cut along tp, rates of decay have no other dim for fsdp2 or zero1; a tied weight has two stages.
+    *(cell("qwen3_5_text", layout, "full", 4) for layout in ("fsdp2-tp", "zero1-tp")),
+    cell("qwen3_5_text", "pp-fsdp2", "full", 4, "tied"),
+    # 2 key/value heads, and 2 groups of Mamba2, are held by two of 4 ranks each.
+    cell("jamba", "tp", "full", 4),
+    *(cell("granitemoehybrid", "tp", mode, 4) for mode in ("lora", "full")),
 ]
 
 
+def together(cell: Cell) -> tuple[str, str, int]:
+    """What cells have in common that are counted by the same processes, whose first step takes longest."""
+    return cell.family, cell.layout.removesuffix("-sp"), cell.nproc
+
+
+@cache
+def counted_together(group: tuple[str, str, int]) -> dict[Cell, tuple[Counted, ...]]:
+    """By cell of a group: what each rank counted."""
+    cells = [cell for cell in CELLS if together(cell) == group]
+    return dict(zip(cells, zip(*run_ranks(group[-1], count_each, cells)), strict=True))
+
+
+def count_each(cells: list[Cell]) -> list[Counted]:
+    return [count(cell) for cell in cells]
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
-def test_bytes_equal_the_formula(cell, capsys):
-    for rank, counted in enumerate(run_ranks(cell.nproc, count, cell)):
-        assert counted.bytes == expected(counted.facts), f"rank {rank}"
+def test_a_step_sends_what_the_formula_says(cell, capsys):
+    for rank, counted in enumerate(counted_together(together(cell))[cell]):
+        assert counted.sent == expected(counted.facts), f"rank {rank}"
         if rank == 0:
             with capsys.disabled():
-                print(f"\n{cell.id:28} {sent_bytes(counted.bytes, counted.facts.sizes):>10,} B leave a rank", end="")
+                print(f"\n{cell.id:28} {sent_bytes(counted.sent, counted.facts.sizes):>10,} B leave a rank", end="")
+
+
+def test_every_layout_is_counted():
+    assert {cell.layout for cell in CELLS} == set(LAYOUTS) - {"single"}
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_a_block_is_one_collective_each_way(mode):
-    """4 layers of 2 blocks, 4 micro-batches; LoRA wants no gradient of the first block's input."""
+    """The formula in numbers: 4 layers of 2 blocks, 4 micro-batches; LoRA wants no gradient of the first input."""
     blocks, microbatches, below = 8, 4, int(mode == "lora")
     embedding, head, loss, norm = 1, 1, 2, 1
     per_microbatch = embedding + blocks + (blocks - below) + head + loss
     # LoRA has factors that are whole on every rank: their gradients, all in one.
     per_step = norm + (mode == "lora")
-    for counted in run_ranks(2, count, Cell("llama", "tp", mode, 2)):
-        assert counted.calls == {("all-reduce", "tp"): microbatches * per_microbatch + per_step}
+    where = cell("llama", "tp", mode, 2)
+    for counted in counted_together(together(where))[where]:
+        assert {key: calls for key, (calls, _) in counted.sent.items()} == {
+            ("all-reduce", "tp"): microbatches * per_microbatch + per_step
+        }

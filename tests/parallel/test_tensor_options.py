@@ -1,12 +1,15 @@
-"""What a config may turn on or off in the families with Mamba2, over two ranks against one process."""
+"""What a config may turn on or off, sizes that are no powers of two, and blocks left whole: against one process."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as granite
 
+from shardwise.models import families
 from tests.distributed import run_ranks
 from tests.models.tiny import CONFIGS
 from tests.parity import harness
@@ -24,24 +27,54 @@ SHOWN = {"nemotron_h": "fc2_latent_proj.bias", "granitemoehybrid": "o_proj.bias"
 """Parameters that are there because of them."""
 
 
+SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 174}
+SIZES = {
+    # 257 tokens: 86, 86 and 85.
+    "three ranks": ({**SIX_HEADS, "vocab_size": 257, "attention_bias": True}, Cell("llama", "tp-sp", "full", 3)),
+    # 65, 65, 65 and 62; one head of keys and values, which all four share.
+    "one key": ({"num_key_value_heads": 1, "vocab_size": 257}, Cell("llama", "tp", "full", 4)),
+    "odd and tied": ({"vocab_size": 257, "tie_word_embeddings": True}, Cell("llama", "zero1-tp", "full", 4)),
+}
+
+
+def with_config(family: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells of a family have its tiny model with these changes."""
+    config = json.loads((CONFIGS / harness.FAMILIES[family] / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    monkeypatch.setitem(harness.FAMILIES, family, str(folder))
+
+
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_of_configs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family = case.split()[0]
-    config = json.loads((CONFIGS / f"tiny-{family}" / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(config | OPTIONS[case]), encoding="utf-8")
-    monkeypatch.setitem(harness.FAMILIES, family, str(tmp_path))
+    with_config(family, OPTIONS[case], tmp_path, monkeypatch)
     cell = Cell(family, "tp", "full", 2)
     (reference,) = run_ranks(1, run_cell, cell.reference())
     assert any(name.endswith(SHOWN[family]) for name in reference.grads)
     assert verdict(compare(run_ranks(2, run_cell, cell), reference)) == []
 
 
+@pytest.mark.parametrize("case", SIZES)
+def test_sizes_that_do_not_come_out_even(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, cell = SIZES[case]
+    with_config(cell.family, changes, tmp_path, monkeypatch)
+    (reference,) = run_ranks(1, run_cell, cell.reference())
+    assert verdict(compare(run_ranks(cell.nproc, run_cell, cell), reference)) == []
+
+
+@pytest.mark.parametrize("cell", [Cell("llama", "tp-sp", "lora", 2), Cell("qwen3_moe", "tp", "full", 2)])
+def test_a_block_that_is_left_whole(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank computes all of a feed-forward, of a mixture with its router's own loss too."""
+    (reference,) = run_ranks(1, run_cell, cell.reference())
+    family = families.FAMILIES[cell.family]
+    monkeypatch.setitem(families.FAMILIES, cell.family, replace(family, splits=family.splits | {"mlp": None}))
+    assert verdict(compare(run_ranks(2, run_cell, cell), reference)) == []
+
+
 def test_a_kernel_that_would_norm_over_a_ranks_own_features_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = json.loads((CONFIGS / "tiny-granitemoehybrid" / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(config | {"mamba_n_groups": 1}), encoding="utf-8")
-    monkeypatch.setitem(harness.FAMILIES, "granitemoehybrid", str(tmp_path))
+    with_config("granitemoehybrid", {"mamba_n_groups": 1}, tmp_path, monkeypatch)
 
     def kernel(projected: torch.Tensor, *args: object, rmsnorm_weight: torch.Tensor, **kwargs: object) -> torch.Tensor:
         raise RuntimeError(f"asked for a norm over {len(rmsnorm_weight)} features")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -12,18 +13,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
-from shardwise.models import families
+from shardwise.models import families, load, lora
 from shardwise.models.families import spec_of
+from shardwise.models.names import is_adapter
 from shardwise.models.tensor_splits import plan
 from shardwise.parallel import compose
 from shardwise.parallel.mesh import build_mesh
-from shardwise.parallel.place import local
+from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.tensor_axis import TensorAxis
 from shardwise.parallel.tensor_modules import split_embedding
 from shardwise.training import build
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
-from tests.models.tiny import on_meta, tiny
+from tests.models.tiny import CONFIGS, on_meta, tiny
+from tests.parity import harness
 from tests.parity.harness import Cell, microbatches, run_config, start
 
 
@@ -44,6 +47,7 @@ def refusal(family: str = "llama", tp: int = 2, sequence_length: int = 512, **ch
         ({"data": "fsdp1"}, "fsdp1-tp is not offered: .*; use fsdp2"),
         ({"data": "zero2", "sequence_parallel": True}, "zero2-tp-sp is not offered: .*; use zero1 or fsdp2"),
         ({"data": "fsdp2", "offload": "optimizer"}, "offload is optimizer, .* set it to none, or parallel.tp to 1"),
+        ({"precision": "float16"}, "precision is float16, .* use bfloat16, or set parallel.tp to 1"),
         ({"compile": "inductor"}, "training.compile is inductor, .* set it to none, or parallel.tp to 1"),
         ({"pp": 2, "memory_limit_gib": 8.0}, "memory_limit_gib counts whole layers, .* leave it out, or"),
         ({"tp": 4, "sequence_length": 30, "sequence_parallel": True}, "4 ranks; use 28 or 32, or set parallel.seq"),
@@ -102,28 +106,75 @@ def test_every_rank_refuses_before_memory_is_taken(nproc, changes, told):
     assert others == [first] * (nproc - 1)
 
 
-def notes(cell: Cell) -> tuple[str, ...]:
+def notes_and_matrices(cell: Cell) -> tuple[tuple[str, ...], int]:
+    """A rank's notes, and the bytes of its weights' matrices that are not cut along tp."""
     cfg = run_config(cell)
-    return build.build(cfg, build_mesh(cfg, torch.device("cpu"))).notes
+    job = build.build(cfg, build_mesh(cfg, torch.device("cpu")))
+    matrices = [p for name, p in job.pm.named_parameters() if p.dim() > 1 and not is_adapter(name)]
+    return job.notes, sum(local(p).nbytes for p in matrices if "tp" not in axes_of(p))
+
+
+TOLD = "parallel.tp: of these weights other ranks hold the same bytes: "
+# Of qwen3_next's tiny model, in float32, 64 wide: a router of 8 experts, and the gate of the one that all tokens pass.
+MIXTURE = (8 * 64 + 64) * 4
 
 
 def test_what_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
-    told = "parallel.tp: other ranks hold as well what a rank has, in all layers of the model together, of "
-    assert run_ranks(2, notes, Cell("llama", "tp", "full", 2)) == [(), ()]
-    # In 3 of 4 layers, in float32, 64 wide: a router of 8 experts, and the gate of the one that all tokens pass.
-    parts = f"mlp.gate ({3 * 8 * 64 * 4:,} bytes), mlp.shared_expert_gate ({3 * 64 * 4:,} bytes)"
-    assert run_ranks(2, notes, Cell("qwen3_next", "tp", "lora", 2)) == [(told + parts,)] * 2
-    # On 4 ranks two share each of the 2 key/value heads, 16 wide (one of the 2 layers has any), ...
-    (said,) = set(run_ranks(4, notes, Cell("granitemoehybrid", "tp", "full", 4)))
-    assert all(f"self_attn.{name} ({16 * 64 * 4:,} bytes)" in said[0] for name in ("k_proj", "v_proj"))
-    # ... and the 2 groups of Mamba2's B and C, 16 rows each, of the way in and of the convolution (of 4 taps).
-    assert f"mamba.in_proj ({2 * 16 * 64 * 4:,} bytes)" in said[0]
-    assert f"mamba.conv1d ({2 * 16 * 4 * 4:,} bytes)" in said[0]
+    assert run_ranks(2, notes_and_matrices, Cell("llama", "tp", "full", 2)) == [((), 0), ((), 0)]
+    # In 3 of 4 layers.
+    parts = (
+        f"mlp.gate ({3 * 8 * 64 * 4:,}), mlp.shared_expert_gate ({3 * 64 * 4:,}); {3 * MIXTURE:,} in the whole model"
+    )
+    expected = ((TOLD + parts,), 3 * MIXTURE)
+    assert run_ranks(2, notes_and_matrices, Cell("qwen3_next", "tp", "lora", 2)) == [expected] * 2
+    # Learned positions, outside of all layers: 1,024 of them.
+    parts = f"transformer.wpe ({1024 * 64 * 4:,}); {1024 * 64 * 4:,} in the whole model"
+    assert run_ranks(2, notes_and_matrices, Cell("gpt2", "tp", "full", 2)) == [((TOLD + parts,), 1024 * 64 * 4)] * 2
     # And a block that is not cut at all: up and down, 64 x 172 and back.
     llama = families.FAMILIES["llama"]
     monkeypatch.setitem(families.FAMILIES, "llama", replace(llama, splits=llama.splits | {"mlp": None}))
-    parts = ", ".join(f"mlp.{name} ({4 * 64 * 172 * 4:,} bytes)" for name in ("gate_proj", "up_proj", "down_proj"))
-    assert run_ranks(2, notes, Cell("llama", "tp", "full", 2)) == [(told + parts,)] * 2
+    one = 4 * 64 * 172 * 4
+    parts = ", ".join(f"mlp.{name} ({one:,})" for name in ("gate_proj", "up_proj", "down_proj"))
+    expected = ((f"{TOLD}{parts}; {3 * one:,} in the whole model",), 3 * one)
+    assert run_ranks(2, notes_and_matrices, Cell("llama", "tp", "full", 2)) == [expected] * 2
+
+
+def test_what_stages_and_shards_hold_of_it_is_told():
+    """Stages of 2 layers: the one without a mixture is in the first. Of two shards of one row, one is empty."""
+    notes, matrices = zip(*run_ranks(4, notes_and_matrices, Cell("qwen3_next", "pp-tp", "full", 4, schedule="1f1b")))
+    ((said,),) = set(notes)
+    assert said.endswith(f"; {3 * MIXTURE:,} in the whole model, on a rank of the pipeline at most {2 * MIXTURE:,}")
+    assert matrices == (MIXTURE, MIXTURE, 2 * MIXTURE, 2 * MIXTURE)
+    notes, matrices = zip(*run_ranks(4, notes_and_matrices, Cell("qwen3_next", "fsdp2-tp", "full", 4)))
+    ((said,),) = set(notes)
+    assert said.endswith(f"; {3 * MIXTURE:,} in the whole model, of which fsdp2 leaves 1/2 on each rank")
+    assert sum(matrices) == 2 * 3 * MIXTURE  # once along tp's two ranks
+
+
+def test_rows_that_some_ranks_share_are_told(tmp_path, monkeypatch):
+    # On 4 ranks two share each of the 2 key/value heads, 16 wide (one of the 2 layers has any), ...
+    ((said,),) = {notes for notes, _ in run_ranks(4, notes_and_matrices, Cell("granitemoehybrid", "tp", "full", 4))}
+    assert all(f"self_attn.{name} ({16 * 64 * 4:,})" in said for name in ("k_proj", "v_proj"))
+    # ... and the 2 groups of Mamba2's B and C, 16 rows each, of the way in and of the convolution (of 4 taps).
+    assert f"mamba.in_proj ({2 * 16 * 64 * 4:,})" in said
+    assert f"mamba.conv1d ({2 * 16 * 4 * 4:,})" in said
+    # The one group of B and C, 16 rows each, on both ranks; of a mixture the router, and the ways to a width of 24 and
+    # back, of which the one back has a bias.
+    path = CONFIGS / "tiny-nemotron_h" / "config.json"
+    changed = json.loads(path.read_text()) | {"mlp_bias": True, "moe_latent_size": 24, "n_groups": 1}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    monkeypatch.setitem(harness.FAMILIES, "nemotron_h", str(tmp_path))
+    ((said,),) = {notes for notes, _ in run_ranks(2, notes_and_matrices, Cell("nemotron_h", "tp", "full", 2))}
+    parts = {
+        "in_proj": 2 * 16 * 64,
+        "conv1d": 2 * 16 * 4,
+        "gate": 8 * 64,
+        "fc1_latent_proj": 24 * 64,
+        "fc2_latent_proj": 24 * 64,
+    }
+    told = dict(re.findall(r"mixer\.(\w+) \(([\d,]+)\)", said))
+    assert told == {name: f"{4 * number:,}" for name, number in parts.items()}
+    assert f"; {4 * sum(parts.values()):,} in the whole model" in said
 
 
 def looked_up(padding: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,9 +203,23 @@ def test_a_padding_token_has_no_gradient_where_its_row_is(padding):
     assert torch.equal(torch.cat([gradient for _, gradient in outcomes]), whole.weight.grad)
 
 
+def test_a_whole_layer_to_save_is_refused(tmp_path):
+    """Its blocks could not be found in the copy, and tokens would be shared out all the same."""
+    cfg = run_config(Cell("llama", "tp-sp", "lora", 2))
+    cfg = replace(cfg, lora=Lora(r=4, targets=["o_proj"], modules_to_save=["layers.0"]))
+    hf_config = load.read_config(cfg.model)
+    hf = load.build_meta(cfg.model, hf_config)
+    spec = spec_of(hf_config, hf)
+    lora.inject(hf, cfg.lora, spec)
+    with pytest.raises(
+        UserError, match=r"model\.layers\.0 holds whole layers.* \(self_attn, mlp\), or set parallel.tp to 1"
+    ):
+        plan.check(hf, spec, 2)
+
+
 def curve(cell: Cell, saved: list[str]) -> list[float]:
     cfg = run_config(cell)
-    cfg = replace(cfg, lora=Lora(r=4, targets="attention", modules_to_save=saved))
+    cfg = replace(cfg, lora=Lora(r=4, modules_to_save=saved))
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build.build(cfg, mesh, start(cfg))
     steps = [training_step(job, microbatches(cfg, mesh, step), mesh, None) for step in (1, 2, 3)]
@@ -162,10 +227,16 @@ def curve(cell: Cell, saved: list[str]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("family", "saved"),
-    [("gpt2", ["c_fc", "ln_1"]), ("nemotron_h", ["conv1d", "gate"]), ("llama", ["mlp"]), ("qwen3_next", ["mlp"])],
+    ("family", "saved", "variant"),
+    [
+        ("gpt2", ["c_fc", "ln_1"], ""),
+        ("nemotron_h", ["conv1d", "gate"], ""),
+        ("llama", ["mlp"], ""),
+        ("qwen3_next", ["mlp"], ""),
+        ("llama", ["self_attn"], "isolated"),
+    ],
 )
-def test_copies_that_are_trained_in_full_are_cut_as_what_they_stand_for(family, saved):
-    (alone,) = run_ranks(1, curve, Cell(family, "single", "lora", 1), saved)
-    for found in run_ranks(2, curve, Cell(family, "tp-sp", "lora", 2), saved):
+def test_copies_that_are_trained_in_full_are_cut_as_what_they_stand_for(family, saved, variant):
+    (alone,) = run_ranks(1, curve, Cell(family, "single", "lora", 1, variant), saved)
+    for found in run_ranks(2, curve, Cell(family, "tp-sp", "lora", 2, variant), saved):
         assert found == pytest.approx(alone, rel=1e-5)  # as TOLERANCE has it for norms

@@ -30,14 +30,14 @@ ROOT = Path(__file__).parents[2]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "parity.json")
-    parser.add_argument("--only", default="", help="run the cells whose id contains this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="run the cells whose id contains one of these texts")
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     code = fingerprint()
     environs = environment()
     done = previous(options.out)
     references: dict[Cell, Outcome] = {}
-    wanted = [cell for cell in ALL if options.only in cell.id]
+    wanted = [cell for cell in ALL if any(text in cell.id for text in options.only)]
     for number, cell in enumerate(wanted, 1):
         if done.get(cell.id, {}).get("code") == code:
             continue

@@ -91,9 +91,8 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
     if cell.variant or cell.split:
         return set()
     if cell.tp > 1:
-        layout = cell.layout.removesuffix("-sp")
-        shared = "tokens whole" if layout == cell.layout else "tokens shared"
-        return {(cell.family, "tp"), (layout, "tp"), (cell.mode, shared)}
+        shared = "tokens shared" if cell.layout.endswith("-sp") else "tokens whole"
+        return {(cell.family, "tp"), (cell.layout, "tp"), (cell.mode, shared)}
     if cell.schedule:
         backward = "halved" if cell.schedule in SPLITTING else "whole"
         return {(cell.family, "pp"), (cell.schedule, cell.mode), (cell.layout, backward), (cell.layout, cell.mode)}

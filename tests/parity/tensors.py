@@ -41,6 +41,7 @@ def _variants() -> Iterator[Cell]:
         for mode in MODES:
             yield cell("qwen3_5_text", layout, mode, "tied")
             yield from (cell(family, layout, mode, "bfloat16") for family in ("llama", "olmo_hybrid"))
+        yield from (cell(family, layout, "full", "operators") for family in ("llama", "qwen3_5_text"))
         for family in FAMILIES:
             yield cell(family, layout, "lora", "checkpointing")
             if FAMILY_FACTS[family].token_mixers:
@@ -55,6 +56,7 @@ def _variants() -> Iterator[Cell]:
         yield cell("qwen3_5_text", layout, "full", "tied")
         yield cell("llama", layout, "lora", "dropout")
         yield cell("qwen3_next", layout, "lora", "checkpointing")
+    yield cell("qwen3_5_text", "zero1-tp", "full", "tied")
 
 
 TENSORS = (*_plain(), *_variants())
@@ -74,6 +76,7 @@ FIXED = (
     cell("granitemoehybrid", "tp", "full", nproc=4),
     cell("llama", "tp-sp", "lora", "head"),
     cell("nemotron_h", "tp-sp", "lora", "checkpointing"),
+    cell("qwen3_5_text", "tp-sp", "full", "operators"),
     cell("olmo_hybrid", "tp", "lora", "isolated"),
     cell("qwen3_next", "fsdp2-tp", "full"),
     cell("llama", "ddp-tp", "lora"),

@@ -76,6 +76,18 @@ def test_scaling_is_against_the_same_strategy_on_one_process(kind):
     assert rows["fsdp2-4"].saving == pytest.approx(0.3)  # 60 + 40 / 4 = 70 MiB of ddp's 100 on as many processes
 
 
+def test_memory_is_saved_against_ranks_with_the_whole_model():
+    """ddp of replicas that share layers or are pipelines is not what others are compared with, but is compared."""
+    axes = ("parallel.tp", "parallel.pp")
+    plans = [CellPlan(f"{tp}-{pp}", dict(zip(axes, (tp, pp))), 4, "all", None) for tp, pp in ((1, 1), (2, 1), (1, 2))]
+    peaks = dict(zip((plan.id for plan in plans), (100, 60, 70)))
+    records = {plan.id: record(plan, data="ddp", peak=peaks[plan.id] * MIB) for plan in plans}
+    rows = rows_of(sweep_of((), plans), records)
+    assert [row.saving for row in rows.values()] == [None, pytest.approx(0.4), pytest.approx(0.3)]
+    rows = rows_of(sweep_of((), plans[1:]), {plan.id: records[plan.id] for plan in plans[1:]})
+    assert [row.saving for row in rows.values()] == [None, None]
+
+
 def test_pareto_front_leanest_first():
     sweep, records = strategies()
     rows = [*rows_of(sweep, records).values()]

@@ -54,6 +54,20 @@ def test_verdict_on_losses(losses, state, reason):
     assert reason in row.reason
 
 
+@pytest.mark.parametrize(("precision", "state"), [("float32", "wrong"), ("bfloat16", "ok")])
+def test_a_cell_whose_ranks_round_their_summands_to_16_bits_is_held_to_that(precision, state):
+    sweep, records = strategies()
+    plan = next(plan for plan in sweep.cells if plan.id == "ddp")
+    far = record(plan, losses=shifted(1e-3), data="ddp", speed=1500.0)
+    for cell in ("single", "control-single", "ddp"):
+        found = far if cell == "ddp" else records[cell]
+        config = {**found.config, "parallel": {**found.config.get("parallel", {}), "tp": 2 if cell == "ddp" else 1}}
+        config["training"] = {**config.get("training", {}), "precision": precision}
+        config["model"] = {**config.get("model", {}), "dtype": "float32"}
+        records[cell] = dataclasses.replace(found, config=config)
+    assert rows_of(sweep, records)["ddp"].state == state
+
+
 @pytest.mark.parametrize(
     ("cell", "given", "reason"),
     [

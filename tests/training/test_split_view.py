@@ -59,6 +59,17 @@ def test_costs_are_counted_where_nothing_is_measured(folder, capsys):
     assert not (folder / "out").exists()
 
 
+def test_what_is_written_says_that_layers_are_whole_where_ranks_share_them(folder, capsys):
+    assert cli.main(["split", "tiny.yaml", "-o", "cut", "--parallel.tp=2"]) == 0
+    whole = "seconds and memory are those of whole layers, before 2 tensor-parallel ranks share them out"
+    assert whole in capsys.readouterr().out
+    assert whole in json.loads((folder / "cut" / "split.json").read_text())["notes"]
+    titles = [f"{name}, of whole layers, not yet shared out by tp" for name in ("uniform", "balanced")]
+    assert all(f">{title}</text>" in (folder / "cut" / "split.svg").read_text() for title in titles)
+    events = json.loads((folder / "cut" / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == titles
+
+
 def test_other_splits_that_break_the_limit_are_marked(folder, capsys):
     """Of three ranks the first keeps most micro-batches in flight, so two layers are too much for it alone."""
     arguments = ["split", "tiny.yaml", "-o", "cut", "--parallel.pp=3"]
@@ -103,6 +114,7 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
     assert told.endswith("wrote split.json, split.svg, trace.json to cut\n")
     written = json.loads((folder / "cut" / "split.json").read_text())
     splits = written["splits"]
+    assert written["notes"] == []
     assert set(splits) == {"uniform", "parameters", "balanced"}
     assert splits["uniform"]["boundaries"] == [0, 3, 6]
     assert written["bound_seconds"] <= splits["balanced"]["step_seconds"] <= splits["uniform"]["step_seconds"]

@@ -125,8 +125,8 @@ def _check_equal_share(name: str, values: Mapping[str, Mapping[str, Any]], defau
     for (a, rows_a), (b, rows_b) in pairwise(shares.items()):
         if rows_a != rows_b:
             raise UserError(
-                f"axes.{name} varies {NPROC} and {GLOBAL_BATCH}, which is fair only as weak scaling, but a process has "
-                f"{rows_a:g} rows of a step in {a} and {rows_b:g} in {b}; give each process equally many"
+                f"axes.{name} varies {NPROC} and {GLOBAL_BATCH}, which is fair only as weak scaling, but for each "
+                f"process a step has {rows_a:g} rows in {a} and {rows_b:g} in {b}; give each equally many"
             )
 
 

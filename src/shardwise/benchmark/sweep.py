@@ -228,8 +228,10 @@ def _other_rounding(cell: Cell) -> dict[str, Any] | None:
 
     Micro-batches in reverse order; a + b = b + a exactly, so there have to be three, or else they are made smaller.
     """
-    training = cell.run["training"]
-    rows, size = training["global_batch_size"] // cell.plan.nproc, training["micro_batch_size"]
+    training, parallel = cell.run["training"], cell.run["parallel"]
+    # Ranks of one pipeline, and those that share layers, have the same rows.
+    rows = training["global_batch_size"] * parallel["pp"] * parallel["tp"] // cell.plan.nproc
+    size = training["micro_batch_size"]
     settings = {"measure.reverse_microbatches": not cell.run["measure"]["reverse_microbatches"]}
     if rows >= 3 * size:
         return settings

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -20,6 +21,7 @@ from shardwise.models.lora import reach
 _LEGEND = (
     "3-D: experts stacked in one parameter; isolated: `data.packing: isolated` is proven to keep documents apart\n"
 )
+_RUN = "in a checkout: python -m tests.parity --out proof.json --only"
 _LORA = "LoRA auto (+ what all-linear adds)"
 
 
@@ -60,8 +62,8 @@ def layer_facts(model: PreTrainedModel) -> list[LayerFacts]:
     ]
 
 
-def families_table(proven: Mapping[str, Iterable[str]]) -> Table:
-    """All listed families, a row for each layer kind; `proven` has the layouts of each family."""
+def families_table(proofs: Callable[[str], Mapping[str, str]]) -> Table:
+    """All listed families, a row for each layer kind; `proofs` says by layout of a family which tests prove it."""
     table = _table("family", "layers", _LORA, "isolated")
     for name, family in FAMILIES.items():
         facts = layer_facts(build_meta(Model(name, init="random"), every_kind(family)))
@@ -77,25 +79,31 @@ def families_table(proven: Mapping[str, Iterable[str]]) -> Table:
         table.add_section()
     alike: dict[str, list[str]] = {}
     for name in FAMILIES:
-        alike.setdefault(" ".join(sorted(proven[name])), []).append(name)
-    table.caption = _LEGEND + "\n".join(
-        f"proven under {layouts}: {', '.join(names)}" for layouts, names in alike.items()
+        tests = " ".join(test.removeprefix(f"{name}-") for test in proofs(name).values() if test)
+        alike.setdefault(tests, []).append(name)
+    table.caption = f"{_LEGEND}proven, by the tests that are named so after FAMILY- ({_RUN} FAMILY-...):\n" + "\n".join(
+        f"{', '.join(names)}: {tests}" for tests, names in alike.items()
     )
     return table
 
 
-def model_table(model: Model, layouts: Iterable[str]) -> Table:
+def model_table(model: Model, proofs: Callable[[str], Mapping[str, str]]) -> Table:
     """One model's layers in order, neighbours that are alike in one row; UserError if the model cannot be read.
 
-    `layouts`: those that its family may run under.
+    `model.path` may also be a listed family: what transformers makes of its config. `proofs` as in `families_table`.
     """
-    built = build_meta(model, read_config(model))
+    listed = model.path in FAMILIES and not Path(model.path).is_dir()
+    built = build_meta(model, every_kind(FAMILIES[model.path]) if listed else read_config(model))
     spec = spec_of(built.config, built)
     table = _table("number", "layers", _LORA, "isolated", "parameters")
     table.title = f"{spec.family}, {built.num_parameters():,} parameters{', tied embeddings' if spec.tied else ''}"
-    table.caption = f"{_LEGEND}may run under {' '.join(sorted(layouts))}"
-    if spec.family not in FAMILIES:
-        table.caption += f"\nnote: {unproven_note(spec.family)}"
+    layouts = proofs(spec.family)
+    tests = "\n".join(filter(None, layouts.values()))
+    table.caption = _LEGEND + (
+        f"may run under what these tests prove, two of each layout ({_RUN} ...):\n{tests}"
+        if spec.family in FAMILIES
+        else f"may run under {' '.join(layouts)}\nnote: {unproven_note(spec.family)}"
+    )
     for alike, group in groupby(layer_facts(built), key=lambda row: replace(row, number=0)):
         numbers = [row.number for row in group]
         table.add_row(

@@ -21,6 +21,7 @@ from shardwise.config import UserError
 from shardwise.interfaces import Batch
 from shardwise.models.dropout import DropoutState
 from shardwise.models.families import Family
+from shardwise.models.names import in_use
 from shardwise.models.spec import ModelSpec
 
 TOKENWISE = ("mlp", "moe")
@@ -102,7 +103,7 @@ def isolate(hf: PreTrainedModel, spec: ModelSpec, family: Family, state: Dropout
     for layer in spec.layers:
         if layer.kind not in TOKENWISE:
             for name in family.token_mixers[layer.kind]:
-                mixer = hf.get_submodule(f"{layer.name}.{name}")
+                mixer = in_use(hf.get_submodule(f"{layer.name}.{name}"))
                 mixer.forward = _isolated(mixer.forward, state)
 
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,12 +55,16 @@ def read_config(model: Model) -> PretrainedConfig:
     return config.get_text_config()
 
 
-def check_vocabulary(config: PretrainedConfig, tokenizer_size: int) -> None:
-    """UserError if the tokenizer has ids that the model has no embedding for."""
-    if config.vocab_size < tokenizer_size:
+def check_vocabulary(config: PretrainedConfig, vocabulary: Mapping[str, int]) -> None:
+    """UserError if a tokenizer's vocabulary has ids that the model has no embedding for.
+
+    There may be more ids than tokens; under tensor parallelism an id without a row would give 0 and no error.
+    """
+    largest = max(vocabulary.values())
+    if config.vocab_size <= largest:
         raise UserError(
-            f"the tokenizer has {tokenizer_size} tokens but the model only {config.vocab_size} (config.vocab_size); "
-            "give the tokenizer that belongs to the model (model.tokenizer)"
+            f"the tokenizer has ids up to {largest} but the model only {config.vocab_size} (config.vocab_size), "
+            "counted from 0; give the tokenizer that belongs to the model (model.tokenizer)"
         )
 
 

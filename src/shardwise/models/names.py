@@ -1,6 +1,10 @@
-"""Parameter names: from a model with adapters to the transformers model underneath."""
+"""Names and modules: from a model with adapters to the transformers model underneath."""
 
 from __future__ import annotations
+
+from typing import Any
+
+from peft.utils import ModulesToSaveWrapper
 
 
 def hf_name(name: str) -> str:
@@ -23,3 +27,8 @@ def is_adapter(name: str) -> bool:
 def is_saved_copy(name: str) -> bool:
     """Whether a parameter is the trained copy of one that `modules_to_save` names."""
     return ".modules_to_save.default." in name
+
+
+def in_use(module: Any) -> Any:
+    """The module that computes: of one that PEFT has copied, to train it in full, the copy."""
+    return module.modules_to_save["default"] if isinstance(module, ModulesToSaveWrapper) else module

@@ -71,6 +71,21 @@ def layout(cfg: RunConfig) -> str:
     return "-".join(name for name, is_used in used.items() if is_used) or "single"
 
 
+def proofs(family: str) -> dict[str, str]:
+    """By layout that a family may run under, the two cells of tests/parity that prove it: with LoRA, and in full.
+
+    Named as a shell's braces write it. On 2 ranks of each axis, of which hsdp is two, but one in a pipeline. Empty for
+    `single`, which is what others are compared with, and for a family that is not listed.
+    """
+    found = dict.fromkeys((layout for layout in LAYOUTS if layout in COMPATIBLE.get(family, UNPROVEN)), "")
+    for layout in found:
+        axes = layout.removesuffix("-sp").split("-")
+        num_ranks = 2 ** (len(axes) + (axes[0] == "hsdp"))
+        if family in COMPATIBLE and layout != "single":
+            found[layout] = f"{family}-{layout}{'-1f1b' * ('pp' in axes)}-{{lora,full}}-{num_ranks}p"
+    return found
+
+
 def check(cfg: RunConfig, family: str) -> None:
     """Refuse a composition that is not proven for a family, or is not offered for one that is not listed."""
     offered = COMPATIBLE.get(family, UNPROVEN)
@@ -103,6 +118,11 @@ def _check_tensor(cfg: RunConfig) -> None:
             raise UserError(
                 f"{key} is {value}, which is not proven with tensor parallelism; set it to none, or parallel.tp to 1"
             )
+    if cfg.training.precision == "float16":
+        raise UserError(
+            "training.precision is float16, which is not proven with tensor parallelism; use bfloat16, or set "
+            "parallel.tp to 1"
+        )
     if parallel.memory_limit_gib is not None:
         raise UserError(
             "parallel.memory_limit_gib counts whole layers, not a tensor-parallel rank's share; leave it out, or set "

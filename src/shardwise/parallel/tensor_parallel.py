@@ -41,6 +41,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     for part in pm.parts:
         assert isinstance(part, CausalLM)
         _Splitter(part, axis, found).split()
+    assert {*found.summands, *found.reordered} <= {name for name, _ in pm.named_parameters()}
 
     def reduce() -> None:
         trained = {name: p for name, p in pm.named_parameters() if p.requires_grad}

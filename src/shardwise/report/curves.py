@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.metrics.cell import Axis
@@ -17,12 +17,15 @@ from shardwise.report.panels import (
     grid,
     legend,
     line_style,
+    peak_in,
+    peak_unit,
     set_title,
+    speed,
     whole_steps,
 )
 from shardwise.report.style import Look, colour, looks
 from shardwise.report.tables import Row, number_of, scaling_kind
-from shardwise.report.words import axis_name, byte_unit, named_values
+from shardwise.report.words import axis_name, named_values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -123,14 +126,14 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
     for row in cells:
         lines.setdefault(named_values(row.plan, bench.sweep, work), {}).setdefault(look[row.plan.id], []).append(row)
     figure, axes = grid(len(lines), 2, [2.7] * len(lines))
-    unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for row in rows), default=1))
+    unit, unit_name = peak_unit(rows)
     name = "processes" if "nproc" in axis.keys else axis_name(axis)
     ticks = sorted({number_of(axis, row) or 0.0 for row in cells})
     for (title, of_title), (left, right) in zip(lines.items(), axes, strict=True):
         set_title(left, "Throughput, tokens/s", title)
         set_title(right, f"Peak memory, {unit_name}", "")
         for style, of_line in of_title.items():
-            for panel, read in ((left, _speed), (right, _peak_in(unit))):
+            for panel, read in ((left, speed), (right, peak_in(unit))):
                 found = sorted(
                     (number_of(axis, row) or 0.0, value) for row in of_line if (value := read(row)) is not None
                 )
@@ -143,11 +146,10 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
                     markersize=5,
                     linewidth=1.6,
                 )
-                open_marks = [
-                    (number_of(axis, row) or 0.0, y) for row in of_line if row.state == "unchecked" and (y := read(row))
-                ]
-                for x, y in open_marks:
-                    panel.plot(x, y, marker=style.marker, color=colour("paper"), markersize=3, linestyle="none")
+                for row in of_line:
+                    if row.state == "unchecked" and (y := read(row)):
+                        x = number_of(axis, row) or 0.0
+                        panel.plot(x, y, marker=style.marker, color=colour("paper"), markersize=3, linestyle="none")
                 if panel is left and name == "processes" and found and found[0][0] == 1:
                     even = [ticks[-1] ** (i / 32) for i in range(33)]
                     panel.plot(even, [found[0][1] * n for n in even], color=colour("faint"), lw=0.9, dashes=(2, 2))
@@ -166,11 +168,3 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
         f"Cells without a figure are left out of the lines; the table of all cells has the reason.{ideal}{unchecked}",
         figure,
     )
-
-
-def _speed(row: Row) -> float | None:
-    return row.tokens_per_second
-
-
-def _peak_in(unit: float) -> Callable[[Row], float | None]:
-    return lambda row: row.peak_memory_bytes / unit if row.peak_memory_bytes else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.curves import against, losses
@@ -12,18 +13,19 @@ from shardwise.report.panels import (
     NAME,
     Drawn,
     Groups,
-    bar_axis,
     bars,
     bars_height,
-    beside,
     comma_ticks,
     grid,
+    in_places,
     key,
     legend,
     number_points,
-    say_why,
+    peak_in,
+    peak_unit,
     set_title,
     settle,
+    speed,
 )
 from shardwise.report.style import HATCHES, Look, colour, looks
 from shardwise.report.tables import (
@@ -34,7 +36,7 @@ from shardwise.report.tables import (
     numeric_axes,
     pareto,
 )
-from shardwise.report.words import byte_unit, group_title, number, printable, second_unit, size
+from shardwise.report.words import group_title, number, printable, second_unit, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,18 +72,12 @@ def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
 def throughput_and_memory(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Throughput and peak memory, a bar for each cell; where a figure is not to be had, the reason's name."""
     figure, axes = grid(len(groups), 2, [bars_height(cells) for _, cells in groups])
-    unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for _, cells in groups for row in cells), default=1))
+    unit, unit_name = peak_unit(row for _, cells in groups for row in cells)
     for (title, cells), (left, right) in zip(groups, axes, strict=True):
         set_title(left, "Throughput, tokens/s", title)
         set_title(right, f"Peak memory, {unit_name}", "")
-        bars(left, cells, look, lambda row: row.tokens_per_second, lambda row: row.tokens_range)
-        bars(
-            right,
-            cells,
-            look,
-            lambda row: row.peak_memory_bytes / unit if row.peak_memory_bytes else None,
-            lambda _: None,
-        )
+        bars(left, cells, look, speed, lambda row: row.tokens_range)
+        bars(right, cells, look, peak_in(unit))
         right.tick_params(labelleft=False)
     return Drawn(
         "throughput-memory",
@@ -95,33 +91,11 @@ def throughput_and_memory(groups: Groups, look: dict[str, Look]) -> Drawn:
 def memory(groups: Groups) -> Drawn:
     """What the peak is made of."""
     figure, axes = grid(len(groups), 1, [bars_height(cells) for _, cells in groups])
-    unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for _, cells in groups for row in cells), default=1))
-    fills = ("c1", "c2", "c3", "c4", "c7")
+    unit, unit_name = peak_unit(row for _, cells in groups for row in cells)
     for (title, cells), (panel,) in zip(groups, axes, strict=True):
         set_title(panel, f"Peak memory, {unit_name}", title)
-        largest = 0.0
-        for place, row in enumerate(cells):
-            parts = memory_parts(row)
-            if parts is None:
-                say_why(panel, place, row)
-                continue
-            start = 0.0
-            for part, fill, hatch in zip(MEMORY_PARTS, fills, HATCHES, strict=False):
-                width = parts[part] / unit
-                panel.barh(
-                    place, width, left=start, height=0.66, color=colour(fill), hatch=hatch, label=part, linewidth=0
-                )
-                start += width
-            largest = max(largest, start)
-            beside(panel, place, start, number(start))
-        bar_axis(panel, cells)
-        panel.set_xlim(
-            0, (max((sum((memory_parts(row) or {}).values()) for row in cells), default=0) / unit or 1) * 1.1
-        )
-    parts = {}
-    for (panel,) in axes:
-        for handle, part in zip(*panel.get_legend_handles_labels(), strict=True):
-            parts.setdefault(part, handle)
+        in_places(panel, cells, partial(_stack, panel, unit))
+    parts = {part: one for (panel,) in axes for one, part in zip(*panel.get_legend_handles_labels(), strict=True)}
     key(figure, list(parts.values()), list(parts))
     return Drawn(
         "memory-parts",
@@ -132,11 +106,23 @@ def memory(groups: Groups) -> Drawn:
     )
 
 
+def _stack(panel: Axes, unit: float, place: int, row: Row) -> tuple[float, float] | None:
+    parts = memory_parts(row)
+    if parts is None:
+        return None
+    end = 0.0
+    for part, fill, hatch in zip(MEMORY_PARTS, ("c1", "c2", "c3", "c4", "c7"), HATCHES, strict=False):
+        width = parts[part] / unit
+        panel.barh(place, width, left=end, height=0.66, color=colour(fill), hatch=hatch, label=part, linewidth=0)
+        end += width
+    return end, end
+
+
 def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Every cell by its memory and its throughput, and the front of those that no other beats in both."""
     listed = [_listed(cells) for _, cells in groups]
     figure, axes = grid(len(groups), 2, [max(2.8, 0.2 * len(rows)) for rows in listed], [1.6, 1.0])
-    unit, unit_name = byte_unit(max((row.peak_memory_bytes or 0 for _, cells in groups for row in cells), default=1))
+    unit, unit_name = peak_unit(row for _, cells in groups for row in cells)
     numbered: list[tuple[Axes, list[tuple[float, float, str, bool]], list[tuple[float, float]]]] = []
     others: list[Row] = []
     for (title, cells), rows, (panel, names) in zip(groups, listed, axes, strict=True):
@@ -217,26 +203,26 @@ def steps(groups: Groups, look: dict[str, Look]) -> Drawn:
     unit, unit_name = second_unit(longest)
     for (title, cells), (panel,) in zip(groups, axes, strict=True):
         set_title(panel, f"Step time, {unit_name}", title)
-        for place, row in enumerate(cells):
-            found = _percentiles(row)
-            if found is None:
-                say_why(panel, place, row)
-                continue
-            p10, p50, p90, most = (found[key] / unit for key in ("p10", "p50", "p90", "max"))
-            style = look[row.plan.id]
-            panel.plot([p10, most], [place, place], color=colour("faint"), linewidth=1)
-            panel.plot([p10, p90], [place, place], color=style.colour, linewidth=6, alpha=0.45, solid_capstyle="butt")
-            panel.plot(p50, place, marker=style.marker, color=style.colour, markersize=7)
-            panel.plot(most, place, marker="|", color=colour("ink"), markersize=9, markeredgewidth=1.4)
-            beside(panel, place, most, number(p50))
-        bar_axis(panel, cells)
-        panel.set_xlim(0, max((f["max"] for row in cells if (f := _percentiles(row))), default=unit) / unit * 1.1)
+        in_places(panel, cells, partial(_even, panel, look, unit))
     return Drawn(
         "steps",
         "Step times",
         "Mark: the median (p50), written beside the row. Thick bar: p10 to p90. Tick: the longest step.",
         figure,
     )
+
+
+def _even(panel: Axes, look: dict[str, Look], unit: float, place: int, row: Row) -> tuple[float, float] | None:
+    found = _percentiles(row)
+    if found is None:
+        return None
+    p10, p50, p90, most = (found[key] / unit for key in ("p10", "p50", "p90", "max"))
+    style = look[row.plan.id]
+    panel.plot([p10, most], [place, place], color=colour("faint"), linewidth=1)
+    panel.plot([p10, p90], [place, place], color=style.colour, linewidth=6, alpha=0.45, solid_capstyle="butt")
+    panel.plot(p50, place, marker=style.marker, color=style.colour, markersize=7)
+    panel.plot(most, place, marker="|", color=colour("ink"), markersize=9, markeredgewidth=1.4)
+    return most, p50
 
 
 def _percentiles(row: Row) -> dict[str, float] | None:

@@ -48,6 +48,9 @@ HERE = importlib.resources.files("shardwise.report")
 MARKS = {"ok": "✓", "wrong": "✗", "unchecked": "?", "not run": "…"}
 """Before the name of a state; any other state has a `!`."""
 
+HEAD = ["cell", "state", "processes", "tokens/s", "min – max", "speed-up", "peak memory", "less than ddp", "departure"]
+"""Of the table in Markdown."""
+
 
 def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
     """Write the page (default `report.html` in the bench's folder) with its table and figures beside it; its path.
@@ -195,21 +198,10 @@ def markdown(
     places = environments(rows)
     where = ", ".join(f"{key} {' / '.join(map(words.fact, values))}" for key, values in places.items() if any(values))
     lines += [f"- {_cell(where)}"] if where else []
-    head = [
-        "cell",
-        "state",
-        "processes",
-        "tokens/s",
-        "min – max",
-        "speed-up",
-        "peak memory",
-        "less than ddp",
-        "departure",
-    ]
     for name, cells in groups_of(rows).items():
         title = words.group_title(name, bench.sweep)
         lines += ["", *([f"## {_cell(title)}", ""] if title else [])]
-        lines += [_line(head), _line(["---", "---", *["---:"] * (len(head) - 2)])]
+        lines += [_line(HEAD), _line(["---", "---", *["---:"] * (len(HEAD) - 2)])]
         for row in cells:
             figures = [
                 str(row.plan.nproc),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.report.style import Look, colour
 from shardwise.report.tables import Row
-from shardwise.report.words import number, printable
+from shardwise.report.words import byte_unit, number, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +23,8 @@ NAME = 44
 """The most characters of a name in a figure."""
 Groups = Sequence[tuple[str, list[Row]]]
 """The title of each group of cells, and its rows."""
+_BESIDE: Mapping[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+"""Where text begins behind the end of a bar."""
 
 
 @dataclass(frozen=True)
@@ -111,35 +113,60 @@ def settle(figure: Figure) -> None:
     figure.set_layout_engine("none")
 
 
+def speed(row: Row) -> float | None:
+    """Tokens per second."""
+    return row.tokens_per_second
+
+
+def peak_in(unit: float) -> Callable[[Row], float | None]:
+    """The peak memory of a cell, in units of so many bytes."""
+    return lambda row: row.peak_memory_bytes / unit if row.peak_memory_bytes else None
+
+
+def peak_unit(cells: Iterable[Row]) -> tuple[float, str]:
+    """The unit in which these cells' peak memory is told, and its name."""
+    return byte_unit(max((row.peak_memory_bytes or 0 for row in cells), default=1))
+
+
 def bars(
     panel: Axes,
     cells: Sequence[Row],
     look: dict[str, Look],
     read: Callable[[Row], float | None],
-    spread: Callable[[Row], tuple[float, float] | None],
+    spread: Callable[[Row], tuple[float, float] | None] = lambda _: None,
 ) -> None:
-    """A horizontal bar for each cell, the first on top, its value beside it."""
-    largest = 0.0
-    for place, row in enumerate(cells):
-        value = read(row)
+    """A horizontal bar for each cell, its value beside it."""
+
+    def draw(place: int, row: Row) -> tuple[float, float] | None:
+        value, low_high = read(row), spread(row)
         if value is None:
-            say_why(panel, place, row)
-            continue
+            return None
         panel.barh(place, value, height=0.62, color=look[row.plan.id].colour, linewidth=0)
-        low_high = spread(row)
         if low_high:
             panel.plot(low_high, [place, place], color=colour("ink"), linewidth=1.2, marker="|", markersize=5)
-        end = max(value, *(low_high or (0.0,)))
-        largest = max(largest, end)
-        beside(panel, place, end, number(value))
         if row.is_baseline:
             panel.axvline(value, color=colour("faint"), linewidth=0.9, dashes=(3, 2), zorder=0.6)
-    bar_axis(panel, cells)
+        return max(value, *(low_high or (0.0,))), value
+
+    in_places(panel, cells, draw)
+
+
+def in_places(panel: Axes, cells: Sequence[Row], draw: Callable[[int, Row], tuple[float, float] | None]) -> None:
+    """A place for each cell, the first on top, with its name at the left.
+
+    `draw` tells where what it has drawn ends, and the number to write there; None where there is nothing to draw.
+    """
+    largest = 0.0
+    for place, row in enumerate(cells):
+        drawn = draw(place, row)
+        if drawn is None:
+            _say_why(panel, place, row)
+            continue
+        end, value = drawn
+        largest = max(largest, end)
+        clear = {"facecolor": colour("paper"), "edgecolor": "none", "pad": 1.0}  # of lines that would run through it
+        panel.annotate(number(value), (end, place), fontsize=8.5, bbox=clear, **_BESIDE)
     panel.set_xlim(0, (largest or 1.0) * 1.16)
-
-
-def bar_axis(panel: Axes, cells: Sequence[Row]) -> None:
-    """Name the cells at the left, the first on top."""
     panel.set_yticks(range(len(cells)), [printable(row.name, NAME) for row in cells])
     panel.tick_params(axis="y", labelcolor=colour("ink"))
     panel.set_ylim(max(2, len(cells)) - 0.4, -0.6)
@@ -148,30 +175,14 @@ def bar_axis(panel: Axes, cells: Sequence[Row]) -> None:
     comma_ticks(panel.xaxis)
 
 
-def beside(panel: Axes, place: float, value: float, text: str) -> None:
-    """Write a value behind the end of its bar."""
-    clear = {"facecolor": colour("paper"), "edgecolor": "none", "pad": 1.0}  # of lines that would run through it
-    panel.annotate(
-        text, (value, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5, bbox=clear
-    )
-
-
-def say_why(panel: Axes, place: float, row: Row) -> None:
+def _say_why(panel: Axes, place: float, row: Row) -> None:
     """Write in the place of a bar why there is none."""
     wrong = row.state == "wrong"
     text = "✗ wrong" if wrong else "not measured" if row.measured else row.state
-    panel.annotate(
-        text,
-        (0, place),
-        xycoords=("axes fraction", "data"),
-        xytext=(5, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8.5,
-        style="normal" if wrong else "italic",
-        weight="bold" if wrong else "normal",
-        color=colour("bad" if wrong else "muted"),
+    how: dict[str, Any] = (
+        {"weight": "bold", "color": colour("bad")} if wrong else {"style": "italic", "color": colour("muted")}
     )
+    panel.annotate(text, (0, place), xycoords=("axes fraction", "data"), fontsize=8.5, **how, **_BESIDE)
 
 
 WRONG: Mapping[str, Any] = {

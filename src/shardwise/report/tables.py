@@ -107,26 +107,19 @@ def _with_figures(row: Row) -> Row:
 def _derive(row: Row, rows: Sequence[Row]) -> Row:
     """What follows from a cell's figures and those of the cells of its group."""
     group = [r for r in rows if r.plan.group == row.plan.group and r.measured]
-    speed, processes = row.tokens_per_second, row.plan.nproc
+    processes, found = row.plan.nproc, {}
     baseline = row if row.is_baseline else next((r for r in group if r.plan.id == _baseline_of(row.plan)), None)
-    speedup = _ratio(speed, baseline.tokens_per_second) if baseline else None
-    if baseline is not None and speedup is not None:
-        row = replace(row, speedup=speedup, speedup_over=baseline.name)
-    slowest = min((r.tokens_per_second for r in group if r.tokens_per_second), default=None)
-    row = replace(row, over_slowest=_ratio(speed, slowest))
-    alone = _nearest(row, group, lambda r: r.plan.nproc == 1 and bool(r.tokens_per_second))
-    per_process = _ratio(speed, alone.tokens_per_second) if alone and processes > 1 else None
-    if alone is not None and per_process is not None:
-        row = replace(row, efficiency=per_process / processes, efficiency_over=alone.name)
-    ddp = _nearest(row, group, lambda r: r.plan.nproc == processes and _strategy(r) == "ddp")
-    share = _ratio(row.peak_memory_bytes, ddp.peak_memory_bytes) if ddp and _strategy(row) != "ddp" else None
-    if ddp is not None and share is not None:
-        row = replace(row, saving=1 - share, saving_over=ddp.name)
-    return row
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return a / b if a is not None and b else None
+    if speed := row.tokens_per_second:
+        if baseline and baseline.tokens_per_second:
+            found |= {"speedup": speed / baseline.tokens_per_second, "speedup_over": baseline.name}
+        found["over_slowest"] = speed / min(r.tokens_per_second for r in group if r.tokens_per_second)
+        alone = _nearest(row, group, lambda r: r.plan.nproc == 1 and bool(r.tokens_per_second))
+        if alone and alone.tokens_per_second and processes > 1:
+            found |= {"efficiency": speed / alone.tokens_per_second / processes, "efficiency_over": alone.name}
+    ddp = _nearest(row, group, lambda r: r.plan.nproc == processes and _is_ddp(r))
+    if ddp and ddp.peak_memory_bytes and row.peak_memory_bytes and not _is_ddp(row):
+        found |= {"saving": 1 - row.peak_memory_bytes / ddp.peak_memory_bytes, "saving_over": ddp.name}
+    return replace(row, **found)
 
 
 def differing_keys(a: CellRecord, b: CellRecord) -> list[str]:
@@ -156,8 +149,10 @@ def _nearest(row: Row, group: Sequence[Row], wanted: Callable[[Row], bool]) -> R
     return min(found)[2] if found else None
 
 
-def _strategy(row: Row) -> str | None:
-    return setting(row.record, "parallel", "data")
+def _is_ddp(row: Row) -> bool:
+    """Of the whole model on each rank: neither cut into stages nor within layers."""
+    whole = all(setting(row.record, "parallel", axis) in (1, None) for axis in ("pp", "tp"))
+    return whole and setting(row.record, "parallel", "data") == "ddp"
 
 
 def scaling_kind(sweep: SweepRecord) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -100,20 +101,20 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
             f"data.sequence_length is {cfg.data.sequence_length}, but {spec.family} has learned only "
             f"{positions} positions; lower it"
         )
+    coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     if cfg.parallel.tp > 1:
         plan.check(hf, spec, cfg.parallel.tp)
-    coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     accumulate.check(cfg, (p for p in hf.parameters() if p.requires_grad))
     family = family_of(hf)
     parameters = _sizes(hf)
     notes = _notes(cfg, spec)
     counts = None if notes else count_model(hf, spec)
-    if cfg.parallel.tp > 1:
-        notes += _not_dealt_out(plan.undealt_weights(hf, spec, cfg.parallel.tp))
     if cfg.lora and cfg.lora.merged:
         copied = merged_bytes(hf, cfg.training.precision)
         notes += (f"lora.merged: a second copy of the weights that have adapters takes {copied:,} bytes on each rank",)
     cut = _cut(cfg, mesh, hf, spec, counts) if cfg.parallel.pp > 1 else None
+    if cfg.parallel.tp > 1:
+        notes += _not_dealt_out(plan.undealt_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh)
     if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
         notes += (f"parallel.memory_limit_gib: {caveat}",)
     trained = frozenset(n for n, p in hf.named_parameters() if p.requires_grad)
@@ -180,11 +181,23 @@ def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
     return notes
 
 
-def _not_dealt_out(weights: Mapping[str, int]) -> tuple[str, ...]:
-    """What tensor parallelism does not deal out, if anything."""
-    told = ", ".join(f"{name} ({num_bytes:,} bytes)" for name, num_bytes in weights.items())
-    said = f"parallel.tp: other ranks hold as well what a rank has, in all layers of the model together, of {told}"
-    return (said,) * bool(told)
+def _not_dealt_out(units: Sequence[Counter[str]], cut: Cut | None, cfg: RunConfig, mesh: Mesh) -> tuple[str, ...]:
+    """What tensor parallelism does not deal out, if anything: of the whole model, so alike on all ranks."""
+    whole = sum(units, Counter())
+    told = ", ".join(f"{name} ({num_bytes:,})" for name, num_bytes in whole.items())
+    said = (
+        f"parallel.tp: of these weights other ranks hold the same bytes: {told}; {whole.total():,} in the whole model"
+    )
+    if cut is not None:
+        edges, pipeline = cut.split.boundaries, cut.pipeline
+        held = [
+            sum(units[u].total() for c in pipeline.chunks_of(r) for u in range(edges[c], edges[c + 1]))
+            for r in range(pipeline.num_ranks)
+        ]
+        said += f", on a rank of the pipeline at most {max(held):,}"
+    if cfg.parallel.data == "fsdp2" and mesh.size("dp_shard") > 1:
+        said += f", of which fsdp2 leaves 1/{mesh.size('dp_shard')} on each rank"
+    return (said,) * bool(whole)
 
 
 def _sizes(hf: torch.nn.Module) -> dict[str, int]:

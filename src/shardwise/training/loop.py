@@ -30,7 +30,7 @@ from shardwise.training.watchdog import beat, paused
 def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     """Run the whole of `cfg` on this rank, with the process group up; rank 0 gets the record, which is on disk too."""
     tokenizer = load_tokenizer(cfg.model)
-    load.check_vocabulary(load.read_config(cfg.model), len(tokenizer))
+    load.check_vocabulary(load.read_config(cfg.model), tokenizer.get_vocab())
     with paused():  # checksums of a whole checkpoint; an index of all files
         start = find_start(cfg)
         loaders = build_loaders(cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader)

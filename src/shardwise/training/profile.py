@@ -36,9 +36,10 @@ from shardwise.parallel.place import fill
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.orders import SPLITTING
 from shardwise.training.build import run_in_turn
-from shardwise.training.launch import start_processes, threads_each
+from shardwise.training.launch import start_processes
 from shardwise.training.profile_store import Measured, Profile, needs_gradient, num_busy, path_of, unit_keys, write
 from shardwise.training.watchdog import beat
+from shardwise.training.world import threads_each
 
 BUDGET_SECONDS, FEWEST, MOST = 20.0, 9, 41
 """Rounds go on for about so long, and are so many at least and at most."""

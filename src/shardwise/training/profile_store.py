@@ -20,7 +20,7 @@ from shardwise.models.counts import unit_modules
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import SPLITTING
-from shardwise.training.launch import device_type, num_cores
+from shardwise.training.world import device_type, num_cores
 
 SCHEMA_VERSION = 2
 

@@ -28,8 +28,8 @@ from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Timeline
 from shardwise.schedule.split import Split, bound_seconds
 from shardwise.schedule.trace import chrome_trace, gantt
-from shardwise.training.launch import device_type, threads_each
 from shardwise.training.split import COUNTED, choose_split, costs_of, memory_caveat
+from shardwise.training.world import device_type, threads_each
 
 FILES = ("split.json", "split.svg", "trace.json")
 
@@ -57,7 +57,15 @@ class Plan:
     def drawn(self) -> dict[str, Timeline]:
         """The uniform split's timeline above the chosen one's."""
         splits = {**self.others, self.name: self.chosen}
-        return {name: splits[name].timeline for name in dict.fromkeys(("uniform", self.name))}
+        whole = ", of whole layers, not yet shared out by tp" * (self.cfg.parallel.tp > 1)
+        return {f"{name}{whole}": splits[name].timeline for name in dict.fromkeys(("uniform", self.name))}
+
+    @property
+    def notes(self) -> list[str]:
+        """What whoever reads the figures must know."""
+        ranks = self.cfg.parallel.tp
+        whole = f"seconds and memory are those of whole layers, before {ranks} tensor-parallel ranks share them out"
+        return list(filter(None, (whole * (ranks > 1), memory_caveat(self.spec, self.source))))
 
 
 def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
@@ -75,10 +83,10 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     hf = load.build_meta(cfg.model, hf_config)
     check_cut(family_of(hf))
     spec = spec_of(hf_config, hf)
-    if cfg.parallel.tp > 1:
-        check_splits(hf, spec, cfg.parallel.tp)
     if cfg.lora:
         lora.inject(hf, cfg.lora, spec)
+    if cfg.parallel.tp > 1:
+        check_splits(hf, spec, cfg.parallel.tp)
     compose.check_tied(cfg, spec)
     accumulate.check(cfg, (p for p in hf.parameters() if p.requires_grad))
     torch.set_num_threads(threads_each(world))
@@ -140,10 +148,7 @@ def summary(planned: Plan) -> Iterator[str]:
     yield f"costs: {planned.source}"
     if planned.source.startswith(COUNTED):
         yield "shares are worth more than seconds here; shardwise split --profile measures this machine"
-    if parallel.tp > 1:
-        yield f"seconds and memory are those of whole layers, before {parallel.tp} tensor-parallel ranks share them out"
-    if caveat := memory_caveat(planned.spec, planned.source):
-        yield caveat
+    yield from planned.notes
 
 
 def write_files(planned: Plan, folder: Path) -> None:
@@ -155,6 +160,7 @@ def write_files(planned: Plan, folder: Path) -> None:
         "num_virtual": planned.pipeline.num_virtual,
         "num_microbatches": planned.pipeline.num_microbatches,
         "costs": planned.source,
+        "notes": planned.notes,
         "chosen": planned.name,
         "bound_seconds": bound_seconds(planned.units, planned.pipeline),
         "splits": {name: _described(split) for name, split in splits.items()},

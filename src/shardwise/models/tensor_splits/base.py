@@ -15,7 +15,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from peft.utils import ModulesToSaveWrapper
 from transformers.pytorch_utils import Conv1D
 
 
@@ -216,8 +215,3 @@ def unwrapped(module: Any) -> Any:
     while (inner := getattr(module, "base_layer", None) or getattr(module, "original_module", None)) is not None:
         module = inner
     return module
-
-
-def in_use(module: Any) -> Any:
-    """The module that computes: of one that PEFT has copied, to train it in full, the copy."""
-    return module.modules_to_save["default"] if isinstance(module, ModulesToSaveWrapper) else module

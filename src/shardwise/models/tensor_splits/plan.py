@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -11,16 +12,24 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.config import UserError
 from shardwise.models.families import FAMILIES
 from shardwise.models.lora import adapter_layers
-from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
-from shardwise.models.tensor_splits.base import BlockSplit, Cut, Indivisible, in_use, unwrapped
+from shardwise.models.tensor_splits.base import BlockSplit, Cut, Indivisible, unwrapped
 
 MOST_RANKS = 64
 """Up to which sizes are tried, to name those that work."""
 
 
 def check(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> None:
-    """UserError, with the sizes that work, if a model cannot be cut over so many ranks."""
+    """UserError, with the sizes that work, if a model, with its adapters, cannot be cut over so many ranks."""
+    for name, module in hf.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and any(
+            f"{layer.name}.".startswith(f"{name}.") for layer in spec.layers
+        ):
+            raise UserError(
+                f"lora.modules_to_save: {name} holds whole layers, and parallel.tp cuts the blocks in them; name the "
+                f"blocks instead ({', '.join(FAMILIES[spec.family].splits)}), or set parallel.tp to 1"
+            )
     found = problem(hf, spec, num_ranks)
     if found is None:
         return
@@ -62,21 +71,28 @@ def split_blocks(
     return found
 
 
-def undealt_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, int]:
-    """Bytes that a rank holds of matrices that others hold too, whole or in part; by module, all layers together."""
-    found: Counter[str] = Counter()
+def undealt_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> list[Counter[str]]:
+    """Bytes that a rank has of matrices that others have too, whole or in part: by name, of each unit of a split.
+
+    Units are the embedding (and what else lies outside of the layers, as learned positions do), the layers, the head.
+    """
+    cuts: dict[str, Cut] = {}
     for layer in spec.layers:
         for path, split in split_blocks(hf, spec, layer, num_ranks).items():
-            block = hf.get_submodule(f"{layer.name}.{path}")
-            cuts = parameter_cuts(block, split) if split else {}
-            for name, parameter in block.named_parameters():
-                if is_adapter(name) or parameter.dim() < 2:
-                    continue
-                rows = cuts[name].rows if name in cuts else None
-                if rows is None or rows.shared:
-                    share = 1.0 if rows is None else rows.num_shared / rows.size
-                    found[hf_name(f"{path}.{name}").rpartition(".")[0]] += round(share * parameter.nbytes)
-    return dict(found)
+            if split is not None:
+                cut = parameter_cuts(hf.get_submodule(f"{layer.name}.{path}"), split)
+                cuts |= {f"{layer.name}.{path}.{name}": rows for name, rows in cut.items()}
+    units = {f"{layer.name}.": Counter() for layer in spec.layers}
+    outside: Counter[str] = Counter()
+    for name, parameter in hf.named_parameters():
+        if is_adapter(name) or parameter.dim() < 2 or name.startswith((f"{spec.embed}.", f"{spec.head}.")):
+            continue
+        rows = cuts[name].rows if name in cuts else None
+        share = 1.0 if rows is None else rows.num_shared / rows.size
+        layer = next(filter(name.startswith, units), "")
+        module = hf_name(name.removeprefix(layer)).rpartition(".")[0]
+        units.get(layer, outside)[module] += round(share * parameter.nbytes)
+    return [+found for found in (outside, *units.values(), Counter())]
 
 
 def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
