@@ -10,12 +10,12 @@ Source of the idea: Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from shardwise.config import UserError
+from shardwise.kernels.linear_cross_entropy.vocabulary import Vocabulary
 from shardwise.kernels.triton_support import why_not
 
 CHUNK_BYTES = 256 * 2**20
@@ -29,16 +29,6 @@ TILE = 128
 
 Kernel = Literal["auto", "torch", "triton"]
 """What takes the softmax of a chunk; `auto`: Triton on a GPU, where it is installed."""
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Which tokens a rank has, where each of some ranks has other rows of the weight; reductions are elementwise."""
-
-    first: int  # of this rank's tokens
-    most: int  # tokens that a rank has: chunks are alike on all
-    add_up: Callable[[torch.Tensor], torch.Tensor]
-    largest: Callable[[torch.Tensor], torch.Tensor]
 
 
 Softmax = Callable[

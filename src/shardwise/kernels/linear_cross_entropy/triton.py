@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.linear_cross_entropy.chunked import Vocabulary
+from shardwise.kernels.linear_cross_entropy.vocabulary import Vocabulary
 
 BLOCK = 4096
 """Logits that a program takes at a time, 16 on each of 256 threads: two loads of 16 bytes in 16-bit formats."""
