@@ -13,7 +13,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 _KINDS = {"jet": "linear_attention", "attn": "full_attention", "swa": "sliding_attention"}
-_JET = dict(num_heads=6, head_dim=256, expand_v=2.0, conv_size=4, dconv_generator_reduction=8, norm_eps=1e-5)
+_JET = {"num_heads": 6, "head_dim": 256, "expand_v": 2.0}
+_JET |= {"conv_size": 4, "dconv_generator_reduction": 8, "norm_eps": 1e-5}
 _PUBLISHED = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -62,9 +63,7 @@ class JetNemotronConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """As it is written to config.json."""
-        out = super().to_dict()
-        out["layer_types"] = [_PUBLISHED.get(kind, kind) for kind in out["layer_types"]]
-        return out
+        return super().to_dict() | {"layer_types": [_PUBLISHED.get(kind, kind) for kind in self.layer_types]}
 
     @property
     def sliding_window(self) -> int | None:

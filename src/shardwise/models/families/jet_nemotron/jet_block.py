@@ -117,5 +117,4 @@ class JetBlock(nn.Module):
         low, high = math.log(0.001), math.log(0.1)
         dt = (torch.rand_like(self.dt_bias, dtype=torch.float32) * (high - low) + low).exp()
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # what softplus makes dt of
-        w2 = self.dynamic_conv1d.kernel_generator.get_submodule("w2")
-        init.normal_(w2.get_parameter("bias"), mean=0.0, std=std)
+        init.normal_(self.dynamic_conv1d.kernel_generator.get_parameter("w2.bias"), mean=0.0, std=std)

@@ -91,9 +91,10 @@ class JetNemotronModel(JetNemotronPreTrainedModel):
             position_ids = torch.arange(first, first + hidden.shape[1], device=hidden.device)[None]
         masks = attention_mask  # by layer type where `generate` has made them already
         if not isinstance(masks, dict):
-            given: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
+            make: Any = MASKS
+            given = {"attention_mask": attention_mask, "position_ids": position_ids}
             masks = {
-                kind: MASKS[kind](self.config, hidden, past_key_values=self._of_kind(kind, past_key_values), **given)
+                kind: make[kind](self.config, hidden, past_key_values=self._of_kind(kind, past_key_values), **given)
                 for kind in set(self.config.layer_types)
             }
         around = {"position_embeddings": self.rotary_emb(hidden, position_ids), "position_ids": position_ids, **kwargs}
@@ -104,7 +105,7 @@ class JetNemotronModel(JetNemotronPreTrainedModel):
     def _of_kind(self, kind: str, cache: Cache | None) -> Cache | None:
         if cache is None:
             return None
-        # A mask is as wide as its layers' cache; of a whole hybrid one, transformers 5.17 asks whichever layer is first.
+        # A mask is as wide as its layers' cache; of a hybrid one, transformers 5.17 asks whichever layer is first.
         own = copy(cache)
         own.layers = [layer for k, layer in zip(self.config.layer_types, cache.layers) if k == kind]
         return own
