@@ -1,0 +1,5 @@
+"""What is trained: transformers' models, and those that this project adds to them."""
+
+from shardwise.models.families.jet_nemotron import register
+
+register()

@@ -1,0 +1,14 @@
+"""Jet-Nemotron, which transformers does not have: `shardwise.models` makes its Auto classes know it."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shardwise.models.families.jet_nemotron.configuration import JetNemotronConfig
+from shardwise.models.families.jet_nemotron.model import JetNemotronForCausalLM, JetNemotronModel
+
+__all__ = ["JetNemotronConfig", "JetNemotronForCausalLM", "JetNemotronModel", "register"]
+
+
+def register() -> None:
+    """Let AutoConfig and AutoModelForCausalLM find `model_type: jet_nemotron`; a second call changes nothing."""
+    AutoConfig.register(JetNemotronConfig.model_type, JetNemotronConfig, exist_ok=True)
+    AutoModelForCausalLM.register(JetNemotronConfig, JetNemotronForCausalLM, exist_ok=True)

@@ -1,0 +1,91 @@
+"""Jet-Nemotron's configuration: the published config.json, read into transformers' own words.
+
+Facts (keys, defaults) from github.com/NVlabs/Jet-Nemotron (Apache-2.0) and arXiv 2508.15884.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+_KINDS = {"jet": "linear_attention", "attn": "full_attention", "swa": "sliding_attention"}
+_JET = {"num_heads": 6, "head_dim": 256, "expand_v": 2.0}
+_JET |= {"conv_size": 4, "dconv_generator_reduction": 8, "norm_eps": 1e-5}
+_PUBLISHED = {kind: name for name, kind in _KINDS.items()}
+
+
+@strict
+class JetNemotronConfig(PreTrainedConfig):
+    """As published, but that `layer_types` has transformers' names in memory: its masks and caches go by them.
+
+    Files keep the published ones (`jet`, `attn`, `swa`); either are read. What JetBlock and the window take from
+    `efficient_attention_config` also goes by the names that other hybrids have for it. ValueError if these don't fit.
+    """
+
+    model_type = "jet_nemotron"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    default_theta = 1_000_000.0
+
+    vocab_size: int = 151936
+    hidden_size: int = 1536
+    intermediate_size: int = 8960
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = 2
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    rope_parameters: dict | None = None
+    attention_dropout: float | int = 0.0
+    layer_types: list[str] = field(default_factory=list)  # none: full attention in all
+    efficient_attention_config: dict | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Translate, and check the sizes of what `layer_types` names."""
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        types = self.layer_types or ["attn"] * self.num_hidden_layers
+        self.layer_types = [_KINDS.get(name, name) for name in types]
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("layer_types has swa, but efficient_attention_config no swa with a window_size")
+        if not math.isclose(self.jet["head_dim"] * self.jet["expand_v"], self.linear_value_head_dim, rel_tol=1e-5):
+            raise ValueError("head_dim times expand_v in efficient_attention_config is not a whole number")
+        super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is written to config.json."""
+        return super().to_dict() | {"layer_types": [_PUBLISHED.get(kind, kind) for kind in self.layer_types]}
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The tokens that a token of a `swa` layer sees, itself among them."""
+        return (self.efficient_attention_config or {}).get("swa", {}).get("window_size")
+
+    @property
+    def jet(self) -> dict[str, Any]:
+        """JetBlock's sizes."""
+        return _JET | (self.efficient_attention_config or {}).get("jet", {})
+
+    @property
+    def linear_num_value_heads(self) -> int:
+        """JetBlock's heads."""
+        return self.jet["num_heads"]
+
+    @property
+    def linear_key_head_dim(self) -> int:
+        """The size of a head's queries and keys."""
+        return self.jet["head_dim"]
+
+    @property
+    def linear_value_head_dim(self) -> int:
+        """The size of a head's values."""
+        return round(self.jet["head_dim"] * self.jet["expand_v"])
