@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -68,21 +69,27 @@ def run_tests(gdn: str, device: str, scratch: Path, limit: float) -> dict[str, A
     return {"status": status, "reason": reason, "seconds": time.monotonic() - started, "tests": tests}
 
 
+def finds_device() -> bool:
+    """Whether this interpreter's torch has a CUDA device; if not, that is said in a line."""
+    found = False
+    with contextlib.suppress(ImportError):
+        import torch
+
+        found = torch.cuda.is_available()
+    if not found:
+        what = f"error: {sys.executable} finds no CUDA device; give PYTHON= an interpreter whose torch does"
+        print(what, file=sys.stderr)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument(
         "--rehearse", metavar="DIR", type=Path, help="the same code on the CPU with a toy; writes to DIR"
     )
     rehearse: Path | None = parser.parse_args().rehearse
-    if rehearse is None:
-        import torch
-
-        if not torch.cuda.is_available():
-            print(
-                f"error: {sys.executable} finds no CUDA device; give PYTHON= an interpreter whose torch does",
-                file=sys.stderr,
-            )
-            return 2
+    if rehearse is None and not finds_device():
+        return 2
     files = Files((rehearse or ROOT / "results" / "gpu").resolve())
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end what was started

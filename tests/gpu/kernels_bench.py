@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise installed
 
-from tests.gpu.__main__ import Files, child_environment  # noqa: E402
+from tests.gpu.__main__ import Files, child_environment, finds_device  # noqa: E402
 from tests.gpu.kernels_page import page  # noqa: E402
 from tests.gpu.timing import Deadline, comparisons, run_limited, start_side, time_pair, with_figures  # noqa: E402
 from tests.gpu.workload import LORA_STEP, REHEARSAL  # noqa: E402
@@ -37,13 +37,7 @@ def main() -> int:
     parser.add_argument("--rehearse", metavar="DIR", type=Path, help="the same code on the CPU, on toys; writes to DIR")
     rehearse: Path | None = parser.parse_args().rehearse
     if rehearse is None:
-        import torch
-
-        if not torch.cuda.is_available():
-            print(
-                f"error: {sys.executable} finds no CUDA device; give PYTHON= an interpreter whose torch does",
-                file=sys.stderr,
-            )
+        if not finds_device():
             return 2
     elif (ROOT / "results" / "gpu").resolve() in (rehearse.resolve(), *rehearse.resolve().parents):
         print("error: results/gpu/ is for what a GPU did; rehearse into another folder", file=sys.stderr)
@@ -105,17 +99,15 @@ class Run:
 
     def gate(self, side: str) -> str:
         """Whether LoRA linears came out right with a side's kernels wherever they were compared: green, or why not."""
-        name = side.partition(":")[2] or self.auto()
+        lora = self.lines("lora")
+        name = side.partition(":")[2] or next((line["auto"] for line in lora if line["kind"] == "environment"), "auto")
         if name == "peft" or side == "transformers":
             return "green"
-        rows = [line for line in self.lines("lora") if line.get("side") == name]
-        wrong = [line["reason"] for line in rows if line["status"] not in ("ok", "green")]
+        # Whichever of a kernel's products the step takes: all that were compared must be right.
+        rows = [line for line in lora if line.get("side", "").partition(",")[0] == name]
+        loss = [line for line in self.lines("loss") if line["side"] == "triton" and line["status"] != "skipped"]
+        wrong = [line["reason"] for line in rows + loss if line["status"] not in ("ok", "green")]
         return (wrong or ["green"])[0] if rows else f"{name} was compared nowhere"
-
-    def auto(self) -> str:
-        """The kernel that `lora.kernel: auto` takes."""
-        rows = [line for line in self.lines("lora") if line.get("side") == "triton" and line["kind"] == "row"]
-        return "triton" if rows and rows[0]["status"] != "skipped" else "torch"
 
     def step(self) -> None:
         """Whole LoRA steps, all sides in turns; a side whose kernels are wrong or cannot run here is left out."""

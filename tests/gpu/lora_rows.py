@@ -44,10 +44,11 @@ def main(out: str, device_type: str) -> None:
         with Path(out).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    say(kind="environment", environment=where(), method=METHOD[device.type], tokens=sizes.tokens)
+    missing = {side: why_not(side, device) for side in SIDES}
+    auto = "torch" if missing["triton"] else "triton"  # what `lora.kernel: auto` takes, right or wrong
+    say(kind="environment", environment=where(), method=METHOD[device.type], tokens=sizes.tokens, auto=auto)
     measured = ceilings(clock)
     say(kind="ceilings", **measured)
-    missing = {side: why_not(side, device) for side in SIDES}
     # Odd sizes first: a side that is wrong there is timed nowhere.
     for setting in (Setting("odd", "", 77, (61,), 5, 0.1), Setting("odd", "", 136, (40, 24), 200, 0.0)):
         problem = Problem(setting, 131, device)

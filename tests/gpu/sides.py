@@ -57,6 +57,7 @@ def run_config(
             global_batch_size=workload.batch,
             micro_batch_size=workload.batch,
             precision="bfloat16",
+            loss="chunked" if kernel == "peft" else "auto",  # with kernels, or with none
             checkpointing=checkpointing,
             seed=workload.seed,
             device="cuda" if device.type == "cuda" else "cpu",

@@ -144,9 +144,27 @@ def test_a_side_is_left_out_of_the_step_if_its_kernels_were_wrong_or_not_compare
     assert run.gate("shardwise:cuda") == "cuda was compared nowhere"
     lines = [{"kind": "gate", "side": "cuda", "status": "green", "reason": ""}]
     lines.append({"kind": "row", "side": "cuda", "status": "failed", "reason": "red gate: two runs differ"})
-    run.lines_file("lora").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(run, "lora", lines)
     assert run.gate("shardwise:cuda") == "red gate: two runs differ"
     assert run.gate("shardwise:peft") == run.gate("transformers") == "green"
+
+
+def test_what_auto_takes_is_left_out_if_it_was_wrong(tmp_path):
+    run = Run("cpu", kernels_bench.Files(tmp_path), tmp_path)
+    lines = [{"kind": "environment", "auto": "triton"}]
+    lines.append({"kind": "gate", "side": "triton", "status": "red", "reason": "errors"})
+    lines.append({"kind": "row", "side": "triton", "status": "skipped", "reason": "red gate: errors"})
+    write(run, "lora", lines)
+    assert run.gate("shardwise") == "errors"
+    write(run, "lora", [lines[0], {"kind": "row", "side": "triton", "status": "ok", "reason": ""}])
+    assert run.gate("shardwise") == "green"
+    write(run, "loss", [{"side": "triton", "status": "failed", "reason": "red gate: dw"}])
+    assert run.gate("shardwise") == "red gate: dw"
+    assert run.gate("shardwise:peft") == "green"
+
+
+def write(run: Run, stage: str, lines: list[dict[str, Any]]) -> None:
+    run.lines_file(stage).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_half_a_run_is_whole_json(tmp_path):

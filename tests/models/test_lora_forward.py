@@ -133,6 +133,9 @@ def test_another_input_is_another_product(calls):
         assert calls == [2, 1, 1]  # the same tensor, but it was changed in between
         expected = plain["block"](torch.ones(2, 5, 16), torch.full((2, 5, 16), 2.0))
     torch.testing.assert_close(changed, expected)
+    with torch.inference_mode():  # where tensors do not tell
+        y = torch.ones(2, 5, 16)
+        torch.testing.assert_close(fused["block"](y, None, lambda: y.mul_(2.0)), expected)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])

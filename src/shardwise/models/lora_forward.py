@@ -162,16 +162,17 @@ class _Shared:
 
     def compute(self, place: int, x: torch.Tensor) -> torch.Tensor:
         """What the layer at a place gives for x."""
-        if len(self.layers) == 1:
-            (y,) = _compute(self.layers, x, self.backend)
+        version = _version(x)
+        if len(self.layers) == 1 or version is None:
+            (y,) = _compute([self.layers[place]], x, self.backend)
             return y
-        if x is self.x and self.version == _version(x) and place in self.waiting:
+        if x is self.x and self.version == version and place in self.waiting:
             return self.waiting.pop(place)
         if self.waiting:  # not called together after all
             (y,) = _compute([self.layers[place]], x, self.backend)
             return y
         ys = _compute(self.layers, x, self.backend)
-        self.x, self.version = x, _version(x)
+        self.x, self.version = x, version
         self.waiting = {other: y for other, y in enumerate(ys) if other != place}
         return ys[place]
 
@@ -195,9 +196,11 @@ def _linear(layer: PeftLinear) -> Linear:
     return Linear(weight, base.bias, *(factor.weight for factor in factors), layer.scaling[name])
 
 
-def _version(x: torch.Tensor) -> int:
-    """How often x was changed in place, where that is known."""
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+def _version(x: torch.Tensor) -> int | None:
+    """How often x was changed in place; None where it does not tell."""
+    if torch.compiler.is_compiling():
+        return 0
+    return None if x.is_inference() else x._version
 
 
 def _compute(layers: list[PeftLinear], x: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, ...]:

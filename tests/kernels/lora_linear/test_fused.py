@@ -23,6 +23,15 @@ def test_equals_the_reference(shape, p):
     assert worst(run(lora_linear, problem), run(naive.lora_linear, problem)) < 1e-13
 
 
+def test_there_are_no_second_derivatives():
+    problem = draw(7, 5, (3,), 1)
+    x = problem.x.clone().requires_grad_()
+    (y,) = lora_linear(x, problem.linears)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 40), st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 9))
 def test_equals_the_reference_at_any_size(num_rows, num_in, sizes, rank):

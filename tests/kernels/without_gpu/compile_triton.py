@@ -80,11 +80,11 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return registers, stack
 
 
-def lora(dtype: torch.dtype, rank: int, p: float) -> None:
+def lora(dtype: torch.dtype, rank: int, p: float, m: int = 64, k: int = 128, n: int = 256) -> None:
     from shardwise.kernels.dropout import Dropout
     from shardwise.kernels.lora_linear import triton as backend
 
-    m, k, n, s = 64, 128, 256, 2
+    s = 2
     x, weight, bias = (torch.zeros(shape, dtype=dtype) for shape in ((m, k), (n, k), (n,)))
     a, b = torch.zeros(s * rank, k, dtype=dtype), torch.zeros(n, rank, dtype=dtype)
     drop = Dropout(p, torch.zeros(s, m, dtype=torch.int32), torch.arange(k, dtype=torch.int32)) if p else None
@@ -112,6 +112,8 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         adapters = ((16, 0.0), (16, 0.1), (64, 0.0)) if EVERY else ((16, 0.1),)
         cases: list[Any] = [(f"rank {rank}, dropout {p}", lora, (dtype, rank, p)) for rank, p in adapters]
+        if dtype == torch.float32:  # Triton takes an argument that is 1 for a constant
+            cases.append(("one of each", lora, (dtype, 1, 0.1, 1, 1, 1)))
         caps = (None, 30.0) if EVERY else (30.0,)
         for what, function, arguments in [*cases, *((f"soft cap {cap}", loss, (dtype, cap)) for cap in caps)]:
             found.clear()

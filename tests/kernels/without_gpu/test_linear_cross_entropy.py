@@ -109,3 +109,9 @@ def test_a_wish_that_cannot_be_met_is_an_error(monkeypatch):
     with pytest.raises(UserError, match="loss is triton, but triton's kernels need a GPU, not cpu; use auto"):
         ours(*tensors[:2], labels)
     triton_support.why_not.cache_clear()
+
+
+@pytest.mark.parametrize("label", [-1, V])
+def test_a_label_that_is_no_token_is_not_taken_for_one(label):
+    hidden, weight = torch.randn(2, 5), torch.randn(V, 5)
+    assert ours(hidden, weight, torch.tensor([1, label])).isnan()

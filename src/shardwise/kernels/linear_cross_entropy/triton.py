@@ -7,6 +7,7 @@ logits. Between them a few numbers a row may be reduced over the ranks that have
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ def _logits(logits, bias, columns, num_tokens, SOFTCAP: tl.constexpr, WIDE: tl.c
 
 @triton.jit
 def statistics_kernel(
-    logits, bias, targets, peaks, totals, target_logits, row_stride, num_tokens, first,
+    logits, bias, targets, peaks, totals, target_logits, row_stride, num_tokens, first, absent,
     SOFTCAP: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: its largest logit, the sum of exp(logit - largest), and the target's logit, 0 if another rank has it."""
+    """One row: its largest logit, the sum of exp(logit - largest), and the target's logit (`absent`: not here)."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     peak = tl.full((), -3.0e38, WIDE)  # finite: exp(-inf - -inf) would be no number
@@ -58,7 +59,7 @@ def statistics_kernel(
     z, _ = _logits(logits, bias, tl.where(own, target, num_tokens) + tl.arange(0, 1), num_tokens, SOFTCAP, WIDE)
     tl.store(peaks + row, peak)
     tl.store(totals + row, tl.sum(sums, 0))
-    tl.store(target_logits + row, tl.where(own, tl.sum(z, 0), 0.0))
+    tl.store(target_logits + row, tl.where(own, tl.sum(z, 0), absent))
 
 
 @triton.jit
@@ -89,6 +90,7 @@ def softmax(
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     (num_rows, num_tokens), first = logits.shape, vocabulary.first if vocabulary else 0
     peaks, totals, target_logits = (logits.new_empty(num_rows, dtype=wide) for _ in range(3))
+    absent = 0.0 if vocabulary else math.nan  # a target that no rank has must not pass for one
     options: dict[str, Any] = {
         "SOFTCAP": softcap,
         "WIDE": tl.float64 if wide == torch.float64 else tl.float32,
@@ -96,7 +98,7 @@ def softmax(
         "num_warps": NUM_WARPS,
     }
     statistics_kernel[(num_rows,)](
-        logits, bias, targets, peaks, totals, target_logits, logits.stride(0), num_tokens, first, **options
+        logits, bias, targets, peaks, totals, target_logits, logits.stride(0), num_tokens, first, absent, **options
     )
     if vocabulary:
         # Three numbers a row, from every rank to all.

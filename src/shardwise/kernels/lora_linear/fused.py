@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.lora_linear import torch_backend
@@ -55,8 +56,8 @@ def lora_linear(
     """What each of some linears of one input gives: [..., N] of x [..., K], whose tokens `drop` counts in their order.
 
     All adapters have one rank and dtype, which may be another one than x and the weights have: then the adapters'
-    products are in theirs. Under autocast all are in its dtype, but gradients of A and B are never rounded to it.
-    A gradient that nobody needs is not computed.
+    products are in theirs. Under autocast all are in its dtype. A gradient that nobody needs is not computed; there are
+    no second derivatives.
     """
     for tensor in (tensor for linear in linears for tensor in (linear.weight, linear.bias)):
         # A view is let pass: that into a flat parameter of frozen and trained weights requires a gradient as they do.
@@ -117,6 +118,7 @@ class _LoraLinears(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         how, half = ctx.how, _halves[-1]
         seeds, features, x, h, *tensors = ctx.saved_tensors
@@ -154,9 +156,11 @@ def _output_gradients(
     hs = [None] * len(dys) if h is None else h.chunk(len(dys), 1)
     gs, dbs = [], []
     for dy, b_s, own_h, needed, scale in zip(dys, b, hs, needs_db, how.scales):
-        g, db = how.backend.output_gradients(
-            dy, b_s.to(how.dtype) if needs_g else None, own_h if needed else None, scale
-        )
+        g, db = None, None
+        if needs_g or needed:
+            g, db = how.backend.output_gradients(
+                dy, b_s.to(how.dtype) if needs_g else None, own_h if needed else None, scale
+            )
         gs.append(g)
         dbs.append(db)
     return (gs[0] if len(gs) == 1 else torch.cat(gs, 1)) if needs_g else None, dbs

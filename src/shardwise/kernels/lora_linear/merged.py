@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shardwise.kernels.lora_linear import torch_backend
@@ -53,6 +54,7 @@ class _MergedLinears(torch.autograd.Function):
         return tuple(F.linear(x, w.to(x.dtype), None if c is None else c.to(x.dtype)) for w, c in zip(weights, biases))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (backend, scales, dtype), num = ctx.how, len(dys)
         x, *tensors = ctx.saved_tensors

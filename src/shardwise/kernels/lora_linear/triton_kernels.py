@@ -287,6 +287,7 @@ def sum_kernel(parts, total, num_parts, size, SCALE: tl.constexpr, WIDE: tl.cons
     """A block of total = SCALE times the sum of its parts, which lie `size` numbers apart."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     found = tl.zeros((BLOCK,), WIDE)
-    for part in range(num_parts):
-        found += tl.load(parts + part * size.to(tl.int64) + places, mask=places < size, other=0.0)
+    for _ in range(num_parts):
+        found += tl.load(parts + places, mask=places < size, other=0.0)
+        parts += size
     tl.store(total + places, (found * SCALE).to(total.dtype.element_ty), mask=places < size)
