@@ -174,8 +174,9 @@ class Run:
                 ],
             },
         }
+        content = {name: {**self.stages[name], **common, **what} for name, what in content.items()}
         for name, what in content.items():
-            self.files.write(f"kernels-{name}.json", {**self.stages[name], **common, **what})
+            self.files.write(f"kernels-{name}.json", what)
         (self.files.folder / "kernels.md").write_text(page(self.device, common, content), encoding="utf-8")
 
     def exit_code(self) -> int:

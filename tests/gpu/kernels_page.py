@@ -36,6 +36,7 @@ def page(device: str, common: dict[str, Any], content: dict[str, dict[str, Any]]
                 "side",
                 "forward us",
                 "backward us",
+                "floor us",
                 "x floor",
                 "faster than PEFT",
             ],
@@ -74,6 +75,8 @@ def page(device: str, common: dict[str, Any], content: dict[str, dict[str, Any]]
             time, memory = entry["time"]["median"], entry["peak_memory"]
             text += f", Trainer takes {time:.2f} x the time and {memory:.2f} x the peak memory"
         parts.append(text + (f"; unequal: {', '.join(unequal)}" if unequal else "") + ".")
+    cut = [(name, what) for name, what in content.items() if what.get("status", "ok") != "ok"]
+    parts += [f"Stage {name}: {what['status']} ({what['reason']})." for name, what in cut]
     return "\n\n".join(parts) + "\n"
 
 
@@ -81,11 +84,12 @@ def _lora_cells(row: dict[str, Any]) -> list[str]:
     setting = row["setting"]
     cells = [f"{setting['model']}, {setting['name']}", str(setting["k"]), " + ".join(map(str, setting["n"]))]
     cells += [str(setting["r"]), str(setting["p"]), row["side"]]
+    floor = f"{1e6 * sum(row['floor'].values()):.0f}"
     if row["status"] != "ok":
-        return [*cells, f"{row['status']}: {row['reason'][:60]}", "", "", ""]
+        return [*cells, f"{row['status']}: {row['reason'][:60]}", "", floor, "", ""]
     times = [f"{1e6 * row[way]['median']:.0f}" for way in ("forward", "backward")]
     faster = row.get("times_faster_than_peft")
-    return [*cells, *times, f"{row['times_floor']:.2f}", "" if faster is None else f"{faster:.2f}"]
+    return [*cells, *times, floor, f"{row['times_floor']:.2f}", "" if faster is None else f"{faster:.2f}"]
 
 
 def _loss_cells(row: dict[str, Any]) -> list[str]:

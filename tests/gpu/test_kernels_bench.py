@@ -173,6 +173,7 @@ def test_half_a_run_is_whole_json(tmp_path):
     run.lines_file("loss").write_text('{"side": "eager", "status": "failed", "reason": "", "head": {"mo')
     run.save()
     assert json.loads((tmp_path / "kernels-loss.json").read_text())["reason"] == "not reached"
+    assert "Stage loss: skipped (not reached)." in (tmp_path / "kernels.md").read_text()
     assert "not reached" not in page(
         "cuda",
         {"environment": None, "method": None},

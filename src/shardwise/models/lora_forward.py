@@ -111,7 +111,7 @@ def _why_not(kernel: str, device: torch.device) -> str | None:
     try:
         return _module(kernel).missing(device)
     except ImportError as error:
-        return str(error)
+        return f"{error.name} is not installed (pip install {error.name})"
 
 
 def _is_plain(module: nn.Module) -> bool:

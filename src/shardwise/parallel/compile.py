@@ -28,6 +28,12 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     A layer's forward is replaced rather than the layer wrapped, so names stay. Within activation checkpointing: what is
     computed again runs compiled too. UserError with `operators`, whose policy cannot see operators in compiled code.
     """
+    # Seen with torch 2.11: right forwards, and every gradient exactly 0. 2.13's are right.
+    if cfg.lora and cfg.lora.kernel != "peft" and torch.__version__ < "2.13":
+        raise UserError(
+            f"training.compile loses the gradients of LoRA layers with torch {torch.__version__}; set lora.kernel to "
+            "peft, or install torch 2.13 or later"
+        )
     if cfg.training.checkpointing == "operators":
         raise UserError(
             "training.checkpointing operators chooses among operators that training.compile fuses; "

@@ -80,7 +80,7 @@ def _project(
     modules, rank, block = _adapters(a, len(a), seeds)
     if len(x):
         kernels.project_kernel[_grid(len(x), "BLOCK_M", modules * triton.cdiv(rank, block))](
-            _matrix(x), _matrix(a), _matrix(h), _mask(seeds, features, p), *x.shape, rank, modules,
+            _matrix(x), _matrix(a), _matrix(h), _mask(seeds, features, p, x.shape[1]), *x.shape, rank, modules,
             KEPT=1 / (1 - p), BLOCK_R=block, **_types(a, seeds),
         )  # fmt: skip
     return h
@@ -144,7 +144,8 @@ def _input_gradient(
     p: float,
 ) -> torch.Tensor:
     dx = dys[0].new_empty(len(g), a.shape[1])
-    _multiply(dx, dys, weights, g, a, None, _adapters(a, len(a), seeds)[0], _mask(seeds, features, p), 1 / (1 - p))
+    mask = _mask(seeds, features, p, a.shape[1])
+    _multiply(dx, dys, weights, g, a, None, _adapters(a, len(a), seeds)[0], mask, 1 / (1 - p))
     return dx
 
 
@@ -164,8 +165,8 @@ def _factor_gradient(
     parts = da.new_empty(stripes, *da.shape)
     if num_rows:
         kernels.factor_gradient_kernel[_grid(num_features, "BLOCK_K", modules * triton.cdiv(rank, block), stripes)](
-            _matrix(g), _matrix(x), parts, _mask(seeds, features, p), num_rows, num_features, rank, modules,
-            BLOCK_R=block, STRIPE=STRIPE, **_types(g, seeds),
+            _matrix(g), _matrix(x), parts, _mask(seeds, features, p, num_features), num_rows, num_features, rank,
+            modules, BLOCK_R=block, STRIPE=STRIPE, **_types(g, seeds),
         )  # fmt: skip
     return _sum(parts, da, 1 / (1 - p))
 
@@ -237,10 +238,14 @@ def _matrix(x: torch.Tensor) -> tuple[Any, ...]:
     return (x, *x.stride())
 
 
-def _mask(seeds: torch.Tensor | None, features: torch.Tensor | None, p: float) -> tuple[Any, ...] | None:
+def _mask(
+    seeds: torch.Tensor | None, features: torch.Tensor | None, p: float, num_features: int
+) -> tuple[Any, ...] | None:
     if seeds is None:
         return None
-    return seeds.contiguous(), seeds.shape[1], None if features is None else features.contiguous(), threshold(p)
+    if features is None:  # written out: Triton 3.6 takes no None within a tuple
+        features = torch.arange(num_features, dtype=torch.int32, device=seeds.device)
+    return seeds.contiguous(), seeds.shape[1], features.contiguous(), threshold(p)
 
 
 def _flat(drop: Dropout | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:

@@ -59,9 +59,7 @@ def _mix(x):
 def _keep(drop, module, rows, row_inside, columns, column_inside):
     """See dropout.Dropout.keep; drop is (seeds, from one module's to the next one's, features, threshold)."""
     seeds = tl.load(drop[0] + module * drop[1] + rows, mask=row_inside, other=0)
-    features = columns
-    if drop[2] is not None:
-        features = tl.load(drop[2] + columns, mask=column_inside, other=0)
+    features = tl.load(drop[2] + columns, mask=column_inside, other=0)
     mixed = _mix(features.to(tl.uint32, bitcast=True))
     hashed = _mix(seeds.to(tl.uint32, bitcast=True)[:, None] ^ mixed[None, :])
     return hashed.to(tl.int32, bitcast=True) >= drop[3]
