@@ -35,6 +35,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case(40, 35, 3),
+    Case(5, 7, 256, p=0.3),
     Case(1, 1, 1, modules=2, p=0.5),
     Case(40, 35, 17, modules=2, dtype=torch.float32),
     Case(33, 19, 20, modules=3, p=0.3, dtype=torch.float32),
