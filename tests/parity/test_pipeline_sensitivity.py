@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwise.models import stage
+from shardwise.models.dropout import DropoutState
 from shardwise.parallel import activation_checkpoint, ddp, pipeline_parallel, pipeline_stage
 from shardwise.parallel.reduce import sum_over
 from shardwise.training import build, gradients
@@ -152,9 +152,7 @@ def evaluated_with_dropout():
 
 def recomputed_with_the_masks_of_a_later_micro_batch():
     wrap = activation_checkpoint._recomputed
-    activation_checkpoint._recomputed = lambda forward, state, contexts: wrap(
-        forward, SimpleNamespace(batch=None), contexts
-    )
+    activation_checkpoint._recomputed = lambda forward, state, contexts: wrap(forward, DropoutState(0), contexts)
 
 
 PLAIN = cell("llama", "1f1b", "lora")
