@@ -131,8 +131,8 @@ def zero(facts: Facts) -> Iterator[Sent]:
 def fsdp1(facts: Facts) -> Iterator[Sent]:
     """As fsdp2, of flat parameters; what has nothing trained in it or below is not gathered for a backward.
 
-    With LoRA each factor is a unit of its own (or, if wrapped naively, a layer is one with its adapters, and all of it
-    has a gradient).
+    With LoRA a layer's adapters are one of their own (or, if wrapped naively, lie in the layer's, and all of it has a
+    gradient).
     """
     n, m = facts.sizes["dp_shard"], facts.num_microbatches
     has_backward = False
@@ -142,8 +142,8 @@ def fsdp1(facts: Facts) -> Iterator[Sent]:
         gathers = 2 * m if has_backward and not unit.kept else m
         flat = [unit.names]
         if own != unit.names and facts.cell.variant != "naive":
-            flat = [unit.names - own, *(frozenset([factor]) for factor in own)]
-        for names in flat:
+            flat = [unit.names - own, own]
+        for names in filter(None, flat):
             size = 4 * -(-sum(prod(facts.shapes[name]) for name in names) // n) * n
             yield Sent("all-gather", "dp_shard", gathers, gathers * size)
             if names & own:

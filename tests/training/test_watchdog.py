@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,7 +142,7 @@ def start_with_much_to_read(folder: Path) -> str:
         time.sleep(3 * SECONDS)
         raise UserError("read to the end")
 
-    loop.load_tokenizer, loop.build_loaders = lambda model: (), build_loaders
+    loop.load_tokenizer, loop.build_loaders = lambda model: SimpleNamespace(get_vocab=lambda: {"a": 0}), build_loaders
     cfg = run_config(Cell("llama", "single", "full"))
     with watchdog.watch(SECONDS, folder / "stacks.txt", lambda: None):
         try:

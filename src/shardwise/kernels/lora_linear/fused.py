@@ -61,7 +61,7 @@ def lora_linear(
     """
     for tensor in (tensor for linear in linears for tensor in (linear.weight, linear.bias)):
         # A view is let pass: that into a flat parameter of frozen and trained weights requires a gradient as they do.
-        assert tensor is None or not (tensor.is_leaf and tensor.requires_grad)
+        assert tensor is None or not (torch.is_grad_enabled() and tensor.is_leaf and tensor.requires_grad)
     device = x.device.type
     rows, dtype = computing_dtype(x, linears)
     how = _How(backend, tuple(linear.scale for linear in linears), dtype, None if drop is None else drop.p)
