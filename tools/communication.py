@@ -67,7 +67,7 @@ What this says:
 - **LoRA** takes nearly everything from ddp and zero, whose messages are gradients; it takes only those from fsdp2,
   whose messages are mostly frozen weights: with adapters, ddp sends a small part of what fsdp2 does. And fsdp2
   gathers even the frozen embedding ahead for a backward that never comes, which is counted here; fsdp1 does not. But
-  fsdp1 makes a unit of each factor of an adapter, and needs many small messages for the same bytes.
+  fsdp1 keeps a layer's adapters in a flat parameter of their own, and needs more messages for the same bytes.
 - **Tensor parallelism** sends activations, so its bytes grow with tokens and not with weights, and LoRA changes them
   little: the first block's input wants no gradient, and the factors that are whole on every rank are added up once a
   step. Sequence parallelism moves as many bytes in other messages, twice as many, and one BTD more to give the
