@@ -59,6 +59,14 @@ def test_a_run_of_other_work_is_refused(section, key, value, message, saved):
         run_ranks(1, find_start, cfg)
 
 
+def test_another_kernel_is_no_other_work(saved):
+    cfg = config(saved, resume="latest")
+    assert cfg.lora is not None
+    cfg = replace(cfg, lora=replace(cfg.lora, kernel="peft"))
+    (start,) = run_ranks(1, find_start, cfg)
+    assert start.step == 2
+
+
 def run_of_a_model(folder: Path, mode: str) -> RunConfig:
     """A run that has saved step 1, of a model with weights in two files."""
     cfg = run_config(Cell("llama", "single", mode), "adamw")

@@ -22,6 +22,7 @@ MAY_DIFFER = frozenset(
         "data.train",  # what is in it is compared by the loaders, and so is the tokenizer
         "model.tokenizer",
         "model.sdpa_backend",
+        "lora.kernel",
         "data.workers",
         "training.output_dir",
         "training.micro_batch_size",
