@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from shardwise.metrics.flops import hardware_flops_per_token, model_flops_per_token, utilization
 from shardwise.models.cores import (
     Attention,
+    Both,
     Core,
+    DynamicConvolution,
     GatedDeltaNet,
     KimiDeltaAttention,
     Mamba,
-    SideBySide,
     SlidingAttention,
 )
 from shardwise.models.counts import ModelCounts, count_model
@@ -55,7 +56,7 @@ def counted(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[s
 
 def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
     """What `hardware_flops_per_token` has and the counter, on the math attention kernel, has not. FLOPs per token."""
-    if isinstance(core, SideBySide):
+    if isinstance(core, Both):
         return sum(hidden_from_counter(each, forwards, backward) for each in (core.one, core.other))
     if isinstance(core, Attention):
         # All T keys instead of (T + 1) / 2, and four backward products, of K, K, V and V, instead of five.
@@ -68,6 +69,9 @@ def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
     if isinstance(core, GatedDeltaNet):
         # Triangular solves: 64 x 64, unit diagonal, 8 + 16 columns, in each of 2 chunks and 4 heads.
         return (forwards + backward) * 4 * 2 * 64 * 63 * (8 + 16) / LENGTH
+    if isinstance(core, DynamicConvolution):
+        # Elementwise: 4 taps of 4 heads of 16 channels.
+        return (forwards + 2 * backward) * 2 * 4 * 4 * 16
     if isinstance(core, KimiDeltaAttention):
         # Two C x C products of 16 channels and the inversion by rows, elementwise, in each of 2 chunks and 2 heads.
         inversion = sum(2 * i * i for i in range(1, 64))

@@ -107,6 +107,12 @@ CONFIGS = {
         "mamba_d_state": 8,
         "mamba_dt_rank": 6,
     },
+    "jet_nemotron": {
+        "num_hidden_layers": 3,
+        "layer_types": ["jet", "swa", "attn"],
+        "tie_word_embeddings": False,
+        "efficient_attention_config": {"jet": {"num_heads": 4, "head_dim": 8}, "swa": {"window_size": 24}},
+    },
 }
 
 

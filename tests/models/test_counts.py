@@ -8,11 +8,12 @@ from torch import nn
 from shardwise.models import counts
 from shardwise.models.cores import (
     Attention,
+    Both,
+    DynamicConvolution,
     GatedDeltaNet,
     KimiDeltaAttention,
     Mamba,
     Mamba2,
-    SideBySide,
     SlidingAttention,
 )
 from shardwise.models.counts import Unit, Weight, count_model
@@ -53,9 +54,12 @@ def test_cores_of_each_kind():
         "sliding_attention": SlidingAttention(num_heads=4, head_dim=8, window=24),
         "short_convolution": None,
         "mamba2": Mamba2(num_heads=4, head_dim=16, state_size=8, chunk_size=32),
-        "attention_and_mamba2": SideBySide(
+        "attention_and_mamba2": Both(
             Attention(num_heads=4, key_dim=8, value_dim=8),
             Mamba2(num_heads=4, head_dim=16, state_size=8, chunk_size=32),
+        ),
+        "jet_block": Both(
+            DynamicConvolution(num_channels=4 * 16, width=4), GatedDeltaNet(num_heads=4, key_dim=8, value_dim=16)
         ),
         "kda": KimiDeltaAttention(num_heads=2, head_dim=16),
         "mamba": Mamba(num_channels=64, state_size=8),
@@ -179,6 +183,7 @@ def test_lora_on_an_embedding_multiplies_its_second_factor_only():
         ("falcon_h1", 0, {"feed_forward.down_proj.weight"}),
         ("kimi_linear", 0, {"mlp.down_proj.weight"}),
         ("kimi_linear", 1, {"mlp.shared_experts.down_proj.weight"}),
+        ("jet_nemotron", 0, {"mlp.down_proj.weight"}),
         ("jamba", 0, {"feed_forward.down_proj.weight"}),
         ("jamba", 1, set()),
     ],
@@ -212,7 +217,9 @@ def test_sums_that_the_cores_are_made_of():
     assert KimiDeltaAttention(1, 8, chunk_size=4).executed_forward(4) * 4 == 5 * 256 + 3 * 512 + 2 * (1 + 4 + 9)
     # 3 channels of 2 states: 6 to decay, 12 to add, 12 to read.
     assert Mamba(3, 2).model_forward(7) == 30
-    both = SideBySide(Mamba(3, 2), Attention(2, 8, 8))
+    # 3 channels of 4 taps, and twice that backward.
+    assert (DynamicConvolution(3, 4).model_forward(7), DynamicConvolution(3, 4).executed_backward(7)) == (24, 48)
+    both = Both(Mamba(3, 2), Attention(2, 8, 8))
     assert (both.model_forward(1), both.executed_forward(1)) == (30 + 64, 30 + 64)
     assert both.executed_backward(1) == 60 + 2.5 * 64
 

@@ -26,6 +26,7 @@ KINDS = {
     "tiny-falcon_h1": ["attention_and_mamba2"] * 2,
     "tiny-kimi_linear": ["kda", "kda", "full_attention"],
     "tiny-jamba": ["mamba", "mamba", "full_attention"],
+    "tiny-jet_nemotron": ["jet_block"] * 2 + ["sliding_attention", "full_attention"],
 }
 FEED_FORWARDS = {
     "tiny-qwen3_moe": ["moe", "dense", "moe", "moe"],

@@ -21,7 +21,7 @@ from tests.models.tiny import PLAIN, TINY, logits, on_meta, relative_error, tiny
 # are one. Mamba2: in and out, of which out is read past its module. Granite: two linears are its MLP, beside 2 stacks.
 # Falcon-H1: Mamba2's two, q, k, v, o, MLP. Kimi: q, k, v, f_a, f_b, b, g_a, g_b, o in KDA, and q, kv_a, kv_b, o in
 # attention; then an MLP in layer 0, 2 stacks and a shared expert in the others. Jamba: in, x, dt (read past its module)
-# and out; layer 1 has 2 stacks, the others an MLP.
+# and out; layer 1 has 2 stacks, the others an MLP. JetBlock: q, k, v, a, b, g, o and the generator's w1 and w2; an MLP.
 EXPECTED = {
     "tiny-llama": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-qwen3": {"full_attention": (3 * 7, 21, 21, 12), "sliding_attention": (7, 7, 7, 4)},
@@ -41,6 +41,11 @@ EXPECTED = {
     "tiny-falcon_h1": {"attention_and_mamba2": (2 * 9, 16, 16, 8)},
     "tiny-kimi_linear": {"kda": (9 + 3 + 9 + 5, 24, 26, 0), "full_attention": (4 + 5, 7, 9, 4)},
     "tiny-jamba": {"mamba": (4 + 3 + 4 + 2, 9, 11, 0), "full_attention": (7, 7, 7, 4)},
+    "tiny-jet_nemotron": {
+        "jet_block": (2 * (9 + 3), 24, 24, 0),
+        "sliding_attention": (7, 7, 7, 4),
+        "full_attention": (7, 7, 7, 4),
+    },
 }
 
 

@@ -30,6 +30,7 @@ PLAIN = (  # one of each family
     "tiny-falcon_h1",
     "tiny-kimi_linear",
     "tiny-jamba",
+    "tiny-jet_nemotron",
 )
 TINY = (*PLAIN, "tiny-qwen3_5-tied")
 

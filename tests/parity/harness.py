@@ -46,6 +46,7 @@ FAMILIES = {
     "falcon_h1": "tiny-falcon_h1",
     "kimi_linear": "tiny-kimi_linear",
     "jamba": "tiny-jamba",
+    "jet_nemotron": "tiny-jet_nemotron",
 }
 SOME_LAYERS = {
     "upper": {  # layers 2 and 3 of 4

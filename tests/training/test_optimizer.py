@@ -90,6 +90,11 @@ NOT_DECAYED = {
         "self_attn.kv_a_layernorm.weight", "self_attn.forget_gate.f_a_proj.weight", "self_attn.b_proj.weight",
         "self_attn.forget_gate.f_b_proj.weight", "mlp.gate.weight",
     },
+    "tiny-jet_nemotron": {
+        *PLAIN_NORMS, "self_attn.A_log", "self_attn.dt_bias", "self_attn.o_norm.weight", "self_attn.a_proj.weight",
+        "self_attn.b_proj.weight", "self_attn.dynamic_conv1d.kernel_generator.w2.bias",
+        *(f"self_attn.{x}_proj.bias" for x in "qkv"),
+    },
     "tiny-jamba": {
         "input_layernorm.weight", "pre_ff_layernorm.weight", "final_layernorm.weight", "mamba.A_log", "mamba.D",
         "mamba.conv1d.bias", "mamba.dt_proj.bias", "mamba.dt_proj.weight", "feed_forward.router.weight",

@@ -131,6 +131,30 @@ class GatedDeltaNet:
 
 
 @dataclass(frozen=True)
+class DynamicConvolution:
+    """A convolution of C channels whose kernel of W taps is an activation: another one for each token and channel.
+
+    A tap is a multiply-add, so a forward is 2 W C; a backward has as much for the values and as much for the kernels.
+    All of it is elementwise, so that torch's FLOP counter counts 0. (What generates the kernels are linears.)
+    """
+
+    num_channels: int
+    width: int
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 2.0 * self.num_channels * self.width
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.model_forward(sequence_length)
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 2.0 * self.model_forward(sequence_length)
+
+
+@dataclass(frozen=True)
 class KimiDeltaAttention:
     """The delta rule with a decay per channel (Kimi Linear, arXiv 2510.26692): N heads, with a state of H x H per head.
 
@@ -226,8 +250,8 @@ class Mamba2:
 
 
 @dataclass(frozen=True)
-class SideBySide:
-    """Two cores in one layer, on the same input."""
+class Both:
+    """Two cores in one layer: side by side on the same input, or one after the other."""
 
     one: Core
     other: Core
@@ -257,6 +281,15 @@ def _attention(config: PretrainedConfig) -> Attention:
     return Attention(heads, _head_dim(config), _head_dim(config))
 
 
+def _gated_delta_net(config: PretrainedConfig) -> GatedDeltaNet:
+    return GatedDeltaNet(config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+
+
+def _jet_block(config: PretrainedConfig) -> Both:
+    rule = _gated_delta_net(config)
+    return Both(DynamicConvolution(rule.num_heads * rule.value_dim, config.jet["conv_size"]), rule)
+
+
 def _mamba2(config: PretrainedConfig) -> Mamba2:
     if hasattr(config, "mamba_n_heads"):
         return Mamba2(config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_chunk_size)
@@ -267,13 +300,12 @@ def _mamba2(config: PretrainedConfig) -> Mamba2:
 _CORES = {
     "full_attention": _attention,
     "sliding_attention": lambda c: SlidingAttention(c.num_attention_heads, _head_dim(c), c.sliding_window),
-    "gated_delta_net": lambda c: GatedDeltaNet(
-        c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
-    ),
+    "gated_delta_net": _gated_delta_net,
+    "jet_block": _jet_block,
     "kda": lambda c: KimiDeltaAttention(c.linear_num_heads, c.linear_head_dim),
     "mamba": lambda c: Mamba(c.mamba_expand * c.hidden_size, c.mamba_d_state),
     "mamba2": _mamba2,
-    "attention_and_mamba2": lambda c: SideBySide(_attention(c), _mamba2(c)),
+    "attention_and_mamba2": lambda c: Both(_attention(c), _mamba2(c)),
     "short_convolution": lambda c: None,  # its convolution is a weight like any other
     "mlp": lambda c: None,
     "moe": lambda c: None,

@@ -71,8 +71,9 @@ _STAGES = {
     0: "embed_tokens embeddings wte wpe input_layernorm operator_norm ln_1 norm norm_f embedding_norm final_layernorm "
     "ln_f",
     1: "q_proj k_proj v_proj in_proj in_proj_qkvz in_proj_ba in_proj_qkv in_proj_z in_proj_b in_proj_a "
-    "a_proj b_proj g_proj q_a_proj kv_a_proj_with_mqa f_a_proj g_a_proj c_attn lm_head",
-    2: "conv1d conv.conv q_norm k_norm q_layernorm k_layernorm q_a_layernorm kv_a_layernorm A_log dt_bias D",
+    "a_proj b_proj g_proj q_a_proj kv_a_proj_with_mqa f_a_proj g_a_proj c_attn kernel_generator.w1 lm_head",
+    2: "conv1d conv.conv q_norm k_norm q_layernorm k_layernorm q_a_layernorm kv_a_layernorm A_log dt_bias D "
+    "kernel_generator.w2",
     3: "q_b_proj kv_b_proj f_b_proj g_b_proj x_proj",
     4: "dt_layernorm b_layernorm c_layernorm",
     5: "dt_proj",

@@ -12,7 +12,7 @@ class LayerSpec:
     name: str  # module path in the transformers model, such as "model.layers.3"
     kind: str
     """What mixes tokens: full_attention | sliding_attention | gated_delta_net | mamba2 | mamba | kda |
-    short_convolution | attention_and_mamba2 (side by side); or mlp | moe, a block that mixes none."""
+    short_convolution | jet_block | attention_and_mamba2 (side by side); or mlp | moe, a block that mixes none."""
     feed_forward: str  # what follows in the same layer: dense | moe | none
 
 

@@ -13,14 +13,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.config import Data, Model, RunConfig, Training, UserError
+from shardwise.config import Model, UserError
 from shardwise.kernels.dynamic_conv import naive as naive_conv
 from shardwise.kernels.gated_delta_rule import naive as naive_rule
 from shardwise.models import load
-from shardwise.models.causal_lm import CausalLM
-from shardwise.models.families import FAMILIES, Family, family_of, spec_of
 from shardwise.models.families.jet_nemotron import JetNemotronConfig, jet_block
-from tests.models.test_isolation import LENGTHS, alone, gradients, logits_error, packed, worst
 from tests.models.tiny import CONFIGS, relative_error
 
 TINY = CONFIGS / "jet-nemotron-tiny"
@@ -108,15 +105,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
     },
 }
-ISOLATED = Family(
-    "jet_nemotron",
-    mixers={
-        "linear_attention": "gated_delta_net",
-        "full_attention": "full_attention",
-        "sliding_attention": "sliding_attention",
-    },
-    token_mixers=dict.fromkeys(("gated_delta_net", "full_attention", "sliding_attention"), ("self_attn",)),
-)
 
 
 def tiny(**changes: Any):
@@ -263,26 +251,6 @@ def test_padding_changes_nothing(side, pad):
     assert relative_error(out[1:], logits(model, ids[1:])) < 1e-5
     if side == "left":  # what the padding would do
         assert relative_error(logits(model, ids[:1])[:, own], logits(model, ids[:1, own])) > 1e-3
-
-
-def packing_model(packing: str) -> CausalLM:
-    model = Model(str(TINY), init="random")
-    training = Training(output_dir="unused", steps=1, global_batch_size=1, micro_batch_size=1, device="cpu")
-    data = Data(train="unused", sequence_length=84, packing=packing)  # ty: ignore[invalid-argument-type]
-    hf = load.load_whole(model, load.read_config(model))
-    return CausalLM(hf, spec_of(hf.config, hf), family_of(hf), RunConfig(model=model, data=data, training=training))
-
-
-def test_packed_documents_are_those_alone(monkeypatch):
-    with pytest.raises(UserError, match="no test shows"):
-        packing_model("isolated")
-    monkeypatch.setitem(FAMILIES, "jet_nemotron", ISOLATED)
-    batch = packed(LENGTHS)
-    assert logits_error(packing_model("isolated"), batch) < 1e-5
-    assert logits_error(packing_model("concat"), batch) > 1e-3
-    expected = gradients(packing_model("isolated"), alone(batch))
-    found = gradients(packing_model("isolated"), [batch])
-    assert worst(found, expected) < 1e-10
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

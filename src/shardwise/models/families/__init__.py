@@ -9,6 +9,7 @@ from shardwise.models.families.falcon_h1 import FALCON_H1
 from shardwise.models.families.gpt2 import GPT2
 from shardwise.models.families.granitemoehybrid import GRANITEMOEHYBRID
 from shardwise.models.families.jamba import JAMBA
+from shardwise.models.families.jet_nemotron.family import JET_NEMOTRON
 from shardwise.models.families.kimi_linear import KIMI_LINEAR
 from shardwise.models.families.lfm2 import LFM2
 from shardwise.models.families.nemotron_h import NEMOTRON_H
@@ -49,6 +50,7 @@ _PROVEN = (
     FALCON_H1,
     KIMI_LINEAR,
     JAMBA,
+    JET_NEMOTRON,
 )
 FAMILIES = {family.model_type: family for family in _PROVEN}
 
