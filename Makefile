@@ -31,7 +31,7 @@ $(KERNELS)/.ok: pyproject.toml constraints.txt Makefile
 	touch $@
 
 demo: setup  ## train a small hybrid model, then LoRA-tune it under six strategies; writes a page that compares them
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(MODEL)
 
 study: setup  ## compare the strategies fairly, in rounds (about half an hour); goes on where it stopped
 	test -d runs/corpus || $(BIN)/python examples/corpus.py

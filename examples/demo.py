@@ -1,10 +1,12 @@
 """Train a small hybrid model from scratch, LoRA-tune it under every strategy, and draw the comparison.
 
-`make demo` runs this from the repository's root. Everything it reads comes with Python; it writes below runs/.
+`make demo` runs this from the repository's root, `make demo MODEL=FOLDER` on the model of another config.json, which is
+to be as small. Everything else it reads comes with Python; it writes below runs/.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -14,17 +16,23 @@ from pathlib import Path
 
 RUNS = Path("runs/demo")
 BENCH = RUNS / "bench"
+MODEL = "configs/models/demo-hybrid"
 LEAST_GAIN = 0.3  # nats that the tuning takes off the validation loss
 
 
 def main() -> int:
     """Prepare, train, tune, compare; returns 1 if a strategy failed or did not learn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=MODEL, help=f"folder with a config.json (default: {MODEL})")
+    model = parser.parse_args().model
     start = time.monotonic()
+    say("the model")
+    run("-m", "shardwise", "models", model)
     shutil.rmtree(RUNS, ignore_errors=True)
     say("a corpus and a tokenizer from Python's own source")
     run("examples/corpus.py")
-    say("base model: 8 layers, 6 Gated DeltaNet and 2 attention, from scratch")
-    run("-m", "shardwise", "train", "configs/demo/base.yaml", "--nproc=2")
+    say("base model, from scratch")
+    run("-m", "shardwise", "train", "configs/demo/base.yaml", "--nproc=2", f"--model.path={model}")
     say("LoRA on it, once under each strategy")
     run("-m", "shardwise", "bench", "configs/demo/sweep.yaml", f"--out={BENCH}")
     run("-m", "shardwise", "report", str(BENCH), "-o", str(RUNS / "report.html"))
@@ -41,10 +49,11 @@ def say(line: str) -> None:
 
 
 def run(*arguments: str) -> None:
-    """One command as one would type it, after its text."""
+    """One command as one would type it, after its text; what it says of a mistake is the last word."""
     shown = ["shardwise", *arguments[2:]] if arguments[0] == "-m" else ["python", *arguments]
     print("$", *shown, flush=True)
-    subprocess.run([sys.executable, *arguments], check=True)
+    if code := subprocess.run([sys.executable, *arguments], check=False).returncode:
+        sys.exit(code)
 
 
 def learned(cell: Path) -> bool:

@@ -51,7 +51,7 @@ def costs(cfg: RunConfig, **options: Any) -> tuple[Cost, ...]:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("adapters", [None, Lora()], ids=["full", "lora"])
-@pytest.mark.parametrize("model", ["llama", "qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("model", ["llama", "qwen3_next", "nemotron_h", "jet_nemotron"])
 def test_flops_of_the_units_are_those_of_the_model(model, adapters, checkpointing):
     cfg = config(tiny(model), adapters, {"checkpointing": checkpointing})
     hf, spec = build(cfg)
@@ -91,6 +91,32 @@ def test_a_layer_computed_again_keeps_its_input_and_costs_its_forward_once_more(
     half = costs(config(tiny("llama"), training={"precision": "bfloat16"}))
     weights = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172  # autocast keeps its copies for the backward
     assert half[1].activation_bytes == kept[1].activation_bytes // 2 + 2 * weights
+
+
+def test_kernels_that_a_layer_generates_are_kept_as_what_comes_out_of_a_product():
+    cfg = config(tiny("jet_nemotron"))
+    # In and out of q and k, v and g, a and b, the generator's w1 and w2 (4 taps of 128 channels), o, and the MLP.
+    generator = (64 + 16) + (16 + 512)
+    linears = 2 * (64 + 48) + 2 * (64 + 128) + 2 * (64 + 4) + generator + (128 + 64) + 3 * (64 + 172)
+    assert costs(cfg)[1].activation_bytes == 4 * linears * 2 * LENGTH
+    # What the convolution does keep: that, its values with 3 tokens of padding, and what its activation is given.
+    convolution = load.load_whole(cfg.model, load.read_config(cfg.model)).get_submodule(
+        "model.layers.0.self_attn.dynamic_conv1d"
+    )
+    weights = {p.data_ptr() for p in convolution.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    values, hidden = (torch.randn(2, LENGTH, size, requires_grad=True) for size in (128, 64))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = convolution(values, hidden)
+    assert sum(kept.values()) == 4 * 2 * (LENGTH * generator + (LENGTH + 3) * 128 + LENGTH * 128)
+    assert out.requires_grad
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble"])

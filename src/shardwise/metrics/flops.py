@@ -13,8 +13,9 @@ from shardwise.models.counts import ModelCounts, Unit, Weight
 CONVENTION = (
     "A multiply-add is 2 FLOPs; products only, lookups 0. Per weight and token: 2 forward, 2 if its input needs a "
     "gradient, 2 if it is trainable (experts by top_k / E). MFU: causal attention N(K+V)(T+1), delta rules 7NKV, "
-    "Mamba's scans 5NPS forward, twice that backward. HFU: what transformers' torch code runs: fused causal attention "
-    "with scores computed again in the backward, chunked and padded recurrences, recomputed layers."
+    "generated convolutions 2WC, Mamba's scans 5NPS forward, twice that backward. HFU: what transformers' torch code "
+    "runs: fused causal attention with scores computed again in the backward, chunked and padded recurrences, "
+    "recomputed layers."
 )
 
 
