@@ -8,10 +8,10 @@ TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo study pipeline-split test check format parity gpu gpu-kernels clean
+.PHONY: help setup demo study pipeline-split test check format parity gpu gpu-kernels gpu-jet-nemotron clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
 setup: $(VENV)/.ok  ## build .venv with pinned versions
 
@@ -67,6 +67,9 @@ gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that h
 
 gpu-kernels:  ## LoRA and loss kernels timed on a CUDA device, and LoRA steps with them; PYTHON= as for `make gpu`
 	$(PYTHON) -m tests.gpu.kernels_bench
+
+gpu-jet-nemotron:  ## LoRA steps of Jet-Nemotron-2B's shape timed on a CUDA device; PYTHON= as for `make gpu`
+	$(PYTHON) -m tests.gpu.jet_nemotron
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) $(KERNELS) runs build .pytest_cache .ruff_cache .hypothesis

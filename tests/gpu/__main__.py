@@ -54,13 +54,16 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **quiet}
 
 
-def run_tests(gdn: str, device: str, scratch: Path, limit: float) -> dict[str, Any]:
-    """The tests of one choice of kernels, each with what it measured, also if time runs out between them."""
+def run_tests(gdn: str, device: str, scratch: Path, limit: float, only: str = "") -> dict[str, Any]:
+    """The tests of one choice of kernels, each with what it measured, also if time runs out between them.
+
+    `only`: those of one family.
+    """
     report, log = scratch / f"tests-{gdn}.jsonl", scratch / f"tests-{gdn}.log"
     report.touch()
     command = [sys.executable, "-m", "pytest", "tests/gpu/test_strategies.py", "-p", "no:cacheprovider", "--tb=short"]
     # Other versions of the libraries than the pinned ones warn of other things: here warnings are shown, not errors.
-    command += ["-W", "default", "-m", "gpu" if device == "cuda" else "not gpu"]
+    command += ["-W", "default", "-m", "gpu" if device == "cuda" else "not gpu", "-k", only]
     env = {**child_environment(), "SHARDWISE_GDN": gdn, "SHARDWISE_GPU_REPORT": str(report)}
     started = time.monotonic()
     status, reason = run_limited(command, env, log, limit)

@@ -1,4 +1,4 @@
-"""Makes what both sides of the timing read, in a process of its own: `python -m tests.gpu.draw FOLDER DEVICE`.
+"""Makes what is read by what is timed, in a process of its own: `python -m tests.gpu.draw FOLDER DEVICE [WORKLOAD]`.
 
 Into FOLDER go the model, drawn at random on the device (safetensors in bfloat16), and `facts.json`: where this runs,
 what its device can do at best, and what a step costs.
@@ -23,13 +23,13 @@ from shardwise.models import load, lora
 from shardwise.models.counts import count_model
 from shardwise.models.families import spec_of
 from tests.gpu.sides import DIFFERENCES, run_config
-from tests.gpu.workload import LORA_STEP, REHEARSAL, Workload
+from tests.gpu.workload import Workload, workload_of
 
 
-def main(folder: str, device_type: str) -> None:
+def main(folder: str, device_type: str, name: str = "qwen3_5") -> None:
     """Draw, save, and write the facts."""
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
-    workload = LORA_STEP if device_type == "cuda" else REHEARSAL
+    workload = workload_of(name, device_type)
     Path(folder, "config.json").write_text(json.dumps(workload.model), encoding="utf-8")
     torch.manual_seed(workload.seed)
     with device:

@@ -35,7 +35,7 @@ from tests.gpu.strategies import (
     shares,
     start_values,
 )
-from tests.gpu.workload import GDN_SHAPE
+from tests.gpu.workload import FLA_SHAPES
 from tests.parity.harness import CONFIGS, FAMILIES
 
 STRATEGIES = ("single", "ddp", "fsdp2")
@@ -53,13 +53,13 @@ cuda = [
 
 
 def model_folder(name: str, scratch: Callable[[str], str]) -> str:
-    """A tiny model of a family; with fla, one whose Gated DeltaNet has the shape that is timed."""
+    """A tiny model of a family; with fla, one whose recurrent layers have the shape that is timed."""
     if GDN != "fla":
         return str(CONFIGS / name)
     folder = scratch(name)
     config = json.loads((CONFIGS / name / "config.json").read_text(encoding="utf-8"))
     with open(f"{folder}/config.json", "w", encoding="utf-8") as file:
-        json.dump(config | GDN_SHAPE, file)
+        json.dump(config | FLA_SHAPES[name], file)
     return folder
 
 
@@ -135,7 +135,7 @@ def check(result: Result, room: float) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("family", ["qwen3_5_text"] if GDN == "fla" else list(FAMILIES))
+@pytest.mark.parametrize("family", [f for f, name in FAMILIES.items() if GDN != "fla" or name in FLA_SHAPES])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=cuda)])
 def test_bfloat16_on_the_device(device, family, strategy, mode, folder, nccl, record_property):
     result = run(Cell(folder(FAMILIES[family]), strategy, mode, "bfloat16", device))
@@ -155,7 +155,12 @@ def test_float32_on_the_device(device, family, mode, folder, nccl, record_proper
 
 
 # The same lines without a GPU: fsdp2 keeps olmo_hybrid's float32 parameters whole, qwen3_next routes in float32.
-CPU_CELLS = [("olmo_hybrid", "fsdp2", "full"), ("qwen3_next", "ddp", "lora"), ("nemotron_h", "fsdp2", "lora")]
+CPU_CELLS = [
+    ("olmo_hybrid", "fsdp2", "full"),
+    ("qwen3_next", "ddp", "lora"),
+    ("nemotron_h", "fsdp2", "lora"),
+    ("jet_nemotron", "single", "lora"),
+]
 
 
 @pytest.mark.parametrize(("family", "strategy", "mode"), CPU_CELLS)

@@ -91,9 +91,11 @@ def last_words(log: Path, lines: int = 5) -> str:
     return " | ".join(log.read_text(errors="replace").strip().splitlines()[-lines:])
 
 
-def start_side(side: str, gdn: str, folder: Path, device: str, env: dict[str, str]) -> Worker:
+def start_side(
+    side: str, gdn: str, folder: Path, device: str, env: dict[str, str], workload: str = "qwen3_5"
+) -> Worker:
     """One side of the timing, see worker.py."""
-    command = [sys.executable, "-m", "tests.gpu.worker", side, gdn, str(folder), device]
+    command = [sys.executable, "-m", "tests.gpu.worker", side, gdn, str(folder), device, workload]
     return Worker(command, env, folder.parent / f"{side}-{gdn}.log")
 
 

@@ -1,4 +1,4 @@
-"""One side of the timing, as a process of its own: `python -m tests.gpu.worker SIDE GDN FOLDER DEVICE`.
+"""One side of the timing, as a process of its own: `python -m tests.gpu.worker SIDE GDN FOLDER DEVICE WORKLOAD`.
 
 SIDE is `transformers`, or `shardwise`, then a colon and `lora.kernel` where that is not to be `auto`.
 """
@@ -11,7 +11,7 @@ import sys
 from tests.gpu import kernels
 
 
-def main(side: str, gdn: str, folder: str, device_type: str) -> None:
+def main(side: str, gdn: str, folder: str, device_type: str, name: str) -> None:
     """Answer requests (see rounds.py) until told to stop; the model's weights lie in `folder`."""
     kernels.choose(gdn)  # before transformers is imported
     import torch
@@ -19,10 +19,10 @@ def main(side: str, gdn: str, folder: str, device_type: str) -> None:
 
     from tests.gpu import sides
     from tests.gpu.rounds import Channel, Rounds
-    from tests.gpu.workload import LORA_STEP, REHEARSAL
+    from tests.gpu.workload import workload_of
 
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
-    workload = LORA_STEP if device_type == "cuda" else REHEARSAL
+    workload = workload_of(name, device_type)
     rounds = Rounds(Channel(), device)
     program, _, kernel = side.partition(":")
     if program == "shardwise":  # Trainer brings up what it needs

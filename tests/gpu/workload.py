@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 
 _HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -87,3 +91,37 @@ REHEARSAL = Workload(
     round_seconds=0.1,
 )
 """The same code on a toy, on the CPU: everything but the device."""
+
+
+def _jet_nemotron(size: str) -> dict[str, Any]:
+    return json.loads((CONFIGS / f"jet-nemotron-{size}" / "config.json").read_text(encoding="utf-8"))
+
+
+JET_NEMOTRON_STEP = Workload(
+    _jet_nemotron("2b"), batch=1, sequence_length=4096, rounds=4, warmup_steps=3, round_seconds=3.0
+)
+JET_NEMOTRON_REHEARSAL = Workload(
+    _jet_nemotron("tiny"), batch=2, sequence_length=70, rounds=3, warmup_steps=2, round_seconds=0.1
+)
+WORKLOADS = {
+    "qwen3_5": (LORA_STEP, REHEARSAL),
+    "jet_nemotron": (JET_NEMOTRON_STEP, JET_NEMOTRON_REHEARSAL),
+}
+"""By name: on a device, and on the CPU."""
+
+
+def workload_of(name: str, device_type: str) -> Workload:
+    """What is timed under a name on cuda or cpu."""
+    on_a_device, rehearsal = WORKLOADS[name]
+    return on_a_device if device_type == "cuda" else rehearsal
+
+
+def _blocks(size: str) -> dict[str, Any]:
+    return _jet_nemotron(size)["efficient_attention_config"]
+
+
+FLA_SHAPES: dict[str, dict[str, Any]] = {
+    "tiny-qwen3_5": GDN_SHAPE,
+    "tiny-jet_nemotron": {"efficient_attention_config": _blocks("tiny") | {"jet": _blocks("2b")["jet"]}},
+}
+"""What a tiny model takes over from the one that is timed, where fla's kernels are tested."""
