@@ -82,13 +82,17 @@ def test_zero_bubble_wins_by_the_weights_gradients_alone(tool: ModuleType, ranks
 @pytest.mark.parametrize("tool", ["pipeline_shapes"], indirect=True)
 @pytest.mark.parametrize(
     ("repository", "parameters"),
-    [("meta-llama/Llama-3.1-8B", 8_030_261_248), ("openai-community/gpt2-large", 774_030_080)],
+    [
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("openai-community/gpt2-large", 774_030_080),
+        ("jet-ai/Jet-Nemotron-2B", 1_964_806_208),
+    ],
 )
 def test_published_models_have_their_published_size(tool: ModuleType, repository: str, parameters: int) -> None:
     (shape,) = (shape for shape in tool.SHAPES if shape.repository == repository)
     embedding, *others = tool.units_of(shape, "full")
     tied = shape.config["tie_word_embeddings"]  # then the head's unit counts the matrix once more
-    matrix = shape.config["vocab_size"] * shape.config["n_embd"] if tied else 0
+    matrix = shape.config["vocab_size"] * shape.config.get("n_embd", shape.config.get("hidden_size")) if tied else 0
     assert embedding.parameters + sum(unit.parameters for unit in others) - matrix == parameters
 
 

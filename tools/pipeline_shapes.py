@@ -3,9 +3,10 @@
     python tools/pipeline_shapes.py [--out results/pipeline-split]
 
 No weights are needed: the models are built on `meta` from the numbers in SHAPES. Those of Llama and GPT-2 give the
-published numbers of parameters, Qwen3.5-9B's are transformers' defaults, and Qwen3.5-2B's are the shapes of its tensors
-as github.com/invergent-ai/surogate converts them (serve/tools/convert/qwen3_5_2b/inventory.py; that its head is tied:
-github.com/williammtan/miles, scripts/models/qwen3.5-2B.sh). Costs are the FLOPs that a rank runs
+published numbers of parameters, Jet-Nemotron's are those of its published config.json, Qwen3.5-9B's are transformers'
+defaults, and Qwen3.5-2B's are the shapes of its tensors as github.com/invergent-ai/surogate converts them
+(serve/tools/convert/qwen3_5_2b/inventory.py; that its head is tied: github.com/williammtan/miles,
+scripts/models/qwen3.5-2B.sh). Costs are the FLOPs that a rank runs
 (`training.split.costs_of`): the chunked loss, no recomputation, frozen weights without gradients of their own. So a
 prediction: what memory traffic and small kernels take is not in it.
 """
@@ -30,6 +31,7 @@ from shardwise.schedule.split import Split, bound_seconds, split
 from shardwise.training.split import costs_of
 
 ROOT = Path(__file__).parents[1]
+PRESETS = ROOT / "configs" / "models"
 RANKS = (2, 4, 8)
 MICROBATCHES_PER_RANK = 8
 RANK_OF_LORA = 16
@@ -106,6 +108,7 @@ SHAPES = (
             "tie_word_embeddings": True,
         },
     ),
+    Shape("jet-ai/Jet-Nemotron-2B", 4096, json.loads((PRESETS / "jet-nemotron-2b" / "config.json").read_text())),
 )
 
 
