@@ -42,11 +42,11 @@ VARIANTS = (
         if FAMILY_FACTS[family].token_mixers
         for layout, mode in (("ddp", "lora"), ("fsdp2", "full"))
     ),
-    Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
+    *(Cell(family, "fsdp2", "full", 2, "operators") for family in ("qwen3_5_text", "jet_nemotron")),
     *(Cell("llama", layout, "full", 2, "float16") for layout in LAYOUTS),
     *(
         Cell(family, layout, "lora", 2, "compile")
-        for family in ("llama", "qwen3_5_text")
+        for family in ("llama", "qwen3_5_text", "jet_nemotron")
         for layout in ("ddp", "fsdp2")
     ),
 )
