@@ -125,3 +125,23 @@ def test_committed_sweeps_hold(path, tmp_path):
     assert not [cell.refusal for cell in cells if cell.refusal]
     if path.stem.startswith("study"):
         assert sum(not cell.plan.control for cell in cells) == 32
+
+
+@pytest.mark.parametrize("failing", ["models", "bench"])
+def test_the_demo_takes_another_model_and_ends_where_a_command_fails(monkeypatch, tmp_path, failing):
+    demo = runpy.run_path(str(ROOT / "examples" / "demo.py"))
+    asked = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        asked.append(" ".join(command[1:]))
+        return subprocess.CompletedProcess(command, 2 if f"shardwise {failing}" in asked[-1] else 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "my/model"])
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit) as end:
+        demo["main"]()
+    assert end.value.code == 2
+    assert asked[0] == "-m shardwise models my/model"  # before anything is written
+    assert [command for command in asked if "train" in command and "--model.path=my/model" in command] == asked[2:3]
+    assert len(asked) == {"models": 1, "bench": 4}[failing]
