@@ -47,3 +47,18 @@ def test_small_gradients_and_no_limit_are_left_alone():
     ((norm, unclipped),) = run_ranks(1, _small)
     assert unclipped == torch.tensor([0.3, 0.4]).tolist()
     assert abs(norm - 50.0) < 1e-4
+
+
+def _long() -> float:
+    mesh = Mesh(init_device_mesh("cpu", (1,) * 5, mesh_dim_names=Mesh.AXES), torch.device("cpu"))
+    parameter = nn.Parameter(torch.zeros(1024, 4097))
+    parameter.grad = torch.full_like(parameter, 0.1)
+    return global_norm([parameter], mesh).item()
+
+
+def test_the_norm_of_a_long_gradient_is_not_lost_in_rounding():
+    (found,) = run_ranks(1, _long)
+    expected = 0.1 * (1024 * 4097) ** 0.5
+    assert abs(found / expected - 1) < 1e-6
+    at_once = torch.full((1024 * 4097,), 0.1).norm().item()  # once torch adds up with more care, take it as it is
+    assert abs(at_once / expected - 1) > 1e-4
