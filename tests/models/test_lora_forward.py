@@ -65,7 +65,9 @@ def test_as_peft_computes_and_what_shares_an_input_is_computed_together(name, ca
     expected = gradients(model)
     groups: dict[tuple[str, int], list[str]] = {}
     for path, x in inputs:
-        parent, _, own = path.rpartition(".")
+        deep = [shared for shared in SHARING if "." in shared and path.endswith(f".{shared}")]
+        own = deep[0] if deep else path.rpartition(".")[2]
+        parent = path.removesuffix(f".{own}")
         if not parent.endswith(".experts"):
             groups.setdefault((parent, id(x)), []).append(own)
     for group in groups.values():

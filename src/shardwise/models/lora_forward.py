@@ -30,9 +30,10 @@ SHARING = frozenset(
         *("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "g_a_proj", "kv_a_proj_with_mqa"),
         *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
         *("gate_proj", "up_proj", "w1", "w3"),
+        *("dynamic_conv1d.kernel_generator.w1", "forget_gate.f_a_proj"),
     )
 )
-"""Names of linears that, where they lie in one module, are called with one tensor. Where that is not so they cost more
+"""Paths of linears that, where they lie in one module, are called with one tensor. Where that is not so they cost more
 than they need, and compute the same."""
 
 Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
@@ -48,11 +49,12 @@ def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device) -> N
     if kernel == "peft":
         return
     backend = backend_of(kernel, device)
+    layers: list[Any] = [module for module in model.modules() if _is_plain(module)]
+    for layer in layers:
+        _Shared([layer], backend)
     for parent in list(model.modules()):
-        plain: dict[str, Any] = {name: module for name, module in parent.named_children() if _is_plain(module)}
-        together = _alike([module for name, module in plain.items() if name in SHARING])
-        for module in plain.values():
-            _Shared([module], backend)
+        inner: list[tuple[str, Any]] = list(parent.named_modules())
+        together = _alike([module for path, module in inner if path in SHARING and _is_plain(module)])
         if len(together) > 1:
             shared = _Shared(together, backend)
             parent.forward = shared.within(parent.forward)
