@@ -39,7 +39,7 @@ CELLS = [
     cell("llama", "fsdp1", "lora", 2, "naive"),
     # A recurrent layer's block sends what an attention layer's does: no reduction for its states, gates or norms.
     *(cell("qwen3_5_text", layout, mode, 2) for layout, mode in (("tp", "full"), ("tp-sp", "lora"))),
-    cell("nemotron_h", "tp", "lora", 2),
+    *(cell(family, "tp", "lora", 2) for family in ("nemotron_h", "jet_nemotron")),
     # Some add a few numbers up within a block, and Falcon-H1 has two mixers side by side.
     *(cell(family, "tp-sp", "lora", 2) for family in ("olmo_hybrid", "jamba", "falcon_h1")),
     # Cut along tp, rates of decay have no other dim for fsdp2 or zero1; a tied weight has two stages.

@@ -21,9 +21,15 @@ OPTIONS = {
     "nemotron_h": {"use_bias": True, "mlp_bias": True, "moe_latent_size": 24, "n_groups": 1},
     "granitemoehybrid": {"attention_bias": True, "mamba_proj_bias": True, "mamba_n_groups": 1},
     "falcon_h1": {**dict.fromkeys(BIASES, True), "mamba_n_groups": 1},
+    "jet_nemotron": {"num_key_value_heads": 1},  # whose biases 2 ranks share
     "falcon_h1 without a norm": {"mamba_rms_norm": False, "mamba_proj_bias": True},
 }
-SHOWN = {"nemotron_h": "fc2_latent_proj.bias", "granitemoehybrid": "o_proj.bias", "falcon_h1": "in_proj.bias"}
+SHOWN = {
+    "nemotron_h": "fc2_latent_proj.bias",
+    "granitemoehybrid": "o_proj.bias",
+    "falcon_h1": "in_proj.bias",
+    "jet_nemotron": "v_proj.bias",
+}
 """Parameters that are there because of them."""
 
 

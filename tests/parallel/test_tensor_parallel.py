@@ -68,6 +68,8 @@ def test_what_is_not_proven_with_it_is_refused(changes, told):
         ("tiny-llama", 8, "this llama has 172 feed-forward features, "),
         # Of 256 rows of an embedding 100 ranks would hold 3 each: those above the 86th have none.
         ("tiny-llama", 100, "this llama has 256 tokens in its vocabulary, "),
+        # 12 heads of JetBlock and of attention, 2 of keys and values, 8,960 feed-forward features.
+        ("jet-nemotron-2b", 8, "this jet_nemotron has 12 heads of JetBlock, which .* use 1, 2 or 4$"),
         ("tiny-qwen3_next", 3, "this qwen3_next has 32 features of an expert, which .* use 1, 2 or 4$"),
     ],
 )
@@ -234,6 +236,8 @@ def curve(cell: Cell, saved: list[str]) -> list[float]:
         ("llama", ["mlp"], ""),
         ("qwen3_next", ["mlp"], ""),
         ("llama", ["self_attn"], "isolated"),
+        ("jet_nemotron", ["dynamic_conv1d", "o_norm"], "isolated"),
+        ("jet_nemotron", ["w2", "v_proj"], ""),
     ],
 )
 def test_copies_that_are_trained_in_full_are_cut_as_what_they_stand_for(family, saved, variant):

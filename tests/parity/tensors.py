@@ -12,7 +12,10 @@ from tests.parity.harness import FAMILIES, Cell
 MODES = ("lora", "full")
 PROCESSES = {"tp": 2, "ddp-tp": 4, "zero1-tp": 4, "fsdp2-tp": 4, "pp-tp": 4}
 """By layout, with or without sequence parallelism: as many as give each axis 2 ranks, or 8."""
-WIDE = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "gpt2", "lfm2", "nemotron_h")
+WIDE = (
+    *("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "gpt2", "lfm2", "nemotron_h"),
+    "jet_nemotron",
+)
 """Their tiny models can be dealt out to 4 ranks; key/value heads and groups of `SHARED` are then held by two each."""
 SHARED = ("granitemoehybrid", "jamba")
 
@@ -48,7 +51,8 @@ def _variants() -> Iterator[Cell]:
                 yield cell(family, layout, "lora", "isolated")
             if FAMILY_FACTS[family].experts:
                 yield cell(family, layout, "lora", "experts")
-        yield from (cell(family, layout, "lora", "dropout") for family in ("llama", "qwen3_5_text", "gpt2"))
+        for family in ("llama", "qwen3_5_text", "gpt2", "jet_nemotron"):
+            yield cell(family, layout, "lora", "dropout")
         yield cell("llama", layout, "lora", "head")
     for schedule in ORDERS:
         yield cell("qwen3_5_text", "pp-tp", "full", "tied", schedule=schedule)
@@ -78,6 +82,7 @@ FIXED = (
     cell("nemotron_h", "tp-sp", "lora", "checkpointing"),
     cell("qwen3_5_text", "tp-sp", "full", "operators"),
     cell("olmo_hybrid", "tp", "lora", "isolated"),
+    cell("jet_nemotron", "tp", "full"),
     cell("qwen3_next", "fsdp2-tp", "full"),
     cell("llama", "ddp-tp", "lora"),
     cell("qwen3_5_text", "pp-tp", "full", "tied", schedule="zbv"),

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.models import dropout
-from shardwise.models.tensor_splits import attention, base
+from shardwise.models.tensor_splits import attention, base, jet_block
 from shardwise.parallel import ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
 from shardwise.parallel.reduce import sum_gradients, sum_over
 from shardwise.training import gradients
@@ -54,6 +54,26 @@ def blocks_of_rows_taken_for_one():
 
     base.Rows.ranges = one
     base.Rows.in_order = property(lambda self: not self.shared)
+
+
+def kernel_factor_not_summed():
+    without_summands("kernel_generator.w1")
+
+
+def kernels_cut_as_if_taps_came_first():
+    split = jet_block.jet_block
+
+    def taps_first(block, num_ranks):
+        found = split(block, num_ranks)
+        taps = block.dynamic_conv1d.width
+        generated = {name: cut for name, cut in found.weights.items() if "w2" in name}
+        rows = {
+            name: replace(cut, rows=base.blocked(num_ranks, (cut.rows.size // taps,) * taps, ""))
+            for name, cut in generated.items()
+        }
+        return replace(found, weights={**found.weights, **rows})
+
+    jet_block.jet_block = taps_first
 
 
 def key_heads_of_another_group():
@@ -171,6 +191,8 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (layer_norms_not_summed, cell("llama", "tp-sp", "full", "bfloat16")),
     (router_not_summed, cell("qwen3_moe", "tp", "full")),
     (blocks_of_rows_taken_for_one, cell("qwen3_5_text", "tp", "full")),
+    (kernel_factor_not_summed, cell("jet_nemotron", "tp", "full")),
+    (kernels_cut_as_if_taps_came_first, cell("jet_nemotron", "tp", "full")),
     (key_heads_of_another_group, cell("granitemoehybrid", "tp", "full", nproc=4)),
     (gradients_of_shared_heads_not_summed, cell("granitemoehybrid", "tp", "full", nproc=4)),
     (shared_heads_counted_by_each_rank, cell("granitemoehybrid", "tp", "full", nproc=4)),

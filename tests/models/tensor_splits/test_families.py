@@ -18,10 +18,7 @@ from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import adapter_layers, inject
 from shardwise.models.tensor_splits.base import BlockSplit, unwrapped
 from shardwise.models.tensor_splits.plan import parameter_cuts, problem, rows_in, split_blocks
-from tests.models import tiny as tiny_models
-from tests.models.tiny import entries, on_meta, tiny
-
-PLAIN = tuple(name for name in tiny_models.PLAIN if name != "tiny-jet_nemotron")  # whose mixers are not cut
+from tests.models.tiny import PLAIN, entries, on_meta, tiny
 
 KIMI = ("forget_gate.f_a_proj", "g_a_proj", "kv_a_proj_with_mqa")  # first factors, of which all heads need the result
 WHOLE = {
@@ -31,6 +28,7 @@ WHOLE = {
     "tiny-granitemoehybrid": {"block_sparse_moe.router"},
     "tiny-kimi_linear": {"mlp.gate", *(f"self_attn.{name}" for name in KIMI)},
     "tiny-jamba": {"feed_forward.router"},
+    "tiny-jet_nemotron": {"self_attn.dynamic_conv1d.kernel_generator.w1"},
 }
 """The matrices of a layer that every rank holds whole: routers, and first factors."""
 INDIVISIBLE = {
@@ -43,6 +41,7 @@ INDIVISIBLE = {
     "tiny-granitemoehybrid": "8 heads of Mamba2",
     "tiny-kimi_linear": "4 heads of Kimi Delta Attention",
     "tiny-jamba": "128 channels of Mamba",
+    "tiny-jet_nemotron": "4 heads of JetBlock",
 }
 """What 3 ranks cannot share; of the others, attention heads. (The Gated DeltaNets have 6 key heads.)"""
 
