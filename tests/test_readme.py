@@ -127,21 +127,26 @@ def test_committed_sweeps_hold(path, tmp_path):
         assert sum(not cell.plan.control for cell in cells) == 32
 
 
-@pytest.mark.parametrize("failing", ["models", "bench"])
-def test_the_demo_takes_another_model_and_ends_where_a_command_fails(monkeypatch, tmp_path, failing):
+def test_the_demo_takes_another_model_and_ends_where_a_command_fails(monkeypatch, tmp_path, capsys):
     demo = runpy.run_path(str(ROOT / "examples" / "demo.py"))
     asked = []
 
     def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
         asked.append(" ".join(command[1:]))
-        return subprocess.CompletedProcess(command, 2 if f"shardwise {failing}" in asked[-1] else 0)
+        return subprocess.CompletedProcess(command, 3 if "shardwise train" in asked[-1] else 0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["demo.py", "my/model"])
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "my/model"])
+    Path("runs/demo").mkdir(parents=True)  # what an earlier demo left
+    assert demo["main"]() == 2
+    assert capsys.readouterr() == ("", "error: my/model: no folder with a config.json; configs/models has some\n")
+    assert Path("runs/demo").is_dir()
+    assert not asked
+
+    Path("my/model").mkdir(parents=True)
+    Path("my/model/config.json").touch()
     with pytest.raises(SystemExit) as end:
         demo["main"]()
-    assert end.value.code == 2
-    assert asked[0] == "-m shardwise models my/model"  # before anything is written
-    assert [command for command in asked if "train" in command and "--model.path=my/model" in command] == asked[2:3]
-    assert len(asked) == {"models": 1, "bench": 4}[failing]
+    assert end.value.code == 3
+    assert asked[1:] == ["-m shardwise train configs/demo/base.yaml --nproc=2 --model.path=my/model"]
