@@ -7,6 +7,8 @@ NVCC = nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
 export OMP_NUM_THREADS ?= 1
+# Files of tests at a time; a core each, and some 3 GiB at the most.
+TESTERS ?= 2
 
 .PHONY: help setup demo study pipeline-split test check format parity gpu gpu-kernels gpu-jet-nemotron clean
 
@@ -45,7 +47,7 @@ pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rou
 	$(BIN)/python tools/pipeline_shapes.py
 
 test: setup $(KERNELS)/.ok  ## the tests, in minutes on two cores
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 	$(KERNELS)/bin/python -m pytest tests/kernels/without_gpu
 
 check: setup  ## lint, format, types, architecture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import tempfile
@@ -15,8 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PATIENCE = 300
+"""Seconds until something is called hung: far more than it takes on a machine that does much else."""
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 240) -> list[Any]:
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """`function(*args)` on each of `world_size` ranks with a gloo group up; the results in rank order.
 
     The first rank that fails ends the others, and its traceback is raised here.
@@ -34,18 +38,18 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             pipes.append(receiver)
             processes.append(process)
         try:
-            return _collect(pipes, timeout_seconds)
+            return _collect(pipes)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
+def _collect(pipes: list[Connection]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
         waiting = [pipe for i, pipe in enumerate(pipes) if i not in results]
-        ready = wait(waiting, timeout_seconds)
+        ready = wait(waiting, PATIENCE)
         if not ready:
             raise TimeoutError(f"ranks {[i for i in range(len(pipes)) if i not in results]} did not end")
         for pipe in ready:
@@ -64,9 +68,10 @@ def _rank_main(
     rank: int, world_size: int, store: Path, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was inherited is not looked through whenever a test collects its own garbage
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE)
         )
         value = function(*args)
         dist.barrier()

@@ -12,6 +12,7 @@ import pytest
 from shardwise import __version__, cli
 from shardwise.config import Model, RunConfig
 from shardwise.models import adapter
+from tests.distributed import PATIENCE
 
 MODELS = Path(__file__).parents[1] / "configs" / "models"
 RUN = """
@@ -30,7 +31,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shardwise", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env={**os.environ, **env})
 
 
 @pytest.mark.parametrize(

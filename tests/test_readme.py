@@ -19,6 +19,7 @@ from shardwise.config import Model, RunConfig
 from shardwise.models import load
 from shardwise.models.save import save_model
 from shardwise.run_file import load_config, parse_config
+from tests.distributed import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -105,7 +106,7 @@ def test_readme_commands_run(tmp_path):
                 if arguments[0] == "train":
                     arguments += ["--training.steps=2", "--training.eval_batches=1"]
                 done = subprocess.run(
-                    [sys.executable, "-m", "shardwise", *arguments], capture_output=True, text=True, timeout=120
+                    [sys.executable, "-m", "shardwise", *arguments], capture_output=True, text=True, timeout=PATIENCE
                 )
                 assert done.returncode == 0, done.stderr
         assert json.loads(Path("runs/first/record.json").read_text())["status"] == "ok"

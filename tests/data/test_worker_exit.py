@@ -8,6 +8,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from tests.distributed import PATIENCE
+
 SCRIPT = """
 import sys
 from transformers import PreTrainedTokenizerFast
@@ -40,8 +42,8 @@ def test_workers_end_with_the_process_that_reads_them(
         assert [process.stdout.readline() for process in processes if process.stdout] == ["running\n"] * 2
         killed.kill()
         # communicate returns when no process holds the pipes any more: neither a worker nor the fork server.
-        assert returning.communicate(timeout=30) == ("", "")
-        killed.communicate(timeout=30)
+        assert returning.communicate(timeout=PATIENCE) == ("", "")
+        killed.communicate(timeout=PATIENCE)
         assert (returning.returncode, killed.returncode) == (0, -signal.SIGKILL)
     finally:
         for process in processes:

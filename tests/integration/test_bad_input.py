@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from transformers import AutoConfig
 from shardwise.cli import main
 from shardwise.config import Parallel, UserError
 from shardwise.parallel import compose
-from tests.integration.test_train import CONFIGS, config
+from tests.distributed import run_ranks
+from tests.integration.test_train import CONFIGS, config, run
 
 
 @pytest.fixture
@@ -186,10 +188,12 @@ def test_a_world_that_does_not_fit(run_file, capfd):
     assert "parallel.data is single but there are 2 processes" in line
 
 
-def test_shares_of_layers_that_there_are_not(run_file, capfd):
-    line = refused(capfd, run_file, "--nproc=3", "--parallel.tp=3")
-    assert "this qwen3_5_text has 172 feed-forward features, which cannot be dealt out evenly to so many ranks" in line
-    assert line.endswith("; use 1, 2 or 4")
+def test_shares_of_layers_that_there_are_not(folder):
+    """On every rank the user's mistake; that it is one line then, the test above shows."""
+    features = "this qwen3_5_text has 172 feed-forward features, which cannot be dealt out evenly to so many ranks"
+    cfg = replace(config(folder, "three-shares"), parallel=Parallel(tp=3))
+    with pytest.raises(RuntimeError, match=f"UserError: .*{features}.*; use 1, 2 or 4\n"):
+        run_ranks(3, run, cfg)
 
 
 def test_a_tokenizer_that_is_none(run_file, capfd, tmp_path):

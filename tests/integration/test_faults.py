@@ -22,6 +22,7 @@ from shardwise.cli import main
 from shardwise.metrics.record import RunRecord
 from shardwise.models import load
 from shardwise.run_file import load_config
+from tests.distributed import PATIENCE
 from tests.integration import kill
 from tests.integration.test_train import CONFIGS, config, run_on
 
@@ -57,7 +58,7 @@ def test_a_killed_rank_of_a_pipeline_is_named_in_one_line(path, tmp_path):
     process = kill.start(path, tmp_path, *layout)
     kill.wait_for_step(process, tmp_path, 2)
     kill.ranks(process)[1].send_signal(signal.SIGKILL)
-    told = process.communicate(timeout=60)[1]
+    told = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 1
     assert told == "error: rank 1 of 2 was killed by SIGKILL; the system does that when memory runs out\n"
 
@@ -69,7 +70,7 @@ def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(number, nproc,
     process = kill.start(path, out, *overrides, nproc=nproc)
     kill.wait_for_step(process, out, 3)
     process.send_signal(number)
-    told = process.communicate(timeout=120)[1]
+    told = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 128 + number
     done = kill.steps_done(out)
     saved = out / "checkpoints" / f"step-{done}"
@@ -100,7 +101,7 @@ def test_a_disk_that_is_full_ends_the_run_and_keeps_the_checkpoints_before(path,
     arguments = ["--parallel.data=single", "--training.keep_last=9", f"--training.output_dir={out}"]
     command = " ".join([sys.executable, "-m", "shardwise", "train", str(path), *arguments])
     script = FULL.format(size="1200k", out=out, command=command)  # a checkpoint of this run takes some 700 kB
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert "code 1\n" in done.stdout, (done.stdout, done.stderr)
     (line,) = done.stderr.strip().splitlines()
     assert "No space left on device" in line
@@ -125,7 +126,7 @@ def test_no_memory_left_is_told_as_such(nproc, path, tmp_path):
         [*command, *sizes, *layout],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

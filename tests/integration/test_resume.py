@@ -31,7 +31,7 @@ from tests.models.tiny import loaded_by_transformers, logits, same
 from tests.parity.harness import CONFIGS, DEEP, Cell, microbatches, run_config
 from tests.training.test_checkpoint import NoLoader, equal, values
 
-STEPS, HALF = 20, 10
+STEPS, HALF = 12, 6
 PIPELINES = {
     "pp": Parallel(pp=2),
     "pp-interleaved": Parallel(pp=2, schedule="interleaved-1f1b"),
@@ -185,7 +185,7 @@ def test_each_part_under_another_layout_and_number_of_processes(ran):
     one, noise = whole(ran, "single"), config(ran, "noise")
     noise = replace(noise, measure=replace(noise.measure, reverse_microbatches=True))
     run_ranks(1, run, noise)
-    parts = [("fsdp2", 2, 3), ("fsdp2", 4, 7), ("ddp", 4, 10), ("zero1", 2, 13), ("fsdp1", 2, 17), ("single", 1, STEPS)]
+    parts = [("fsdp2", 2, 2), ("fsdp2", 4, 4), ("ddp", 4, 6), ("zero1", 2, 8), ("fsdp1", 2, 10), ("single", 1, STEPS)]
     for layout, nproc, last in parts:
         resume = None if layout == "fsdp2" and nproc == 2 else "latest"
         cfg = config(ran, "chain", layout, micro_batch_size=1, save_every=last, resume=resume)
@@ -221,7 +221,7 @@ def test_a_pipeline_goes_on_under_fsdp2_as_another_pipeline_and_alone(ran):
 @pytest.mark.parametrize("lora", [True, False])
 def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
     def deep(name: str, **training: Any) -> RunConfig:
-        cfg = config(folder, f"{name}-{lora}", lora=lora, steps=14, micro_batch_size=1, eval_batches=1, **training)
+        cfg = config(folder, f"{name}-{lora}", lora=lora, steps=7, micro_batch_size=1, eval_batches=1, **training)
         # Of Gated DeltaNet's [q, k, v] rows a rank has some of each: its shares joined are not the whole.
         return replace(cfg, model=replace(cfg.model, path=str(CONFIGS / "tiny-qwen3_5")), lora=cfg.lora and ADAPTERS)
 
@@ -237,10 +237,10 @@ def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
         (4, Parallel("zero1", tp=2)),
         (2, Parallel("ddp")),
     ]
-    for place, (nproc, parallel) in enumerate(parts, 1):
-        last, resume = 2 * place, "latest" if place > 1 else None
-        cfg = replace(deep("shares-chain", save_every=last, resume=resume), parallel=parallel)
-        run_ranks(nproc, *([run] if place == len(parts) else [run_until, last]), cfg)
+    for step, (nproc, parallel) in enumerate(parts, 1):
+        resume = "latest" if step > 1 else None
+        cfg = replace(deep("shares-chain", save_every=step, resume=resume), parallel=parallel)
+        run_ranks(nproc, *([run] if step == len(parts) else [run_until, step]), cfg)
     assert [line["step"] for line in metrics(cfg)] == [line["step"] for line in metrics(one)]
     for apart in (losses_apart, weights_apart):
         assert apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))
@@ -318,17 +318,17 @@ def run_killed(moment: str, call: int, rank: int, cfg: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("moment", "layout", "call", "rank", "start"),
     [
-        ("tensors are half written", "ddp", 2, 1, 5),  # rank 1 waits for the disk once in a save
-        ("tensors are half written", "pp", 2, 1, 5),
-        ("there is no manifest yet", "ddp", 2, 0, 5),
-        ("it is not renamed yet", "single", 2, 0, 5),
-        ("the best is not marked yet", "single", 2, 0, 10),
-        ("older ones are not removed yet", "single", 2, 0, 10),
-        ("an older one is half removed", "single", 1, 0, 10),
+        ("tensors are half written", "ddp", 2, 1, 3),  # rank 1 waits for the disk once in a save
+        ("tensors are half written", "pp", 2, 1, 3),
+        ("there is no manifest yet", "ddp", 2, 0, 3),
+        ("it is not renamed yet", "single", 2, 0, 3),
+        ("the best is not marked yet", "single", 2, 0, 6),
+        ("older ones are not removed yet", "single", 2, 0, 6),
+        ("an older one is half removed", "single", 1, 0, 6),
     ],
 )
 def test_killed_in_the_second_save(ran, tmp_path, moment, layout, call, rank, start):
-    cfg = config(ran, "unused", layout, save_every=5, eval_every=5, keep_last=1, keep_best=True, resume="auto")
+    cfg = config(ran, "unused", layout, save_every=3, eval_every=3, keep_last=1, keep_best=True, resume="auto")
     cfg = replace(cfg, training=replace(cfg.training, output_dir=str(tmp_path)))
     with pytest.raises(RuntimeError, match=f"rank {rank} died without a word"):
         run_ranks(PROCESSES[layout], run_killed, moment, call, rank, cfg)

@@ -1,4 +1,4 @@
-"""Whole runs with tensor parallelism: through the command, in a pipeline, and what their records say."""
+"""Whole runs with tensor parallelism: alone, in a pipeline, and what their records say."""
 
 from __future__ import annotations
 
@@ -47,14 +47,10 @@ def rates(record: RunRecord, num_processes: int) -> None:
     assert record.mfu == pytest.approx(record.flops["model_per_token"] * positions_per_second / peak)
 
 
-def test_a_run_through_the_command(folder, single, noise, tmp_path):
-    cfg = config(folder, "unused", sample=PROMPT)
-    content = json.loads(json.dumps(replace_measure(cfg, memory=True).to_dict()))
-    content["training"]["output_dir"] = str(tmp_path / "out")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    options = ("--nproc=2", "--parallel.tp=2", "--parallel.sequence_parallel=true")
-    assert main(["train", str(tmp_path / "run.yaml"), *options]) == 0
-    record = RunRecord.read(tmp_path / "out" / "record.json")
+def test_a_run_with_shares_of_layers(folder, single, noise):
+    """Through the command: tests/benchmark/test_runner.py."""
+    cfg = replace_measure(config(folder, "tp", sample=PROMPT), memory=True)
+    record = run_on(2, replace(cfg, parallel=Parallel(tp=2, sequence_parallel=True)))
     follows(record, single, noise)
     rates(single, 1)
     rates(record, 2)

@@ -12,6 +12,7 @@ from shardwise.models import adapter
 from shardwise.models.adapter import merge_adapter, save_adapter
 from shardwise.models.load import read_config, weights
 from shardwise.models.save import save_model
+from tests.distributed import PATIENCE
 from tests.models.tiny import (
     TINY,
     entries,
@@ -95,7 +96,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, torch.Tensor
 def test_peft_and_transformers_alone_load_what_is_saved(written: dict[Path, torch.Tensor], tmp_path: Path) -> None:
     ids = json.dumps(tokens().tolist())
     command = [sys.executable, "-c", SCRIPT, ids, str(tmp_path / "out"), *map(str, written)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = load_file(tmp_path / "out")
     for folder, expected in written.items():

@@ -149,7 +149,7 @@ def _errors(names: Sequence[str], options: dict[str, Any]) -> dict[str, list[flo
 
 def errors(names: Sequence[str], processes: int = RANKS, **options: Any) -> dict[str, list[float]]:
     """Of each schedule: the errors of all ranks' parameters."""
-    by_rank = run_ranks(processes, _errors, list(names), options, timeout_seconds=60)
+    by_rank = run_ranks(processes, _errors, list(names), options)
     return {name: [error for found in by_rank for error in found[name]] for name in names}
 
 
@@ -271,7 +271,7 @@ def _last_loss(name: str, counts: Sequence[int], train: bool) -> tuple[float, fl
 @pytest.mark.parametrize("count", [MICROBATCHES * ROWS // 2, MICROBATCHES * ROWS - 1])
 def test_fewer_rows_are_evaluated_with_what_is_left_of_earlier_ones(name, count):
     """Until torch mends it, shardwise checks the shape of every micro-batch before: here nobody does."""
-    _, (loss, expected) = run_ranks(RANKS, _last_loss, name, (MICROBATCHES * ROWS, count), False, timeout_seconds=20)
+    _, (loss, expected) = run_ranks(RANKS, _last_loss, name, (MICROBATCHES * ROWS, count), False)
     assert abs(loss - expected) > WRONG * expected
 
 
@@ -279,7 +279,7 @@ def test_more_rows_end_the_process():
     """The same check: the receiving process aborts, and no exception names the shape."""
     counts = (MICROBATCHES * ROWS, 2 * MICROBATCHES * ROWS)
     with pytest.raises(RuntimeError, match=r"died without a word|Connection reset|Connection closed"):
-        run_ranks(RANKS, _last_loss, "1f1b", counts, True, timeout_seconds=20)
+        run_ranks(RANKS, _last_loss, "1f1b", counts, True)
 
 
 def recomputed(module: nn.Module, mesh: DeviceMesh, contexts: Any = noop_context_fn) -> nn.Module:

@@ -171,9 +171,9 @@ def test_a_large_model_is_quick():
     sums = np.arange(131.0)
     table = sums[None] - sums[:, None]
     table[np.tril_indices(131)] = math.inf
-    started = time.perf_counter()
+    started = time.process_time()
     _, worst = bottleneck([table] * 64)  # 128 layers, embedding and head; 16 ranks x 4
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
     assert worst == 3.0  # 130 units over 64 chunks
 
 

@@ -22,6 +22,7 @@ from shardwise.interfaces import Mesh
 from shardwise.training.ending import Stopped
 from shardwise.training.launch import launch
 from shardwise.training.stop import StopRequest
+from tests.distributed import PATIENCE
 from tests.training.test_world import SRUN, TORCHRUN
 
 
@@ -74,7 +75,7 @@ def killed_on_last(cfg: RunConfig, mesh: Mesh) -> None:
 
 def hang_on_last(cfg: RunConfig, mesh: Mesh) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
-        time.sleep(60)
+        time.sleep(600)
     dist.barrier()
 
 
@@ -99,7 +100,7 @@ def finish_the_run(cfg: RunConfig, mesh: Mesh) -> None:
 
 def sleep(cfg: RunConfig, mesh: Mesh) -> None:
     Path(cfg.training.output_dir, f"pid-{os.getpid()}").touch()
-    time.sleep(60)
+    time.sleep(600)
 
 
 # ----------------------------------------------------------------------------------------------- refused before a start
@@ -201,9 +202,9 @@ def test_the_first_failure_of_two_processes_is_the_one_told(
 
 
 def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, capfd):
-    # 10 seconds: less than the test may take, more than two processes take to meet on a busy machine.
-    assert launch(config(tmp_path, timeout_seconds=10), 2, hang_on_last) == 1
-    reason = "nothing was finished for 10 seconds (training.timeout_seconds)"
+    # 20 seconds: less than the test may take, more than two processes take to meet on a busy machine.
+    assert launch(config(tmp_path, timeout_seconds=20), 2, hang_on_last) == 1
+    reason = "nothing was finished for 20 seconds (training.timeout_seconds)"
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["status"], record["reason"]) == ("timeout", reason)
     told = capfd.readouterr().err
@@ -228,7 +229,7 @@ import os, sys, time
 from pathlib import Path
 if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:  # a new process that has not come to its task yet
     Path(sys.argv[1], f"pid-{os.getpid()}").touch()
-    time.sleep(60)
+    time.sleep(600)
 from shardwise.training.launch import launch
 from tests.training import test_launch
 if __name__ == "__main__":
@@ -264,7 +265,7 @@ def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 def wait_for_pids(process: subprocess.Popen[str], folder: Path) -> list[str]:
     """The ids of the two processes that `process` starts, once they run the sleeping task (or sleep before it)."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while len(files := list(folder.glob("pid-*"))) < 2:
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
@@ -290,7 +291,7 @@ def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
     pids = wait_for_pids(process, tmp_path)
     assert [blocks_ctrl_c(pid) for pid in pids] == [importing] * 2  # there Python would print where it was interrupted
     os.killpg(process.pid, signal.SIGINT)
-    assert (*process.communicate(timeout=20), process.returncode) == ("", "", 130)
+    assert (*process.communicate(timeout=PATIENCE), process.returncode) == ("", "", 130)
     assert not any(is_running(pid) for pid in pids)
 
 
@@ -307,7 +308,7 @@ def test_processes_end_with_the_one_that_started_them(number, exit_code, train, 
     process = start(2, train)
     pids = wait_for_pids(process, tmp_path)
     os.kill(process.pid, number)
-    process.communicate(timeout=20)  # until nobody holds its pipes
+    process.communicate(timeout=PATIENCE)  # until nobody holds its pipes
     assert process.returncode == exit_code
     time.sleep(0.2)
     assert not any(is_running(pid) for pid in pids)
@@ -321,5 +322,5 @@ def test_two_slurm_tasks_join(start, tmp_path):
         "SLURM_STEP_NODELIST": "localhost",
     }
     tasks = [start(0, "report_place", **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)]
-    assert [(*task.communicate(timeout=60), task.returncode) for task in tasks] == [("", "", 0)] * 2
+    assert [(*task.communicate(timeout=PATIENCE), task.returncode) for task in tasks] == [("", "", 0)] * 2
     assert [json.loads((tmp_path / f"place-{rank}.json").read_text())["sum"] for rank in (0, 1)] == [3, 3]

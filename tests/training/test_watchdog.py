@@ -21,24 +21,24 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.training import export, loop, watchdog
 from shardwise.training.build import build
 from shardwise.training.checkpoint_folder import complete
-from tests.distributed import run_ranks
+from tests.distributed import PATIENCE, run_ranks
 from tests.parity.harness import Cell, run_config
 from tests.training.test_checkpoint import config, start_run
 
-SECONDS = 0.5
+SECONDS = 1.0
 
 
 def hang_in_python() -> None:
-    time.sleep(60)
+    time.sleep(2 * PATIENCE)
 
 
 def hang_in_c() -> None:
-    ctypes.PyDLL(None).sleep(60)  # keeps the interpreter's lock
+    ctypes.PyDLL(None).sleep(2 * PATIENCE)  # keeps the interpreter's lock
 
 
 def work() -> None:
-    for _ in range(10):
-        time.sleep(SECONDS / 5)
+    for _ in range(20):
+        time.sleep(SECONDS / 10)
         watchdog.beat()
 
 
@@ -54,7 +54,7 @@ def hang_after_a_pause() -> None:
 
 def write_for_long() -> None:
     with watchdog.watched(), watchdog.paused():
-        time.sleep(60)
+        time.sleep(2 * PATIENCE)
 
 
 def hang_beside_a_thread_that_writes() -> None:
@@ -77,7 +77,7 @@ def main(function, folder: Path) -> None:
 def run(function, folder: Path) -> int:
     process = multiprocessing.get_context("fork").Process(target=main, args=(function, folder))
     process.start()
-    process.join(20)
+    process.join(PATIENCE)
     assert process.exitcode is not None
     return process.exitcode
 
@@ -95,7 +95,7 @@ def run(function, folder: Path) -> int:
 def test_what_hangs_is_ended_with_its_stack(function, python_runs, tmp_path):
     start = time.monotonic()
     assert run(function, tmp_path) == 1
-    assert SECONDS < time.monotonic() - start < 15
+    assert time.monotonic() - start > SECONDS
     assert f"in {function.__name__}" in (tmp_path / "stacks.txt").read_text()
     assert (tmp_path / "called").exists() == python_runs
     assert not (tmp_path / "done").exists()
@@ -126,14 +126,14 @@ def save(folder: Path, asynchronous: bool, seconds: list[float], limits: list[fl
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_save_takes_as_long_as_this_ranks_disk(asynchronous, tmp_path):
-    run_ranks(2, save, tmp_path, asynchronous, [0.0, 3.0], [60.0, 2.0])
+    run_ranks(2, save, tmp_path, asynchronous, [0.0, 5.0], [PATIENCE, 4.0])
     assert [path.name for path in complete(tmp_path)] == ["step-1"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_who_waits_in_a_save_for_a_rank_that_hangs_is_ended_with_its_stack(asynchronous, tmp_path):
     with pytest.raises(RuntimeError, match="rank 0 died without a word"):
-        run_ranks(2, save, tmp_path, asynchronous, [0.0, 60.0], [2.0, 60.0])
+        run_ranks(2, save, tmp_path, asynchronous, [0.0, PATIENCE], [4.0, PATIENCE])
     assert "in _together" in (tmp_path / "stacks-0.txt").read_text()
 
 
