@@ -17,7 +17,7 @@ from pathlib import Path
 RUNS = Path("runs/demo")
 BENCH = RUNS / "bench"
 MODEL = "configs/models/demo-hybrid"
-LEAST_GAIN = 0.1  # nats that the tuning takes off the validation loss
+LEAST_GAIN = 0.3  # nats that the tuning takes off the validation loss of the demo's own model; another's has to fall
 
 
 def main() -> int:
@@ -37,10 +37,11 @@ def main() -> int:
     say("LoRA on it, once under each strategy")
     run("-m", "shardwise", "bench", "configs/demo/sweep.yaml", f"--out={BENCH}")
     run("-m", "shardwise", "report", str(BENCH), "-o", str(RUNS / "report.html"))
-    failed = [folder.name for folder in sorted(BENCH.iterdir()) if folder.is_dir() and not learned(folder)]
+    least = LEAST_GAIN if model == MODEL else 0.0
+    failed = [folder.name for folder in sorted(BENCH.iterdir()) if folder.is_dir() and not learned(folder, least)]
     print(f"{time.monotonic() - start:.0f} s in all; the page: {RUNS / 'report.html'}")
     if failed:
-        print(f"not ok, or validation loss fell by less than {LEAST_GAIN} nats: {', '.join(failed)}")
+        print(f"not ok, or validation loss did not fall by more than {least} nats: {', '.join(failed)}")
     return 1 if failed else 0
 
 
@@ -57,10 +58,10 @@ def run(*arguments: str) -> None:
         sys.exit(code)
 
 
-def learned(cell: Path) -> bool:
-    """Whether a cell of the bench succeeded and its validation loss fell."""
+def learned(cell: Path, least: float) -> bool:
+    """Whether a cell of the bench succeeded and its validation loss fell by more than `least` nats."""
     record = json.loads((cell / "record.json").read_text())
-    return record["status"] == "ok" and record["eval"][0]["loss"] - record["eval"][-1]["loss"] >= LEAST_GAIN
+    return record["status"] == "ok" and record["eval"][0]["loss"] - record["eval"][-1]["loss"] > least
 
 
 if __name__ == "__main__":
