@@ -114,12 +114,14 @@ def test_two_runs_are_bit_identical(folder, single):
 
 
 @pytest.mark.parametrize("family", ["lfm2", "gpt2", "qwen3_moe"])
-def test_whole_runs_of_other_shapes(folder, family):
+def test_whole_runs_of_other_shapes(folder, family, capfd):
     cfg = config(folder, family, "fsdp2", steps=2, eval_every=2, checkpointing="full", sample="the state")
     record = run_on(2, replace(cfg, model=replace(cfg.model, path=str(CONFIGS / f"tiny-{family}"))))
     assert record.sample.startswith("the state")
     assert record.flops["model_per_token"] > 0
     assert record.notes == []
+    assert record.kernels == {"loss": "chunked", "lora": "torch"}
+    assert "kernels: loss chunked, lora torch" in capfd.readouterr().out
 
 
 def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, capfd):

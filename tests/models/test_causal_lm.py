@@ -16,7 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_lo
 from shardwise.config import Data, Lora, Model, RunConfig, Training, UserError
 from shardwise.interfaces import IGNORED, Batch
 from shardwise.models import load
-from shardwise.models.causal_lm import CausalLM, RouterLoss
+from shardwise.models.causal_lm import CausalLM, RouterLoss, loss_of_run
 from shardwise.models.families import FAMILIES, Family, family_of, spec_of
 from tests.models.tiny import CONFIGS, with_adapters
 from tests.parity.harness import Cell, run_config
@@ -208,6 +208,25 @@ def test_chunked_loss_with_a_soft_cap(monkeypatch, tmp_path):
     monkeypatch.setitem(FAMILIES, "recurrent_gemma", family)
     chunked, plain = (with_loss(tmp_path, loss) for loss in ("chunked", "plain"))
     check_equal(head_and_below(chunked), head_and_below(plain))
+
+
+@pytest.mark.parametrize(
+    ("asked", "family", "found"),
+    [
+        *(("auto", "llama", "chunked"), ("chunked", "llama", "chunked"), ("plain", "llama", "plain")),
+        *(("auto", "unheard_of", "plain"), ("plain", "unheard_of", "plain")),
+        ("chunked", "unheard_of", "is chunked, but what unheard_of, which is not listed, .*; use auto or plain"),
+        ("triton", "unheard_of", "is triton, but what unheard_of, which is not listed, .*; use auto or plain"),
+        ("triton", "llama", "is triton, but triton.*; use auto or chunked"),
+    ],
+)
+def test_the_loss_that_a_run_has_is_known_before_it_begins(asked, family, found):
+    cfg = RunConfig(Model(""), Data(""), Training("out", loss=asked))
+    if len(found.split()) == 1:
+        assert loss_of_run(cfg, Family(family), torch.device("cpu")) == found
+    else:
+        with pytest.raises(UserError, match=found):
+            loss_of_run(cfg, Family(family), torch.device("cpu"))
 
 
 def test_a_family_that_is_not_known_has_the_plain_loss():

@@ -219,9 +219,25 @@ def test_peft_can_be_asked_for(calls):
 
 
 def test_a_kernel_that_cannot_run_here_is_refused():
-    assert backend_of("auto", CPU) is backend_of("torch", CPU) is torch_backend
+    assert backend_of("auto", CPU) == backend_of("torch", CPU) == ("torch", torch_backend)
     with pytest.raises(UserError, match=r"lora\.kernel is triton, but .*; use auto or torch"):
         backend_of("triton", CPU)
+
+
+def test_dtypes_that_a_kernel_does_not_multiply_are_refused_before_a_forward(monkeypatch):
+    monkeypatch.setattr(lora_forward, "_why_not", lambda kernel, device: None)  # as on a GPU
+    with pytest.raises(
+        UserError, match=r"cuda.* here is float32; set training\.precision to bfloat16, or lora\.kernel"
+    ):
+        use_lora_kernel(block()[0], "cuda", CPU)
+    model = block()[0].bfloat16()
+    for layer in adapter_layers(model).values():
+        layer.lora_A.float()
+    with pytest.raises(UserError, match=r"here is bfloat16 and float32; "):
+        use_lora_kernel(model, "cuda", CPU)
+    assert use_lora_kernel(model, "cuda", CPU, "float16") == "cuda"  # autocast makes one of them
+    assert use_lora_kernel(block()[0].bfloat16(), "cuda", CPU) == "cuda"
+    assert use_lora_kernel(block()[0], "auto", CPU) == "torch"
 
 
 def test_peak_memory_is_below_pefts():

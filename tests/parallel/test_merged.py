@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.config import Lora, RunConfig, UserError
 from shardwise.models import lora_forward
+from shardwise.parallel import merged as strategy
 from shardwise.parallel.compose import check
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.build import build
@@ -76,6 +80,34 @@ def test_its_memory_is_told():
     (one, half) = (run_ranks(1, notes, config(precision=p))[0][-1] for p in ("float32", "bfloat16"))
     sizes = [int(note.split("takes ")[1].split(" ")[0].replace(",", "")) for note in (one, half)]
     assert sizes[0] == 2 * sizes[1] > 0
+
+
+def refusal(free: list[int], num_bytes: int) -> str:
+    with mock.patch.object(strategy, "free_bytes", return_value=free[dist.get_rank()]):
+        try:
+            strategy.check_fits(num_bytes, torch.device("cpu"))
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_before_it_is_made():
+    # Two ranks of one machine: each has a half of what that has left.
+    assert run_ranks(2, refusal, [2000, 2001], 1000) == ["", ""]
+    for message in run_ranks(2, refusal, [2000, 1999], 1000):
+        assert message == (
+            "lora.merged copies 1,000 bytes of weights, but a rank has only 999 bytes left; set lora.merged to false"
+        )
+    with (
+        mock.patch.object(strategy, "free_bytes", return_value=0),
+        pytest.raises(RuntimeError, match=r"lora\.merged copies"),
+    ):
+        run_ranks(1, curve, "single", 1)
+
+
+def test_what_a_machine_has_left():
+    # A tenth of it: others take and give back memory meanwhile.
+    assert strategy.free_bytes(torch.device("cpu")) == pytest.approx(psutil.virtual_memory().available, rel=0.1)
 
 
 @pytest.mark.parametrize("layout", ["fsdp1", "fsdp2", "zero1", "tp", "pp"])

@@ -138,6 +138,14 @@ def test_caveats_come_from_the_environment():
     assert any("same commit" in line for line in lines)
 
 
+def test_kernels_that_differ_are_told():
+    sweep, records = strategies()
+    kernels = {name: {"loss": "triton" if name == "ddp" else "chunked"} for name in records}
+    records = {name: dataclasses.replace(made, kernels=kernels[name]) for name, made in records.items()}
+    lines = caveats(make_rows(Bench(sweep, records)))
+    assert "Not all cells ran with the same loss kernel: chunked, triton." in lines
+
+
 def test_notes_name_their_cells():
     sweep, records = strategies()
     records = {name: dataclasses.replace(made, notes=["all say so"]) for name, made in records.items()}

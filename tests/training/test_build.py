@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
-from shardwise.config import Parallel, RunConfig
+from shardwise.config import Parallel, RunConfig, UserError
 from shardwise.interfaces import Mesh
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.parallel.reduce import of_every_rank
+from shardwise.training import build as training_build
 from shardwise.training.build import Job, State, build
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
@@ -42,6 +44,20 @@ def test_a_job_is_cut_anew_from_memory(mode):
     for unmoved, moved in run_ranks(2, cut_anew_after_two_steps, mode):
         assert moved == pytest.approx(unmoved, rel=1e-6)
         assert len(set(unmoved)) == 3
+
+
+def refused_before_memory_is_taken() -> str:
+    cfg = run_config(Cell("llama", "single", "lora"))
+    cfg = replace(cfg, training=replace(cfg.training, loss="triton"))
+    with mock.patch.object(training_build, "materialise") as materialise, pytest.raises(UserError) as error:
+        build(cfg, build_mesh(cfg, torch.device("cpu")))
+    assert not materialise.called
+    return str(error.value)
+
+
+def test_a_loss_that_cannot_run_is_refused_before_memory_is_taken():
+    (message,) = run_ranks(1, refused_before_memory_is_taken)
+    assert message.startswith("training.loss is triton, but triton")
 
 
 def notes_of(limit_gib: float | None) -> tuple[str, ...]:

@@ -45,6 +45,11 @@ class Dropout:
         return torch.where(self.keep(module, x.shape[1]), x, 0.0)
 
 
+def flat(drop: Dropout | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    """Its fields, as operators of torch's take them: `seeds` (None: no dropout), `features`, `p`."""
+    return (None, None, 0.0) if drop is None else (drop.seeds, drop.features, drop.p)
+
+
 def hash32(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """A number for each (seed, counter); int32, broadcast against each other."""
     return mix(seeds ^ mix(counters))

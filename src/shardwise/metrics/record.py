@@ -60,6 +60,7 @@ class RunRecord:
     mesh: dict[str, int] = field(default_factory=dict)  # axis -> size
     parameters: dict[str, int] = field(default_factory=dict)  # trainable, frozen, total
     lora: dict[str, Any] | None = None  # what was adapted, by layer kind
+    kernels: dict[str, str] = field(default_factory=dict)  # what `lora.kernel` and `training.loss` came to
     losses: list[float] = field(default_factory=list)  # of each step, mean over the global batch's target tokens
     grad_norms: list[float] = field(default_factory=list)  # of each step, global, before clipping
     skipped_steps: int = 0  # whose float16 gradients had overflown

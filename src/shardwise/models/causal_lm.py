@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import IGNORED, Batch, Part
-from shardwise.kernels.linear_cross_entropy import Kernel, linear_cross_entropy
+from shardwise.kernels.linear_cross_entropy import Kernel, kernel_of, linear_cross_entropy
 from shardwise.models.attention import use_kernel
 from shardwise.models.dropout import DropoutState, replace_dropouts
 from shardwise.models.families import FAMILIES, Family
@@ -27,6 +27,24 @@ KERNELS: dict[str, Kernel] = {"auto": "auto", "chunked": "torch", "triton": "tri
 
 Inputs = dict[str, torch.Tensor]
 """`input_ids` [B, T], or `inputs_embeds` [B, T, D] in their place: what transformers' models take."""
+
+
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """The dtype of matrix products by `training.precision`; None: that of what is multiplied."""
+    return None if precision == "float32" else getattr(torch, precision)
+
+
+def loss_of_run(cfg: RunConfig, family: Family, device: torch.device) -> str:
+    """What `training.loss` comes to: chunked, triton or plain. UserError if what it asks for cannot be had."""
+    asked = cfg.training.loss
+    if asked != "plain" and family.model_type not in FAMILIES:
+        if asked != "auto":
+            raise UserError(
+                f"training.loss is {asked}, but what {family.model_type}, which is not listed, does to its logits is "
+                "not known; use auto or plain"
+            )
+        return "plain"
+    return asked if asked == "plain" else {"torch": "chunked", "triton": "triton"}[kernel_of(KERNELS[asked], device)]
 
 
 class CausalLM(Part):
@@ -48,7 +66,7 @@ class CausalLM(Part):
                 )
         self.hf = hf
         self.spec = spec
-        self.autocast_dtype = None if cfg.training.precision == "float32" else getattr(torch, cfg.training.precision)
+        self.autocast_dtype = autocast_dtype(cfg.training.precision)
         self.dropout = DropoutState(cfg.training.seed)
         replace_dropouts(hf, self.dropout)
         use_kernel(hf, spec, cfg.model.sdpa_backend)

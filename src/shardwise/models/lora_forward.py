@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.config import UserError
 from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.lora_linear import Backend, Linear, lora_linear, merge, merged_lora_linear
+from shardwise.models.causal_lm import autocast_dtype
 from shardwise.models.dropout import SlotDropout
 
 SHARING = frozenset(
@@ -40,17 +41,20 @@ Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
 """As `lora.kernel` has it."""
 
 
-def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device) -> None:
-    """Let the plain LoRA layers of a model, on any device yet, compute with a kernel that runs on `device`.
+def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device, precision: str = "float32") -> str:
+    """Let the plain LoRA layers of a model, on any device yet, compute with a kernel that runs on `device`; its name.
 
     Once their dropouts are `SlotDropout`s, and before a strategy wraps them. `peft`: nothing is replaced. UserError if
-    the kernel cannot run there.
+    the kernel cannot run there, or not with what `training.precision` makes it multiply.
     """
     if kernel == "peft":
-        return
-    backend = backend_of(kernel, device)
-    layers: list[Any] = [module for module in model.modules() if _is_plain(module)]
+        return kernel
+    kernel, backend = backend_of(kernel, device)
+    layers, dtype = _plain_layers(model), autocast_dtype(precision)
     for layer in layers:
+        linear = _linear(layer)
+        if why := backend.refused([dtype] if dtype else [linear.weight.dtype, linear.a.dtype]):
+            raise UserError(why)
         _Shared([layer], backend)
     for parent in list(model.modules()):
         inner: list[tuple[str, Any]] = list(parent.named_modules())
@@ -58,27 +62,21 @@ def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device) -> N
         if len(together) > 1:
             shared = _Shared(together, backend)
             parent.forward = shared.within(parent.forward)
+    return kernel
 
 
 def merged_bytes(model: nn.Module, precision: str) -> int:
     """What `merged_weights` takes."""
-    layers: list[Any] = [module for module in model.modules() if _is_plain(module)]
-    weights = [_linear(layer).weight for layer in layers]
-    dtype = merged_dtype(precision)
+    weights, dtype = [_linear(layer).weight for layer in _plain_layers(model)], autocast_dtype(precision)
     return sum(weight.numel() * (dtype or weight.dtype).itemsize for weight in weights)
 
 
-def merged_dtype(precision: str) -> torch.dtype | None:
-    """The dtype of merged weights by `training.precision`: that of their products, else (None) their own."""
-    return None if precision == "float32" else getattr(torch, precision)
-
-
-def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Callable[[], AbstractContextManager[None]]:
-    """Memory for W + s B A of every layer that `use_lora_kernel` has changed, in `dtype` (None: the weights' own).
+def merged_weights(model: nn.Module, precision: str) -> Callable[[], AbstractContextManager[None]]:
+    """Memory for W + s B A of every layer that `use_lora_kernel` has changed, in the dtype of its products.
 
     What is returned fills it; within, and nowhere else, the layers compute with it.
     """
-    layers: list[Any] = [module for module in model.modules() if _is_plain(module)]
+    layers, dtype = _plain_layers(model), autocast_dtype(precision)
     weights = [_linear(layer).weight for layer in layers]
     held = [torch.empty_like(w, dtype=dtype, requires_grad=False) for w in weights]
 
@@ -96,13 +94,13 @@ def merged_weights(model: nn.Module, dtype: torch.dtype | None) -> Callable[[], 
     return merged
 
 
-def backend_of(kernel: Kernel, device: torch.device) -> Backend:
+def backend_of(kernel: Kernel, device: torch.device) -> tuple[Kernel, Backend]:
     """The backend of that name; `auto`: on a GPU Triton's where it can run, else torch's. UserError if it cannot."""
     if kernel == "auto":
         kernel = "triton" if device.type == "cuda" and _why_not("triton", device) is None else "torch"
     if why := _why_not(kernel, device):
         raise UserError(f"lora.kernel is {kernel}, but {why}; use auto or torch")
-    return _module(kernel)
+    return kernel, _module(kernel)
 
 
 def _module(kernel: str) -> Any:
@@ -114,6 +112,10 @@ def _why_not(kernel: str, device: torch.device) -> str | None:
         return _module(kernel).missing(device)
     except ImportError as error:
         return f"{error.name} is not installed (pip install {error.name})"
+
+
+def _plain_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if _is_plain(module)]
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -227,10 +227,11 @@ def equal_in_all(sweep: SweepRecord) -> dict[str, Any]:
 
 
 def environments(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Each fact of where the cells ran, with the values it had; one value where all ran in the same place."""
+    """Each fact of where and with what the cells ran, with the values it had; one value where it was always that."""
     found: dict[str, list[Any]] = {}
-    for row in rows:
-        for key, value in (row.record.environment if row.record else {}).items():
+    for record in (row.record for row in rows if row.record):
+        kernels = {f"{name} kernel": kernel for name, kernel in record.kernels.items()}
+        for key, value in (record.environment | kernels).items():
             if value not in found.setdefault(key, []):
                 found[key].append(value)
     return found

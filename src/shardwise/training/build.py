@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
 from shardwise.models import load, lora
-from shardwise.models.causal_lm import CausalLM
+from shardwise.models.causal_lm import CausalLM, loss_of_run
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, family_of, spec_of, unproven_note
 from shardwise.models.lora_forward import merged_bytes, use_lora_kernel
@@ -81,6 +81,7 @@ class Job:
     loss_scale: LossScale
     positions: int | None  # how many the model has learned; None: it takes any
     cut: Cut | None = None  # of a pipeline
+    kernels: Mapping[str, str] = field(default_factory=dict)  # what `lora.kernel` and `training.loss` came to
     notes: tuple[str, ...] = ()  # what whoever reads the result must know; printed, and kept in the record
 
     def trainable(self) -> list[torch.nn.Parameter]:
@@ -131,8 +132,10 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
         make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
         from_portable=lambda name, held, portable: fill(held, portable),
     )
+    kernels = {"loss": loss_of_run(cfg, family, mesh.device)}
     if cfg.lora:
-        use_lora_kernel(nn.ModuleList(pm.parts), cfg.lora.kernel, mesh.device)
+        whole = nn.ModuleList(pm.parts)
+        kernels["lora"] = use_lora_kernel(whole, cfg.lora.kernel, mesh.device, cfg.training.precision)
     pm = compose.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step)
@@ -150,6 +153,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
         loss_scale=loss_scale,
         positions=positions,
         cut=cut,
+        kernels=kernels,
         notes=notes,
     )
 

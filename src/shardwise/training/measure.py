@@ -108,6 +108,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         data={name: read.to_dict() for name, read in reporter.documents.items()},
         tokens_per_second=meter.tokens_per_second(),
         step_seconds=seconds,
+        kernels=dict(job.kernels),
         notes=list(job.notes),
         resumed_from={"folder": str(start.folder), "step": start.step} if start.folder else None,
         **figures,

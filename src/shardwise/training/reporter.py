@@ -51,6 +51,7 @@ class Reporter:
             f"{job.spec.family} on {mesh}: {trainable:,} of {total:,} parameters are trained"
             + (f"\n{job.coverage}" if job.coverage else "")
             + (f"\n{job.cut}" if job.cut else "")
+            + f"\nkernels: {', '.join(f'{name} {kernel}' for name, kernel in job.kernels.items())}"
         )
         for note in job.notes:
             self._progress.message(f"note: {note}")

@@ -174,6 +174,36 @@ def test_what_nobody_needs_is_not_computed(trained, expected):
     assert worst(found, plain) < 1e-13
 
 
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_the_adapter_of_an_output_that_nobody_uses_has_no_gradient(p):
+    problem, plain = draw(12, 10, (6, 8), 2, p=p), draw(12, 10, (6, 8), 2, p=p)
+    _, y = lora_linear(*problem)
+    y.sum().backward()
+    naive.lora_linear(*plain)[1].sum().backward()
+    (x, a0, a1, b0, b1), expected = problem.inputs(), plain.inputs()
+    assert [t.grad is None for t in (a0, b0)] == [t.grad is None for t in (expected[1], expected[3])] == [True, True]
+    assert worst([t.grad for t in (x, a1, b1)], [expected[i].grad for i in (0, 2, 4)]) < 1e-13
+    # With a gradient of zeros this optimizer would shrink them.
+    before = a0.detach().clone()
+    torch.optim.AdamW(problem.inputs(), lr=0.1, weight_decay=0.1).step()
+    assert torch.equal(a0, before)
+
+
+def test_an_undefined_gradient_is_handed_on():
+    class Undefined(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    problem = draw(12, 10, (6, 8), 2)
+    sum(Undefined.apply(y).sum() for y in lora_linear(*problem)).backward()
+    assert all(tensor.grad is None for tensor in problem.inputs())
+
+
 def test_a_trained_weight_is_refused():
     problem = draw(12, 10, (6,), 2)
     problem.linears[0].weight.requires_grad_()

@@ -35,6 +35,15 @@ def test_without_autocast_in_mixed_dtypes_and_with_it():
         assert worst(run(merged(problem), problem), run(naive.lora_linear, to(problem, torch.float64))) < 5 * eps
 
 
+def test_the_adapter_of_an_output_that_nobody_uses_has_no_gradient():
+    problem, plain = draw(12, 10, (6, 8), 2), draw(12, 10, (6, 8), 2)
+    merged(problem)(*problem)[1].sum().backward()
+    naive.lora_linear(*plain)[1].sum().backward()
+    found, expected = ([t.grad for t in one.inputs()] for one in (problem, plain))
+    assert [grad is None for grad in found] == [grad is None for grad in expected] == [False, True, False, True, False]
+    assert worst(found[::2], expected[::2]) < 1e-13
+
+
 def test_an_adapter_below_the_weights_rounding_is_lost(capsys):
     """An update of a fraction of the weight's last place: what of it is in the output, merged and not."""
     lines = []

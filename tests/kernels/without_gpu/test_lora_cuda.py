@@ -160,10 +160,23 @@ def test_a_trained_factor_alone():
     torch.testing.assert_close(only_db, db, rtol=0, atol=1e-4)
 
 
-def test_other_dtypes_are_torchs():
-    problem = Problem(20, 12, 8, 4, dtype=torch.float32)
-    for found, expected in zip(problem.results(cuda).values(), problem.results(torch_backend).values()):
-        assert torch.equal(found, expected)
+def test_other_dtypes_are_refused_and_never_left_to_torch():
+    assert cuda.refused([torch.float16, torch.float16]) is None
+    with pytest.raises(
+        UserError, match=r"float16 alone, but here is float32; set training\.precision to bfloat16, or lora"
+    ):
+        Problem(20, 12, 8, 4, dtype=torch.float32).results(cuda)
+    p = Problem(20, 12, 8, 4, p=0.1)
+    own_h, wide = p.h[:, :4], p.a.float()
+    for call in (
+        lambda: cuda.project(p.x, wide, p.drop),
+        lambda: cuda.product(p.x, p.weights[0].half(), None, own_h, p.b, 0.7),
+        lambda: cuda.output_gradients(p.dy, None, own_h.float(), 0.7),
+        lambda: cuda.input_gradient([p.dy], p.weights, own_h, wide, p.drop),
+        lambda: cuda.factor_gradient(own_h.float(), p.x, p.drop),
+    ):
+        with pytest.raises(UserError, match=r"here is bfloat16 and float(16|32);"):
+            call()
 
 
 def draw():
@@ -233,8 +246,8 @@ def test_fakes_say_what_the_operators_give():
         (cuda._product, (p.x, p.weights[0], p.bias, own_h, p.b, 0.7)),
         (cuda._product, (p.x, p.weights[0], None, own_h, p.b, 0.7)),
         (cuda._output_gradients, (p.dy, p.b, own_h, 0.7)),
-        (cuda._rows_product, (p.dy, p.b, 0.7)),
-        (cuda._columns_product, (p.dy, own_h, 0.7)),
+        (cuda._output_gradients, (p.dy, p.b, None, 0.7)),
+        (cuda._output_gradients, (p.dy, None, own_h, 0.7)),
         (cuda._input_gradient, ([p.dy, p.dy], p.weights, p.h, p.a, None, None, 0.0)),
         (cuda._factor_gradient, (p.h, p.x, seeds, None, 0.1)),
     ):

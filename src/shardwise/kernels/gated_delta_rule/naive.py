@@ -14,7 +14,7 @@ def unit(x: torch.Tensor) -> torch.Tensor:
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """In the dtype that states are kept in: float32, or float64 of float64."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def gated_delta_rule(

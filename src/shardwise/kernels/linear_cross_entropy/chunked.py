@@ -106,7 +106,7 @@ def _loss_and_gradients(
     vocabulary: Vocabulary | None,
     kernel: Kernel,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(hidden.dtype, torch.float32)
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and wide == torch.float32:
         hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
@@ -154,7 +154,7 @@ def softmax(
 
     logits [rows, V], before bias and soft cap; targets [rows] int64. Returns a scalar, float32 (float64 of float64).
     """
-    z = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     targets = targets[:, None]
     if bias is not None:
         z.add_(bias)
@@ -185,12 +185,17 @@ def softmax(
     return (total.log() - target_logits).sum()
 
 
-def _softmax_of(kernel: Kernel, device: torch.device) -> tuple[Softmax, bool]:
-    """The `softmax` to use, and whether it widens its chunk to float32. UserError where `triton` cannot run."""
+def kernel_of(kernel: Kernel, device: torch.device) -> Literal["torch", "triton"]:
+    """What `kernel` comes to on a device. UserError where `triton` cannot run."""
     reason = why_not(device)
     if kernel == "triton" and reason is not None:
         raise UserError(f"training.loss is triton, but {reason}; use auto or chunked")
-    if kernel == "torch" or reason is not None:
+    return "torch" if kernel == "torch" or reason is not None else "triton"
+
+
+def _softmax_of(kernel: Kernel, device: torch.device) -> tuple[Softmax, bool]:
+    """The `softmax` to use, and whether it widens its chunk to float32."""
+    if kernel_of(kernel, device) == "torch":
         return softmax, True
     from shardwise.kernels.linear_cross_entropy import triton  # optional: not everyone has it
 

@@ -20,5 +20,5 @@ def linear_cross_entropy(
     logits = F.linear(hidden, weight, bias) * scale  # [N, V]
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return F.cross_entropy(logits.to(wide), labels, ignore_index=ignore_index, reduction="sum")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="sum")

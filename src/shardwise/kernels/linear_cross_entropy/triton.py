@@ -87,7 +87,7 @@ def softmax(
     vocabulary: Vocabulary | None,
 ) -> torch.Tensor:
     """See chunked.softmax, which computes the same."""
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(logits.dtype, torch.float32)
     (num_rows, num_tokens), first = logits.shape, vocabulary.first if vocabulary else 0
     peaks, totals, target_logits = (logits.new_empty(num_rows, dtype=wide) for _ in range(3))
     absent = 0.0 if vocabulary else math.nan  # a target that no rank has must not pass for one

@@ -10,7 +10,7 @@ torch's, `shardwise::lora_*`, with a fake implementation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -23,6 +23,10 @@ class Backend(Protocol):
 
     def missing(self, device: torch.device) -> str | None:
         """What it lacks to run on a device, and the way to get it ("triton: pip install triton"); None: nothing."""
+        ...
+
+    def refused(self, dtypes: Iterable[torch.dtype]) -> str | None:
+        """Why it does not compute with matrices of such dtypes together, and the way out; None: it does."""
         ...
 
     def project(self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:

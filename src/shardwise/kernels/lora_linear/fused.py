@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from shardwise.kernels.dropout import Dropout
+from shardwise.kernels.dropout import Dropout, flat
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.kernels.lora_linear.backend import Backend
 
@@ -56,17 +56,17 @@ def lora_linear(
     """What each of some linears of one input gives: [..., N] of x [..., K], whose tokens `drop` counts in their order.
 
     All adapters have one rank and dtype, which may be another one than x and the weights have: then the adapters'
-    products are in theirs. Under autocast all are in its dtype. A gradient that nobody needs is not computed; there are
-    no second derivatives.
+    products are in theirs. Under autocast all are in its dtype. A gradient that nobody needs is not computed, and the
+    adapter of an output that nobody uses has none (compiled: zeros); there are no second derivatives.
     """
     for tensor in (tensor for linear in linears for tensor in (linear.weight, linear.bias)):
         # A view is let pass: that into a flat parameter of frozen and trained weights requires a gradient as they do.
         assert tensor is None or not (torch.is_grad_enabled() and tensor.is_leaf and tensor.requires_grad)
     device = x.device.type
     rows, dtype = computing_dtype(x, linears)
-    how = _How(backend, tuple(linear.scale for linear in linears), dtype, None if drop is None else drop.p)
+    seeds, features, p = flat(drop)
+    how = _How(backend, tuple(linear.scale for linear in linears), dtype, p)
     weights, biases, a, b = ([getattr(linear, name) for linear in linears] for name in ("weight", "bias", "a", "b"))
-    seeds, features = (None, None) if drop is None else (drop.seeds, drop.features)
     with torch.autocast(device, enabled=False):
         ys = _LoraLinears.apply(how, seeds, features, rows, *weights, *biases, *a, *b)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
@@ -86,11 +86,20 @@ def stacked(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
     return factors[0].to(dtype) if len(factors) == 1 else torch.cat([factor.to(dtype) for factor in factors])
 
 
+def filled(
+    given: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[bool]]:
+    """Gradients of the outputs of some linears, zeros for an output that nobody used (None), and which were used."""
+    used = [dy for dy in given if dy is not None]
+    dys = [used[0].new_zeros(len(used[0]), len(w)) if dy is None else dy for dy, w in zip(given, weights) if used]
+    return dys, [dy is not None for dy in given]
+
+
 class _How(NamedTuple):
     backend: Backend
     scales: tuple[float, ...]  # S of them
     dtype: torch.dtype  # of the adapters' products
-    p: float | None  # of the dropout
+    p: float  # of the dropout
 
 
 class _LoraLinears(torch.autograd.Function):
@@ -109,6 +118,7 @@ class _LoraLinears(torch.autograd.Function):
         _, _, needs_da, needs_db = _four(ctx.needs_input_grad[4:])
         h = how.backend.project(x, stacked(a, how.dtype), _dropout(how, seeds, features))
         ctx.how, ctx.kept = how, None
+        ctx.set_materialize_grads(False)  # what nobody used has no gradient rather than one of zeros
         # The weights as they are: what autocast makes of them is made again.
         kept_x, kept_h = x if any(needs_da) else None, h if any(needs_db) else None
         ctx.save_for_backward(seeds, features, kept_x, kept_h, *weights, *a, *b)
@@ -119,11 +129,14 @@ class _LoraLinears(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         how, half = ctx.how, _halves[-1]
         seeds, features, x, h, *tensors = ctx.saved_tensors
-        weights, a, b = (tensors[i * len(dys) : (i + 1) * len(dys)] for i in range(3))
-        _, _, needs_da, needs_db = _four(ctx.needs_input_grad[4:])
+        weights, a, b = (tensors[i * len(given) : (i + 1) * len(given)] for i in range(3))
+        dys, used = filled(given, weights)
+        if not any(used):
+            return (None,) * len(ctx.needs_input_grad)
+        needs_da, needs_db = ([n and u for n, u in zip(needs, used)] for needs in _four(ctx.needs_input_grad[4:])[2:])
         needs_dx = ctx.needs_input_grad[3] and half != "weight"
         drop = _dropout(how, seeds, features)
         if half == "weight" and ctx.kept is not None:
@@ -172,4 +185,4 @@ def _four(tensors: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def _dropout(how: _How, seeds: torch.Tensor | None, features: torch.Tensor | None) -> Dropout | None:
-    return None if seeds is None or how.p is None else Dropout(how.p, seeds, features)
+    return None if seeds is None else Dropout(how.p, seeds, features)

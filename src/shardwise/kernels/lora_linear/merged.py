@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.kernels.lora_linear.backend import Backend
-from shardwise.kernels.lora_linear.fused import Linear, computing_dtype, stacked
+from shardwise.kernels.lora_linear.fused import Linear, computing_dtype, filled, stacked
 
 
 def merge(linear: Linear, out: torch.Tensor) -> None:
@@ -48,6 +48,7 @@ class _MergedLinears(torch.autograd.Function):
         ctx: Any, backend: Backend, scales: tuple[float, ...], dtype: torch.dtype, x: torch.Tensor, *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
         num = len(scales)
+        ctx.set_materialize_grads(False)
         weights, biases, factors = tensors[:num], tensors[num : 2 * num], tensors[2 * num :]
         ctx.how = backend, scales, dtype
         ctx.save_for_backward(x, *weights, *factors)
@@ -55,10 +56,13 @@ class _MergedLinears(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (backend, scales, dtype), num = ctx.how, len(dys)
+    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (backend, scales, dtype), num = ctx.how, len(given)
         x, *tensors = ctx.saved_tensors
         weights, a, b = (tensors[i * num : (i + 1) * num] for i in range(3))
+        dys, used = filled(given, weights)
+        if not any(used):
+            return (None,) * len(ctx.needs_input_grad)
         dx = None
         if ctx.needs_input_grad[3]:
             dx = dys[0] @ weights[0].to(x.dtype)
@@ -70,5 +74,6 @@ class _MergedLinears(torch.autograd.Function):
             for dy, b_s, own_h, scale in zip(dys, b, h.chunk(num, 1), scales)
         ]
         das = backend.factor_gradient(torch.cat([g for g, _ in found], 1), x, None).chunk(num)
-        dbs = [db.to(b_s.dtype) for (_, db), b_s in zip(found, b)]
-        return None, None, None, dx, *[None] * (2 * num), *(da.to(a_s.dtype) for da, a_s in zip(das, a)), *dbs
+        dbs = [db for _, db in found]
+        factors = [d.to(f.dtype) if u else None for d, f, u in zip([*das, *dbs], [*a, *b], used * 2)]
+        return None, None, None, dx, *[None] * (2 * num), *factors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.nn import functional as F
@@ -11,6 +11,11 @@ from shardwise.kernels.dropout import Dropout
 
 
 def missing(device: torch.device) -> str | None:
+    """See Backend."""
+    return None
+
+
+def refused(dtypes: Iterable[torch.dtype]) -> str | None:
     """See Backend."""
     return None
 
@@ -71,4 +76,4 @@ def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> t
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(torch.promote_types(x.dtype, torch.float32))

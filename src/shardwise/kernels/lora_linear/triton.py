@@ -6,14 +6,14 @@ tiles. So does the gradient of the input, each sibling's product to the last one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.dropout import Dropout, threshold
+from shardwise.kernels.dropout import Dropout, flat, threshold
 from shardwise.kernels.lora_linear import triton_kernels as kernels
 from shardwise.kernels.triton_support import INTERPRETED, why_not
 
@@ -36,9 +36,14 @@ def missing(device: torch.device) -> str | None:
     return why_not(device)
 
 
+def refused(dtypes: Iterable[torch.dtype]) -> str | None:
+    """See Backend."""
+    return None
+
+
 def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
     """See Backend."""
-    return _project(x, a, *_flat(drop))
+    return _project(x, a, *flat(drop))
 
 
 def product(
@@ -64,12 +69,12 @@ def input_gradient(
     drop: Dropout | None,
 ) -> torch.Tensor:
     """See Backend."""
-    return _input_gradient(list(dys), list(weights), g, a, *_flat(drop))
+    return _input_gradient(list(dys), list(weights), g, a, *flat(drop))
 
 
 def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
     """See Backend."""
-    return _factor_gradient(g, x, *_flat(drop))
+    return _factor_gradient(g, x, *flat(drop))
 
 
 @operator("shardwise::lora_triton_project", mutates_args=())
@@ -130,7 +135,7 @@ def _empty_output_gradients(
     """Without b or h, which is not computed has no element."""
     g = dy.new_empty(0, 0) if b is None else b.new_empty(len(dy), b.shape[1])
     db = dy.new_empty(0, 0) if h is None else h.new_empty(dy.shape[1], h.shape[1])
-    return g, db.to(_wide(db.dtype))
+    return g, db.to(torch.promote_types(db.dtype, torch.float32))
 
 
 @operator("shardwise::lora_triton_input_gradient", mutates_args=())
@@ -161,7 +166,7 @@ def _factor_gradient(
     (num_rows, num_features), num_factors = x.shape, g.shape[1]
     modules, rank, block = _adapters(g, num_factors, seeds)
     stripes = triton.cdiv(num_rows, STRIPE)
-    da = g.new_empty(num_factors, num_features, dtype=_wide(g.dtype))
+    da = g.new_empty(num_factors, num_features, dtype=torch.promote_types(g.dtype, torch.float32))
     parts = da.new_empty(stripes, *da.shape)
     if num_rows:
         kernels.factor_gradient_kernel[_grid(num_features, "BLOCK_K", modules * triton.cdiv(rank, block), stripes)](
@@ -173,7 +178,7 @@ def _factor_gradient(
 
 @_factor_gradient.register_fake
 def _(g: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return g.new_empty(g.shape[1], x.shape[1], dtype=_wide(g.dtype))
+    return g.new_empty(g.shape[1], x.shape[1], dtype=torch.promote_types(g.dtype, torch.float32))
 
 
 def _multiply(
@@ -227,9 +232,8 @@ def _copy_engine_takes(matrices: list[torch.Tensor]) -> bool:
 
 def _sum(parts: torch.Tensor, total: torch.Tensor, scale: float) -> torch.Tensor:
     """Let total be scale times the sum of its parts [P, *total.shape]."""
-    wide = _types(parts)["WIDE"]
     kernels.sum_kernel[(triton.cdiv(total.numel(), 1024),)](
-        parts, total, len(parts), total.numel(), SCALE=scale, WIDE=wide, BLOCK=1024
+        parts, total, len(parts), total.numel(), SCALE=scale, WIDE=_named(parts.dtype), BLOCK=1024
     )
     return total
 
@@ -248,10 +252,6 @@ def _mask(
     return seeds.contiguous(), seeds.shape[1], features.contiguous(), threshold(p)
 
 
-def _flat(drop: Dropout | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-    return (None, None, 0.0) if drop is None else (drop.seeds, drop.features, drop.p)
-
-
 def _adapters(factor: torch.Tensor, num_factors: int, seeds: torch.Tensor | None) -> tuple[int, int, int]:
     """Modules whose masks differ, their rank, and how many factors a program takes at once."""
     modules = 1 if seeds is None else len(seeds)
@@ -264,8 +264,8 @@ def _grid(size: int, block: str, *others: int) -> Callable[[dict[str, int]], tup
     return lambda meta: (triton.cdiv(size, meta[block]) * others[0], *others[1:])
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _named(dtype: torch.dtype) -> Any:
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def _types(factor: torch.Tensor, drop: object = None) -> dict[str, Any]:
@@ -273,8 +273,8 @@ def _types(factor: torch.Tensor, drop: object = None) -> dict[str, Any]:
     dtype, tf32 = factor.dtype, torch.backends.cuda.matmul.fp32_precision == "tf32"
     dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     return {
-        "DOT": getattr(tl, str(dot).removeprefix("torch.")),
-        "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "DOT": _named(dot),
+        "WIDE": _named(torch.promote_types(dtype, torch.float32)),
         "PRECISION": "tf32" if tf32 else "ieee",
         "CASE": f"{dtype} {'whole' if drop is None else 'dropped'}",
     }

@@ -2,26 +2,20 @@
 
 What only reads x or dy, M x K numbers against a few columns, reads it once and sums in a fixed order. The product with
 the frozen weight has the adapter in the same sum, as more columns of x and of the weight (product.cuh), or is cuBLAS's
-with the adapter's product already in its output: see `fused`. Other dtypes, and adapters in another dtype than x, are
-left to torch's products: a GPU has no faster ones for them.
+with the adapter's product already in its output: see `fused`. x, weights and adapters have one dtype of those two;
+others are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 
 from shardwise.config import UserError
-from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import torch_backend
+from shardwise.kernels.dropout import Dropout, flat
 from shardwise.kernels.lora_linear.cuda import launch
-
-
-def supported(*tensors: torch.Tensor) -> bool:
-    """Whether these kernels compute with such tensors: one dtype of 16 bits."""
-    return {tensor.dtype for tensor in tensors} in ({torch.bfloat16}, {torch.float16})
 
 
 def missing(device: torch.device) -> str | None:
@@ -33,19 +27,28 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
+def refused(dtypes: Iterable[torch.dtype]) -> str | None:
+    """See Backend: all bfloat16 or all float16."""
+    given = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
+    if given in (["bfloat16"], ["float16"]):
+        return None
+    return (
+        f"lora.kernel is cuda, whose kernels multiply bfloat16 or float16 alone, but here is {' and '.join(given)}; "
+        "set training.precision to bfloat16, or lora.kernel to auto"
+    )
+
+
 def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
     """See Backend."""
-    if not supported(x, a):
-        return torch_backend.project(x, a, drop)
-    return _project(x, a, *_parts(drop))
+    _check(x, a)
+    return _project(x, a, *flat(drop))
 
 
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """See Backend."""
-    if not supported(x, weight, h, b):
-        return torch_backend.product(x, weight, bias, h, b, scale)
+    _check(x, weight, h, b)
     return _product(x, weight, bias, h, b, scale)
 
 
@@ -53,14 +56,9 @@ def output_gradients(
     dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """See Backend."""
-    if not supported(dy, *(factor for factor in (b, h) if factor is not None)):
-        return torch_backend.output_gradients(dy, b, h, scale)
-    if b is None or h is None:
-        return (
-            None if b is None else _rows_product(dy, b, scale),
-            None if h is None else _columns_product(dy, h, scale),
-        )
-    return _output_gradients(dy, b, h, scale)
+    _check(dy, *(factor for factor in (b, h) if factor is not None))
+    g, db = _output_gradients(dy, b, h, scale)
+    return None if b is None else g, None if h is None else db
 
 
 def input_gradient(
@@ -71,16 +69,20 @@ def input_gradient(
     drop: Dropout | None,
 ) -> torch.Tensor:
     """See Backend."""
-    if not supported(*dys, *weights, g, a):
-        return torch_backend.input_gradient(dys, weights, g, a, drop)
-    return _input_gradient(list(dys), list(weights), g, a, *_parts(drop))
+    _check(*dys, *weights, g, a)
+    return _input_gradient(list(dys), list(weights), g, a, *flat(drop))
 
 
 def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
     """See Backend."""
-    if not supported(g, x):
-        return torch_backend.factor_gradient(g, x, drop)
-    return _factor_gradient(g, x, *_parts(drop))
+    _check(g, x)
+    return _factor_gradient(g, x, *flat(drop))
+
+
+def _check(*tensors: torch.Tensor) -> None:
+    """UserError for what only a forward knows, such as hidden states in another dtype than the weights."""
+    if why := refused(tensor.dtype for tensor in tensors):
+        raise UserError(why)
 
 
 PRODUCTS: Literal["auto", "vendor", "fused"] = "auto"
@@ -90,10 +92,6 @@ PRODUCTS: Literal["auto", "vendor", "fused"] = "auto"
 def fused(device: torch.device) -> bool:
     """Whether the kernel here does; `auto`: before sm_90, whose wgmma cuBLAS has, the kernel not (unmeasured)."""
     return PRODUCTS == "fused" or (PRODUCTS == "auto" and torch.cuda.get_device_capability(device)[0] < 9)
-
-
-def _parts(drop: Dropout | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-    return (None, None, 0.0) if drop is None else (drop.seeds, drop.features, drop.p)
 
 
 # What is launched is an operator of its own, so that torch.compile traces through and need not look inside.
@@ -114,20 +112,13 @@ def _project(
 
 
 @_project.register_fake
-def _(
-    x: torch.Tensor, a: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
-) -> torch.Tensor:
+def _(x: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape[0], a.shape[0])
 
 
 @torch.library.custom_op("shardwise::lora_cuda_product", mutates_args=())
 def _product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    h: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
 ) -> torch.Tensor:
     own = fused(x.device)
     y = x.new_empty(len(x), len(weight))
@@ -136,53 +127,30 @@ def _product(
 
 
 @_product.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    h: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
 @torch.library.custom_op("shardwise::lora_cuda_output_gradients", mutates_args=())
 def _output_gradients(
-    dy: torch.Tensor, b: torch.Tensor, h: torch.Tensor, scale: float
+    dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if b.shape[1] <= launch.MOST_AT_ONCE:
+    if b is not None and h is not None and b.shape[1] <= launch.MOST_AT_ONCE:
         return launch.rows_and_columns(dy, b, h, scale)
-    g = dy.new_empty(len(dy), b.shape[1])
-    launch.rows(dy, b.t(), g, scale=scale)
-    return g, launch.columns(dy, h, scale=scale)
+    g, db = _empty_output_gradients(dy, b, h)
+    if b is not None:
+        launch.rows(dy, b.t(), g, scale=scale)
+    return g, db if h is None else launch.columns(dy, h, scale=scale)
 
 
 @_output_gradients.register_fake
-def _(dy: torch.Tensor, b: torch.Tensor, h: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return dy.new_empty(dy.shape[0], b.shape[1]), dy.new_empty(dy.shape[1], h.shape[1], dtype=torch.float32)
-
-
-@torch.library.custom_op("shardwise::lora_cuda_rows_product", mutates_args=())
-def _rows_product(dy: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    g = dy.new_empty(len(dy), b.shape[1])
-    launch.rows(dy, b.t(), g, scale=scale)
-    return g
-
-
-@_rows_product.register_fake
-def _(dy: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    return dy.new_empty(dy.shape[0], b.shape[1])
-
-
-@torch.library.custom_op("shardwise::lora_cuda_columns_product", mutates_args=())
-def _columns_product(dy: torch.Tensor, h: torch.Tensor, scale: float) -> torch.Tensor:
-    return launch.columns(dy, h, scale=scale)
-
-
-@_columns_product.register_fake
-def _(dy: torch.Tensor, h: torch.Tensor, scale: float) -> torch.Tensor:
-    return dy.new_empty(dy.shape[1], h.shape[1], dtype=torch.float32)
+def _empty_output_gradients(
+    dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without b or h, what is not computed has no element."""
+    g = dy.new_empty(0, 0) if b is None else dy.new_empty(len(dy), b.shape[1])
+    db = (0, 0) if h is None else (dy.shape[1], h.shape[1])
+    return g, dy.new_empty(db, dtype=torch.float32)
 
 
 @torch.library.custom_op("shardwise::lora_cuda_input_gradient", mutates_args=())
@@ -212,15 +180,7 @@ def _input_gradient(
 
 
 @_input_gradient.register_fake
-def _(
-    dys: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    g: torch.Tensor,
-    a: torch.Tensor,
-    seeds: torch.Tensor | None,
-    features: torch.Tensor | None,
-    p: float,
-) -> torch.Tensor:
+def _(dys: list[torch.Tensor], weights: list[torch.Tensor], g: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
     return dys[0].new_empty(g.shape[0], a.shape[1])
 
 
@@ -236,7 +196,5 @@ def _factor_gradient(
 
 
 @_factor_gradient.register_fake
-def _(
-    g: torch.Tensor, x: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
-) -> torch.Tensor:
+def _(g: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(g.shape[1], x.shape[1], dtype=torch.float32)

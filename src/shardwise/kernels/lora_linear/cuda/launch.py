@@ -13,15 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.kernels.dropout import threshold
-from shardwise.kernels.lora_linear.cuda.library import (
-    MOST_TERMS,
-    Columns,
-    Drop,
-    Matrix,
-    Product,
-    Rows,
-    library,
-)
+from shardwise.kernels.lora_linear.cuda.library import MOST_TERMS, Columns, Drop, Matrix, Product, Rows, library
 
 MOST = 128
 """Columns of a factor that one launch takes; for more, the tall matrix is read again."""
@@ -71,16 +63,8 @@ def columns(
     shape = (rank, n) if transposed else (n, rank)
     out = tall.new_empty(_cdiv(row_tiles, a_block), *shape, dtype=torch.float32)
     arguments = Columns(
-        _matrix(tall),
-        _matrix(factor),
-        Matrix(),
-        _drop(mask),
-        _divided(scale, mask),
-        a_block,
-        1,
-        out.data_ptr(),
-        int(transposed),
-        None,
+        *(_matrix(tall), _matrix(factor), Matrix(), _drop(mask), _divided(scale, mask)),
+        *(a_block, 1, out.data_ptr(), int(transposed), None),
     )
     _launch("columns", arguments, tall, False)
     return out[0] if len(out) == 1 else out.sum(0)
@@ -104,16 +88,8 @@ def rows_and_columns(
     for_columns = tall.new_empty(down, n, rank, dtype=torch.float32)
     for_rows = tall.new_empty(across, m, rank, dtype=torch.float32)
     arguments = Columns(
-        _matrix(tall),
-        _matrix(other),
-        _matrix(factor),
-        Drop(),
-        scale,
-        row_tiles,
-        column_tiles,
-        for_columns.data_ptr(),
-        0,
-        for_rows.data_ptr(),
+        *(_matrix(tall), _matrix(other), _matrix(factor), Drop(), scale),
+        *(row_tiles, column_tiles, for_columns.data_ptr(), 0, for_rows.data_ptr()),
     )
     _launch("columns", arguments, tall, True)
     return for_rows.sum(0).to(tall.dtype), for_columns.sum(0)
