@@ -13,12 +13,12 @@ from tests.gpu.shapes import Setting
 
 METHOD = {
     "cuda": "Each time is the median over repeats of what CUDA events around the work say. Before each repeat 256 MiB "
-    "are written, so that nothing of its operands is left in the L2 cache, and the device then idles for about 2 ms, "
-    "in which the host queues the work: device time alone, without gaps for launches. `host` is what queueing took.",
+    "are written, so that nothing of its operands is left in the L2 cache, and the device then idles for 2 ms or twice "
+    "what the host takes to queue the work: device time alone, no gaps for launches. `host` is what queueing took.",
     "cpu": "Each time is the median over repeats by the wall clock.",
 }
 FLUSH_BYTES = 256 * 2**20
-PAUSE_CYCLES = 4_000_000  # of the device's clock
+CYCLES_PER_SECOND = 2_000_000_000  # of the device's clock, about
 
 
 class Clock:
@@ -30,7 +30,9 @@ class Clock:
 
     def time(self, work: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None) -> dict[str, float]:
         """Seconds of `work(prepare())`, where preparing is not timed; two runs come before, which may compile."""
-        runs = [self._once(work, prepare) for _ in range(self.repeats + 2)][2:]
+        first, second = (self._once(work, prepare) for _ in range(2))
+        pause = max(0.002, 2 * min(first[1], second[1]))
+        runs = [self._once(work, prepare, pause) for _ in range(self.repeats)]
         seconds = [run[0] for run in runs]
         return {
             "median": statistics.median(seconds),
@@ -39,14 +41,16 @@ class Clock:
             "host": statistics.median(run[1] for run in runs),
         }
 
-    def _once(self, work: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[float, float]:
+    def _once(
+        self, work: Callable[[Any], Any], prepare: Callable[[], Any], pause: float = 0.002
+    ) -> tuple[float, float]:
         ready = prepare()
         if self.device.type != "cuda":
             start = time.perf_counter()
             work(ready)
             return (time.perf_counter() - start,) * 2
         self.flush.zero_()
-        torch.cuda._sleep(PAUSE_CYCLES)
+        torch.cuda._sleep(int(pause * CYCLES_PER_SECOND))
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
         start = time.perf_counter()

@@ -11,11 +11,13 @@ Source of `mix`: Chris Wellons' hash prospector, `lowbias32` (public domain).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+CPU_BLOCK = 2**17
+"""Hashes that are taken at once on a CPU: a dozen operators over numbers that stay in its cache."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,20 @@ class Dropout:
     """[S, M] int32."""
     features: torch.Tensor | None = None
     """[K] int32: which features of the whole each of x's is; None: 0 to K - 1."""
+    drawn: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
+    """Masks by module: a byte an element, as long as this object lives: not from a forward to its backward."""
 
     def keep(self, module: int, num_features: int) -> torch.Tensor:
         """Which of K features of each token module `module` keeps: bool [M, K]."""
-        seeds, features = self.seeds[module], self.features
-        if features is None:
-            features = torch.arange(num_features, dtype=torch.int32, device=seeds.device)
-        return hash32(seeds[:, None], features) >= threshold(self.p)
+        if module not in self.drawn:
+            seeds, features = self.seeds[module], self.features
+            if features is None:
+                features = torch.arange(num_features, dtype=torch.int32, device=seeds.device)
+            eager_cpu = seeds.is_cpu and not torch.compiler.is_compiling()
+            parts = seeds.split(max(1, CPU_BLOCK // num_features)) if eager_cpu else (seeds,)
+            masks = [hash32(part[:, None], features) >= threshold(self.p) for part in parts]
+            self.drawn[module] = masks[0] if len(masks) == 1 else torch.cat(masks)
+        return self.drawn[module]
 
     def drop(self, x: torch.Tensor, module: int = 0) -> torch.Tensor:
         """Zero what module `module` drops of x [M, K], and divide the rest by 1 - p."""

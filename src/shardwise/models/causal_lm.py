@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwise.config import RunConfig, UserError
+from shardwise.config import RunConfig, UserError, require
 from shardwise.interfaces import IGNORED, Batch, Part
 from shardwise.kernels.linear_cross_entropy import Kernel, kernel_of, linear_cross_entropy
 from shardwise.models.attention import use_kernel
@@ -36,15 +36,12 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 
 def loss_of_run(cfg: RunConfig, family: Family, device: torch.device) -> str:
     """What `training.loss` comes to: chunked, triton or plain. UserError if what it asks for cannot be had."""
-    asked = cfg.training.loss
-    if asked != "plain" and family.model_type not in FAMILIES:
-        if asked != "auto":
-            raise UserError(
-                f"training.loss is {asked}, but what {family.model_type}, which is not listed, does to its logits is "
-                "not known; use auto or plain"
-            )
+    asked, known = cfg.training.loss, family.model_type in FAMILIES
+    if asked == "plain" or (asked == "auto" and not known):
         return "plain"
-    return asked if asked == "plain" else {"torch": "chunked", "triton": "triton"}[kernel_of(KERNELS[asked], device)]
+    who = f"{family.model_type}, which is not listed,"
+    require(known, f"training.loss is {asked}, but what {who} does to its logits is not known; use auto or plain")
+    return "triton" if kernel_of(KERNELS[asked], device) == "triton" else "chunked"
 
 
 class CausalLM(Part):

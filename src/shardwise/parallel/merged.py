@@ -41,8 +41,8 @@ def check_fits(num_bytes: int, device: torch.device) -> None:
     """
     # The name of a machine and a number, from every rank to all.
     ranks = of_every_rank((platform.node(), free_bytes(device)))
-    sharing = [1 if device.type == "cuda" else sum(other == node for other, _ in ranks) for node, _ in ranks]
-    free = min(free // share for (_, free), share in zip(ranks, sharing))
+    nodes = [node for node, _ in ranks]
+    free = min(left if device.type == "cuda" else left // nodes.count(node) for node, left in ranks)
     if num_bytes > free:
         raise UserError(
             f"lora.merged copies {num_bytes:,} bytes of weights, but a rank has only {free:,} bytes left; set "

@@ -289,7 +289,7 @@ def test_the_emulator_sees_what_is_not_waited_for(kernels, tmp_path, monkeypatch
     assert wrong == {"rows_kernel": {"h"}, "columns_kernel": {"g", "db", "da"}, "product_kernel": {"y", "dx"}}[kernel]
 
 
-def test_nvcc_assembles_them_for_both_architectures(tmp_path):
+def test_nvcc_assembles_them_for_both_architectures(tmp_path, monkeypatch):
     said = library.compile_to(tmp_path / "kernels.so", (80, 90), "-Xptxas", "-v", "--threads", "2")
     for architecture in (80, 90):
         parts = re.findall(
@@ -304,6 +304,12 @@ def test_nvcc_assembles_them_for_both_architectures(tmp_path):
     loaded = library.Library(tmp_path / "kernels.so")  # there need be no driver for that
     with pytest.raises(RuntimeError, match="CUDA kernel lora_rows: "):
         loaded.launch("rows", library.Rows(), torch.empty(1), False)
+    # Here there is none; one that is too old has the same error.
+    monkeypatch.setattr(library, "build", lambda architecture: tmp_path / "kernels.so")
+    monkeypatch.setattr(library.torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(UserError, match=r"cannot run \(CUDA driver version is insufficient.*CUDA_HOME to it$"):
+        library.library(torch.device("cuda", 0))
+    assert not (tmp_path / "kernels.so").exists()
 
 
 def test_without_nvcc_one_line_says_what_to_do(monkeypatch, tmp_path):

@@ -107,7 +107,7 @@ def _project(
         launch.rows(x, a, h)
     else:  # each linear has its own mask, whose hashes take as long as reading x again
         for own_a, own_h, own_seeds in zip(a.chunk(len(seeds)), h.chunk(len(seeds), 1), seeds):
-            launch.rows(x, own_a, own_h, mask=launch.Mask(own_seeds, features, p))
+            launch.rows(x, own_a, own_h, mask=Dropout(p, own_seeds, features))
     return h
 
 
@@ -172,7 +172,7 @@ def _input_gradient(
         parts = list(zip(g.chunk(len(seeds), 1), a.chunk(len(seeds)), seeds))
         for s, (own_g, own_a, own_seeds) in enumerate(parts):
             terms = [(own_g, own_a.t()), *(frozen if own and s + 1 == len(parts) else [])]
-            launch.product(dx, terms, mask=launch.Mask(own_seeds, features, p), accumulate=s > 0)
+            launch.product(dx, terms, mask=Dropout(p, own_seeds, features), accumulate=s > 0)
     if not own:
         for dy, weight in zip(dys, weights):
             torch.addmm(dx, dy, weight, out=dx)
@@ -190,7 +190,7 @@ def _factor_gradient(
 ) -> torch.Tensor:
     if seeds is None:
         return launch.columns(x, g, transposed=True)
-    masks = [launch.Mask(own_seeds, features, p) for own_seeds in seeds]
+    masks = [Dropout(p, own_seeds, features) for own_seeds in seeds]
     parts = zip(g.chunk(len(seeds), 1), masks)
     return torch.cat([launch.columns(x, own_g, transposed=True, mask=mask) for own_g, mask in parts])
 

@@ -2,17 +2,17 @@
 
 A matrix is read in place as long as one of its dimensions is contiguous, whatever the other's stride; rows that do not
 begin at 16 bytes are read element by element, which is slow and exact. Anything else (a gradient that was expanded
-from one number) is copied first, since a kernel has no way to read it in whole words.
+from one number) is copied first, since a kernel has no way to read it in whole words. A mask is of one module: its
+seeds are [M].
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from shardwise.kernels.dropout import threshold
+from shardwise.kernels.dropout import Dropout, threshold
 from shardwise.kernels.lora_linear.cuda.library import MOST_TERMS, Columns, Drop, Matrix, Product, Rows, library
 
 MOST = 128
@@ -22,17 +22,8 @@ MOST_AT_ONCE = 32
 TILE = 64
 
 
-@dataclass(frozen=True)
-class Mask:
-    """Which elements of a matrix of tokens and features are dropped: those of one module (kernels/dropout.py)."""
-
-    seeds: torch.Tensor  # [M] int32
-    features: torch.Tensor | None  # [K] int32
-    p: float
-
-
 def rows(
-    tall: torch.Tensor, factor: torch.Tensor, out: torch.Tensor, scale: float = 1.0, mask: Mask | None = None
+    tall: torch.Tensor, factor: torch.Tensor, out: torch.Tensor, scale: float = 1.0, mask: Dropout | None = None
 ) -> None:
     """Write out [M, R] = scale * drop(tall) factor^T, of tall [M, D] and factor [R, D]."""
     tall = _readable(tall)
@@ -46,7 +37,7 @@ def rows(
 
 
 def columns(
-    tall: torch.Tensor, factor: torch.Tensor, scale: float = 1.0, mask: Mask | None = None, transposed: bool = False
+    tall: torch.Tensor, factor: torch.Tensor, scale: float = 1.0, mask: Dropout | None = None, transposed: bool = False
 ) -> torch.Tensor:
     """Give scale * drop(tall)^T factor, [N, R] float32, or its transpose, of tall [M, N] and factor [M, R]."""
     (m, n), rank = tall.shape, factor.shape[1]
@@ -99,7 +90,7 @@ def product(
     out: torch.Tensor,
     terms: Sequence[tuple[torch.Tensor, torch.Tensor]],
     scale: float = 1.0,
-    mask: Mask | None = None,
+    mask: Dropout | None = None,
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
@@ -147,7 +138,7 @@ def _aligned(matrix: torch.Tensor) -> bool:
     return matrix.data_ptr() % 16 == 0 and (matrix.stride(0) * matrix.itemsize) % 16 == 0
 
 
-def _drop(mask: Mask | None) -> Drop:
+def _drop(mask: Dropout | None) -> Drop:
     if mask is None:
         return Drop()
     assert mask.seeds.is_contiguous()
@@ -155,7 +146,7 @@ def _drop(mask: Mask | None) -> Drop:
     return Drop(mask.seeds.data_ptr(), None if mask.features is None else mask.features.data_ptr(), threshold(mask.p))
 
 
-def _divided(scale: float, mask: Mask | None) -> float:
+def _divided(scale: float, mask: Dropout | None) -> float:
     return scale if mask is None else scale / (1.0 - mask.p)
 
 

@@ -37,11 +37,7 @@ class Matrix(ctypes.Structure):
 class Drop(ctypes.Structure):
     """As `Dropout` in dropout.cuh."""
 
-    _fields_ = [
-        ("seeds", ctypes.c_void_p),
-        ("features", ctypes.c_void_p),
-        ("threshold", ctypes.c_int32),
-    ]
+    _fields_ = [("seeds", ctypes.c_void_p), ("features", ctypes.c_void_p), ("threshold", ctypes.c_int32)]
 
 
 class Rows(ctypes.Structure):
@@ -112,6 +108,11 @@ class Library:
         self._library.lora_sizes(sizes)
         assert list(sizes) == [ctypes.sizeof(cls) for cls in (Rows, Columns, Product)]
 
+    def why_not(self, index: int) -> str | None:
+        """None if its kernels can run on a GPU; else what CUDA says."""
+        error = self._library.lora_ready(index)
+        return self._library.lora_error(error).decode() if error else None
+
     def launch(self, name: str, arguments: ctypes.Structure, tensor: torch.Tensor, variant: bool) -> None:
         """Launch `lora_NAME` in one of its two variants, of a tensor's dtype, on its device and the current stream."""
         index, stream = 0, 0
@@ -128,14 +129,22 @@ class Library:
 def library(device: torch.device) -> Library:
     """The kernels for a device, built first if need be.
 
-    UserError: no nvcc, a GPU before sm_80, or sources that do not compile.
+    UserError: no nvcc, a GPU before sm_80, sources that do not compile, or a driver older than the compiler.
     """
     if device.type != "cuda":
         raise UserError(f"the kernels in CUDA C++ need a CUDA device, not {device.type}")
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         raise UserError(f"the kernels in CUDA C++ need a GPU of sm_80 or later, and this one is sm_{major}{minor}")
-    return Library(build(10 * major + minor))
+    path = build(10 * major + minor)
+    loaded = Library(path)
+    if why := loaded.why_not(torch.cuda.current_device() if device.index is None else device.index):
+        path.unlink(missing_ok=True)  # so that another compiler's takes its place
+        raise UserError(
+            f"the kernels in CUDA C++ were built and cannot run ({why}): CUDA 13, as of PyPI's nvcc, needs a driver of "
+            "580 or later; install that, or a toolkit of CUDA 12, and set CUDA_HOME to it"
+        )
+    return loaded
 
 
 def build(architecture: int) -> Path:

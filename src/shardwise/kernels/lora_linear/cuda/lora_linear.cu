@@ -54,6 +54,8 @@ int lora_sizes(int64_t* sizes) {
     return cudaSuccess;
 }
 
+int lora_ready(int device) { return cudaSetDevice(device); }  // an error if the driver is older than this toolkit
+
 const char* lora_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
 int lora_rows(const RowsArguments* in, int bfloat16, int transposed, int device, void* stream) {
