@@ -28,7 +28,7 @@ def config(folder: Path, name: str, layout: str = "single", *, lora: bool = True
     return RunConfig(
         model=Model(str(CONFIGS / "tiny-qwen3_5"), init="random", tokenizer=str(folder / "tokenizer")),
         lora=Lora(r=4, dropout=0.1) if lora else None,
-        data=Data(str(folder / "corpus.jsonl"), validation=0.2, sequence_length=32),
+        data=Data(str(folder / "corpus.jsonl"), validation=0.07, sequence_length=32),
         parallel=Parallel("fsdp2" if layout == "hsdp" else layout, dp_replicate=2 if layout == "hsdp" else 1),
         optimizer=Optimizer(lr=1e-2),
         training=Training(
