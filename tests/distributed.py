@@ -59,9 +59,21 @@ def _collect(pipes: list[Connection]) -> list[Any]:
             except EOFError:
                 raise RuntimeError(f"rank {rank} died without a word") from None
             if not ok:
+                # Who loses a peer fails of it, and may be heard before the peer's end is.
+                for other in wait([other for other in waiting if other is not pipe], 0.5):
+                    if _is_dead(other):
+                        raise RuntimeError(f"rank {pipes.index(other)} died without a word:\n{value}")
                 raise RuntimeError(f"rank {rank} of {len(pipes)}:\n{value}")
             results[rank] = torch.load(io.BytesIO(value), weights_only=False)
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _is_dead(pipe: Connection) -> bool:
+    try:
+        pipe.recv()
+    except EOFError:
+        return True
+    return False
 
 
 def _rank_main(
