@@ -27,6 +27,7 @@ VARIANTS = (
     *(Cell("qwen3_next", layout, "lora", 2, "checkpointing") for layout in LAYOUTS if layout != "fsdp2"),
     *(Cell(family, layout, "lora", 4, "dropout") for family in ("llama", "qwen3_5_text") for layout in LAYOUTS),
     *(Cell("qwen3_5_text", layout, mode, 2, "tied") for layout in LAYOUTS for mode in MODES),
+    *(Cell("jet_nemotron", layout, mode, 2, "tied") for layout in ("ddp", "fsdp1", "fsdp2") for mode in MODES),
     *(Cell(family, "fsdp1", "lora", 2, "naive") for family in FAMILIES),
     *(Cell("llama", layout, "lora", 2, "head") for layout in LAYOUTS),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),

@@ -48,6 +48,8 @@ FAMILIES = {
     "jamba": "tiny-jamba",
     "jet_nemotron": "tiny-jet_nemotron",
 }
+TIED = {"qwen3_5_text": "tiny-qwen3_5-tied", "jet_nemotron": "jet-nemotron-tiny"}
+"""Of `FAMILIES`, with one weight for embedding and head."""
 SOME_LAYERS = {
     "upper": {  # layers 2 and 3 of 4
         "llama": [
@@ -142,7 +144,7 @@ class Outcome:
 
 def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunConfig:
     """The run file of a cell."""
-    name = FAMILIES[cell.family] + ("-tied" if cell.variant == "tied" else "")
+    name = (TIED if cell.variant == "tied" else FAMILIES)[cell.family]
     return RunConfig(
         model=Model(
             str(DEEP / name.replace("tiny", "deep") if cell.deep else CONFIGS / name),

@@ -97,6 +97,7 @@ def _variants() -> Iterator[Cell]:
         yield cell("llama", schedule, "lora", variant="compile")
         yield Cell("olmo_hybrid", "pp-fsdp2", "full", 4, "keep-gathered", schedule)
         yield Cell("olmo_hybrid", "pp-fsdp2", "lora", 4, "checkpointing", schedule)
+    yield from (cell("jet_nemotron", "1f1b", mode, variant="tied") for mode in MODES)
     for family in FAMILIES:
         yield cell(family, "1f1b", "full", variant="checkpointing")
         if FAMILY_FACTS[family].token_mixers:

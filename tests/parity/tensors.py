@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.parallel.compose import COMPATIBLE, WITH_TENSOR
 from shardwise.schedule.orders import ORDERS
-from tests.parity.harness import FAMILIES, Cell
+from tests.parity.harness import FAMILIES, TIED, Cell
 
 MODES = ("lora", "full")
 PROCESSES = {"tp": 2, "ddp-tp": 4, "zero1-tp": 4, "fsdp2-tp": 4, "pp-tp": 4}
@@ -42,7 +42,7 @@ def _plain() -> Iterator[Cell]:
 def _variants() -> Iterator[Cell]:
     for layout in ("tp", "tp-sp"):
         for mode in MODES:
-            yield cell("qwen3_5_text", layout, mode, "tied")
+            yield from (cell(family, layout, mode, "tied") for family in TIED)
             yield from (cell(family, layout, mode, "bfloat16") for family in ("llama", "olmo_hybrid"))
         yield from (cell(family, layout, "full", "operators") for family in ("llama", "qwen3_5_text"))
         for family in FAMILIES:
