@@ -271,7 +271,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant):
 
 
 def test_reload_gives_identical_logits(tmp_path):
-    model, ids = tiny(), tokens(70)
+    model, ids = tiny(rope_parameters={"rope_type": "default", "rope_theta": 5000.0}), tokens(70)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids), logits(model, ids))
     folder = Model(str(tmp_path))
@@ -279,6 +279,7 @@ def test_reload_gives_identical_logits(tmp_path):
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["layer_types"] == ["jet", "jet", "swa", "attn"]  # as published
     assert written["model_type"] == "jet_nemotron"
+    assert written["rope_theta"] == 5000.0  # where the published class looks
 
 
 def test_a_folder_like_the_official_one_loads(tmp_path):
@@ -335,12 +336,32 @@ def test_half_precision_is_close(precision):
     assert relative_error(logits(model.to(dtype), ids).float(), expected) < 4 * torch.finfo(dtype).eps
 
 
-def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="window_size"):
-        JetNemotronConfig(num_hidden_layers=1, layer_types=["swa"])
-    with pytest.raises(ValueError, match="whole number"):
-        JetNemotronConfig(efficient_attention_config={"jet": {"head_dim": 12, "expand_v": 1.3}})
+JET: dict[str, Any] = {"num_heads": 4, "head_dim": 12, "expand_v": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "message"),
+    [
+        (["swa"], None, "layer_types has swa, but efficient_attention_config no swa with a window_size"),
+        (["swa"], {"swa": None}, "no swa with a window_size"),
+        (["swa"], {"swa": {"window_size": "16"}}, "no swa with a window_size"),
+        (["jet"], None, "layer_types has jet, but efficient_attention_config no jet with its sizes"),
+        (["jet"], {"jet": {**JET, "headdim": 3}}, "jet has 'headdim'; it may have num_heads, head_dim"),
+        (["jet"], {"jet": {**JET, "conv_size": 0}}, "jet has conv_size 0"),
+        (["jet"], {"jet": {**JET, "expand_v": 1.3}}, "whole number"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(layers, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        JetNemotronConfig(num_hidden_layers=1, layer_types=layers, efficient_attention_config=sizes)
+
+
+def test_what_a_config_may_leave_out():
     assert JetNemotronConfig(num_hidden_layers=2).layer_types == ["full_attention"] * 2
+    with pytest.raises(ValueError, match="num_attention_heads is no multiple of num_key_value_heads"):
+        JetNemotronConfig(num_attention_heads=8, num_key_value_heads=3)
+    # The published class keeps what it does not know, and its model does not look at it.
+    assert JetNemotronConfig(sliding_window=32).sliding_window is None
 
 
 def test_a_config_that_names_an_unknown_layer_is_the_users_mistake(tmp_path):

@@ -27,18 +27,19 @@ def gated_delta_rule(
         # [B, T, N, ...] -> [B, N, chunks, C, ...]. What fills up the last chunk has g = beta = 0: it changes nothing.
         q, k, v, g, beta = (_in_chunks(wide(x)) for x in (q, k, v, g, beta))
         q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
-        decay = g.cumsum(-1)
+        # In float64: the decay between two tokens is a difference of sums that may be as large as hundreds.
+        decay = g.double().cumsum(-1)
         later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
         # Masked before exp: of later tokens it would overflow, and its gradient be 0 times infinity.
-        between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
+        between = (decay[..., :, None] - decay[..., None, :]).to(v.dtype).masked_fill(later, -torch.inf).exp()
+        rest = (decay[..., -1:] - decay).to(v.dtype).exp()[..., None]
+        decay = decay.to(v.dtype).exp()[..., None]
         keys = k * beta[..., None]
-        right = torch.cat([v * beta[..., None], keys * decay.exp()[..., None]], -1)
+        right = torch.cat([v * beta[..., None], keys * decay], -1)
         solved = torch.linalg.solve_triangular((keys @ k.mT) * between, right, upper=False, unitriangular=True)
         values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
         scores = (q @ k.mT) * between
-        q = q * decay.exp()[..., None]
-        k = k * (decay[..., -1:] - decay).exp()[..., None]
-        fade = decay[..., -1].exp()[..., None, None]
+        q, k, fade = q * decay, k * rest, decay[..., -1:, :]
         s = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1]) if state is None else state.to(v.dtype)
         outs = []
         for c in range(v.shape[2]):

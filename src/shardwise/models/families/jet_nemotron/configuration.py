@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 _KINDS = {"jet": "linear_attention", "attn": "full_attention", "swa": "sliding_attention"}
 _JET = {"num_heads": 6, "head_dim": 256, "expand_v": 2.0}
 _JET |= {"conv_size": 4, "dconv_generator_reduction": 8, "norm_eps": 1e-5}
+_HOW = ("mode", "dconv_implementation")  # which of the published kernels computes it: nothing to this model
 _PUBLISHED = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -55,25 +56,49 @@ class JetNemotronConfig(PreTrainedConfig):
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         types = self.layer_types or ["attn"] * self.num_hidden_layers
         self.layer_types = [_KINDS.get(name, name) for name in types]
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
+        self._check()
+        kwargs.pop("sliding_window", None)  # the published model goes by that of efficient_attention_config alone
+        super().__post_init__(**kwargs)
+
+    def _check(self) -> None:
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ValueError("num_attention_heads is no multiple of num_key_value_heads")
+        if "sliding_attention" in self.layer_types and not _is_size(self.sliding_window):
             raise ValueError("layer_types has swa, but efficient_attention_config no swa with a window_size")
+        if "linear_attention" not in self.layer_types:
+            return
+        given = self._of("jet")
+        if not given:
+            raise ValueError("layer_types has jet, but efficient_attention_config no jet with its sizes")
+        if unknown := [key for key in given if key not in (*_JET, *_HOW)]:
+            raise ValueError(f"efficient_attention_config.jet has {unknown[0]!r}; it may have {', '.join(_JET)}")
+        for key in ("num_heads", "head_dim", "conv_size", "dconv_generator_reduction"):
+            if not _is_size(self.jet[key]):
+                raise ValueError(
+                    f"efficient_attention_config.jet has {key} {self.jet[key]!r}, which is no number of them"
+                )
         if not math.isclose(self.jet["head_dim"] * self.jet["expand_v"], self.linear_value_head_dim, rel_tol=1e-5):
             raise ValueError("head_dim times expand_v in efficient_attention_config is not a whole number")
-        super().__post_init__(**kwargs)
+
+    def _of(self, mixer: str) -> dict[str, Any]:
+        return (self.efficient_attention_config or {}).get(mixer) or {}
 
     def to_dict(self) -> dict[str, Any]:
         """As it is written to config.json."""
-        return super().to_dict() | {"layer_types": [_PUBLISHED.get(kind, kind) for kind in self.layer_types]}
+        types = [_PUBLISHED.get(kind, kind) for kind in self.layer_types]
+        # The published class knows no rope_parameters, and without rope_theta would take another one.
+        theta = (self.rope_parameters or {}).get("rope_theta", self.default_theta)
+        return super().to_dict() | {"layer_types": types, "rope_theta": theta}
 
     @property
     def sliding_window(self) -> int | None:
         """The tokens that a token of a `swa` layer sees, itself among them."""
-        return (self.efficient_attention_config or {}).get("swa", {}).get("window_size")
+        return self._of("swa").get("window_size")
 
     @property
     def jet(self) -> dict[str, Any]:
         """JetBlock's sizes."""
-        return _JET | (self.efficient_attention_config or {}).get("jet", {})
+        return _JET | self._of("jet")
 
     @property
     def linear_num_value_heads(self) -> int:
@@ -89,3 +114,7 @@ class JetNemotronConfig(PreTrainedConfig):
     def linear_value_head_dim(self) -> int:
         """The size of a head's values."""
         return round(self.jet["head_dim"] * self.jet["expand_v"])
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and value > 0
