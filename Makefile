@@ -28,7 +28,7 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 $(KERNELS)/.ok: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(KERNELS)
 	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt $(TORCH)
-	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton numpy pytest $(NVCC)
+	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton numpy pytest hypothesis $(NVCC)
 	$(KERNELS)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 

@@ -217,10 +217,13 @@ def test_folder_without_tokenizer_files_has_none(tmp_path: Path) -> None:
 
 
 def test_unloadable_tokenizer_is_one_line(tmp_path: Path) -> None:
-    for path in (str(tmp_path), str(tmp_path / "no/such/folder")):
+    for path, where in (
+        (str(tmp_path), ""),
+        (str(tmp_path / "no/such/folder"), "is no folder here, and from the hub "),
+    ):
         with pytest.raises(UserError) as caught:
             load_tokenizer(Model(path=path))
         message = str(caught.value)
-        assert message.startswith(f"{path}: no tokenizer could be loaded (")
+        assert message.startswith(f"{path}: {where}no tokenizer could be loaded (")
         assert "\n" not in message
         assert message.endswith("set model.tokenizer to a folder or hub id that has one")

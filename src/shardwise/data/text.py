@@ -244,7 +244,8 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:  # what a file may make transformers and tokenizers raise is anything
         what = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UserError(f"{source}: no tokenizer could be loaded ({what}); {way_out}") from None
+        where = "" if Path(source).is_dir() else "is no folder here, and from the hub "
+        raise UserError(f"{source}: {where}no tokenizer could be loaded ({what}); {way_out}") from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"{source}: no tokenizer files here, or an empty vocabulary; {way_out}")
     return tokenizer

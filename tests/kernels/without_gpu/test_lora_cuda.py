@@ -304,7 +304,9 @@ def test_nvcc_assembles_them_for_both_architectures(tmp_path, monkeypatch):
     loaded = library.Library(tmp_path / "kernels.so")  # there need be no driver for that
     with pytest.raises(RuntimeError, match="CUDA kernel lora_rows: "):
         loaded.launch("rows", library.Rows(), torch.empty(1), False)
-    # Here there is none; one that is too old has the same error.
+    why = "CUDA driver version is insufficient for CUDA runtime version"
+    assert loaded.why_not(0) == (None if torch.cuda.is_available() else why)
+    monkeypatch.setattr(library.Library, "why_not", lambda self, index: why)  # as one that is too old has it
     monkeypatch.setattr(library, "build", lambda architecture: tmp_path / "kernels.so")
     monkeypatch.setattr(library.torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(UserError, match=r"cannot run \(CUDA driver version is insufficient.*CUDA_HOME to it$"):

@@ -361,6 +361,9 @@ def test_what_a_config_may_leave_out():
     with pytest.raises(ValueError, match="num_attention_heads is no multiple of num_key_value_heads"):
         JetNemotronConfig(num_attention_heads=8, num_key_value_heads=3)
     # The published class keeps what it does not know, and its model does not look at it.
+    assert not hasattr(
+        JetNemotronConfig(auto_map={"AutoConfig": "configuration_jet_nemotron.JetNemotronConfig"}), "auto_map"
+    )
     assert JetNemotronConfig(sliding_window=32).sliding_window is None
 
 

@@ -23,8 +23,8 @@ _PUBLISHED = {kind: name for name, kind in _KINDS.items()}
 class JetNemotronConfig(PreTrainedConfig):
     """As published, but that `layer_types` has transformers' names in memory: its masks and caches go by them.
 
-    Files keep the published ones (`jet`, `attn`, `swa`); either are read. What JetBlock and the window take from
-    `efficient_attention_config` also goes by the names that other hybrids have for it. ValueError if these don't fit.
+    Files keep the published ones (`jet`, `attn`, `swa`); either are read from them. What JetBlock and the window take
+    from `efficient_attention_config` also goes by the names that other hybrids have. ValueError if it does not fit.
     """
 
     model_type = "jet_nemotron"
@@ -58,6 +58,7 @@ class JetNemotronConfig(PreTrainedConfig):
         self.layer_types = [_KINDS.get(name, name) for name in types]
         self._check()
         kwargs.pop("sliding_window", None)  # the published model goes by that of efficient_attention_config alone
+        kwargs.pop("auto_map", None)  # names files of code that do not come with what is saved from here
         super().__post_init__(**kwargs)
 
     def _check(self) -> None:

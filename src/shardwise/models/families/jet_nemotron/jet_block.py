@@ -17,11 +17,12 @@ from transformers.cache_utils import Cache
 
 from shardwise.kernels.dynamic_conv import dynamic_conv
 from shardwise.kernels.gated_delta_rule import gated_delta_rule
+from shardwise.kernels.gated_delta_rule.naive import wide
 from shardwise.models.families.jet_nemotron.configuration import JetNemotronConfig
 
 
 class JetNemotronRMSNorm(nn.Module):
-    """Root mean square norm; with a gate, times its silu. All of it in float32, rounded once."""
+    """Root mean square norm; with a gate, times its silu. All of it in float32 (float64 of float64), rounded once."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -30,9 +31,9 @@ class JetNemotronRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """Of x [..., size], and gate alike; the result in x's dtype."""
-        wide = x.float()
-        wide = self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps))
-        return (wide if gate is None else wide * F.silu(gate.float())).to(x.dtype)
+        y = wide(x)
+        y = self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps))
+        return (y if gate is None else y * F.silu(wide(gate))).to(x.dtype)
 
 
 class JetNemotronDynamicConv(nn.Module):
@@ -88,7 +89,8 @@ class JetBlock(nn.Module):
         """hidden_states [B, T, D]; attention_mask [B, T], 0 where padded, before a sequence or after it.
 
         A cache holds the state and the last values before the convolution. A padded token leaves both as they are if
-        it comes before the sequence. Returns [B, T, D], and None for attention's weights.
+        it comes before the sequence, and not by itself, since transformers makes no mask for one token. Returns
+        [B, T, D], and None for attention's weights.
         """
         if attention_mask is not None:  # no projection has a bias, so a padded token's value and key are 0
             hidden_states = hidden_states * attention_mask[..., None].to(hidden_states.dtype)
@@ -103,7 +105,7 @@ class JetBlock(nn.Module):
         q, k = F.silu(self.q_proj(hidden_states)), F.silu(self.k_proj(hidden_states))
         q, k = (x.unflatten(-1, (-1, self.key_dim)) for x in (q, k))
         beta = self.b_proj(hidden_states).sigmoid()
-        g = -self.A_log.float().exp() * F.softplus(self.a_proj(hidden_states).float() + self.dt_bias)
+        g = -wide(self.A_log).exp() * F.softplus(wide(self.a_proj(hidden_states)) + self.dt_bias)
         out, state = gated_delta_rule(q, k, v.unflatten(-1, (-1, self.value_dim)), g, beta, state)
         if past_key_values is not None:
             past_key_values.update_recurrent_state(state, self.layer_idx)
