@@ -185,6 +185,15 @@ def test_unfair_comparisons_are_refused(axes, told, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["lora.kernel", "lora.merged"])
+def test_kernels_are_compared_and_round_each_in_its_own_way(key, tmp_path):
+    sweep = read(
+        tmp_path, axes={"strategy": STRATEGIES, key: {"lora.kernel": ["torch", "peft"]}.get(key, [True, False])}
+    )
+    assert all(axis.compared for axis in sweep.record.axes)
+    assert len({cell.plan.reference for cell in sweep.cells} - {None}) == 2
+
+
 def test_what_all_values_of_an_axis_set_alike_does_not_count(tmp_path):
     alike = {"training.save_every": 2, "training.precision": "bfloat16", "lora": None}
     axes = {"strategy": {name: settings | alike for name, settings in STRATEGIES.items()}}

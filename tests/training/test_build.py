@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from shardwise.config import Parallel, RunConfig, UserError
+from shardwise.config import Lora, Parallel, RunConfig, UserError
 from shardwise.interfaces import Mesh
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
@@ -58,6 +60,19 @@ def refused_before_memory_is_taken() -> str:
 def test_a_loss_that_cannot_run_is_refused_before_memory_is_taken():
     (message,) = run_ranks(1, refused_before_memory_is_taken)
     assert message.startswith("training.loss is triton, but triton")
+
+
+def experts_alone(**asked: Any) -> dict[str, str]:
+    cfg = run_config(Cell("qwen3_moe", "single", "lora"))
+    cfg = replace(cfg, lora=Lora(r=4, targets=["experts"], **asked))
+    return dict(build(cfg, build_mesh(cfg, torch.device("cpu"))).kernels)
+
+
+def test_adapters_that_no_kernel_computes_keep_pefts_forward():
+    assert run_ranks(1, experts_alone) == [{"loss": "chunked", "lora": "peft"}]
+    for asked, said in (({"kernel": "torch"}, "lora.kernel is torch"), ({"merged": True}, "lora.merged is true")):
+        with pytest.raises(RuntimeError, match=f"UserError: {said}, but no adapter here is plain LoRA on a linear"):
+            run_ranks(1, partial(experts_alone, **asked))
 
 
 def notes_of(limit_gib: float | None) -> tuple[str, ...]:

@@ -16,6 +16,8 @@ SECTIONS = ("lora", "optimizer", "parallel")
 NUMERICS = {
     "model.dtype",
     "model.sdpa_backend",
+    "lora.kernel",
+    "lora.merged",
     "training.precision",
     "training.accumulation",
     "training.compile",
@@ -46,7 +48,7 @@ def family(key: str) -> str:
     section = key.partition(".")[0]
     if key == NPROC or section == "parallel":
         return LAYOUT
-    if key in ("model.dtype", "model.sdpa_backend", "data.workers"):
+    if key in ("model.dtype", "model.sdpa_backend", "lora.kernel", "lora.merged", "data.workers"):
         return key
     if section in ("model", "lora", "data", "optimizer") or key in _WORK_OF_TRAINING:
         return WORK

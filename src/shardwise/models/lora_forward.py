@@ -20,7 +20,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.config import UserError
+from shardwise.config import Lora, UserError
 from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.lora_linear import Backend, Linear, lora_linear, merge, merged_lora_linear
 from shardwise.models.causal_lm import autocast_dtype
@@ -63,6 +63,15 @@ def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device, prec
             shared = _Shared(together, backend)
             parent.forward = shared.within(parent.forward)
     return kernel
+
+
+def check(model: nn.Module, asked: Lora) -> bool:
+    """Whether a model has adapters that a kernel here computes. UserError if it has none and one is asked for."""
+    plain = bool(_plain_layers(model))
+    if not plain and (asked.merged or asked.kernel not in ("auto", "peft")):
+        what = "lora.merged is true" if asked.merged else f"lora.kernel is {asked.kernel}"
+        raise UserError(f"{what}, but no adapter here is plain LoRA on a linear, which it is for; leave it out")
+    return plain
 
 
 def merged_bytes(model: nn.Module, precision: str) -> int:

@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
-from shardwise.models import load, lora
+from shardwise.models import load, lora, lora_forward
 from shardwise.models.causal_lm import CausalLM, loss_of_run
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, family_of, spec_of, unproven_note
-from shardwise.models.lora_forward import merged_bytes, use_lora_kernel
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import check_cut, stages
@@ -110,8 +109,9 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     parameters = _sizes(hf)
     notes = _notes(cfg, spec)
     counts = None if notes else count_model(hf, spec)
+    plain = cfg.lora is not None and lora_forward.check(hf, cfg.lora)
     if cfg.lora and cfg.lora.merged:
-        copied = merged_bytes(hf, cfg.training.precision)
+        copied = lora_forward.merged_bytes(hf, cfg.training.precision)
         notes += (f"lora.merged: a second copy of the weights that have adapters takes {copied:,} bytes on each rank",)
     cut = _cut(cfg, mesh, hf, spec, counts) if cfg.parallel.pp > 1 else None
     if cfg.parallel.tp > 1:
@@ -134,8 +134,8 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     )
     kernels = {"loss": loss_of_run(cfg, family, mesh.device)}
     if cfg.lora:
-        whole = nn.ModuleList(pm.parts)
-        kernels["lora"] = use_lora_kernel(whole, cfg.lora.kernel, mesh.device, cfg.training.precision)
+        asked, whole = cfg.lora.kernel if plain else "peft", nn.ModuleList(pm.parts)
+        kernels["lora"] = lora_forward.use_lora_kernel(whole, asked, mesh.device, cfg.training.precision)
     pm = compose.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step)

@@ -309,9 +309,8 @@ def test_nvcc_assembles_them_for_both_architectures(tmp_path, monkeypatch):
     monkeypatch.setattr(library.Library, "why_not", lambda self, index: why)  # as one that is too old has it
     monkeypatch.setattr(library, "build", lambda architecture: tmp_path / "kernels.so")
     monkeypatch.setattr(library.torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with pytest.raises(UserError, match=r"cannot run \(CUDA driver version is insufficient.*CUDA_HOME to it$"):
+    with pytest.raises(UserError, match=r"cannot run \(CUDA driver version is insufficient.*delete .*kernels.so$"):
         library.library(torch.device("cuda", 0))
-    assert not (tmp_path / "kernels.so").exists()
 
 
 def test_without_nvcc_one_line_says_what_to_do(monkeypatch, tmp_path):

@@ -139,10 +139,9 @@ def library(device: torch.device) -> Library:
     path = build(10 * major + minor)
     loaded = Library(path)
     if why := loaded.why_not(torch.cuda.current_device() if device.index is None else device.index):
-        path.unlink(missing_ok=True)  # so that another compiler's takes its place
         raise UserError(
-            f"the kernels in CUDA C++ were built and cannot run ({why}): CUDA 13, as of PyPI's nvcc, needs a driver of "
-            "580 or later; install that, or a toolkit of CUDA 12, and set CUDA_HOME to it"
+            f"the kernels in CUDA C++ were built and cannot run ({why}); if the driver is too old (CUDA 13, as of "
+            f"PyPI's nvcc, needs 580 or later), set CUDA_HOME to a toolkit of CUDA 12 and delete {path}"
         )
     return loaded
 
