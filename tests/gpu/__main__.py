@@ -85,18 +85,29 @@ def finds_device() -> bool:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
-    parser.add_argument(
-        "--rehearse", metavar="DIR", type=Path, help="the same code on the CPU with a toy; writes to DIR"
-    )
+def begin(program: str, doc: str | None) -> tuple[str, Files] | None:
+    """What a command line asks for: cuda or cpu, and where the results go; None where it cannot be, as a line says."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=doc)
+    parser.add_argument("--rehearse", metavar="DIR", type=Path, help="the same code on the CPU, on toys; writes to DIR")
     rehearse: Path | None = parser.parse_args().rehearse
+    measured = (ROOT / "results" / "gpu").resolve()
     if rehearse is None and not finds_device():
-        return 2
-    files = Files((rehearse or ROOT / "results" / "gpu").resolve())
+        return None
+    if rehearse is not None and rehearse.resolve().is_relative_to(measured):
+        print("error: results/gpu/ is for what a GPU did; rehearse into another folder", file=sys.stderr)
+        return None
+    files = Files((rehearse or measured).resolve())
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end what was started
-    device, workload = ("cuda", LORA_STEP) if rehearse is None else ("cpu", REHEARSAL)
+    return "cuda" if rehearse is None else "cpu", files
+
+
+def main() -> int:
+    begun = begin("tests.gpu", __doc__)
+    if begun is None:
+        return 2
+    device, files = begun
+    workload = LORA_STEP if device == "cuda" else REHEARSAL
     deadline = Deadline(TOTAL_SECONDS)
     with tempfile.TemporaryDirectory(prefix="gpu-suite-") as scratch:
         return run(device, workload, files, deadline, Path(scratch))

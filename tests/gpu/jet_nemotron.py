@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import os
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise installed
 
-from tests.gpu.__main__ import Files, child_environment, finds_device, run_tests  # noqa: E402
+from tests.gpu.__main__ import Files, begin, child_environment, run_tests  # noqa: E402
 from tests.gpu.timing import Deadline, run_limited, start_side, time_pair, with_figures  # noqa: E402
 from tests.gpu.workload import workload_of  # noqa: E402
 
@@ -33,18 +30,12 @@ PUBLISHED = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.jet_nemotron", description=__doc__)
-    parser.add_argument(
-        "--rehearse", metavar="DIR", type=Path, help="the same code on the CPU with a toy; writes to DIR"
-    )
-    rehearse: Path | None = parser.parse_args().rehearse
-    if rehearse is None and not finds_device():
+    begun = begin("tests.gpu.jet_nemotron", __doc__)
+    if begun is None:
         return 2
-    files = Files((rehearse or ROOT / "results" / "gpu").resolve())
-    os.chdir(ROOT)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end what was started
+    device, files = begun
     with tempfile.TemporaryDirectory(prefix="gpu-jet-nemotron-") as scratch:
-        return run("cuda" if rehearse is None else "cpu", files, Path(scratch))
+        return run(device, files, Path(scratch))
 
 
 def run(device: str, files: Files, scratch: Path) -> int:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import os
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise installed
 
-from tests.gpu.__main__ import Files, child_environment, finds_device  # noqa: E402
+from tests.gpu.__main__ import Files, begin, child_environment  # noqa: E402
 from tests.gpu.kernels_page import page  # noqa: E402
 from tests.gpu.timing import Deadline, comparisons, run_limited, start_side, time_pair, with_figures  # noqa: E402
 from tests.gpu.workload import LORA_STEP, REHEARSAL  # noqa: E402
@@ -33,20 +30,12 @@ AIMS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.kernels_bench", description=__doc__)
-    parser.add_argument("--rehearse", metavar="DIR", type=Path, help="the same code on the CPU, on toys; writes to DIR")
-    rehearse: Path | None = parser.parse_args().rehearse
-    if rehearse is None:
-        if not finds_device():
-            return 2
-    elif (ROOT / "results" / "gpu").resolve() in (rehearse.resolve(), *rehearse.resolve().parents):
-        print("error: results/gpu/ is for what a GPU did; rehearse into another folder", file=sys.stderr)
+    begun = begin("tests.gpu.kernels_bench", __doc__)
+    if begun is None:
         return 2
-    files = Files((rehearse or ROOT / "results" / "gpu").resolve())
-    os.chdir(ROOT)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end what was started
+    device, files = begun
     with tempfile.TemporaryDirectory(prefix="gpu-kernels-") as scratch:
-        run = Run("cuda" if rehearse is None else "cpu", files, Path(scratch))
+        run = Run(device, files, Path(scratch))
         try:
             run.all()
         finally:
