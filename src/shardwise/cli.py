@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardwise import __version__
-from shardwise.config import Model, RunConfig, UserError
+from shardwise.config import Model, RunConfig, UserError, known_keys
 from shardwise.run_file import load_config
 from shardwise.training.ending import guarded
 from shardwise.training.launch import launch
@@ -35,14 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # Before torch is imported: measuring memory makes its CPU allocator warn of blocks that are accounted for.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return guarded(lambda: run(list(sys.argv[1:] if arguments is None else arguments)))
+    try:
+        return guarded(lambda: run(list(sys.argv[1:] if arguments is None else arguments)))
+    finally:
+        if arguments is None:  # the process ends, which would look through all modules for garbage: a second or more
+            gc.freeze()
 
 
 def run(arguments: list[str]) -> int:
     """As `main`, but what goes wrong is raised."""
     # Overrides are taken out first: argparse takes one whose value has a space in it for a positional argument.
-    own = ("--nproc", "--resume", "--out", "--only", "--rerun")
-    overrides = [a for a in arguments if a.startswith("--") and "=" in a and a.partition("=")[0] not in own]
+    overrides = [argument for argument in arguments if _is_override(argument)]
     args, unknown = build_parser().parse_known_args([a for a in arguments if a not in overrides])
     if args.command not in ("train", "split"):
         unknown += overrides
@@ -61,6 +65,12 @@ def run(arguments: list[str]) -> int:
     if args.command == "report":
         return report(args.folder, args.out, args.compare)
     return merge(*args.merge)
+
+
+def _is_override(argument: str) -> bool:
+    """Whether an argument names a key of a run file, or a whole section. `--foo=1` does neither."""
+    key, equals, _ = argument.partition("=")
+    return key.startswith("--") and bool(equals) and ("." in key or key[2:] in known_keys())
 
 
 def models(path: str | None) -> int:
@@ -124,11 +134,14 @@ def report(folder: str | None, out: str | None, compared: list[str] | None) -> i
 
 
 def merge(model: str, adapter: str, out: str) -> int:
-    """Merge an adapter into its model; write a folder that transformers loads."""
+    """Merge an adapter into its model; write a folder that transformers loads, with the tokenizer of either."""
+    from shardwise.data.text import find_tokenizer
     from shardwise.models.adapter import merge_adapter
 
-    merge_adapter(Model(path=model), adapter, out)
-    print(f"merged {adapter} into {model}: {out}")
+    tokenizer = find_tokenizer(adapter, model) if Path(adapter).is_dir() else None  # refused below
+    merge_adapter(Model(path=model), adapter, out, tokenizer=tokenizer)
+    without = "" if tokenizer else f"; without a tokenizer, as neither {adapter} nor {model} has one"
+    print(f"merged {adapter} into {model}: {out}{without}")
     return 0
 
 

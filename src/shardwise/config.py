@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
+from shardwise.ranges import MOST_TOKENS, RANGES, missed_bound, shown
+
 DType = Literal["float32", "bfloat16"]
 
 
@@ -35,6 +37,15 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def check_ranges(name: str, section: object) -> None:
+    """UserError for a value of this section that lies outside its range."""
+    for key, (least, most) in RANGES.items():
+        if key.startswith(f"{name}."):
+            value = getattr(section, key.partition(".")[2])
+            problem = missed_bound(value, least, most)
+            require(not problem, f"{key} is {shown(value)}; give {problem}")
+
+
 @dataclass(frozen=True)
 class Model(Section):
     """What is trained."""
@@ -53,6 +64,9 @@ class Model(Section):
     """Run Python code that comes with the model folder."""
     sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """Which of torch's attention kernels may run; one that cannot run here is an error, never replaced by another."""
+
+    def __post_init__(self) -> None:
+        check_ranges("model", self)
 
 
 @dataclass(frozen=True)
@@ -81,8 +95,7 @@ class Lora(Section):
     for rounding that LoRA else does not have. For `single` and `ddp`, without dropout."""
 
     def __post_init__(self) -> None:
-        require(self.r >= 1, f"lora.r is {self.r}; give a rank of at least 1")
-        require(math.isfinite(self.alpha), f"lora.alpha is {self.alpha}; give a number")
+        check_ranges("lora", self)
         require(self.targets != [], "lora.targets is an empty list; name linears, or leave the section out")
         require(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; give a value in [0, 1)")
         require(
@@ -123,13 +136,16 @@ class Data(Section):
     """Worker processes that tokenise, per rank; the batches do not depend on it."""
 
     def __post_init__(self) -> None:
-        require(self.sequence_length >= 1, f"data.sequence_length is {self.sequence_length}; give at least 1")
-        require(self.workers >= 0, f"data.workers is {self.workers}; give 0 or more")
+        check_ranges("data", self)
         if self.weights is not None:
             num = 1 if isinstance(self.train, str) else len(self.train)
             require(
-                len(self.weights) == num and all(0 < w < math.inf for w in self.weights),
-                f"data.weights is {self.weights}; give one positive number for each of the {num} entries of data.train",
+                len(self.weights) == num,
+                f"data.weights has {len(self.weights)} numbers; give one for each of the {num} entries of data.train",
+            )
+            require(
+                all(0 < weight < math.inf for weight in self.weights),
+                f"data.weights is {shown(self.weights)}; give positive numbers",
             )
         if isinstance(self.validation, int | float):
             require(0.0 <= self.validation < 1.0, f"data.validation is {self.validation}; give a share in [0, 1)")
@@ -176,7 +192,7 @@ class Parallel(Section):
     def __post_init__(self) -> None:
         if self.data == "zero3":
             object.__setattr__(self, "data", "fsdp2")
-        require(self.pp >= 1, f"parallel.pp is {self.pp}; give 1 or more")
+        check_ranges("parallel", self)
         for key, default in (
             ("schedule", "1f1b"),
             ("virtual_stages", None),
@@ -186,22 +202,16 @@ class Parallel(Section):
             value = getattr(self, key)
             require(
                 self.pp > 1 or value == default,
-                f"parallel.{key} is {value}, for a pipeline; set parallel.pp to 2 or more",
+                f"parallel.{key} is {shown(value)}, for a pipeline; set parallel.pp to 2 or more",
             )
-        require(
-            self.virtual_stages is None or self.virtual_stages >= 1,
-            f"parallel.virtual_stages is {self.virtual_stages}; give 1 or more, or leave it out",
-        )
         require(
             self.memory_limit_gib is None or self.memory_limit_gib > 0,
             f"parallel.memory_limit_gib is {self.memory_limit_gib}; give a positive number, or leave it out",
         )
-        require(self.tp >= 1, f"parallel.tp is {self.tp}; give 1 or more")
         require(
             self.tp > 1 or not self.sequence_parallel,
             "parallel.sequence_parallel is for tensor parallelism; set parallel.tp to 2 or more",
         )
-        require(self.dp_replicate >= 1, f"parallel.dp_replicate is {self.dp_replicate}; give 1 or more")
         require(
             self.dp_replicate == 1 or self.data == "fsdp2",
             f"parallel.dp_replicate is for fsdp2 (HSDP), not {self.data}; leave it at 1",
@@ -243,11 +253,8 @@ class Optimizer(Section):
     """Clip by the global norm over all ranks' shards; null: do not clip."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"optimizer.{name} is {value}; give a number of 0 or more")
+        check_ranges("optimizer", self)
         require(all(0 <= b < 1 for b in self.betas), f"optimizer.betas is {list(self.betas)}; give two in [0, 1)")
-        require(self.warmup_steps >= 0, f"optimizer.warmup_steps is {self.warmup_steps}; give 0 or more")
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,
             f"optimizer.max_grad_norm is {self.max_grad_norm}; give a positive number, or null for no clipping",
@@ -302,7 +309,7 @@ class Training(Section):
     timeout_seconds: float = 600.0
     """How long a step, or a wait for others (in a save too), may take before the run ends with every rank's stacks."""
     sample: str | None = None
-    """A prompt to continue greedily when training ends."""
+    """A prompt to continue greedily when training ends; with `data.format: chat`, what a user says, to be answered."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU where there is one."""
     overwrite: bool = False
@@ -310,15 +317,8 @@ class Training(Section):
 
     def __post_init__(self) -> None:
         require(bool(self.output_dir), "training.output_dir is empty; name a folder")
-        for name in ("steps", "global_batch_size", "micro_batch_size"):
-            require(getattr(self, name) >= 1, f"training.{name} is {getattr(self, name)}; give at least 1")
-        for name in ("eval_every", "eval_batches", "save_every", "max_restarts"):
-            require(getattr(self, name) >= 0, f"training.{name} is {getattr(self, name)}; give 0 or more")
+        check_ranges("training", self)
         require(self.checkpointing != [], "training.checkpointing is an empty list; name kinds of layers, or give none")
-        require(self.keep_last >= 1, f"training.keep_last is {self.keep_last}; give at least 1")
-        require(
-            0 < self.timeout_seconds <= 1e6, f"training.timeout_seconds is {self.timeout_seconds}; give at most 1e6"
-        )
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ class Measure(Section):
     """Experiment trackers; all but TensorBoard must be installed by you."""
 
     def __post_init__(self) -> None:
-        require(self.warmup_steps >= 0, f"measure.warmup_steps is {self.warmup_steps}; give 0 or more")
+        check_ranges("measure", self)
 
 
 @dataclass(frozen=True)
@@ -354,6 +354,12 @@ class RunConfig(Section):
         require(
             not self.training.keep_best or self.data.validation != 0,
             "training.keep_best needs a validation loss; set data.validation",
+        )
+        tokens = self.training.global_batch_size * self.data.sequence_length
+        require(
+            tokens <= MOST_TOKENS,
+            f"training.global_batch_size times data.sequence_length is {tokens:,} tokens in a step; give at most "
+            f"{MOST_TOKENS:,}",
         )
         require(
             self.data.packing != "isolated" or self.training.compile == "none",

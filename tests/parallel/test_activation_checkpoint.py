@@ -18,6 +18,7 @@ from shardwise.models.families.base import ATTENTION
 from shardwise.parallel.activation_checkpoint import PRODUCTS, _keep_products
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.build import Job, build
+from shardwise.training.preflight import check
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
 from tests.parity.harness import FAMILIES, Cell, microbatches, run_config, start
@@ -114,15 +115,13 @@ def test_each_layer_runs_twice_and_the_peak_is_lower(mode):
     assert lower < kept < plain
 
 
-def _kinds(asked: list[str]) -> None:
-    _build("qwen3_5_text", "full", asked)
-
-
 def test_a_kind_that_the_model_has_not():
-    with pytest.raises(RuntimeError, match="names mamba2, but this model's layers are of the kinds full_attention, ga"):
-        run_ranks(1, _kinds, ["full_attention", "mamba2"])
+    cfg = run_config(Cell("qwen3_5_text", "single", "full"))
+    cfg = replace(cfg, training=replace(cfg.training, checkpointing=["full_attention", "mamba2"]))
+    with pytest.raises(UserError, match="names mamba2, but this model's layers are of the kinds full_attention, ga"):
+        check(cfg, 1)
     with pytest.raises(UserError, match="empty list"):
-        replace(run_config(Cell("llama", "single", "lora")).training, checkpointing=[])
+        replace(cfg.training, checkpointing=[])
 
 
 def test_what_a_kernel_of_ours_gives_is_kept():

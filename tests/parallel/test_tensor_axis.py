@@ -121,6 +121,20 @@ def test_moves_and_their_backwards(num_ranks):
             assert torch.equal(found_grad, grad), (case.id, rank)
 
 
+def one_token_of_each(num_ranks: int) -> tuple[torch.Tensor, bool, bool]:
+    axis = axis_of_this_rank(num_ranks, sequence_parallel=True)
+    joined = axis.gather_tokens(drawn((B, 1, D), axis.rank).requires_grad_())
+    return joined.detach(), joined.is_contiguous(), joined._is_view()
+
+
+def test_a_token_of_each_rank_is_joined_in_memory_of_its_own():
+    """A pipeline sends it, which a tensor with gaps cannot be, and fsdp2 does not like a layer to return a view."""
+    expected = torch.cat([drawn((B, 1, D), rank) for rank in range(2)], 1)
+    for joined, is_contiguous, is_view in run_ranks(2, one_token_of_each, 2):
+        assert torch.equal(joined, expected)
+        assert (is_contiguous, is_view) == (True, False)
+
+
 def through_a_block(num_ranks: int, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x + up down of an MLP whose hidden features are dealt out: output, and the gradients of x and of up's share."""
     axis = axis_of_this_rank(num_ranks, sequence_parallel)

@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.distributed import run_ranks
 
+pytestmark = pytest.mark.pins("torch")
+
 SINGLE = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
 LOOPED = {"looped-bfs": schedules.ScheduleLoopedBFS, "interleaved-1f1b": schedules.ScheduleInterleaved1F1B}
 WHOLE = {**SINGLE, **LOOPED}

@@ -85,3 +85,15 @@ def test_a_memory_limit_by_counted_bytes_says_what_they_lack():
     assert run_ranks(2, notes_of, None) == [(), ()]
     for (note,) in run_ranks(2, notes_of, 1.0):
         assert note.startswith("parallel.memory_limit_gib: memory is counted too low, without what gated_delta_net ")
+
+
+def notes_by_length() -> list[tuple[str, ...]]:
+    cfg = run_config(Cell("llama", "single", "lora"))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    return [build(replace(cfg, data=replace(cfg.data, sequence_length=length)), mesh).notes for length in (4096, 4097)]
+
+
+def test_rows_beyond_the_positions_of_the_model_are_noted():
+    ((within, beyond),) = run_ranks(1, notes_by_length)
+    assert within == ()
+    assert "max_position_embeddings 4096" in beyond[0]

@@ -34,7 +34,8 @@ from shardwise.training.checkpoint_folder import (
     read_manifest,
     take_over,
 )
-from shardwise.training.ending import Ending, RunError, explain
+from shardwise.training.checkpoint_index import read_index
+from shardwise.training.ending import RunError, explain
 from shardwise.training.evaluate import Evaluation
 from shardwise.training.resume import Start, find_start
 from shardwise.training.step import training_step
@@ -150,6 +151,8 @@ def test_what_a_killed_run_left_half_done_is_mended(tmp_path):
     # Killed while it wrote step 8; before it removed step 2 or step 4 to its end; after it reached step 6 a second
     # time, and found it the best, but before it said so.
     removed = ("step-2.removed.tmp", "step-4.abandoned.removed.tmp")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "a-file.tmp").touch()
     make_checkpoints(tmp_path, "step-6", "step-6.abandoned", "step-5", "step-8.tmp", *removed)
     mark_best(tmp_path / "checkpoints" / "step-5")
     (tmp_path / "checkpoints" / "best.tmp").symlink_to("step-6")
@@ -255,8 +258,10 @@ def test_a_disk_error_is_one_line_and_leaves_the_older_checkpoints(asynchronous,
                 return explain(error)
         raise AssertionError("written to a full disk")
 
-    reason = "checkpoint step-2 could not be written: File too large"
-    assert run_ranks(2, body) == [Ending(1, reason, f"error: {reason}")] * 2
+    one, other = run_ranks(2, body)
+    assert one == other
+    assert one.reason.startswith("checkpoint step-2 could not be written: File too large; ")
+    assert (one.exit_code, one.text) == (1, f"error: {one.reason}")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
     assert damage(tmp_path / "checkpoints" / "step-1") is None
 
@@ -282,7 +287,7 @@ def saved(tmp_path_factory) -> Path:
     return folder
 
 
-FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "checkpoint.json", "metrics.jsonl")
+FILES = ("checkpoint.json", "index.json", "metrics.jsonl", "tensors-0.safetensors", "tensors-1.safetensors")
 
 
 def flip(path: Path) -> None:
@@ -342,13 +347,13 @@ def test_damage_is_found_before_anything_is_overwritten(saved):
 
 def test_latest_good_goes_back_and_says_so(saved, tmp_path):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    flip(tmp_path / "checkpoints" / "step-2" / "__0_0.distcp")
+    flip(tmp_path / "checkpoints" / "step-2" / "tensors-0.safetensors")
     good = config(tmp_path, resume="latest-good")
     (start,) = run_ranks(1, find_start, good)
     assert start.step == 1
     (line,) = start.passed_over
     assert line.startswith("step-2 is passed over")
-    assert "__0_0.distcp is altered" in line
+    assert "tensors-0.safetensors is altered" in line
     flip(tmp_path / "checkpoints" / "step-1" / "checkpoint.json")
     with pytest.raises(
         RuntimeError, match=r"UserError: .*holds no whole checkpoint \(step-2 .*step-1 .*leave resume out"
@@ -357,11 +362,11 @@ def test_latest_good_goes_back_and_says_so(saved, tmp_path):
 
 
 def test_lora_saves_adapters_only(saved):
-    metadata = dcp.FileSystemReader(saved / "checkpoints" / "step-2").read_metadata().state_dict_metadata
-    weights = {key.partition("/")[2] for key in metadata if key.startswith("weights/")}
+    tensors = read_index(saved / "checkpoints" / "step-2").tensors
+    weights = {key.partition("/")[2] for key in tensors if key.startswith("weights/")}
     assert weights
     assert all("lora_" in name for name in weights)
-    assert metadata.keys() - {f"weights/{name}" for name in weights} == {
+    assert tensors.keys() - {f"weights/{name}" for name in weights} == {
         f"optimizer/{name}/{state}" for name in weights for state in ("step", "exp_avg", "exp_avg_sq")
     }
     assert checkpoint.CheckpointException.__mro__[1] is BaseException  # or the code that catches it can be simpler

@@ -8,8 +8,10 @@ import signal
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from shardwise.config import UserError
+from shardwise.training import build
 from shardwise.training.ending import Ending, Stopped, explain, guarded
 
 
@@ -56,6 +58,19 @@ def test_out_of_memory(error, reason):
     assert (explain(error).exit_code, explain(error).reason) == (3, reason)
 
 
+def test_a_model_that_does_not_fit_is_not_answered_by_smaller_batches(monkeypatch):
+    def no_memory() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(build, "State", no_memory)  # what it calls first
+    building = explain(raised_by(lambda: build.build(None, None)))
+    step = explain(raised_by(no_memory))
+    assert (building.exit_code, building.reason) == (step.exit_code, step.reason) == (3, "out of memory")
+    assert "lora.r" in building.text
+    assert "micro_batch_size" not in building.text
+    assert "micro_batch_size" in step.text
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no memory of it"), ValueError("CUDA error: out of memory"), OSError()])
 def test_other_errors_are_not_out_of_memory(error):
     assert explain(error).exit_code == 1
@@ -68,6 +83,12 @@ def test_a_full_disk_is_one_line():
         "error: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'; "
         "make room, then start again; a run that has saved goes on with --resume latest-good"
     )
+
+
+def test_a_full_disk_is_told_as_such_whoever_writes():
+    ending = explain(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert "make room" in ending.text
+    assert ending.text.count("\n") == 0
 
 
 def test_anything_else_comes_with_its_traceback():

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwise.config import Data, Measure, Model, Parallel, RunConfig, Training, UserError
 from shardwise.interfaces import Mesh
+from shardwise.training import launch as launching
 from shardwise.training.ending import Stopped
+from shardwise.training.group import can_fork
 from shardwise.training.launch import launch
 from shardwise.training.stop import StopRequest
+from shardwise.training.world import SOCKET_INTERFACES
 from tests.distributed import PATIENCE
 from tests.training.test_world import SRUN, TORCHRUN
+
+TINY_LLAMA = Path(__file__).parents[2] / "configs" / "models" / "tiny-llama"
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +59,23 @@ def report_place(cfg: RunConfig, mesh: Mesh) -> None:
     dist.all_reduce(total)
     place = {"sum": total.item(), "data_size": mesh.data_size, "threads": os.environ.get("OMP_NUM_THREADS")}
     Path(cfg.training.output_dir, f"place-{dist.get_rank()}.json").write_text(json.dumps(place))
+
+
+def report_sockets(cfg: RunConfig, mesh: Mesh) -> None:
+    """What this rank and, from rank 0, the launcher listen on, with every kind of group up that a run makes."""
+    dist.new_group(backend="gloo")
+    mesh.dense["dp_replicate"].get_group()
+    dist.barrier()
+    processes = {
+        "rank": psutil.Process(),
+        **({"launcher": psutil.Process(os.getppid())} if dist.get_rank() == 0 else {}),
+    }
+    listening = {
+        name: [s.laddr.ip for s in process.net_connections("inet") if s.status == psutil.CONN_LISTEN]
+        for name, process in processes.items()
+    }
+    Path(cfg.training.output_dir, f"sockets-{dist.get_rank()}.json").write_text(json.dumps(listening))
+    dist.barrier()
 
 
 def user_error_on_all(cfg: RunConfig, mesh: Mesh) -> None:
@@ -129,8 +156,39 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_folder_is_touched
 def test_more_processes_than_gpus_are_refused(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     assert launch(config(tmp_path, device="auto"), 2, report_place) == 2
     assert capfd.readouterr().err.startswith("error: --nproc is 2 but there are 1 GPUs here; lower it")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "nproc", "told"),
+    [(Parallel(tp=3), 3, "parallel.tp is 3"), (Parallel("fsdp2", dp_replicate=3), 2, "parallel.dp_replicate is 3")],
+)
+def test_a_layout_that_cannot_be_is_refused_before_a_process_starts(
+    parallel, nproc, told, monkeypatch, tmp_path, capfd
+):
+    monkeypatch.setattr(launching, "run_group", None)
+    cfg = replace(config(tmp_path), model=Model(str(TINY_LLAMA), "random"), parallel=parallel)
+    assert launch(cfg, nproc) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert told in line
+    assert json.loads((tmp_path / "record.json").read_text())["status"] == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("device", "thread", "num_torch_threads", "forked"),
+    [
+        ("cpu", False, 1, True),
+        ("cuda", False, 1, False),
+        ("cpu", True, 1, False),
+        ("cpu", False, 2, False),
+    ],
+)
+def test_only_a_process_without_threads_or_cuda_forks(device, thread, num_torch_threads, forked, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_torch_threads)
+    monkeypatch.setattr(threading, "active_count", lambda: 1 + thread)
+    assert can_fork(device, torch_was_imported=True) == (forked and sys.platform == "linux")
 
 
 # ---------------------------------------------------------------------------------------------------------- one process
@@ -171,6 +229,44 @@ def test_two_processes_share_the_cores_and_leave_this_process_as_it_was(monkeypa
     assert before == (dict(os.environ), signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_no_process_of_a_run_on_one_machine_listens_beyond_it(nproc, monkeypatch, tmp_path):
+    """The launcher listens on nothing: a store on a port is anybody's who reaches it, and torch unpickles from it."""
+    for name in SOCKET_INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    assert launch(config(tmp_path), nproc, report_sockets) == 0
+    listening = [json.loads((tmp_path / f"sockets-{rank}.json").read_text()) for rank in range(nproc)]
+    if nproc > 1:
+        assert listening[0]["launcher"] == []
+    assert {ip for told in listening for ip in told["rank"]} <= {"127.0.0.1"}
+    assert not any(name in os.environ for name in SOCKET_INTERFACES)
+
+
+def launch_where_one_process_starts(folder: Path) -> None:
+    fork, started = os.fork, []
+
+    def once() -> int:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        started.append(pid := fork())
+        return pid
+
+    os.fork = once
+    exit_code = launch(config(folder), 2, report_place)
+    for process in multiprocessing.active_children():
+        process.join(PATIENCE)
+    (folder / "ended.json").write_text(json.dumps([exit_code, is_running(str(started[0]))]))
+
+
+def test_where_not_all_processes_start_none_is_left(tmp_path, capfd):
+    # In a process of its own, since a launcher does not fork where there are threads, and pytest-xdist has some.
+    launcher = multiprocessing.get_context("fork").Process(target=launch_where_one_process_starts, args=(tmp_path,))
+    launcher.start()
+    launcher.join(2 * PATIENCE)
+    assert json.loads((tmp_path / "ended.json").read_text()) == [1, False]
+    assert "no more processes" in capfd.readouterr().err
+
+
 WANT = f"out of memory on rank 1 of 2: tried to allocate {2**50} bytes"
 KILLED = "rank 1 of 2 was killed by SIGKILL; the system does that when memory runs out"
 
@@ -190,7 +286,7 @@ def test_the_first_failure_of_two_processes_is_the_one_told(
     assert launch(config(tmp_path), 2, train) == exit_code
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["status"], record["reason"]) == (status, reason)
-    assert caplog.text == ""  # torch elastic's own account
+    assert caplog.text == ""  # nothing of the libraries' own
     told = capfd.readouterr().err
     if one_line:
         assert told.startswith(f"error: {reason}")
@@ -225,8 +321,10 @@ def test_processes_that_were_asked_to_stop_have_not_failed(tmp_path, capfd):
 
 
 START = """
-import os, sys, time
+import os, sys, threading, time
 from pathlib import Path
+if __name__ == "__main__" and "SLOW_IMPORT" in os.environ:  # with a thread, new processes are no forks
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:  # a new process that has not come to its task yet
     Path(sys.argv[1], f"pid-{os.getpid()}").touch()
     time.sleep(600)

@@ -59,6 +59,28 @@ def test_overwrite_removes_what_a_run_wrote_and_nothing_else(tmp_path):
     assert names(tmp_path) == kept
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["checkpoints", "adapter", "model.tmp", "record.json", "metrics.jsonl"])
+def test_what_no_run_made_in_the_place_of_its_files_is_refused_and_left_alone(name, overwrite, tmp_path):
+    path = tmp_path / name
+    path.mkdir() if path.suffix.startswith(".json") else path.write_text("x")
+    (tmp_path / "timeline.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"{name} is a (file|folder), which no run has made; move it away"):
+        claim(config(tmp_path, overwrite=overwrite), clear=True)
+    assert names(tmp_path) == {name, "timeline.json"}
+
+
+def test_overwrite_leaves_what_a_link_leads_to(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "kept").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "far")
+    claim(config(tmp_path / "run", overwrite=True), clear=True)
+    assert names(tmp_path / "run") == set()
+    assert names(tmp_path / "far") == {"kept"}
+
+
 def test_overwrite_removes_nothing_where_there_is_no_run(tmp_path):
     (tmp_path / "model").mkdir()
     claim(config(tmp_path, overwrite=True), clear=True)

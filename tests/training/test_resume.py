@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,6 @@ def test_no_checkpoint_to_go_on_from(resume, tmp_path):
         ("training", "global_batch_size", 4, "training.global_batch_size is 4, .* with 8"),
         ("training", "steps", 9, r"training.steps is 9, .* with 3 \(the linear schedule depends on it\)"),
         ("lora", "r", 2, "lora.r is 2, .* with 4"),
-        ("model", "path", "other", "model.path is other"),
         ("optimizer", "lr", 0.5, "optimizer.lr is 0.5, .* with 1.0"),
         ("data", "sequence_length", 9, "data.sequence_length is 9"),
     ],
@@ -96,6 +96,25 @@ def test_adapters_do_not_go_on_upon_another_base_model(mode, tmp_path):
             run_ranks(1, find_start, cfg)
 
 
+def test_a_model_and_its_data_may_lie_elsewhere(tmp_path, monkeypatch):
+    cfg = run_of_a_model(tmp_path / "run", "lora")
+    shutil.copytree(tmp_path / "run" / "model", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    for path in (str(tmp_path / "copy"), "copy", "run/../run/model"):
+        moved = replace(cfg, model=replace(cfg.model, path=path))
+        assert run_ranks(1, find_start, moved)[0].step == 1
+    with pytest.raises(RuntimeError, match=r"UserError: data\.validation is"):  # a share is part of the work
+        run_ranks(1, find_start, replace(cfg, data=replace(cfg.data, validation=["other.txt"])))
+
+
+def test_validation_files_may_lie_elsewhere(tmp_path):
+    cfg = config(tmp_path)
+    cfg = replace(cfg, data=replace(cfg.data, validation="a.txt"))
+    run_ranks(1, save_steps, cfg, 1)
+    cfg = replace(cfg, training=replace(cfg.training, resume="latest"), data=replace(cfg.data, validation=["b.txt"]))
+    assert run_ranks(1, find_start, cfg)[0].step == 1  # what is in them the loaders compare
+
+
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_no_run_goes_on_with_another_model_config(mode, tmp_path):
     cfg = run_of_a_model(tmp_path, mode)
@@ -116,7 +135,9 @@ def test_states_of_a_parameter_that_is_not_there(saved):
         return str(error.value)
 
     (told,) = run_ranks(1, body)
-    assert re.fullmatch(r"checkpoint .*/step-2 does not fit this run: \S*lora_\S* was trained, and is not here", told)
+    assert re.fullmatch(
+        r"checkpoint .*/step-2 does not fit this run: \S*lora_\S* was trained, and is not here; .*", told
+    )
 
 
 def test_full_training_does_not_go_on_from_adapters(saved):

@@ -158,7 +158,9 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
     ],
 )
 def test_a_mistake_is_one_line(arguments, told, folder, capsys):
-    GemmaConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=4, head_dim=16).save_pretrained("gemma")
+    GemmaConfig(
+        num_hidden_layers=4, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16
+    ).save_pretrained("gemma")
     assert cli.main(["split", *arguments]) == 2
     output = capsys.readouterr()
     assert output.err.startswith(f"error: {told}")

@@ -14,11 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from shardwise.config import UserError
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training import export, loop, watchdog
+from shardwise.training import checkpoint_tensors, export, loop, watchdog
 from shardwise.training.build import build
 from shardwise.training.checkpoint_folder import complete
 from tests.distributed import PATIENCE, run_ranks
@@ -101,6 +100,27 @@ def test_what_hangs_is_ended_with_its_stack(function, python_runs, tmp_path):
     assert not (tmp_path / "done").exists()
 
 
+def tell_for(seconds: float, longest: float, folder: Path) -> None:
+    watchdog.GRACE_SECONDS, watchdog.TELL_SECONDS = 0.5, longest
+
+    def tell() -> None:
+        time.sleep(seconds)
+        (folder / "called").touch()
+
+    with watchdog.watch(SECONDS, folder / "stacks.txt", tell):
+        hang_in_python()
+
+
+@pytest.mark.parametrize(("seconds", "longest", "told"), [(2.0, PATIENCE, True), (PATIENCE, 1.0, False)])
+def test_who_takes_long_to_tell_is_waited_for_but_not_for_ever(seconds, longest, told, tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=tell_for, args=(seconds, longest, tmp_path))
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode == 1
+    assert "in hang_in_python" in (tmp_path / "stacks.txt").read_text()
+    assert (tmp_path / "called").exists() == told
+
+
 @pytest.mark.parametrize("function", [work, wait_for_a_disk])
 def test_what_moves_or_is_paused_is_left_alone_for_longer_than_the_limit(function, tmp_path):
     assert run(function, tmp_path) == 0
@@ -111,13 +131,13 @@ def save(folder: Path, asynchronous: bool, seconds: list[float], limits: list[fl
     """Save with a disk that takes so many seconds on each rank, under such time limits."""
     cfg = config(folder, async_save=asynchronous)
     _, make_step, checkpointer = start_run(replace(cfg, parallel=replace(cfg.parallel, data="ddp")))
-    rank, write = dist.get_rank(), dcp.FileSystemWriter.write_data
+    rank, header = dist.get_rank(), checkpoint_tensors._header
 
     def write_slowly(*args):
         time.sleep(seconds[rank])
-        return write(*args)
+        return header(*args)
 
-    dcp.FileSystemWriter.write_data = write_slowly
+    checkpoint_tensors._header = write_slowly
     make_step(1)
     with watchdog.watch(limits[rank], folder / f"stacks-{rank}.txt", lambda: None), checkpointer:
         checkpointer.save(1)

@@ -41,11 +41,8 @@ memory than no checkpointing at all, which keeps neither. (A mixer's product ove
 _LEFT_OPERAND = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
 
 
-def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Recompute decoder layers in their backward, as `training.checkpointing` says.
-
-    UserError if it names a kind of layer that the model has none of.
-    """
+def check(cfg: RunConfig, spec: ModelSpec) -> None:
+    """UserError if `training.checkpointing` names a kind of layer that the model has none of."""
     asked = cfg.training.checkpointing
     kinds = {layer.kind for layer in spec.layers}
     if isinstance(asked, list) and (unknown := sorted(set(asked) - kinds)):
@@ -53,9 +50,13 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
             f"training.checkpointing names {unknown[0]}, but this model's layers are of the kinds "
             f"{', '.join(sorted(kinds))}; choose among these, or full or operators"
         )
+
+
+def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
+    """Recompute decoder layers in their backward, as `training.checkpointing` says."""
     for part in pm.parts:
         assert isinstance(part, CausalLM)
-        recompute(part.hf, part.spec, asked, part.dropout)
+        recompute(part.hf, part.spec, cfg.training.checkpointing, part.dropout)
     return pm
 
 

@@ -22,12 +22,12 @@ VERSIONS_PER_LAYER = 8
 for each layer is an error, not slow."""
 
 
-def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Compile the forward of every decoder layer, and with it its backward, on `training.compile`'s backend.
-
-    A layer's forward is replaced rather than the layer wrapped, so names stay. Within activation checkpointing: what is
-    computed again runs compiled too. UserError with `operators`, whose policy cannot see operators in compiled code.
+def check(cfg: RunConfig) -> None:
+    """Refuse what compiled layers get wrong: LoRA's gradients with an older torch, and checkpointing of `operators`,
+    whose policy cannot see operators in compiled code.
     """
+    if cfg.training.compile == "none":
+        return
     # Seen with torch 2.11: right forwards, and every gradient exactly 0. 2.13's are right.
     if cfg.lora and cfg.lora.kernel != "peft" and torch.__version__ < "2.13":
         raise UserError(
@@ -39,6 +39,14 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
             "training.checkpointing operators chooses among operators that training.compile fuses; "
             "use full, none or a list of layer kinds, or compile none"
         )
+
+
+def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
+    """Compile the forward of every decoder layer, and with it its backward, on `training.compile`'s backend.
+
+    A layer's forward is replaced rather than the layer wrapped, so names stay. Within activation checkpointing: what is
+    computed again runs compiled too.
+    """
     dynamo: Any = importlib.import_module("torch._dynamo")  # seconds that only a compiled run has to wait
     dynamo.reset()  # what earlier runs of this process have compiled counts too; one still in use compiles anew
     dynamo.config.recompile_limit = VERSIONS_PER_LAYER * len(spec.layers)

@@ -50,7 +50,6 @@ class Unit(nn.Module):
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Give memory to one unit of the model on `meta` after the other and shard it; weights go into the shards later."""
     (part,) = pm.parts
-    _check(part, cfg, mesh)
     ignored: list[nn.Parameter] = []
     wrappers: list[FullyShardedDataParallel] = []
     separate = cfg.parallel.fsdp1_wrap == "separate"
@@ -88,15 +87,16 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     )
 
 
-def _check(part: nn.Module, cfg: RunConfig, mesh: Mesh) -> None:
-    if mesh.size("dp_shard") == 1:
+def check(cfg: RunConfig, hf: nn.Module, num_shards: int) -> None:
+    """Refuse one process, and adapters that a flat parameter cannot hold; `hf`: the model with its adapters."""
+    if num_shards == 1:
         raise UserError("parallel.data is fsdp1 but there is one process, and nothing to shard over; use single")
     if cfg.lora is None:
         return
-    if cfg.parallel.fsdp1_wrap == "separate" and any(isinstance(module, ParamWrapper) for module in part.modules()):
+    if any(isinstance(module, ParamWrapper) for module in hf.modules()):
         raise UserError(
-            "parallel.data fsdp1: PEFT puts adapters on routed experts over a parameter, and finds a view into the "
-            "flat one of frozen weights in its place; use fsdp2, or leave the experts out of lora.targets"
+            "parallel.data fsdp1: PEFT puts adapters on routed experts over a parameter, and finds a view into a "
+            "flat one in its place; use fsdp2, or leave the experts out of lora.targets"
         )
     if cfg.parallel.fsdp1_wrap == "naive" and cfg.model.dtype != "float32" and cfg.lora.dtype == "float32":
         raise UserError(

@@ -42,15 +42,18 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 }
 
 
-def pipeline_of(cfg: RunConfig, mesh: Mesh) -> Pipeline:
-    """The schedule of a run; UserError where it cannot have as many micro-batches as a step has."""
-    num_microbatches = len(mesh.slots(cfg.training.global_batch_size)) // cfg.training.micro_batch_size
+def pipeline_of(cfg: RunConfig, data_size: int) -> Pipeline:
+    """The schedule of a run, of which `data_size` ranks take different rows.
+
+    UserError where it cannot have as many micro-batches as a step has.
+    """
+    num_microbatches = cfg.training.global_batch_size // data_size // cfg.training.micro_batch_size
     return Pipeline(cfg.parallel.schedule, cfg.parallel.pp, num_microbatches, cfg.parallel.num_virtual)
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Let the parts, which are this rank's stages, work in the order of the run's schedule."""
-    pipeline = pipeline_of(cfg, mesh)
+    pipeline = pipeline_of(cfg, mesh.data_size)
     chunks = pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
     parts = [part for part in pm.parts if isinstance(part, Part)]
     # Few booleans, from every rank to all.

@@ -98,7 +98,8 @@ class TensorAxis:
             return joined
         shares = x.new_empty(self.size, *x.shape)
         all_gather(shares.view(-1), x.view(-1), group=self.group)
-        return shares.transpose(0, 1).reshape(len(x), -1, *x.shape[2:])
+        # A copy in any case: with one token of each rank, the reshape alone is a view with gaps.
+        return shares.transpose(0, 1).reshape(len(x), -1, *x.shape[2:]).contiguous()
 
     def sum_token_shares(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, D] of every rank to its sum's [B, T/n, D]: (n-1)/n of its bytes leave each rank."""

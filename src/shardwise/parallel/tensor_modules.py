@@ -172,7 +172,9 @@ def _logits_or_loss(
     shape = torch.Size([*logits.shape[:-1], vocab_size])
     stride = torch.empty(shape, device="meta").stride()
     cut = DTensor.from_local(logits, axis.mesh, [Shard(logits.dim() - 1)], run_check=False, shape=shape, stride=stride)
-    return cut.full_tensor()  # for a sample, which looks at few rows
+    # (n-1) times its bytes reach each rank: for a sample, which looks at few rows, and for `training.loss: plain`.
+    # A copy, since fsdp2 warns of a head that returns a view.
+    return cut.full_tensor().clone()
 
 
 def _share_dropout(block: nn.Module, linear: str, rows: Rows, axis: TensorAxis) -> None:

@@ -67,6 +67,28 @@ class Split:
         return ["embedding"] * (low == 0) + numbers + ["head"] * (high > head)
 
 
+def check(mode: Mode | Sequence[int], layers: int, pipeline: Pipeline) -> None:
+    """UserError if there are fewer layers than chunks, or the numbers of layers in `mode` do not cover the model."""
+    num_chunks = pipeline.num_chunks
+    if layers < num_chunks:
+        raise UserError(
+            f"{num_chunks} pipeline stages ({pipeline.num_ranks} ranks x {pipeline.num_virtual}) are more "
+            f"than the model's {layers} layers; use fewer"
+        )
+    if isinstance(mode, str):
+        return
+    if len(mode) != num_chunks or sum(mode) != layers or min(mode) < 0:
+        raise UserError(
+            f"the split {list(mode)} does not cover the model; give {num_chunks} numbers of layers that add up to "
+            f"{layers}"
+        )
+    if 0 in mode[1:-1]:
+        raise UserError(
+            f"the split {list(mode)} has a stage with nothing in it; only the first (embedding) and the last (head) "
+            "can be without a layer"
+        )
+
+
 def split(
     mode: Mode | Sequence[int], units: Sequence[Cost], pipeline: Pipeline, limit_bytes: float = math.inf
 ) -> Split:
@@ -74,15 +96,11 @@ def split(
 
     `units`: the embedding, the layers, and head with loss, bottom up. `mode`: `uniform`, equal numbers of layers;
     `parameters`, the least parameters in the largest chunk; `balanced`, the shortest step; or the number of layers of
-    each chunk. `limit_bytes` per rank steers `balanced`; the others have to meet it as they are. UserError where there
-    are fewer layers than chunks, the numbers do not cover the model, or no split meets the limit.
+    each chunk. `limit_bytes` per rank steers `balanced`; the others have to meet it as they are. UserError as `check`,
+    or if no split meets the limit.
     """
     layers = len(units) - 2
-    if layers < pipeline.num_chunks:
-        raise UserError(
-            f"{pipeline.num_chunks} pipeline stages ({pipeline.num_ranks} ranks x {pipeline.num_virtual}) are more "
-            f"than the model's {layers} layers; use fewer"
-        )
+    check(mode, layers, pipeline)
     costs = effective(units, pipeline.schedule)
     if mode == "balanced":
         boundaries = _balanced(costs, pipeline, limit_bytes)
@@ -91,7 +109,7 @@ def split(
     elif mode == "parameters":
         boundaries, _ = bottleneck([_ranges([unit.parameters for unit in units])] * pipeline.num_chunks)
     else:
-        boundaries = _explicit(mode, layers, pipeline.num_chunks)
+        boundaries = _explicit(mode)
     predicted = predict(units, tuple(boundaries.tolist()), pipeline)
     if max(predicted.memory_bytes) > limit_bytes:
         named = mode if isinstance(mode, str) else "given"
@@ -120,22 +138,12 @@ def bound_seconds(units: Sequence[Cost], pipeline: Pipeline) -> float:
 def _uniform(layers: int, num_chunks: int) -> Boundaries:
     """Equal numbers of layers; what does not work out goes to the first chunks, for the last one has the head."""
     each, more = divmod(layers, num_chunks)
-    return _explicit([each + (chunk < more) for chunk in range(num_chunks)], layers, num_chunks)
+    return _explicit([each + (chunk < more) for chunk in range(num_chunks)])
 
 
-def _explicit(numbers: Sequence[int], layers: int, num_chunks: int) -> Boundaries:
-    if len(numbers) != num_chunks or sum(numbers) != layers or min(numbers) < 0:
-        raise UserError(
-            f"the split {list(numbers)} does not cover the model; give {num_chunks} numbers of layers that add up to "
-            f"{layers}"
-        )
-    if 0 in numbers[1:-1]:
-        raise UserError(
-            f"the split {list(numbers)} has a stage with nothing in it; only the first (embedding) and the last (head) "
-            "can be without a layer"
-        )
+def _explicit(numbers: Sequence[int]) -> Boundaries:
     inner = 1 + np.cumsum(numbers[:-1], dtype=np.int64)
-    return np.concatenate([[0], inner, [layers + 2]])
+    return np.concatenate([[0], inner, [sum(numbers) + 2]])
 
 
 def _ranges(values: Sequence[float]) -> Floats:

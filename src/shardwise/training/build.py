@@ -11,25 +11,26 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.config import RunConfig, UserError
+from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
 from shardwise.models import load, lora, lora_forward
 from shardwise.models.causal_lm import CausalLM, loss_of_run
 from shardwise.models.counts import ModelCounts, count_model
-from shardwise.models.families import FAMILIES, family_of, spec_of, unproven_note
+from shardwise.models.families import FAMILIES, unproven_note
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
-from shardwise.models.stage import check_cut, stages
+from shardwise.models.stage import stages
 from shardwise.models.tensor_splits import plan
-from shardwise.parallel import accumulate, compose
-from shardwise.parallel.pipeline_parallel import pipeline_of
+from shardwise.parallel import compose
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split
+from shardwise.training import preflight
 from shardwise.training.loss_scale import LossScale
 from shardwise.training.optimizer import is_decayed, make_lr_schedule, make_optimizer
+from shardwise.training.preflight import Facts
 from shardwise.training.split import choose_split, costs_of, memory_caveat
 from shardwise.training.watchdog import beat, paused
 
@@ -91,33 +92,20 @@ class Job:
 def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     """Build the part of this rank in the run that `cfg` describes; memory is taken after all checks."""
     state = state or State()
-    hf_config = load.read_config(cfg.model)
-    compose.check(cfg, hf_config.model_type)
-    hf = load.build_meta(cfg.model, hf_config)
-    spec = spec_of(hf_config, hf)
-    positions = None if spec.positions is None else hf_config.max_position_embeddings
-    if positions is not None and cfg.data.sequence_length > positions:
-        raise UserError(
-            f"data.sequence_length is {cfg.data.sequence_length}, but {spec.family} has learned only "
-            f"{positions} positions; lower it"
-        )
-    coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
-    if cfg.parallel.tp > 1:
-        plan.check(hf, spec, cfg.parallel.tp)
-    accumulate.check(cfg, (p for p in hf.parameters() if p.requires_grad))
-    family = family_of(hf)
+    facts = preflight.check(cfg, mesh.dense.size(), mesh.device)
+    hf, spec, family = facts.hf, facts.spec, facts.family
     parameters = _sizes(hf)
     notes = _notes(cfg, spec)
     counts = None if notes else count_model(hf, spec)
-    plain = cfg.lora is not None and lora_forward.check(hf, cfg.lora)
     if cfg.lora and cfg.lora.merged:
         copied = lora_forward.merged_bytes(hf, cfg.training.precision)
         notes += (f"lora.merged: a second copy of the weights that have adapters takes {copied:,} bytes on each rank",)
-    cut = _cut(cfg, mesh, hf, spec, counts) if cfg.parallel.pp > 1 else None
+    cut = None if facts.pipeline is None else _cut(cfg, mesh, facts, facts.pipeline, counts)
     if cfg.parallel.tp > 1:
         notes += _not_dealt_out(plan.undealt_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh)
     if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
         notes += (f"parallel.memory_limit_gib: {caveat}",)
+    notes += facts.notes
     trained = frozenset(n for n, p in hf.named_parameters() if p.requires_grad)
     decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, family)}  # by whole shapes
 
@@ -127,15 +115,12 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
             _fill_part(pm, part, cfg, state)
 
     pm = ParallelModel(
-        parts=_parts(cfg, mesh, hf, spec, cut),
+        parts=_parts(cfg, mesh, facts, cut),
         run=run_in_turn,
         make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
         from_portable=lambda name, held, portable: fill(held, portable),
     )
-    kernels = {"loss": loss_of_run(cfg, family, mesh.device)}
-    if cfg.lora:
-        asked, whole = cfg.lora.kernel if plain else "peft", nn.ModuleList(pm.parts)
-        kernels["lora"] = lora_forward.use_lora_kernel(whole, asked, mesh.device, cfg.training.precision)
+    kernels = use_kernels(nn.ModuleList(pm.parts), cfg, facts, mesh.device)
     pm = compose.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step)
@@ -149,29 +134,39 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
         parameters=parameters,
         trained=trained,
         counts=counts,
-        coverage=coverage,
+        coverage=facts.coverage,
         loss_scale=loss_scale,
-        positions=positions,
+        positions=facts.positions,
         cut=cut,
         kernels=kernels,
         notes=notes,
     )
 
 
-def _cut(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, counts: ModelCounts | None) -> Cut:
-    check_cut(family_of(hf))
-    pipeline = pipeline_of(cfg, mesh)
-    compose.check_tied(cfg, spec)
+def use_kernels(parts: nn.Module, cfg: RunConfig, facts: Facts, device: torch.device) -> dict[str, str]:
+    """Let the parts of a run's model compute with the kernels that it asks for; what `loss` and `lora` came to.
+
+    Before a strategy wraps the parts. A profile calls it as a run does, so that it times what the run computes.
+    """
+    kernels = {"loss": loss_of_run(cfg, facts.family, device)}
+    if cfg.lora:
+        asked = cfg.lora.kernel if facts.has_plain_adapters else "peft"
+        kernels["lora"] = lora_forward.use_lora_kernel(parts, asked, device, cfg.training.precision)
+    return kernels
+
+
+def _cut(cfg: RunConfig, mesh: Mesh, facts: Facts, pipeline: Pipeline, counts: ModelCounts | None) -> Cut:
+    costs = costs_of(cfg, facts.hf, facts.spec, counts, mesh.dense.size(), mesh.size("dp_shard"))
     # A few numbers per layer, from every rank to all: on another node another profile may lie, or none.
-    units, source = of_every_rank(costs_of(cfg, hf, spec, counts, mesh.dense.size(), mesh.size("dp_shard")))[0]
+    units, source = of_every_rank(costs)[0]
     return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
 
 
-def _parts(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, cut: Cut | None) -> tuple[CausalLM, ...]:
+def _parts(cfg: RunConfig, mesh: Mesh, facts: Facts, cut: Cut | None) -> tuple[CausalLM, ...]:
     if cut is None:
-        return (CausalLM(hf, spec, family_of(hf), cfg),)
+        return (CausalLM(facts.hf, facts.spec, facts.family, cfg),)
     chunks = cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
-    return stages(hf, spec, cut.split.boundaries, chunks, cfg)
+    return stages(facts.hf, facts.spec, cut.split.boundaries, chunks, cfg, facts.family)
 
 
 def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ several ranks hold one copy; nothing is gathered. Everything else stands in `che
 
 from __future__ import annotations
 
+import math
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -19,21 +19,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import Loaders
 from shardwise.data.state import merge_states
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.training import checkpoint_folder as folders
+from shardwise.training import checkpoint_tensors
 from shardwise.training.build import Job
 from shardwise.training.checkpoint_folder import METRICS, UNFINISHED, Manifest, folder_of
-from shardwise.training.ending import RunError
+from shardwise.training.checkpoint_index import Index, read_index
+from shardwise.training.ending import MAKE_ROOM, RunError, is_full
 from shardwise.training.evaluate import Evaluation
+from shardwise.training.optimizer import STATES
 from shardwise.training.resume import Start, fingerprint
 from shardwise.training.watchdog import beat, paused, watched
 
@@ -72,7 +71,7 @@ class Checkpointer:
     def after_step(self, step: int, evaluation: Evaluation | None) -> None:
         """Save if it is time to, or if the evaluation after this step is the best so far and that is to be kept."""
         training = self._cfg.training
-        if training.keep_best and evaluation is not None:
+        if training.keep_best and evaluation is not None and math.isfinite(evaluation.loss):
             judged_on = {"tokens": evaluation.tokens, "documents": self._judged_on}
             # A loss on other text is no rival: with a resume the validation set may have changed.
             rival = self._best if self._best is not None and judged_on.items() <= self._best.items() else None
@@ -101,7 +100,14 @@ class Checkpointer:
             best=self._best,
         )
         portable = portable_tensors(self._job, self._cfg)
-        metrics = (self._output_dir / METRICS).read_bytes() if self._main else b""
+        metrics = b""
+
+        @paused()
+        def read_metrics() -> None:
+            nonlocal metrics
+            metrics = (self._output_dir / METRICS).read_bytes()
+
+        self._on_main(read_metrics, folder_of(self._output_dir, step))
         if self._cfg.training.async_save:
             copies = {key: tensor.to("cpu", copy=True) for key, tensor in portable}
             self._writing = self._thread.submit(watched()(self._write), manifest, copies, metrics)
@@ -126,7 +132,6 @@ class Checkpointer:
     def _write(self, manifest: Manifest, tensors: dict[str, torch.Tensor], metrics: bytes) -> None:
         folder = folder_of(self._output_dir, manifest.step)
         unfinished = folder.with_name(folder.name + UNFINISHED)
-        writer = _Writer(unfinished)
 
         @paused()
         def begin() -> None:
@@ -151,7 +156,7 @@ class Checkpointer:
 
         try:
             self._on_main(begin, folder)
-            self._together(lambda: dcp.save(tensors, storage_writer=writer, process_group=self._group), folder)
+            self._together(lambda: checkpoint_tensors.save(tensors, unfinished, self._group), folder)
             self._on_main(write_metrics, folder)
             files = {name: known for part in self._together(check, folder) for name, known in part.items()}
             self._on_main(finish, folder)
@@ -173,7 +178,7 @@ class Checkpointer:
         try:
             result = work()
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            reason = _reason(error, folder)
+            reason = _reason(error)
         results = of_every_rank((result, reason), self._group)
         beat()
         if reasons := [reason for _, reason in results if reason is not None]:
@@ -181,34 +186,32 @@ class Checkpointer:
         return [result for result, _ in results]
 
 
-class _Writer(dcp.FileSystemWriter):
-    """Waits for the disk, file by file, for as long as that takes; only what lies between its files is timed."""
-
-    @paused()
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        return super().write_data(plan, planner)
-
-    @paused()
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-
-
 def restore(start: Start, job: Job, cfg: RunConfig) -> None:
     """Put the tensors and the loss scale of a checkpoint into a job that was built after its step, under any layout.
 
-    UserError if they do not fit, before any is overwritten.
+    UserError, the same on every rank, if they do not fit, before any is overwritten. RunError if a file that was whole
+    when the run began cannot be read any more: then some are, and the job is of no use.
     """
     if start.folder is None or start.manifest is None:
         return
-    reader = dcp.FileSystemReader(start.folder)
-    _make_optimizer_states(job, reader.read_metadata(), start.folder)
-    tensors = dict(portable_tensors(job, cfg))
+    index = read_index(start.folder)
+    problem = _make_optimizer_states(job, index, cfg)
+    tensors = {} if problem else dict(portable_tensors(job, cfg))
+    for key, tensor in tensors.items():
+        problem = problem or _difference(key, tensor, index)
+    # A line, where there is one, from every rank to all.
+    if problems := [problem for problem in of_every_rank(problem) if problem is not None]:
+        job.optimizer.state.clear()
+        raise UserError(
+            f"checkpoint {start.folder} does not fit this run: {problems[0]}; take one of a run of the same model and "
+            "lora, or start anew without training.resume"
+        )
     try:
         # Each rank reads its shards, from whatever files they lie in. In place, where a tensor is portable as it is.
         with paused():
-            dcp.load(tensors, storage_reader=reader)
+            checkpoint_tensors.load(tensors, start.folder, index)
     except CheckpointException as error:
-        raise UserError(f"checkpoint {start.folder} does not fit this run: {_failures(error)[0]}") from None
+        raise RunError(f"checkpoint {start.folder} could not be read: {_failures(error)[0]}") from None
     for key, name, held in _held(job, cfg):
         if _is_translated(key, held):
             job.pm.from_portable(name, held, tensors[key])
@@ -245,37 +248,47 @@ def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Te
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
-def _make_optimizer_states(job: Job, metadata: Metadata, folder: Path) -> None:
-    """Give an optimizer that has not made a step the states that were saved, all zero."""
-    parameters = dict(_optimized(job.optimizer))
-    for key, saved in metadata.state_dict_metadata.items():
+def _make_optimizer_states(job: Job, index: Index, cfg: RunConfig) -> str | None:
+    """Give an optimizer that has not made a step the states that were saved, all zero; say what is wrong with them."""
+    parameters, saved = dict(_optimized(job.optimizer)), dict[str, set[str]]()
+    for key in index.tensors:
         kind, _, name = key.partition("/")
         if kind == "optimizer":
             name, _, state = name.rpartition("/")
-            assert isinstance(saved, TensorStorageMetadata)
-            if name not in job.trained:
-                raise UserError(f"checkpoint {folder} does not fit this run: {name} was trained, and is not here")
-            if name not in parameters:
-                continue  # another stage's
-            parameter, dtype = parameters[name], saved.properties.dtype
-            empty = torch.zeros_like(parameter, dtype=dtype) if saved.size else torch.zeros((), dtype=dtype)
-            job.optimizer.state[parameter][state] = empty
+            saved.setdefault(name, set()).add(state)
+    for name, states in saved.items():
+        if name not in job.trained:
+            return f"{name} was trained, and is not here"
+        if states != STATES[cfg.optimizer.name]:
+            return f"{cfg.optimizer.name} does not keep {', '.join(sorted(states))} of {name}"
+    for name in saved.keys() & parameters.keys():  # others are another stage's
+        for state in saved[name]:
+            entry, parameter = index.tensors[f"optimizer/{name}/{state}"], parameters[name]
+            count = torch.zeros((), dtype=torch.float32)
+            job.optimizer.state[parameter][state] = torch.zeros_like(parameter) if entry.shape else count
+    return None
+
+
+def _difference(key: str, tensor: torch.Tensor, index: Index) -> str | None:
+    entry = index.tensors.get(key)
+    if entry is None:
+        return f"it does not hold {key}"
+    shape, dtype = tuple(entry.shape), checkpoint_tensors.DTYPES[entry.dtype]
+    if (shape, dtype) != (tensor.shape, tensor.dtype):
+        return f"its {key} is {dtype} of {list(shape)}, and here it is {tensor.dtype} of {list(tensor.shape)}"
+    return None
 
 
 def _failures(error: BaseException) -> list[BaseException]:
     return [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
 
 
-def _reason(error: BaseException, folder: Path) -> tuple[int, str]:
-    """Why a checkpoint could not be written, in a few words; the system's reasons (0) come before others (1)."""
+def _reason(error: BaseException) -> tuple[int, str]:
+    """Why a checkpoint could not be written, and the way out; the system's reasons (0) come before others (1)."""
     failures = _failures(error)
-    try:
-        for failure in failures:
-            if isinstance(failure, OSError):
-                raise failure
-        # torch's writer finds its file too short and hides the system's error; a full disk has it for the next one too.
-        with tempfile.TemporaryFile(dir=folder.parent) as file:
-            file.write(bytes(2**20))
-    except OSError as system:
-        return 0, system.strerror or str(system)
+    for failure in failures:
+        if isinstance(failure, OSError):
+            name = f": {failure.filename}" if failure.filename and not is_full(failure) else ""
+            way_out = MAKE_ROOM if is_full(failure) else "mend that, then go on with --resume latest-good"
+            return 0, f"{failure.strerror or failure}{name}; {way_out}"
     return 1, str(failures[0])

@@ -11,20 +11,25 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from shardwise.metrics.record import dumps
+from shardwise.training.checkpoint_index import (
+    INDEX,
+    DamagedError,
+    check_header,
+    is_file_name,
+    parse,
+    read_file,
+    read_index,
+)
 
-FORMAT = 2
+FORMAT = 3
 CHECKPOINTS, MANIFEST, METRICS, BEST = "checkpoints", "checkpoint.json", "metrics.jsonl", "best"
 UNFINISHED = ".tmp"
 """The end of the name of what is being written or removed: no run reads it, and the next one takes it away."""
 ABANDONED = ".abandoned"
 """The end of the name of a checkpoint that its run has gone back behind: it stays until the run is there again."""
-
-
-class DamagedError(Exception):
-    """A checkpoint is not whole: one line that names the file."""
 
 
 @dataclass(frozen=True)
@@ -59,34 +64,49 @@ def complete(output_dir: str | Path) -> list[Path]:
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
     """What is wrong with a checkpoint, in one line that names the file; None where nothing is.
 
-    With `num_parts` each of several processes reads a share of the files; the manifest is read by all.
+    With `num_parts` each of several processes reads a share of the files; the manifest and the index are read by all.
     """
     try:
         manifest = read_manifest(folder)
+        index = read_index(folder)
+        if missing := {INDEX, METRICS, *index.files()} - manifest.files.keys():
+            raise DamagedError(f"{folder / MANIFEST} is altered: it does not know {min(missing)}")
         for name in sorted(manifest.files)[part::num_parts]:
             _check_file(folder / name, **manifest.files[name])
+            if content := index.content_of(name):
+                check_header(folder / name, content)
+            elif name == METRICS:
+                _check_metrics(folder / name)
     except DamagedError as error:
         return str(error)
     return None
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read `checkpoint.json`; DamagedError where it is not what was written."""
+    """Read `checkpoint.json`; DamagedError where it is not what this version writes."""
     path = folder / MANIFEST
+    written = read_file(path)
     try:
-        written = path.read_bytes()
         content = json.loads(written)
-        content.pop("sha256")
-    except FileNotFoundError:
-        raise DamagedError(f"{path} is missing") from None
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
-    except (ValueError, AttributeError, KeyError):
+        as_written = isinstance(content, dict) and content.pop("sha256", None) is not None
+        signed = as_written and written == _encode(content)
+    except (ValueError, RecursionError):
         raise DamagedError(f"{path} is truncated or altered") from None
-    if written != _encode(content):
+    if not as_written:
+        raise DamagedError(f"{path} is truncated or altered")
+    if not signed:
         raise DamagedError(f"{path} is altered: its checksum is another")
-    if content["format"] != FORMAT:
-        raise DamagedError(f"{path} has format {content['format']}, this program reads {FORMAT}")
+    if content.get("format") != FORMAT:
+        raise DamagedError(
+            f"{path} has format {str(content.get('format'))[:20]}, and this version reads {FORMAT}: end that run with "
+            "the version of shardwise that wrote it, or start anew in another folder"
+        )
+    parse(path, dumps(content), _Content)
+    if bad := next((name for name in content["files"] if not is_file_name(name)), None):
+        raise DamagedError(f"{path} is altered: {bad[:40]!r} is no file of a checkpoint")
+    places = [n for slot in content["loader"]["slots"].values() for n in slot.values() if isinstance(n, int)]
+    if min(content["step"], content["loader"]["step"], *places) < 0:
+        raise DamagedError(f"{path} is altered: a number in it is negative")
     return Manifest(**content)
 
 
@@ -143,7 +163,7 @@ def take_over(output_dir: str | Path, step: int, best_step: int | None) -> None:
     """
     folder = Path(output_dir) / CHECKPOINTS
     for path in folder.glob(f"*{UNFINISHED}"):
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
     for later in [path for path in complete(output_dir) if step_of(path) > step]:
         abandoned = later.with_name(later.name + ABANDONED)
         if abandoned.exists():  # this step was reached again before
@@ -167,6 +187,8 @@ def _remove(folder: Path) -> None:
 
 def _check_file(path: Path, num_bytes: int, sha256: str) -> None:
     try:
+        if path.exists() and not path.is_file():
+            raise DamagedError(f"{path} is not a file")
         size = path.stat().st_size
         if size != num_bytes:
             raise DamagedError(f"{path} has {size} bytes of {num_bytes}")
@@ -176,6 +198,11 @@ def _check_file(path: Path, num_bytes: int, sha256: str) -> None:
         raise DamagedError(f"{path} is missing") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def _check_metrics(path: Path) -> None:
+    for line in read_file(path).splitlines():
+        parse(path, line, _Row)
 
 
 def _file_sha256(path: Path) -> str:
@@ -194,3 +221,78 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# What `checkpoint.json` and a line of `metrics.jsonl` have to be; whoever hands out a folder can sign it himself.
+
+
+@dataclass(frozen=True)
+class _File:
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Slot:
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    epoch: int
+    place: int
+    token: int
+    documents: int
+    skipped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Loader:
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    step: int
+    read_from: dict[str, Any]
+    slots: dict[str, _Slot]
+
+
+@dataclass(frozen=True)
+class _Scale:
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    dynamic: bool
+    scale: float
+    good_steps: int
+
+
+@dataclass(frozen=True)
+class _Best:
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    step: int
+    loss: float
+    tokens: int
+    documents: str | None
+
+
+@dataclass(frozen=True)
+class _Content:
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    step: int
+    config: dict[str, Any]
+    loader: _Loader
+    loss_scale: _Scale
+    model: dict[str, str]
+    best: _Best | None
+    files: dict[str, _File]
+    format: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    step: int
+    loss: float | Literal["nan", "inf", "-inf"] = 0.0
+    grad_norm: float | Literal["nan", "inf", "-inf"] = 0.0
+    skipped_steps: int = 0
+    eval_loss: float | Literal["nan", "inf", "-inf"] = 0.0
+    eval_perplexity: float | Literal["nan", "inf", "-inf"] = 0.0
+    eval_tokens: int = 0

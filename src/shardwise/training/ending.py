@@ -22,6 +22,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PATIENCE_SECONDS = 2.0
 """How long a rank with an unexpected error waits before it ends: many times what a launcher takes to see an exit."""
 
+MAKE_ROOM = "make room, then start again; a run that has saved goes on with --resume latest-good"
+"""The way out of a full disk."""
+
+
+STEP_WAY_OUT = "lower training.micro_batch_size or data.sequence_length, or set training.checkpointing=full"
+BUILD_WAY_OUT = (
+    "the model does not fit, whatever the batch: lower lora.r, set model.dtype=bfloat16, or share it among more "
+    "processes (parallel.data=fsdp2, parallel.tp, parallel.pp)"
+)
+
 
 class RunError(RuntimeError):
     """What ends a run though nobody made a mistake in code or config, such as a full disk: told in one line."""
@@ -58,17 +68,31 @@ def explain(error: BaseException, where: str = "") -> Ending:
         return Ending(FAILED, message, f"error: {message}")
     if isinstance(error, Stopped):
         return Ending(128 + error.number, message, message, "stopped")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        room = "make room, then start again; a run that has saved goes on with --resume latest-good"
-        return Ending(FAILED, message, f"error{where}: {message}; {room}")
+    if is_full(error):
+        return Ending(FAILED, message, f"error{where}: {message}; {MAKE_ROOM}")
     if is_out_of_memory(error):
         wanted = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
         reason = f"out of memory{where}" + (f": {wanted[0].lower()}" if wanted else "")
-        way_out = "lower training.micro_batch_size or data.sequence_length, or set training.checkpointing=full"
+        way_out = BUILD_WAY_OUT if _was_building(error) else STEP_WAY_OUT
         return Ending(OUT_OF_MEMORY, reason, f"error: {reason}; {way_out}", "oom")
     trace = "".join(traceback.format_exception(error)).rstrip()
     text = f"error{where}:\n{trace}" if where else trace
     return Ending(FAILED, f"{type(error).__name__}{where}: {message}", text)
+
+
+def _was_building(error: BaseException) -> bool:
+    """Whether the error comes from where a run is put together, not from a step."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    places = {(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame in frames}
+    return ("shardwise.training.build", "build") in places
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk has no room left, or a user none on it; safetensors' error has the system's as text alone."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        return error.errno in full
+    return type(error).__name__ == "SafetensorError" and any(f"(os error {n})" in str(error) for n in full)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

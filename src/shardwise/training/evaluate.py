@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import IGNORED, Batch, Mesh, ParallelModel
 from shardwise.parallel.reduce import sum_over
+from shardwise.training.not_finite import explain, look_through
 from shardwise.training.step import LOSS_AXES, count_targets
 from shardwise.training.watchdog import beat
 
@@ -40,26 +41,42 @@ def evaluate(pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, 
         beat()
     loss = (sum_over(total, mesh, LOSS_AXES) / tokens).item()
     if not math.isfinite(loss):
-        raise UserError(f"validation loss after step {step} is {loss}; lower optimizer.lr or look at the weights")
+        explained = explain(look_through(pm), just_loaded=step == 0, trained=step > 0)
+        raise UserError(f"validation loss after step {step} is {loss}; {explained}")
     return Evaluation(step, loss, math.exp(loss) if loss < 700 else math.inf, tokens)
 
 
 def encode_prompt(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, positions: int | None) -> list[int] | None:
     """The tokens of `training.sample`, if one is asked for: called before training, so that no mistake costs a run.
 
+    Where the data are chats, the prompt is what a user says, as the chat template writes it, and the assistant answers.
     UserError where there is none, or they and those to come are more than the `positions` that a model has learned.
     """
-    if cfg.training.sample is None:
+    prompt = cfg.training.sample
+    if prompt is None:
         return None
-    ids = list(tokenizer(cfg.training.sample)["input_ids"])
+    ids = list(_chat_tokens(tokenizer, prompt) if cfg.data.format == "chat" else tokenizer(prompt)["input_ids"])
     if not ids:
-        raise UserError(f"training.sample {cfg.training.sample!r} has no tokens; give at least a word to continue")
+        raise UserError(f"training.sample {prompt!r} has no tokens; give at least a word to continue")
     if positions is not None and len(ids) + SAMPLE_TOKENS - 1 > positions:  # the last new token is not read any more
         raise UserError(
             f"training.sample has {len(ids)} tokens and is continued by {SAMPLE_TOKENS}, but the model has learned "
             f"only {positions} positions; shorten it, or leave it out"
         )
     return ids
+
+
+def _chat_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    import jinja2  # a chat template needs it, nothing else here does
+
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise UserError(
+            f"training.sample: the tokenizer's chat template refuses a user's message alone ({error}); leave it out"
+        ) from None
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @torch.no_grad()

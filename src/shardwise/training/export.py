@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections import deque
 from collections.abc import Iterator
@@ -10,19 +12,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
 from shardwise.models.adapter import save_adapter
-from shardwise.models.save import save_model
+from shardwise.models.save import save_for_generation, save_model
 from shardwise.parallel.place import full_tensor
 from shardwise.training.build import Job
 from shardwise.training.checkpoint_folder import UNFINISHED
 from shardwise.training.watchdog import beat
 
 
-def save_result(job: Job, cfg: RunConfig, mesh: Mesh, output_dir: Path) -> Path | None:
-    """Write the adapter (LoRA) or the model (full) from any layout; the folder on rank 0, None elsewhere.
+def save_result(
+    job: Job, cfg: RunConfig, mesh: Mesh, output_dir: Path, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Path | None:
+    """Write the adapter (LoRA) or the model (full) from any layout, with the tokenizer that it was trained with.
+
+    Return the folder on rank 0, None elsewhere.
 
     Tensors are gathered one by one, and only rank 0 keeps them: adapters together, a model's up to one file's worth.
     The folder gets its name when all is written: one that is there is whole.
@@ -32,12 +39,16 @@ def save_result(job: Job, cfg: RunConfig, mesh: Mesh, output_dir: Path) -> Path 
         deque(whole, maxlen=0)  # takes part in the gathering
         return None
     folder = output_dir / ("model" if cfg.lora is None else "adapter")
+    if not output_dir.is_dir():  # removed or moved; to make it anew would part what is in it
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
     unfinished = folder.with_name(folder.name + UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     if cfg.lora is None:
         save_model(job.hf, whole, unfinished)
+        save_for_generation(unfinished, tokenizer, cfg.model.path)
     else:
         save_adapter(job.hf, cfg.lora, dict(whole), unfinished, cfg.model.path)
+        save_for_generation(unfinished, tokenizer)
     shutil.rmtree(folder, ignore_errors=True)  # of the run that this one goes on from
     return unfinished.rename(folder)
 

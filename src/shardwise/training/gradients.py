@@ -75,11 +75,13 @@ def clip_by_global_norm(
 ) -> torch.Tensor:
     """Divide `loss_scale` out of all gradients and scale them so that their global norm is at most `max_norm`.
 
+    A norm that is not finite clips nothing: what is finite of the gradients stays so, and the rest can be named.
     Returns the norm before clipping, without the loss scale.
     """
     parameters = list(parameters)
     norm = global_norm(parameters, mesh) / loss_scale
     scale = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale = torch.where(norm.isfinite(), scale, 1.0)
     if max_norm is not None or loss_scale != 1.0:
         for parameter in parameters:
             if parameter.grad is not None:

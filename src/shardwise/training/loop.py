@@ -19,6 +19,7 @@ from shardwise.training.ending import Stopped
 from shardwise.training.evaluate import Evaluation, encode_prompt, evaluate, greedy_sample
 from shardwise.training.export import save_result
 from shardwise.training.measure import add_to_record, documents_read, measure_memory, write_record
+from shardwise.training.output_dir import writing
 from shardwise.training.reporter import Reporter
 from shardwise.training.resume import find_start
 from shardwise.training.step import NonFiniteLossError, training_step
@@ -29,8 +30,9 @@ from shardwise.training.watchdog import beat, paused
 
 def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     """Run the whole of `cfg` on this rank, with the process group up; rank 0 gets the record, which is on disk too."""
+    hf_config = load.read_config(cfg.model)
     tokenizer = load_tokenizer(cfg.model)
-    load.check_vocabulary(load.read_config(cfg.model), tokenizer.get_vocab())
+    load.check_vocabulary(hf_config, tokenizer.get_vocab())
     with paused():  # checksums of a whole checkpoint; an index of all files
         start = find_start(cfg)
         loaders = build_loaders(cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader)
@@ -40,6 +42,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     meter, recorder = Meter(cfg.measure.warmup_steps), Recorder(cfg.measure.warmup_steps)
     steps, eval_every = cfg.training.steps, cfg.training.eval_every
     with (
+        writing(cfg),
         closing(loaders.train),
         Reporter(cfg, mesh, job, start) as reporter,
         Checkpointer(cfg, job, loaders, start) as checkpointer,
@@ -73,7 +76,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
                 raise Stopped(signalled, step, checkpointer.stop(step))
         checkpointer.wait()
         reporter.data(documents_read(loaders))
-        save_result(job, cfg, mesh, Path(cfg.training.output_dir))  # it and the record are there
+        save_result(job, cfg, mesh, Path(cfg.training.output_dir), tokenizer)  # it and the record are there
         record = write_record(cfg, mesh, job, reporter, meter)  # before what may fail
         record = add_to_record(cfg, record, **record_timeline(cfg, mesh, job, recorder))
         if prompt is not None:
@@ -81,5 +84,6 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
                 sample = reporter.sample(greedy_sample(job.pm, tokenizer, prompt, mesh))
             record = add_to_record(cfg, record, sample=sample)
         if cfg.measure.memory:
+            reporter.measuring_memory()
             record = add_to_record(cfg, record, **measure_memory(job, next(loaders.train), mesh, cfg).fields())
         return record

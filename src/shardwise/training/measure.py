@@ -65,7 +65,7 @@ def _mark_forwards(part: Part, peak: PeakMemory) -> tuple[RemovableHandle, Remov
 
 
 def documents_read(loaders: Loaders) -> dict[str, Counts]:
-    """What was read for training, from the first step on, and for the last evaluation; on every rank the same."""
+    """Return what was read for training, from step 1 on, and for the last evaluation; on every rank the same."""
     # A few numbers for each slot, from every rank to all.
     read = {"train": counts(merge_states(of_every_rank(loaders.state())))}
     return read if loaders.validation is None else {**read, "validation": loaders.validation.read}

@@ -14,6 +14,10 @@ from shardwise.config import Optimizer
 from shardwise.models.families import Family
 from shardwise.models.names import hf_name, is_adapter
 
+STATES = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "sgd": set[str]()}
+"""The states that an optimizer keeps of each parameter after a step, by the optimizer's name: a count of steps, and
+tensors of the parameter's shape and dtype."""
+
 
 def is_decayed(name: str, parameter: nn.Parameter, family: Family) -> bool:
     """Whether weight decay acts on a whole (not sharded) parameter: LoRA factors, and what has two dims longer than 1.

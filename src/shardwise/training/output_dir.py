@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 
 from shardwise.config import RunConfig, UserError
 from shardwise.metrics.record import RunRecord, Status
+from shardwise.training import output_lock
 from shardwise.training.checkpoint_folder import CHECKPOINTS, MANIFEST, METRICS, UNFINISHED, complete
+from shardwise.training.ending import RunError, is_full
+from shardwise.training.output_lock import Lock
+from shardwise.training.world import World
 
 RECORD = "record.json"
 TIMELINES = ("timeline.json", "trace.json", "timeline.svg")
@@ -21,6 +27,14 @@ FOLDERS = (*RESULTS, *(name + UNFINISHED for name in RESULTS), CHECKPOINTS, "ten
 """The folders that a run writes."""
 
 
+@contextlib.contextmanager
+def locked(cfg: RunConfig, world: World | None) -> Generator[Lock | None]:
+    """Make the output folder and keep other runs out of it: see `output_lock.locked`."""
+    _check_is_checkpoint(cfg.training.resume)
+    with output_lock.locked(_make(cfg), world, os.environ) as lock:
+        yield lock
+
+
 def claim(cfg: RunConfig, clear: bool) -> None:
     """Make the output folder; `clear` removes the run that is to be replaced, and nothing that no run wrote.
 
@@ -28,12 +42,9 @@ def claim(cfg: RunConfig, clear: bool) -> None:
     before it began (status `unsupported`) holds nothing to lose: the next try replaces it. A run that goes on from a
     checkpoint in this folder leaves everything as it is until the checkpoint is found whole: see `go_on`.
     """
-    folder = Path(cfg.training.output_dir)
     _check_is_checkpoint(cfg.training.resume)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"training.output_dir {folder}: cannot make the folder ({error.strerror})") from None
+    folder = _make(cfg)
+    _check_kinds(folder)
     _check_inputs_stay(folder, cfg.model.path, cfg.model.tokenizer)
     if _goes_on_here(cfg, folder):
         return
@@ -52,7 +63,7 @@ def claim(cfg: RunConfig, clear: bool) -> None:
             for path in folder.glob(pattern):
                 path.unlink()
         for name in FOLDERS:
-            shutil.rmtree(folder / name, ignore_errors=True)
+            _remove_folder(folder / name)
 
 
 def results(folder: str | Path) -> list[Path]:
@@ -70,6 +81,26 @@ def go_on(cfg: RunConfig, metrics: Path) -> None:
     temporary.replace(folder / METRICS)
 
 
+@contextlib.contextmanager
+def writing(cfg: RunConfig) -> Generator[None]:
+    """Raise RunError with a way out where something in the output folder cannot be written any more."""
+    folder = Path(cfg.training.output_dir)
+    try:
+        yield
+    except OSError as error:
+        # A full disk has a way out of its own: see `ending.explain`.
+        if (
+            isinstance(error.filename, str | Path)
+            and Path(error.filename).is_relative_to(folder)
+            and not is_full(error)
+        ):
+            raise RunError(
+                f"training.output_dir {folder}: {Path(error.filename).name} cannot be written ({error.strerror}); was "
+                "the folder moved or removed while the run was in it? put it back, then go on with --resume auto"
+            ) from None
+        raise
+
+
 def record_failure(cfg: RunConfig, status: Status, reason: str) -> None:
     """Record why the run did not succeed, unless another rank has done so: the first reason is the cause.
 
@@ -84,6 +115,17 @@ def record_failure(cfg: RunConfig, status: Status, reason: str) -> None:
         status = "failed"
     with contextlib.suppress(OSError):  # a full disk, two ranks at once: what matters is the error that is told next
         RunRecord(status, cfg.to_dict(), reason, environment()).write(folder / RECORD)
+
+
+def _make(cfg: RunConfig) -> Path:
+    folder = Path(cfg.training.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"training.output_dir {folder}: cannot make the folder ({error.strerror}); choose another"
+        ) from None
+    return folder
 
 
 def _check_is_checkpoint(resume: str | None) -> None:
@@ -110,6 +152,28 @@ def _was_refused(folder: Path) -> bool:
         return RunRecord.read(folder / RECORD).status == "unsupported"
     except UserError:
         return False
+
+
+def _check_kinds(folder: Path) -> None:
+    folders = [folder / name for name in FOLDERS if (folder / name).exists() and not (folder / name).is_dir()]
+    files = [path for pattern in FILES for path in folder.glob(pattern) if path.is_dir()]
+    for path in folders + files:
+        raise UserError(
+            f"training.output_dir {folder}: {path.name} is a {'folder' if path in files else 'file'}, which no run "
+            "has made; move it away, or choose another folder"
+        )
+
+
+def _remove_folder(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            raise UserError(
+                f"training.output_dir: cannot remove {folder} ({error.strerror}); remove it, or choose another folder"
+            ) from None
 
 
 def _check_inputs_stay(folder: Path, *paths: str | None) -> None:

@@ -20,23 +20,23 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import _backward
-from transformers import PreTrainedModel
 
 from shardwise.config import Parallel, RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models import load, lora
-from shardwise.models.families import spec_of
 from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import Stage, stages
 from shardwise.parallel import compose
 from shardwise.parallel.place import fill
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.orders import SPLITTING
-from shardwise.training.build import run_in_turn
+from shardwise.training import preflight
+from shardwise.training.build import run_in_turn, use_kernels
 from shardwise.training.launch import start_processes
+from shardwise.training.preflight import Facts
 from shardwise.training.profile_store import Measured, Profile, needs_gradient, num_busy, path_of, unit_keys, write
 from shardwise.training.watchdog import beat
 from shardwise.training.world import threads_each
@@ -56,28 +56,24 @@ def measure(cfg: RunConfig, num_processes: int) -> int:
         batch = num * cfg.training.micro_batch_size
         training = replace(cfg.training, output_dir=folder, global_batch_size=batch, max_restarts=0)
         alike = replace(cfg, parallel=Parallel(data="ddp"), training=training)
-        return start_processes(alike, num, partial(_rank, cfg, threads_each(num_processes)))
+        return start_processes(alike, num, partial(_rank, cfg, num_processes))
 
 
-def _rank(cfg: RunConfig, threads: int, _: RunConfig, mesh: Mesh) -> None:
-    torch.set_num_threads(threads)
-    hf_config = load.read_config(cfg.model)
-    hf = load.build_meta(cfg.model, hf_config)
-    spec = spec_of(hf_config, hf)
-    if cfg.lora:
-        lora.inject(hf, cfg.lora, spec)
-    keys = unit_keys(hf, spec, cfg.parallel.schedule)
-    profile = profile_units(cfg, mesh, hf, spec, keys)
+def _rank(cfg: RunConfig, num_processes: int, _: RunConfig, mesh: Mesh) -> None:
+    torch.set_num_threads(threads_each(num_processes))
+    facts = preflight.check(cfg, num_processes, mesh.device)
+    keys = unit_keys(facts.hf, facts.spec, cfg.parallel.schedule)
+    profile = profile_units(cfg, mesh, facts, keys)
     if dist.get_rank() == 0:
-        write(profile, path_of(cfg, hf, keys, dist.get_world_size()))
+        write(profile, path_of(cfg, facts.hf, keys, dist.get_world_size()))
     dist.barrier()
 
 
-def profile_units(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, keys: Sequence[str]) -> Profile:
+def profile_units(cfg: RunConfig, mesh: Mesh, facts: Facts, keys: Sequence[str]) -> Profile:
     """Measure one unit of each key, on every rank at a time; the same on every rank."""
     distinct = {key: place for place, key in reversed(list(enumerate(keys)))}
     places = sorted(distinct.values())
-    bench = _bench(cfg, mesh, hf, spec, places)
+    bench = make_bench(cfg, mesh, facts, places)
     for _ in range(2):
         bench.round()
     kept = [bench.kept_bytes(place) for place in range(len(places))]
@@ -212,8 +208,9 @@ class _Bench:
         return time.perf_counter()
 
 
-def _bench(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, places: list[int]) -> _Bench:
+def make_bench(cfg: RunConfig, mesh: Mesh, facts: Facts, places: list[int]) -> _Bench:
     """The stages with their weights, treated as in the run but for what data parallelism does."""
+    hf, spec = facts.hf, facts.spec
     top = len(spec.layers) + 1
     made: list[Stage] = []
     for place in places:
@@ -231,6 +228,7 @@ def _bench(cfg: RunConfig, mesh: Mesh, hf: PreTrainedModel, spec: ModelSpec, pla
     pm = ParallelModel(
         tuple(made), run_in_turn, torch.optim.SGD, from_portable=lambda name, held, full: fill(held, full)
     )
+    use_kernels(nn.ModuleList(made), cfg, facts, mesh.device)
     compose.apply(pm, mesh, replace(cfg, parallel=Parallel()), spec, load_parts)
     shape = (cfg.training.micro_batch_size, cfg.data.sequence_length)
     generator = torch.Generator().manual_seed(cfg.training.seed)

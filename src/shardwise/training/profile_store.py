@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,61 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
-from shardwise.metrics.hardware import environment
+from shardwise.metrics.hardware import environment, version
 from shardwise.models.counts import unit_modules
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import SPLITTING
 from shardwise.training.world import device_type, num_cores
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+KERNEL_PACKAGES = ("triton", "fla-core", "mamba-ssm", "causal-conv1d", "kernels")
+"""Packages that layers take kernels from where they are installed."""
+
+_VALUES = "the time of a product does not depend on the numbers in it"
+_UNITS = "it is in the names, shapes and dtypes of the units' parameters, and in which of them are trained"
+_TOKENS = "a profile runs random tokens"
+_AROUND = "it happens around a step's forwards and backwards, which alone are measured"
+NOT_TIMED: Mapping[str, str] = {
+    "model.path": "the model is known by its config and its units' parameters, wherever it lies",
+    "model.init": _VALUES,
+    "model.dtype": _UNITS,
+    "model.tokenizer": _TOKENS,
+    "lora.r": _UNITS,
+    "lora.alpha": _VALUES,
+    "lora.targets": _UNITS,
+    "lora.rslora": _VALUES,
+    "lora.modules_to_save": _UNITS,
+    "lora.dtype": _UNITS,
+    "lora.merged": "it is refused in a pipeline",
+    "data.train": _TOKENS,
+    "data.weights": _TOKENS,
+    "data.validation": _TOKENS,
+    "data.format": _TOKENS,
+    "data.text_field": _TOKENS,
+    "data.on_error": _TOKENS,
+    "data.workers": _TOKENS,
+    "parallel": "a unit is measured whole, in a process of its own; the schedule's part in it is in the units' names",
+    "optimizer": _AROUND,
+    "training.output_dir": _AROUND,
+    "training.steps": _AROUND,
+    "training.global_batch_size": "one micro-batch is measured",
+    "training.seed": _VALUES,
+    "training.eval_every": _AROUND,
+    "training.eval_batches": _AROUND,
+    "training.save_every": _AROUND,
+    "training.keep_last": _AROUND,
+    "training.keep_best": _AROUND,
+    "training.async_save": _AROUND,
+    "training.resume": _AROUND,
+    "training.max_restarts": _AROUND,
+    "training.timeout_seconds": _AROUND,
+    "training.sample": _AROUND,
+    "training.device": "the device's name is looked at",
+    "training.overwrite": _AROUND,
+    "measure": _AROUND,
+}
+"""Sections and keys that a profile does not depend on, and why; it depends on all others, new ones too."""
 
 
 @dataclass(frozen=True)
@@ -93,17 +140,17 @@ def num_busy(cfg: RunConfig, num_processes: int) -> int:
 def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_processes: int) -> Path:
     """The file of the profile of this run of so many processes on this machine."""
     facts = environment(torch.device(device_type(cfg)))
-    machine = ("shardwise", "torch", "transformers", "peft", "fla-core", "device", "threads")
+    machine = ("shardwise", "python", "torch", "cuda", "transformers", "peft", "device", "threads")
+    sections = cfg.to_dict().items()
+    values = {f"{section}.{key}": value for section, content in sections for key, value in (content or {}).items()}
     depends = {
         "schema": SCHEMA_VERSION,
         "units": sorted(set(keys)),
         "model": {k: v for k, v in hf.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")},
-        "run": [cfg.model.dtype, cfg.model.sdpa_backend, cfg.model.router_aux_loss_coef, cfg.lora and cfg.lora.dropout],
-        "batch": [cfg.training.micro_batch_size, cfg.data.sequence_length, cfg.data.packing == "isolated"],
-        "training": [
-            getattr(cfg.training, k) for k in ("precision", "accumulation", "checkpointing", "compile", "loss")
-        ],
-        "machine": {k: facts[k] for k in machine},
+        # By models/experts.py, which may choose another product for a tensor-parallel rank's share.
+        "experts": hf.config._experts_implementation,
+        "run": {key: v for key, v in values.items() if key not in NOT_TIMED and key.partition(".")[0] not in NOT_TIMED},
+        "machine": {k: facts[k] for k in machine} | {name: version(name) for name in KERNEL_PACKAGES},
         "busy": num_busy(cfg, num_processes),
     }
     cache = os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise"

@@ -21,6 +21,7 @@ from shardwise.training.build import Job
 from shardwise.training.checkpoint_folder import METRICS
 from shardwise.training.evaluate import Evaluation
 from shardwise.training.loggers import Logger, open_loggers
+from shardwise.training.not_finite import explain
 from shardwise.training.progress import Progress
 from shardwise.training.resume import Start
 from shardwise.training.step import NonFiniteLossError, StepResult
@@ -49,6 +50,7 @@ class Reporter:
         trainable, total = job.parameters["trainable"], job.parameters["total"]
         self._progress.message(
             f"{job.spec.family} on {mesh}: {trainable:,} of {total:,} parameters are trained"
+            f"\na step reads {cfg.training.global_batch_size:,} rows of {cfg.data.sequence_length:,} tokens"
             + (f"\n{job.coverage}" if job.coverage else "")
             + (f"\n{job.cut}" if job.cut else "")
             + f"\nkernels: {', '.join(f'{name} {kernel}' for name, kernel in job.kernels.items())}"
@@ -113,6 +115,10 @@ class Reporter:
         self._progress.message(f"sample: {text}")
         return text
 
+    def measuring_memory(self) -> None:
+        """What follows the last step is no part of the training, and takes about as long as a few steps."""
+        self._progress.message("measuring memory: one more step, which changes nothing that was saved")
+
     def non_finite(self, step: int, microbatches: Sequence[Batch], error: NonFiniteLossError) -> UserError:
         """Leave the rows of the step in a file per rank, and say where; to be raised."""
         path = self._output_dir / f"non-finite-step-{step}-rank-{dist.get_rank()}.json"
@@ -122,11 +128,9 @@ class Reporter:
             for i, slot in enumerate(batch.slots)
         ]
         path.write_text(dumps({"step": step, "error": str(error), "rows": rows}) + "\n", encoding="utf-8")
-        dist.barrier()  # every rank is here, and none ends before all have written
-        return UserError(
-            f"step {step}: {error}; this rank's rows are in {path}: lower optimizer.lr, lengthen "
-            "optimizer.warmup_steps or set training.precision=float32"
-        )
+        # Every rank is here, and none ends before all have written.
+        explained = explain(error.found, just_loaded=step == self.start.step + 1, trained=step > 1)
+        return UserError(f"step {step}: {error}; this rank's rows are in {path}; {explained}")
 
     def _recall(self, metrics: Path) -> None:
         """Take up the history that a checkpoint keeps."""

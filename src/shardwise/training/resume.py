@@ -20,6 +20,7 @@ MAY_DIFFER = frozenset(
         "parallel",
         "measure",
         "data.train",  # what is in it is compared by the loaders, and so is the tokenizer
+        "model.path",  # what is in it is compared by its fingerprint
         "model.tokenizer",
         "model.sdpa_backend",
         "lora.kernel",
@@ -103,6 +104,8 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
     before, now = _keys(old), _keys(cfg)
     if cfg.optimizer.lr_schedule == "constant":  # else the learning rate of every step depends on how many there are
         before.pop("training.steps"), now.pop("training.steps")
+    if all(isinstance(values.get("data.validation"), str | list) for values in (before, now)):
+        now["data.validation"] = before["data.validation"]  # files, whose content the loaders compare
     for key in dict.fromkeys([*before, *now]):
         if key not in MAY_DIFFER and key.partition(".")[0] not in MAY_DIFFER and before.get(key) != now.get(key):
             hint = f" (the {old.optimizer.lr_schedule} schedule depends on it)" if key == "training.steps" else ""

@@ -16,18 +16,13 @@ from rich.table import Table
 from shardwise.config import RunConfig, UserError
 from shardwise.metrics.hardware import peak_flops
 from shardwise.metrics.record import dumps
-from shardwise.models import load, lora
-from shardwise.models.families import family_of, spec_of
 from shardwise.models.spec import ModelSpec
-from shardwise.models.stage import check_cut
-from shardwise.models.tensor_splits.plan import check as check_splits
-from shardwise.parallel import accumulate, compose
-from shardwise.parallel.mesh import mesh_sizes
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Timeline
 from shardwise.schedule.split import Split, bound_seconds
 from shardwise.schedule.trace import chrome_trace, gantt
+from shardwise.training import preflight
 from shardwise.training.split import COUNTED, choose_split, costs_of, memory_caveat
 from shardwise.training.world import device_type, threads_each
 
@@ -77,33 +72,22 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     if cfg.parallel.pp == 1:
         raise UserError("parallel.pp is 1, so there is nothing to split; set it to 2 or more (--parallel.pp=2)")
     world = num_processes or cfg.parallel.pp * cfg.parallel.tp
-    sizes = mesh_sizes(cfg, world)
-    hf_config = load.read_config(cfg.model)
-    compose.check(cfg, hf_config.model_type)
-    hf = load.build_meta(cfg.model, hf_config)
-    check_cut(family_of(hf))
-    spec = spec_of(hf_config, hf)
-    if cfg.lora:
-        lora.inject(hf, cfg.lora, spec)
-    if cfg.parallel.tp > 1:
-        check_splits(hf, spec, cfg.parallel.tp)
-    compose.check_tied(cfg, spec)
-    accumulate.check(cfg, (p for p in hf.parameters() if p.requires_grad))
+    device = torch.device(device_type(cfg))
+    facts = preflight.check(cfg, world, device)
+    assert facts.pipeline is not None
+    hf, spec, pipeline = facts.hf, facts.spec, facts.pipeline
     torch.set_num_threads(threads_each(world))
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
-    peak = peak_flops(torch.device(device_type(cfg)), torch.bfloat16 if in_16_bits else torch.float32)
-    units, source = costs_of(cfg, hf, spec, None, world, sizes["dp_shard"], peak.flops_per_second)
+    peak = peak_flops(device, torch.bfloat16 if in_16_bits else torch.float32)
+    units, source = costs_of(cfg, hf, spec, None, world, facts.sizes["dp_shard"], peak.flops_per_second)
     if source == COUNTED:
         source += f" at {peak.flops_per_second / 1e12:.3g} TFLOP/s ({peak.source})"
-    data_size = sizes["dp_replicate"] * sizes["dp_shard"]
-    num_microbatches = cfg.training.global_batch_size // (data_size * cfg.training.micro_batch_size)
-    chosen = choose_split(cfg, units, num_microbatches)
+    chosen = choose_split(cfg, units, pipeline.num_microbatches)
 
     def other(name: Any) -> Split:
         parallel = replace(cfg.parallel, split=name, memory_limit_gib=None)
-        return choose_split(replace(cfg, parallel=parallel), units, num_microbatches)
+        return choose_split(replace(cfg, parallel=parallel), units, pipeline.num_microbatches)
 
-    pipeline = Pipeline(cfg.parallel.schedule, cfg.parallel.pp, num_microbatches, cfg.parallel.num_virtual)
     others = {name: other(name) for name in ("uniform", "parameters") if name != cfg.parallel.split}
     return Plan(cfg, spec, pipeline, units, source, chosen, others)
 

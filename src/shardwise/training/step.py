@@ -12,6 +12,7 @@ from shardwise.interfaces import Batch, Mesh, ParallelModel
 from shardwise.parallel.reduce import DATA_AXES, sum_over
 from shardwise.training.build import Job
 from shardwise.training.gradients import clip_by_global_norm
+from shardwise.training.not_finite import NotFinite, look_through
 
 LOSS_AXES = ("pp", *DATA_AXES, "cp")
 """Ranks along these hold disjoint parts of the summed loss (pipeline stages before the last one hold 0)."""
@@ -59,7 +60,7 @@ def training_step(job: Job, microbatches: Sequence[Batch], mesh: Mesh, max_grad_
     finite = bool(torch.isfinite(norm))
     result = StepResult(loss.item(), norm.item(), tokens, skipped=not finite)
     if not (torch.isfinite(loss) and job.loss_scale.update(finite)):
-        raise NonFiniteLossError(result)
+        raise NonFiniteLossError(result, look_through(job.pm, job.optimizer))
     if finite:
         job.optimizer.step()
     with warnings.catch_warnings():
@@ -72,5 +73,6 @@ def training_step(job: Job, microbatches: Sequence[Batch], mesh: Mesh, max_grad_
 class NonFiniteLossError(ArithmeticError):
     """The loss or the gradient norm of a step is NaN or infinite; equal on every rank, so all stop together."""
 
-    def __init__(self, result: StepResult) -> None:
+    def __init__(self, result: StepResult, found: NotFinite) -> None:
         super().__init__(f"loss {result.loss}, gradient norm {result.grad_norm}")
+        self.found = found  # on this rank

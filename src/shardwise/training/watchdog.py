@@ -12,6 +12,7 @@ import faulthandler
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import TextIO
 
 GRACE_SECONDS = 5.0
 """How much later a process ends whose Python threads do not run any more."""
+TELL_SECONDS = 120.0
+"""How long `at_timeout` may take, on a busy machine and slow disks, before the process ends all the same."""
 
 
 @dataclass
@@ -71,9 +74,9 @@ def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Gener
     """End this process with exit code 1 once a watched thread, as this one is, has been without `beat` for `seconds`.
 
     Before that the stacks of all its threads are written to `stacks`, and `at_timeout` is called. It is done by a
-    thread; where a call into C keeps all Python threads from running, the interpreter's own watchdog, which needs
-    none, writes the stacks and ends the process. A process that is stopped (SIGSTOP) can do neither:
-    the others name it by its missing stack.
+    thread; where a call into C keeps all Python threads from running, or `at_timeout` does not end, the interpreter's
+    own watchdog, which needs none, writes the stacks and ends the process. A process that is stopped (SIGSTOP) can do
+    neither: the others name it by its missing stack.
     """
     over = threading.Event()
 
@@ -95,9 +98,13 @@ def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Gener
             if oldest() != armed:
                 armed = arm(file)
             if time.monotonic() > armed + seconds:
+                faulthandler.dump_traceback_later(TELL_SECONDS, exit=True, file=file)
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.flush()
-                at_timeout()
+                try:
+                    at_timeout()
+                except BaseException:  # such as a folder that is gone; the end comes all the same
+                    traceback.print_exc()
                 os._exit(1)
 
     with watched(), stacks.open("w", encoding="utf-8") as file:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,8 @@ class World:
     rank: int
     size: int
     local_rank: int  # index of its GPU among those it sees
-    init_method: str | None  # where the processes meet; None: there is only this one
+    init_method: str | None  # where the processes meet; None: all are on this machine
+    store: str | None = None  # the file in which those of one machine meet; None: there is only this one
 
     @property
     def where(self) -> str:
@@ -31,6 +33,40 @@ class World:
 
 
 ALONE = World(rank=0, size=1, local_rank=0, init_method=None)
+
+
+SOCKET_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""The environment variables that name the network interface on which gloo and NCCL listen."""
+
+
+def loopback() -> str:
+    """The network interface that only processes of this machine reach. Raises UserError where it is down."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    raise UserError(
+        "no network interface has the address 127.0.0.1; bring the loopback interface up, or name another one in "
+        f"{' and '.join(SOCKET_INTERFACES)}"
+    )
+
+
+@contextlib.contextmanager
+def on_loopback(world: World) -> Generator[None]:
+    """Let gloo and NCCL listen where only this machine reaches them, if all processes are here.
+
+    They listen on any address of the host's otherwise, and take whoever connects for a peer. A user who has named an
+    interface is obeyed.
+    """
+    names = [name for name in SOCKET_INTERFACES if name not in os.environ and world.init_method is None]
+    if names:
+        os.environ.update(dict.fromkeys(names, loopback()))
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
 
 
 def find_world(env: Mapping[str, str]) -> World | None:

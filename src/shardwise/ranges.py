@@ -1,0 +1,57 @@
+"""Ranges of the numbers in a run file, and how an error shows a value that is none of them."""
+
+from __future__ import annotations
+
+import reprlib
+
+RANGES = {
+    "model.router_aux_loss_coef": (0, 1_000_000),
+    "lora.r": (1, 65_536),
+    "lora.alpha": (-1_000_000, 1_000_000),
+    "data.sequence_length": (1, 16_777_216),
+    "data.workers": (0, 1_024),
+    "parallel.dp_replicate": (1, 1_000_000),
+    "parallel.tp": (1, 1_000_000),
+    "parallel.pp": (1, 1_000_000),
+    "parallel.virtual_stages": (1, 10_000),
+    "optimizer.lr": (0, 1_000_000),
+    "optimizer.eps": (0, 1_000_000),
+    "optimizer.weight_decay": (0, 1_000_000),
+    "optimizer.warmup_steps": (0, 1_000_000_000),
+    "training.steps": (1, 1_000_000_000),
+    "training.global_batch_size": (1, 1_000_000),
+    "training.micro_batch_size": (1, 1_000_000),
+    "training.seed": (-9_223_372_036_854_775_808, 9_223_372_036_854_775_807),
+    "training.eval_every": (0, 1_000_000_000),
+    "training.eval_batches": (0, 1_000_000_000),
+    "training.save_every": (0, 1_000_000_000),
+    "training.keep_last": (1, 1_000_000_000),
+    "training.max_restarts": (0, 1_000_000),
+    "training.timeout_seconds": (0.001, 1_000_000),
+    "measure.warmup_steps": (0, 1_000_000_000),
+}
+"""Smallest and largest value of each key that is a number. No real run reaches the largest ones: beyond them lies what
+was mistyped, and what would take memory or time without end before anything is said."""
+
+MOST_TOKENS = 1_000_000_000
+"""The same of the tokens in an optimizer step."""
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 100
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: its repr, cut where it is long, nested or endless."""
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # Python writes no numbers of more than some thousand digits
+        return "a number of thousands of digits"
+
+
+def missed_bound(value: float | None, least: float, most: float) -> str:
+    """Return which bound a value misses, as in "at most 8"; nothing where it misses none, or is left out."""
+    if value is None or least <= value <= most:
+        return ""
+    if value > most:
+        return f"at most {most:,}"
+    return f"at least {least:,}" if value < least else "a number"  # NaN is neither
