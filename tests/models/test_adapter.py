@@ -129,6 +129,18 @@ def test_the_saved_config_names_places_in_a_layer(written: dict[Path, torch.Tens
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 7.0, "base")
 
 
+def test_the_saved_config_has_one_order(tmp_path: Path) -> None:
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    for name, lora in (("one", Lora(r=3, targets=targets)), ("other", Lora(r=3, targets=targets[::-1]))):
+        model, _ = with_adapters(tiny("tiny-llama"), lora)
+        save_adapter(model, lora, trained(model), tmp_path / name, "base")
+    one, other = ((tmp_path / name / "adapter_config.json").read_text() for name in ("one", "other"))
+    assert one == other
+    written = json.loads(one)["target_modules"]
+    assert len(written) == len(targets)
+    assert written == sorted(written)  # one order of 5,040, were it the set's
+
+
 def test_merging_needs_an_adapter_that_fits(written: dict[Path, torch.Tensor], tmp_path: Path) -> None:
     llama, olmo = (
         next(folder for folder in written if folder.name.startswith(f"{name}-auto"))
@@ -138,6 +150,15 @@ def test_merging_needs_an_adapter_that_fits(written: dict[Path, torch.Tensor], t
         merge_adapter(Model(str(llama / "base")), tmp_path, tmp_path / "out")
     with pytest.raises(UserError, match="do not fit"):
         merge_adapter(Model(str(llama / "base")), olmo / "adapter", tmp_path / "out")
+
+
+def test_adapters_of_integers_are_refused(tmp_path: Path) -> None:
+    model, _ = with_adapters(tiny("tiny-llama"), Lora(r=3))
+    save_adapter(model, Lora(r=3), trained(model), tmp_path, "base")
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(UserError, match="is int8, which are no plain weights"):
+        merge_adapter(tiny("tiny-llama"), tmp_path, tmp_path / "out")
 
 
 def test_merging_into_random_weights_takes_the_seed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_lo
 from shardwise.config import Data, Lora, Model, RunConfig, Training, UserError
 from shardwise.interfaces import IGNORED, Batch
 from shardwise.models import load
-from shardwise.models.causal_lm import CausalLM, RouterLoss, loss_of_run
+from shardwise.models.causal_lm import CausalLM, RouterLoss, check, loss_of_run
 from shardwise.models.families import FAMILIES, Family, family_of, spec_of
 from tests.models.tiny import CONFIGS, with_adapters
 from tests.parity.harness import Cell, run_config
@@ -94,8 +94,12 @@ def test_router_loss_of_one_row_and_layer_is_the_familys_own(family):
 
 
 def test_router_loss_where_there_is_no_router():
+    cfg = run_config(Cell("llama", "single", "full"))
+    cfg = replace(cfg, model=replace(cfg.model, router_aux_loss_coef=0.5))
+    hf_config = load.read_config(cfg.model)
+    hf = load.build_meta(cfg.model, hf_config)
     with pytest.raises(UserError, match=r"router_aux_loss_coef is 0.5, but llama has no router"):
-        model("llama", coefficient=0.5)
+        check(hf, spec_of(hf_config, hf), family_of(hf), cfg)
 
 
 def test_gradients_are_those_of_transformers_own_loss():
@@ -118,7 +122,7 @@ def test_attention_dropout_is_refused(family, key):
     setattr(hf_config, key, 0.1)
     hf = load.build_meta(cfg.model, hf_config)
     with pytest.raises(UserError, match=rf"{key} is 0.1 .* set it to 0.0"):
-        CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg)
+        check(hf, spec_of(hf_config, hf), family_of(hf), cfg)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

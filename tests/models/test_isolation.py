@@ -19,7 +19,7 @@ from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dropout import DropoutState, SlotDropout
 from shardwise.models.families import FAMILIES, family_of, spec_of
-from shardwise.models.isolation import TOKENWISE, documents_of, isolate
+from shardwise.models.isolation import TOKENWISE, check, documents_of, isolate
 from shardwise.parallel.activation_checkpoint import recompute
 from tests.models.tiny import relative_error, with_adapters
 from tests.parity.harness import Cell, run_config
@@ -256,9 +256,9 @@ def test_a_layer_kind_without_proof_is_refused():
     lm = model("qwen3_5_text", "concat")
     family = replace(FAMILIES["qwen3_5_text"], token_mixers={"full_attention": ("self_attn",)})
     with pytest.raises(UserError, match=r"qwen3_5_text's layers \(gated_delta_net\) .* use concat or none"):
-        isolate(lm.hf, lm.spec, family, lm.dropout)
+        check(lm.spec, family)
 
 
 def test_positions_added_before_the_first_layer_are_refused():
     with pytest.raises(UserError, match=r"isolated: gpt2 adds positions before its first layer"):
-        model("gpt2")
+        check(model("gpt2", "concat").spec, FAMILIES["gpt2"])

@@ -54,6 +54,46 @@ def test_a_broken_config_is_the_users_mistake(tmp_path: Path, text: str) -> None
         read_config(Model(str(tmp_path)))
 
 
+LLAMA = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000 .* from 1 to 2,048"),
+        ({"hidden_size": -64}, "hidden_size is -64"),
+        ({"intermediate_size": -1}, "intermediate_size is -1"),
+        ({"vocab_size": 10**15}, "vocab_size is 1000000000000000 "),
+        ({"head_dim": 10**13}, "head_dim is"),
+        ({"hidden_size": 2**20, "intermediate_size": 2**24}, r"the model has [\d,]+ parameters, more than"),
+        ({"hidden_size": 2**24, "intermediate_size": 2**24, "head_dim": 2**24}, "cannot build|parameters"),
+        ({"rope_parameters": {"rope_type": "magic"}}, "rope_type is 'magic'.*yarn"),
+        ({"rope_scaling": {"type": "magic"}}, "rope_type is 'magic'"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is"),
+    ],
+    ids=str,
+)
+def test_sizes_that_no_model_has_are_refused_by_name(
+    tmp_path: Path, change: dict[str, object], named: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | change))
+    model = Model(str(tmp_path), init="random")
+    with pytest.raises(UserError, match=named):
+        build_meta(model, read_config(model))
+    assert capfd.readouterr().err == ""  # transformers adds no lines of its own
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5 + "]" * 10**5, '{"a":' * 40 + "1" + "}" * 40], ids=["far too", "too"])
+def test_a_config_that_is_nested_deep_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "more": ' + text + "}")
+    with pytest.raises(UserError, match="nested"):
+        read_config(Model(str(tmp_path)))
+
+
 def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}')
     with pytest.raises(UserError, match="quantised"):
@@ -365,6 +405,23 @@ def test_damage_to_a_sharded_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / load.INDEX).write_text("{}")
     with pytest.raises(UserError, match="not a safetensors index"):
         entries(Model(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "sub/../../x.safetensors"])
+def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / load.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    for read in (lambda: load.fingerprint(Model(str(tmp_path)), weights=True), lambda: load._files_by_key(tmp_path)):
+        with pytest.raises(UserError, match="not in its folder"):
+            read()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "float8_e4m3fn"])
+@pytest.mark.parametrize("key", ["model.layers.0.mlp.up_proj.weight", "model.layers.0.linear_attn.k_conv1d.weight"])
+def test_numbers_that_need_a_scale_are_no_weights(folder: Path, key: str, dtype: str) -> None:
+    value = load_file(folder / "model.safetensors")[key]
+    rewrite(folder, **{key.replace(".", "__"): value.to(getattr(torch, dtype))})
+    with pytest.raises(UserError, match=rf"{re.escape(key)} is {dtype}"):
+        entries(Model(str(folder)))
 
 
 def test_tied_weights_in_the_file_must_be_equal(tmp_path: Path) -> None:

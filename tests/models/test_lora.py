@@ -219,6 +219,13 @@ def test_a_name_that_adapts_nothing_is_the_users_mistake(name: str, targets: lis
         injected(name, Lora(targets=targets))
 
 
+@pytest.mark.parametrize("r", [65, 65_536])
+def test_a_rank_that_no_weight_has_is_refused(r: int) -> None:
+    built = on_meta(tiny("tiny-llama"))  # 64 features in all that lies between layers
+    with pytest.raises(UserError, match=rf"lora\.r is {r}, .* above 64"):
+        inject(built, Lora(r=r), spec_of(built.config, built))
+
+
 def test_dropout_on_experts_is_refused() -> None:
     with pytest.raises(UserError, match="routed experts have no input to drop from"):
         injected("tiny-qwen3_next", Lora(targets="all-linear", dropout=0.1))

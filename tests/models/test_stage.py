@@ -294,6 +294,16 @@ def test_hidden_states_that_change_their_dtype_are_refused():
         cut(cfg)
 
 
+def test_hidden_states_in_a_view_with_gaps_are_sent_without(monkeypatch: pytest.MonkeyPatch):
+    with_gaps = torch.arange(12.0).reshape(2, 3, 2).transpose(0, 1)
+    monkeypatch.setattr(CausalLM, "hidden_of", lambda self, batch, inputs: with_gaps)
+    first, *_ = cut(config("llama"))
+    hidden = first.hidden_of(batches(config("llama"))[0], {})
+    assert torch.equal(hidden, with_gaps)
+    assert hidden.is_contiguous()
+    assert not hidden._is_view()
+
+
 def test_a_family_that_is_not_known_is_refused():
     with pytest.raises(UserError, match=r"parallel.pp: nonesuch is not a family that shardwise knows"):
         check_cut(Family("nonesuch"))

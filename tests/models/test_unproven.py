@@ -50,6 +50,15 @@ def _inside(model: PreTrainedModel) -> set[str]:
     return {name for layer in layers for name, _ in model.get_submodule(layer).named_parameters()}
 
 
+@pytest.mark.parametrize("saved", ["norm", "embed_tokens", "lm_head", "mlp"])
+def test_modules_that_peft_wraps_are_found_as_without_it(model: Model, saved: str) -> None:
+    plain = inspect_family(on_meta(model))
+    if saved in ("embed_tokens", "lm_head") and on_meta(model).all_tied_weights_keys:
+        return  # refused: test_lora.py
+    adapted, _ = with_adapters(model, Lora(r=4, targets=["q_proj"], modules_to_save=[saved]))
+    assert inspect_family(adapted) == plain
+
+
 def test_checkpoints_that_could_not_be_written_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     split = WeightConverter(["qkv"], ["q", "k", "v"], operations=[Chunk(dim=0)])
     monkeypatch.setattr(unproven, "get_model_conversion_mapping", lambda *args, **kwargs: [split])

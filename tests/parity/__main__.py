@@ -7,7 +7,6 @@ code is not run again; one that was run on other code keeps its row until its tu
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from shardwise.metrics.hardware import environment
 from tests.distributed import run_ranks
 from tests.parity.cells import ALL
 from tests.parity.harness import TOLERANCE, Cell, Outcome, compare, control, run_cell, tolerance, verdict
+from tests.parity.references import fingerprint
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,16 +74,6 @@ def run(cell: Cell, references: dict[Cell, Outcome]) -> dict[str, Any]:
         return {**row, "status": "failed", "reason": str(error).strip().splitlines()[-1], "errors": {}}
     wrong = verdict(errors, most)
     return {**row, "status": "wrong" if wrong else "ok", "reason": "; ".join(wrong), "errors": errors}
-
-
-def fingerprint() -> str:
-    """A hash of everything that a cell's outcome depends on but the library versions."""
-    digest = hashlib.sha256()
-    for folder in ("src", "tests/parity", "configs/models"):
-        for file in sorted((ROOT / folder).rglob("*")):
-            if file.suffix in (".py", ".json") and not {"benchmark", "report"} & set(file.parts):
-                digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def previous(path: Path) -> dict[str, dict[str, Any]]:

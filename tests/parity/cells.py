@@ -123,3 +123,7 @@ def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:
 
 
 FAST = _covering(_FIXED)
+
+_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp", "tp", "tp-sp", "pp")
+QUICK = tuple(min((c for c in FAST if c.layout == name), key=lambda c: (c.nproc, c.variant)) for name in _STRATEGIES)
+"""One cell of each strategy alone, for `make test-quick`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -213,13 +213,17 @@ def _targets(cell: Cell) -> Any:
     return "all-linear" if cell.variant == "experts" else "auto"
 
 
-def microbatches(cfg: RunConfig, mesh: Mesh, step: int) -> list[Batch]:
-    """This rank's rows of step `step`: row j is a function of (j, step), and has 24, 5, 14, 23, ... tokens."""
+Row = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""(slot, step) -> tokens, labels and documents of a row, each [T]."""
+
+
+def microbatches(cfg: RunConfig, mesh: Mesh, step: int, row: Row | None = None) -> list[Batch]:
+    """This rank's rows of step `step`; without `row` those of the matrix, which have 24, 5, 14, 23, ... targets."""
     size = cfg.training.micro_batch_size
     slots = list(mesh.slots(cfg.training.global_batch_size))
     batches = []
     for start in range(0, len(slots), size):
-        rows = [_row(slot, step) for slot in slots[start : start + size]]
+        rows = [(row or _row)(slot, step) for slot in slots[start : start + size]]
         ids, labels, owners = (torch.stack(part) for part in zip(*rows))
         batches.append(Batch(ids, labels, owners, tuple(slots[start : start + size]), step))
     return batches
@@ -263,13 +267,18 @@ def _drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def run_cell(cell: Cell) -> Outcome:
     """What this rank sees of a cell (equal on every rank); the process group must be up."""
     cfg = run_config(cell)
+    return run(cfg, lambda mesh, step: microbatches(cfg, mesh, step), OVERFLOWING_SCALE * (cell.variant == "float16"))
+
+
+def run(cfg: RunConfig, batches_of: Callable[[Mesh, int], list[Batch]], loss_scale: float = 0.0) -> Outcome:
+    """What this rank sees of a run on these micro-batches of each step; `loss_scale`: the first, 0 for its own."""
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh, start(cfg))
-    if cell.variant == "float16":
-        job.loss_scale.scale = OVERFLOWING_SCALE
+    if loss_scale:
+        job.loss_scale.scale = loss_scale
     losses, norms, grads = [], [], {}
     # The first step's gradients are looked at once; then all steps are done as a run does them.
-    forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
+    forward_backward(job.pm, batches_of(mesh, 1), mesh)
     # Whole parameters without their optimizer's shards, frozen ones too: what else has got a gradient.
     named = [*job.pm.named_parameters(), *(pair for g in job.optimizer.param_groups for pair in _pairs(g))]
     for name, parameter in named:
@@ -277,10 +286,10 @@ def run_cell(cell: Cell) -> Outcome:
             grads[name] = full_tensor(job.pm.to_portable(name, parameter.grad)).clone()
             parameter.grad = None
     for step in range(1, cfg.training.steps + 1):
-        result = training_step(job, microbatches(cfg, mesh, step), mesh, cfg.optimizer.max_grad_norm)
+        result = training_step(job, batches_of(mesh, step), mesh, cfg.optimizer.max_grad_norm)
         losses.append(result.loss)
         norms.append(math.inf if result.skipped else result.grad_norm)  # inf on one rank may be NaN on another
-    eval_loss = evaluate(job.pm, [microbatches(cfg, mesh, step) for step in (7, 8)], mesh, cfg.training.steps).loss
+    eval_loss = evaluate(job.pm, [batches_of(mesh, step) for step in (7, 8)], mesh, cfg.training.steps).loss
     with tempfile.TemporaryDirectory() as folder:
         written = save_result(job, cfg, mesh, Path(folder))
         saved = {} if written is None else _read_safetensors(written)
@@ -310,10 +319,18 @@ def compare(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, float]
         assert grad.abs().max() > 0, f"the gradient of {name} is zero and proves nothing"
     assert min(reference.norms) > MAX_NORM, "clipping did not act"
     assert reference.norms[-1] < math.inf, "no step was done"
-    losses, norms = [*reference.losses, reference.eval_loss], reference.norms
+    return {kind: _largest(errors.values()) for kind, errors in differences(outcomes, reference).items()}
+
+
+def differences(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, dict[str, float]]:
+    """By kind of number (as in TOLERANCE) and by name: the largest relative error of all ranks.
+
+    It is infinite for a tensor that no rank has, or that only the ranks have.
+    """
+    losses = [[*outcome.losses, outcome.eval_loss] for outcome in (*outcomes, reference)]
     return {
-        "loss": _largest(e for rank in outcomes for e in map(_relative, [*rank.losses, rank.eval_loss], losses)),
-        "norm": _largest(e for rank in outcomes for e in map(_relative, rank.norms, norms)),
+        "loss": _by_step(losses[:-1], losses[-1]),
+        "norm": _by_step([rank.norms for rank in outcomes], reference.norms),
         "grad": _worst([rank.grads for rank in outcomes], reference.grads),
         "param": _worst([rank.params for rank in outcomes], reference.params),
         "saved": _worst([rank.saved for rank in outcomes], reference.saved),
@@ -343,11 +360,21 @@ def _relative(value: float, reference: float) -> float:
     return 0.0 if value == reference else abs(value - reference) / abs(reference)  # equal infinities differ by NaN
 
 
-def _worst(by_rank: Sequence[dict[str, torch.Tensor]], reference: dict[str, torch.Tensor]) -> float:
-    if set().union(*by_rank) != reference.keys():
-        return math.inf
-    held = [(tensor, reference[name]) for tensors in by_rank for name, tensor in tensors.items()]
-    return _largest(((t - r).abs().max() / r.abs().max().clamp(min=1e-30)).item() for t, r in held)
+def _by_step(by_rank: Sequence[list[float]], reference: list[float]) -> dict[str, float]:
+    """The evaluation's loss is that of the step after the last."""
+    return {
+        f"step {i + 1}": _largest(_relative(rank[i], value) for rank in by_rank) for i, value in enumerate(reference)
+    }
+
+
+def _worst(by_rank: Sequence[dict[str, torch.Tensor]], reference: dict[str, torch.Tensor]) -> dict[str, float]:
+    errors = dict.fromkeys(reference.keys() ^ set().union(*by_rank), math.inf)
+    for name, whole in reference.items():
+        pieces = [tensors[name] for tensors in by_rank if name in tensors]
+        if pieces:
+            least = whole.abs().max().clamp(min=1e-30)
+            errors[name] = _largest(((piece - whole).abs().max() / least).item() for piece in pieces)
+    return errors
 
 
 def _largest(values: Iterable[float]) -> float:

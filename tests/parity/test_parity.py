@@ -5,44 +5,66 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.parallel.compose import COMPATIBLE, WITH_TENSOR, proofs
 from shardwise.parallel.compose import LAYOUTS as PROVEN
 from shardwise.schedule.orders import ORDERS
+from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks
-from tests.parity.cells import ALL, FAST, LAYOUTS, pairs
+from tests.parity.cells import ALL, FAST, LAYOUTS, QUICK, pairs
 from tests.parity.harness import FAMILIES, TOLERANCE, Cell, Outcome, compare, control, run_cell, tolerance, verdict
+from tests.parity.references import reference
 
 ROOT = Path(__file__).parents[2]
+TOGETHER = 4
+"""Cells of one layout that the same processes run, one after another: their first step takes longest."""
+
+
+def groups() -> list[list[Cell]]:
+    """The cells of `make test`, as they share processes: those of 8 by layout, one that compiles alone."""
+    by_layout: dict[tuple[str, int, bool], list[Cell]] = {}
+    for cell in FAST:
+        by_layout.setdefault((cell.layout.removesuffix("-sp"), cell.nproc, cell.variant == "compile"), []).append(cell)
+    return [cells[i : i + TOGETHER] for cells in by_layout.values() for i in range(0, len(cells), TOGETHER)]
+
+
+GROUPS = {cell: tuple(group) for group in groups() for cell in group}
 
 
 @cache
-def reference(cell: Cell) -> Outcome:
-    (outcome,) = run_ranks(1, run_cell, cell)
-    return outcome
-
-
-def together(cell: Cell) -> tuple[str, int]:
-    """What cells have in common that the same processes run where they are 8: their first step takes longest."""
-    return (cell.layout.removesuffix("-sp"), cell.nproc) if cell.nproc == 8 else (cell.id, cell.nproc)
-
-
-@cache
-def outcomes_together(group: tuple[str, int]) -> dict[Cell, tuple[Outcome, ...]]:
+def outcomes_together(group: tuple[Cell, ...]) -> dict[Cell, tuple[Outcome, ...]]:
     """By cell of a group: what each rank saw."""
-    cells = [cell for cell in FAST if together(cell) == group]
-    return dict(zip(cells, zip(*run_ranks(group[-1], run_each, cells)), strict=True))
+    return dict(zip(group, zip(*run_ranks(group[0].nproc, run_each, group)), strict=True))
 
 
-def run_each(cells: list[Cell]) -> list[Outcome]:
-    return [run_cell(cell) for cell in cells]
+def run_each(cells: tuple[Cell, ...]) -> list[Outcome]:
+    outcomes = []
+    for cell in cells:
+        try:
+            outcomes.append(run_cell(cell))
+        except Exception as error:
+            error.add_note(f"in {cell.id}, which runs in the processes of {[cell.id for cell in cells]}")
+            raise
+    return outcomes
 
 
-@pytest.mark.parametrize("cell", FAST, ids=lambda cell: cell.id)
-def test_equals_one_process(cell: Cell):
-    outcomes = outcomes_together(together(cell))[cell]
+def params() -> list[Any]:
+    return [pytest.param(cell, id=cell.id, marks=[pytest.mark.quick] * (cell in QUICK)) for cell in FAST]
+
+
+@pytest.fixture(scope="module")
+def selected(request: pytest.FixtureRequest) -> set[Cell]:
+    """The cells whose tests are to run: others of their groups need not."""
+    here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    return {item.callspec.params["cell"] for item in here if item.originalname == "test_equals_one_process"}
+
+
+@pytest.mark.parametrize("cell", params())
+def test_equals_one_process(cell: Cell, selected: set[Cell]):
+    outcomes = outcomes_together(tuple(other for other in GROUPS[cell] if other in selected))[cell]
     expected = reference(cell.reference())
     errors = compare(outcomes, expected)
     float32 = control(cell)
@@ -65,6 +87,7 @@ def test_fast_subset_covers_every_pair_and_is_part_of_the_matrix():
     assert len({pair for cell in ALL for pair in pairs(cell)}) == without + pipelines + tensors
     assert {cell.variant for cell in FAST} == {cell.variant for cell in ALL}
     assert set(FAST) <= set(ALL)
+    assert len({(cell.family, cell.layout) for cell in FAST}) >= 88  # so many there were, and fewer there may not be
     assert len({cell.id for cell in ALL}) == len(ALL)
 
 

@@ -47,11 +47,11 @@ def loss_counted_on_two_stages():
 def a_layer_in_two_stages():
     cut = build.stages
 
-    def overlapping(hf, spec, boundaries, chunks, cfg):
+    def overlapping(hf, spec, boundaries, chunks, *others):
         (chunk,) = chunks
         if chunk == 0:
             boundaries = [boundaries[0], *(edge + 1 for edge in boundaries[1:-1]), boundaries[-1]]
-        return cut(hf, spec, boundaries, chunks, cfg)
+        return cut(hf, spec, boundaries, chunks, *others)
 
     build.stages = overlapping
 

@@ -22,7 +22,7 @@ from shardwise.training import build, export, gradients, step
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
 from tests.parity.harness import Cell, Outcome, compare, run_cell, verdict
-from tests.parity.test_parity import reference
+from tests.parity.references import reference
 
 
 def missing_world_size_factor():

@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.families import Family, family_of
-from shardwise.models.load import load_whole, read_config
+from shardwise.models.load import load_whole, plain_entries, read_config
 from shardwise.models.lora import adapter_layers, peft_config
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
-from shardwise.models.save import save_model
+from shardwise.models.save import save_for_generation, save_model
 
 
 def save_adapter(
@@ -60,14 +60,25 @@ def save_adapter(
     )
     config.base_model_name_or_path = base_name
     config.inference_mode = True
+    for key, value in vars(config).items():
+        if isinstance(value, set):  # PEFT writes a set in an order that differs from process to process
+            setattr(config, key, sorted(value))
     folder = Path(folder)
     config.save_pretrained(str(folder))
     tensors = {_file_key(name): tensor.contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
-def merge_adapter(base: Model, adapter_folder: str | Path, out_folder: str | Path, seed: int = 0) -> None:
+def merge_adapter(
+    base: Model,
+    adapter_folder: str | Path,
+    out_folder: str | Path,
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
     """Write the model with the adapters added into its weights (W + scale * BA), for `transformers` alone to load.
+
+    Beside it stand the `tokenizer` and the base's generation config.
 
     `seed` is for a base with `init: random`. The whole model is in memory. UserError if the folder holds no adapters or
     those of another model.
@@ -85,6 +96,7 @@ def merge_adapter(base: Model, adapter_folder: str | Path, out_folder: str | Pat
     config = read_config(base)
     if config.dtype in (torch.float32, torch.bfloat16):  # the merged model is stored as its base is
         base = dataclasses.replace(base, dtype=str(config.dtype).removeprefix("torch."))
+    found = plain_entries(folder / SAFETENSORS_WEIGHTS_NAME)
     model = load_whole(base, config, seed)
     family_of(model)
     try:
@@ -94,8 +106,6 @@ def merge_adapter(base: Model, adapter_folder: str | Path, out_folder: str | Pat
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"{folder}: these adapters do not fit {base.path} ({str(error)[:200]})") from None
-    with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
-        found = set(file.keys())
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     if found != wanted:
         raise UserError(
@@ -105,6 +115,7 @@ def merge_adapter(base: Model, adapter_folder: str | Path, out_folder: str | Pat
     merged = adapted.merge_and_unload()
     state = {name: tensor for name, tensor in merged.state_dict().items() if name not in merged.all_tied_weights_keys}
     save_model(merged, state.items(), out_folder)
+    save_for_generation(out_folder, tokenizer, base.path)
 
 
 def _short(paths: list[str], everything: Iterable[str], family: Family) -> list[str]:

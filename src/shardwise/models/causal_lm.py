@@ -13,9 +13,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shardwise.config import RunConfig, UserError, require
 from shardwise.interfaces import IGNORED, Batch, Part
 from shardwise.kernels.linear_cross_entropy import Kernel, kernel_of, linear_cross_entropy
+from shardwise.models import isolation
 from shardwise.models.attention import use_kernel
 from shardwise.models.dropout import DropoutState, replace_dropouts
+from shardwise.models.experts import choose_product
 from shardwise.models.families import FAMILIES, Family
+from shardwise.models.forget_gate import use_finite_gates
 from shardwise.models.isolation import isolate, with_documents
 from shardwise.models.router_loss import RouterLoss
 from shardwise.models.spec import ModelSpec
@@ -44,29 +47,46 @@ def loss_of_run(cfg: RunConfig, family: Family, device: torch.device) -> str:
     return "triton" if kernel_of(KERNELS[asked], device) == "triton" else "chunked"
 
 
+def check(hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig) -> None:
+    """Refuse a whole model whose masks, documents or router loss would not be what the run asks for."""
+    # Drawn inside the fused attention from torch's global generator: no seed of ours reaches it. What a family that
+    # is not listed calls dropout may be such a function too, rather than a module.
+    keys = _ATTENTION_DROPOUTS if family.model_type in FAMILIES else [k for k in hf.config.to_dict() if "drop" in k]
+    for key in keys:
+        if getattr(hf.config, key, 0):
+            raise UserError(
+                f"{key} is {getattr(hf.config, key)} in the model's config.json; set it to 0.0: "
+                "its masks would differ between layouts and between runs"
+            )
+    if cfg.data.packing == "isolated":
+        isolation.check(spec, family)
+    coefficient = cfg.model.router_aux_loss_coef
+    if coefficient and not _routers(hf, family):
+        raise UserError(
+            f"model.router_aux_loss_coef is {coefficient}, but {family.model_type} has no router that takes a "
+            "load-balancing loss here; leave it at 0"
+        )
+
+
 class CausalLM(Part):
-    """Batch in, loss out: embedding and head are never used outside (fsdp, pipelines)."""
+    """Batch in, loss out, of a model that has passed `check`.
+
+    Embedding and head are never used outside (fsdp, pipelines).
+    """
 
     def __init__(
         self, hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig, whole: PreTrainedModel | None = None
     ) -> None:
         """`whole`: the model that `hf` is a stage of."""
         super().__init__()
-        # Drawn inside the fused attention from torch's global generator: no seed of ours reaches it. What a family that
-        # is not listed calls dropout may be such a function too, rather than a module.
-        keys = _ATTENTION_DROPOUTS if family.model_type in FAMILIES else [k for k in hf.config.to_dict() if "drop" in k]
-        for key in keys:
-            if getattr(hf.config, key, 0):
-                raise UserError(
-                    f"{key} is {getattr(hf.config, key)} in the model's config.json; set it to 0.0: "
-                    "its masks would differ between layouts and between runs"
-                )
         self.hf = hf
         self.spec = spec
         self.autocast_dtype = autocast_dtype(cfg.training.precision)
         self.dropout = DropoutState(cfg.training.seed)
         replace_dropouts(hf, self.dropout)
         use_kernel(hf, spec, cfg.model.sdpa_backend)
+        choose_product(hf, spec, family, cfg)
+        use_finite_gates(hf)
         self.isolated = cfg.data.packing == "isolated"
         if self.isolated:
             isolate(hf, spec, family, self.dropout)
@@ -162,13 +182,7 @@ def _scale_and_softcap(config: PretrainedConfig, family: Family) -> tuple[float,
 def _router_loss(hf: PreTrainedModel, whole: PreTrainedModel, family: Family, coefficient: float) -> RouterLoss | None:
     if coefficient == 0.0:
         return None
-    num_layers = len(_routers(whole, family))
-    if num_layers == 0:
-        raise UserError(
-            f"model.router_aux_loss_coef is {coefficient}, but {hf.config.model_type} has no router that takes a "
-            "load-balancing loss here; leave it at 0"
-        )
-    return RouterLoss(_routers(hf, family), coefficient, num_layers)
+    return RouterLoss(_routers(hf, family), coefficient, num_layers=len(_routers(whole, family)))
 
 
 def _routers(hf: PreTrainedModel, family: Family) -> list[nn.Module]:

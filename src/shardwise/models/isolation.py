@@ -83,12 +83,8 @@ def documents_of(document_ids: torch.Tensor) -> Documents | None:
     return Documents(places.to(document_ids.device, non_blocking=True), tuple(shapes))
 
 
-def isolate(hf: PreTrainedModel, spec: ModelSpec, family: Family, state: DropoutState) -> None:
-    """Wrap the forward of every mixer of `hf`; UserError if the family is not proven with it.
-
-    A forward is replaced rather than a module wrapped, so that names stay and LoRA, checkpointing and sharding see
-    what they always see. `state.batch` must be one `with_documents`.
-    """
+def check(spec: ModelSpec, family: Family) -> None:
+    """UserError if no test shows that the mixers of a model of this family can be isolated."""
     if family.positions is not None:
         raise UserError(
             f"data.packing isolated: {family.model_type} adds positions before its first layer, where they run on from "
@@ -100,6 +96,14 @@ def isolate(hf: PreTrainedModel, spec: ModelSpec, family: Family, state: Dropout
             f"data.packing isolated: no test shows that {family.model_type}'s layers ({', '.join(sorted(unproven))}) "
             "keep documents apart; use concat or none"
         )
+
+
+def isolate(hf: PreTrainedModel, spec: ModelSpec, family: Family, state: DropoutState) -> None:
+    """Wrap the forward of every mixer of `hf`, of a model that has passed `check`.
+
+    A forward is replaced rather than a module wrapped, so that names stay and LoRA, checkpointing and sharding see
+    what they always see. `state.batch` must be one `with_documents`.
+    """
     for layer in spec.layers:
         if layer.kind not in TOKENWISE:
             for name in family.token_mixers[layer.kind]:

@@ -6,12 +6,11 @@ import copy
 import functools
 import hashlib
 import json
-import logging
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -26,10 +25,15 @@ from transformers.initialization import no_init_weights
 from transformers.utils import cached_file
 
 from shardwise.config import Model, UserError
+from shardwise.models.hub import ask_hub
 from shardwise.models.initialise import initialise_buffers, random_weights
 from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.notices import quiet_notices
+from shardwise.models.sizes import check_parameters, check_read, check_written
 
 INDEX = "model.safetensors.index.json"
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes whose numbers are the weights themselves; integers and float8 stand for them only with scales."""
 
 
 def read_config(model: Model) -> PretrainedConfig:
@@ -42,9 +46,18 @@ def read_config(model: Model) -> PretrainedConfig:
         raise UserError(f"{folder}: no config.json here; model.path is a folder with one, or a hub id")
     if not folder.is_dir() and (folder.is_absolute() or model.path.startswith(".") or model.path.count("/") > 1):
         raise UserError(f"{folder}: no such folder; model.path is a folder with a config.json, or a hub id")
+    ask_hub(model.path, "config.json")
+    if model.tokenizer is not None:  # read by others, who would find out later
+        ask_hub(model.tokenizer, "tokenizer_config.json")
+    quiet_notices()
     try:
+        check_written(model.path, PretrainedConfig.get_config_dict(model.path)[0])
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except UserError:
+        raise
+    except RecursionError:
+        raise UserError(f"{model.path}: config.json is nested too deep to be read; fetch the file again") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):
             hint = "it comes with Python code of its own; set model.trust_remote_code to true if you trust that"
             raise UserError(f"{model.path}: {hint}") from None
@@ -52,7 +65,10 @@ def read_config(model: Model) -> PretrainedConfig:
         raise UserError(f"{model.path}: {what} ({str(error)[:200]})") from None
     if getattr(config, "quantization_config", None):
         raise UserError(f"{model.path}: the weights are quantised; give a model folder with plain weights")
-    return config.get_text_config()
+    text_config = config.get_text_config()
+    if not model.trust_remote_code:
+        check_read(model.path, text_config)
+    return text_config
 
 
 def check_vocabulary(config: PretrainedConfig, vocabulary: Mapping[str, int]) -> None:
@@ -75,7 +91,7 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
     something has replaced parameters module by module (`to_empty`), `tie_weights()` ties them again. Attention is
     torch's scaled dot product; `use_cache` is off. `hf_config` is not changed.
     """
-    _quiet_fallback_notice()
+    quiet_notices()
     config = copy.deepcopy(hf_config)
     config.use_cache = False
     dtype = getattr(torch, model.dtype)
@@ -84,8 +100,9 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
             built = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
             )
-    except (ValueError, TypeError, KeyError, ArithmeticError, NotImplementedError) as error:
+    except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"{model.path}: transformers cannot build a causal model of it ({str(error)[:200]})") from None
+    check_parameters(model.path, sum(p.numel() for p in built.parameters()))
     for pattern, kept_dtype in built._get_dtype_plan(dtype).items():
         _cast(built, re.compile(pattern.replace("*", ".*")), kept_dtype)
     initialise_buffers(built)
@@ -140,7 +157,7 @@ def fill(hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def fingerprint(model: Model, weights: bool) -> dict[str, str]:
-    """A checksum by file name: of `config.json` and, with `weights`, of a sample of each safetensors file.
+    """A checksum by file name: of `config.json`, of code that may run, and with `weights` of a sample of those files.
 
     The sample is the file's size, its header, and up to 4 KiB from the middle of each tensor: some MB of a model of
     100 GB, and other weights differ everywhere. Random weights need none. UserError if the files cannot be read.
@@ -150,8 +167,9 @@ def fingerprint(model: Model, weights: bool) -> dict[str, str]:
         files = sorted(set(_files_by_key(folder).values()))
     else:
         folder, files = Path(str(cached_file(model.path, "config.json"))).parent, []
-    config = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
-    return {"config.json": config, **{str(file.relative_to(folder)): _sample(file) for file in files}}
+    whole = [folder / "config.json", *(sorted(folder.glob("*.py")) if model.trust_remote_code else ())]
+    read = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in whole}
+    return {**read, **{str(file.relative_to(folder)): _sample(file) for file in files}}
 
 
 def _sample(file: Path) -> str:
@@ -256,14 +274,18 @@ class _Reader:
         self.stack, self.files = stack, files
         self.opened: dict[Path, Any] = {}
 
-    def __call__(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def __call__(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """The tensor of a key, as it is in the file: UserError if that cannot stand for numbers of `dtype`."""
         file = self.files[key]
         try:
             if file not in self.opened:
                 self.opened[file] = self.stack.enter_context(safe_open(file, framework="pt"))
-            return self.opened[file].get_tensor(key).to(dtype=dtype)
+            tensor = self.opened[file].get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: cannot read {key} ({str(error)[:200]}); fetch the file again") from None
+        if dtype.is_floating_point:
+            _check_plain(file, key, tensor.dtype)
+        return tensor
 
 
 def _convert(
@@ -274,10 +296,10 @@ def _convert(
         (key, _), *more = source.keys
         if more:
             raise UserError(f"{path}: {key} and {more[0][0]} are both {name}; remove one of them")
-        return {name: read(key)}  # mapped from the file; a cast here would take memory for the whole of it
+        return {name: read(key, dtype)}  # mapped from the file; a cast here would take memory for the whole of it
     converter: Any = copy.deepcopy(source.converter)  # it collects what reads its tensors, so each name has its own
     for key, pattern in source.keys:
-        converter.add_tensor(name, key, pattern, functools.partial(read, key, dtype))
+        converter.add_tensor(name, key, pattern, functools.partial(_cast_to, read, key, dtype))
     try:
         converted = converter.convert(name, model=skeleton, config=skeleton.config)
     except UserError:
@@ -288,12 +310,26 @@ def _convert(
     return {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
 
 
+def _cast_to(read: _Reader, key: str, dtype: torch.dtype) -> torch.Tensor:
+    return read(key, dtype).to(dtype)
+
+
 def _check_equal(read: _Reader, one: _Source, other: _Source, name: str, tied_to: str, path: str) -> None:
-    if not torch.equal(read(one.keys[0][0]), read(other.keys[0][0])):
+    first, second = (read(source.keys[0][0], torch.float32) for source in (one, other))
+    if not torch.equal(first, second):
         raise UserError(
             f"{path}: {name} and {tied_to} differ in the files, but config.json ties them; "
             "set tie_word_embeddings to false there"
         )
+
+
+def plain_entries(file: Path) -> set[str]:
+    """The names in a safetensors file; UserError if it cannot be read, or not all entries are plain weights."""
+    names = set(_keys_in(file))
+    with safe_open(file, framework="pt") as opened:
+        for name in names:
+            _check_plain(file, name, opened.get_tensor(name).dtype)
+    return names
 
 
 def fetch(model: Model) -> None:
@@ -317,8 +353,12 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
         try:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {key: folder / name for key, name in names.items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(f"{index}: not a safetensors index; fetch the file again") from None
+        for name in names.values():
+            # By its words: in the hub's cache every file is a link to another folder.
+            if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+                raise UserError(f"{index}: names {name}, which is not in its folder; fetch the model again")
         for file in sorted(set(files.values())):
             if not file.is_file():
                 raise UserError(f"{file}: named in {INDEX} but not there; fetch the file")
@@ -339,6 +379,14 @@ def _keys_in(file: Path) -> list[str]:
         raise UserError(f"{file}: not a whole safetensors file ({str(error)[:200]}); fetch it again") from None
 
 
+def _check_plain(file: Path, key: str, dtype: torch.dtype) -> None:
+    if dtype not in PLAIN:
+        raise UserError(
+            f"{file}: {key} is {str(dtype).removeprefix('torch.')}, which are no plain weights; give the model's "
+            "weights in bfloat16, float16 or float32"
+        )
+
+
 def _cast(built: PreTrainedModel, pattern: re.Pattern[str], dtype: torch.dtype) -> None:
     for path, module in built.named_modules():
         for tensors in (module._parameters, module._buffers):
@@ -346,14 +394,3 @@ def _cast(built: PreTrainedModel, pattern: re.Pattern[str], dtype: torch.dtype) 
                 if tensor is not None and tensor.is_floating_point() and pattern.search(f"{path}.{leaf}"):
                     cast = tensor.to(dtype)
                     tensors[leaf] = nn.Parameter(cast) if isinstance(tensor, nn.Parameter) else cast
-
-
-def _quiet_fallback_notice() -> None:
-    """Drop transformers' notice that a recurrent layer runs on plain torch, where there is no GPU to do otherwise."""
-    logger = logging.getLogger("transformers.integrations.hub_kernels")
-    if not torch.cuda.is_available() and _drop_fallback_notice not in logger.filters:
-        logger.addFilter(_drop_fallback_notice)
-
-
-def _drop_fallback_notice(record: logging.LogRecord) -> bool:
-    return "falling back to its reference" not in record.getMessage()

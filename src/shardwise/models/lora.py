@@ -77,6 +77,9 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     UserError: a name that adapts nothing; dropout on experts; modules to save that are tied.
     """
     family = family_of(model)
+    full = max(min(parameter.shape[-2:]) for parameter in model.parameters() if parameter.dim() > 1)
+    if lora.r > full:
+        raise UserError(f"lora.r is {lora.r}, but no weight of this model has a rank above {full}; lower lora.r")
     candidates = _candidates(model, spec, family)
     saved = _saved_modules(model, lora, spec)
     chosen = [

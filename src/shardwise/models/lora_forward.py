@@ -44,17 +44,13 @@ Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
 def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device, precision: str = "float32") -> str:
     """Let the plain LoRA layers of a model, on any device yet, compute with a kernel that runs on `device`; its name.
 
-    Once their dropouts are `SlotDropout`s, and before a strategy wraps them. `peft`: nothing is replaced. UserError if
-    the kernel cannot run there, or not with what `training.precision` makes it multiply.
+    Once their dropouts are `SlotDropout`s, and before a strategy wraps them. `peft`: nothing is replaced. UserError as
+    `kernel_for`.
     """
-    if kernel == "peft":
+    kernel, backend = kernel_for(model, kernel, device, precision)
+    if backend is None:
         return kernel
-    kernel, backend = backend_of(kernel, device)
-    layers, dtype = _plain_layers(model), autocast_dtype(precision)
-    for layer in layers:
-        linear = _linear(layer)
-        if why := backend.refused([dtype] if dtype else [linear.weight.dtype, linear.a.dtype]):
-            raise UserError(why)
+    for layer in _plain_layers(model):
         _Shared([layer], backend)
     for parent in list(model.modules()):
         inner: list[tuple[str, Any]] = list(parent.named_modules())
@@ -63,6 +59,22 @@ def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device, prec
             shared = _Shared(together, backend)
             parent.forward = shared.within(parent.forward)
     return kernel
+
+
+def kernel_for(model: nn.Module, kernel: Kernel, device: torch.device, precision: str) -> tuple[Kernel, Backend | None]:
+    """What `kernel` comes to for the plain LoRA layers of a model, and its backend; None for `peft`, which has none.
+
+    UserError if it cannot run on `device`, or not with what `training.precision` makes it multiply.
+    """
+    if kernel == "peft":
+        return kernel, None
+    kernel, backend = backend_of(kernel, device)
+    dtype = autocast_dtype(precision)
+    for layer in _plain_layers(model):
+        linear = _linear(layer)
+        if why := backend.refused([dtype] if dtype else [linear.weight.dtype, linear.a.dtype]):
+            raise UserError(why)
+    return kernel, backend
 
 
 def check(model: nn.Module, asked: Lora) -> bool:

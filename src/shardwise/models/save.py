@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from shardwise.models.load import INDEX
 from shardwise.models.names import hf_name, is_adapter
@@ -42,6 +44,22 @@ def save_model(
     config.save_pretrained(folder)
     if hf_model.can_generate():
         hf_model.generation_config.save_pretrained(folder)
+
+
+def save_for_generation(
+    folder: str | Path, tokenizer: PreTrainedTokenizerBase | None, base_path: str | None = None
+) -> None:
+    """Write beside weights what generating with them takes: the tokenizer with its chat template, if there is one.
+
+    With `base_path`, the folder or hub id of the model that was trained, its generation config too, if it has one.
+    """
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+    if base_path is not None:
+        # As it is: transformers refuses to write some that the hub hands out.
+        given = Path(str(cached_file(base_path, "config.json"))).with_name(GENERATION_CONFIG_NAME)
+        if given.is_file():
+            shutil.copyfile(given, Path(folder) / GENERATION_CONFIG_NAME)
 
 
 def _checkpoint_entries(

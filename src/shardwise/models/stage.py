@@ -91,7 +91,7 @@ class Stage(CausalLM):
             return hidden
         assert hidden.dtype == self.carried_dtype, (hidden.dtype, self.carried_dtype)
         # Zero-bubble schedules detach a stage's output in place, which a view does not allow.
-        return hidden.clone() if hidden._is_view() else hidden.contiguous()
+        return hidden.clone(memory_format=torch.contiguous_format) if hidden._is_view() else hidden.contiguous()
 
     def _inputs(self, carried: torch.Tensor, batch: Batch) -> Inputs:
         if self.spec.first:

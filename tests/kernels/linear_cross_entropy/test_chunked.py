@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwise.kernels.linear_cross_entropy import chunked, naive
 from shardwise.metrics.memory import PeakMemory
 from tests.kernels.linear_cross_entropy.cases import IGNORED, inputs, run
+from tests.uninitialised import filled_with_nan
 
 
 @pytest.fixture
@@ -130,6 +131,18 @@ def test_float16_keeps_small_probabilities():
     chunked.linear_cross_entropy(hidden, weight, torch.tensor([7])).backward()
     expected = weight.double().mean(0) - weight[7].double()
     torch.testing.assert_close(hidden.grad[0].double(), expected, rtol=2**-10, atol=2**-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v", [37, 250, 999])
+def test_no_product_is_handed_uninitialised_memory(monkeypatch, dtype, v):
+    """Rows have padding, which oneDNN reads on a CPU with AMX: what lay there must not be a NaN."""
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 8 * v * 4)
+    tensors, labels = inputs(20, 8, v, ignored=0.0, dtype=dtype)
+    with filled_with_nan() as products:
+        run(chunked.linear_cross_entropy, tensors, labels)
+    assert products.count == 9  # three of each of three chunks
+    assert products.poisoned == []
 
 
 def products(call) -> float:

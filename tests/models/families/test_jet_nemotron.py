@@ -348,6 +348,7 @@ JET: dict[str, Any] = {"num_heads": 4, "head_dim": 12, "expand_v": 2.0}
         (["jet"], None, "layer_types has jet, but efficient_attention_config no jet with its sizes"),
         (["jet"], {"jet": {**JET, "headdim": 3}}, "jet has 'headdim'; it may have num_heads, head_dim"),
         (["jet"], {"jet": {**JET, "conv_size": 0}}, "jet has conv_size 0"),
+        (["jet"], {"jet": {**JET, "dconv_generator_reduction": 10**6}}, "dconv_generator_reduction 1000000"),
         (["jet"], {"jet": {**JET, "expand_v": 1.3}}, "whole number"),
     ],
 )

@@ -125,8 +125,7 @@ def _loss_and_gradients(
     loss_of, widens = _softmax_of(kernel, hidden.device)
     itemsize = (wide if widens else hidden.dtype).itemsize
     size = _rows_per_chunk(len(hidden), (vocabulary.most if vocabulary else len(weight)) * itemsize)
-    # Rows begin at multiples of 16 bytes at least, as the products and the kernels like them.
-    buffer = hidden.new_empty(size, -(-len(weight) // 16) * 16)[:, : len(weight)]
+    buffer = _rows(hidden, size, len(weight))
     with torch.autocast(device, enabled=False):
         for start in range(0, len(hidden), max(size, 1)):
             x, targets = hidden[start : start + size], labels[start : start + size]
@@ -210,6 +209,16 @@ def _rows_per_chunk(num_rows: int, row_bytes: int) -> int:
     num_chunks = -(-num_rows // most)
     size = -(-num_rows // max(num_chunks, 1))
     return min(num_rows, -(-size // tile) * tile)
+
+
+def _rows(like: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
+    """Return a buffer [num_rows, width] whose rows begin at multiples of 16 numbers, which products prefer.
+
+    The padding between rows is zero: on a CPU with AMX oneDNN multiplies it by zero, which must not be NaN.
+    """
+    padded = like.new_empty(num_rows, -(-width // 16) * 16)
+    padded[:, width:].zero_()
+    return padded[:, :width]
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

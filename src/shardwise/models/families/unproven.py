@@ -11,7 +11,7 @@ from transformers.core_model_loading import WeightConverter
 
 from shardwise.config import UserError
 from shardwise.models.families.base import ATTENTION, Family
-from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.names import hf_name, in_use, is_adapter
 
 _FEED_FORWARD = ("mlp", "feed_forward", "ffn", "moe")
 _SCORES = ("gate", "router", "shared_expert_gate")
@@ -36,7 +36,7 @@ def inspect_family(model: PreTrainedModel) -> Family:
         raise _not_standard(model, "it has no list of layers")
     layers, modules = max(outer, key=lambda found: len(found[1]))
     above, _, own = layers.rpartition(".")
-    beside = [(name, type(module).__name__) for name, module in model.get_submodule(above).named_children()]
+    beside = [(name, type(in_use(module)).__name__) for name, module in model.get_submodule(above).named_children()]
     after = beside[[name for name, _ in beside].index(own) :]
     found = {
         "embedding of tokens": paths.get(id(model.get_input_embeddings())),
@@ -50,7 +50,9 @@ def inspect_family(model: PreTrainedModel) -> Family:
             raise _not_standard(model, f"it has no {what}")
     embed, norm, head = (str(path) for path in found.values())
     embeddings = [
-        path for path, m in model.named_modules() if isinstance(m, nn.Embedding) and path not in (embed, head)
+        path
+        for path, m in model.named_modules()
+        if isinstance(m, nn.Embedding) and not f"{path}.".startswith((f"{embed}.", f"{head}."))
     ]
     positions = next((path for path in embeddings if not path.startswith(f"{layers}.")), None)
     dims = {hf_name(name): parameter.ndim for name, parameter in model.named_parameters() if not is_adapter(name)}

@@ -76,12 +76,7 @@ def undealt_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> lis
 
     Units are the embedding (and what else lies outside of the layers, as learned positions do), the layers, the head.
     """
-    cuts: dict[str, Cut] = {}
-    for layer in spec.layers:
-        for path, split in split_blocks(hf, spec, layer, num_ranks).items():
-            if split is not None:
-                cut = parameter_cuts(hf.get_submodule(f"{layer.name}.{path}"), split)
-                cuts |= {f"{layer.name}.{path}.{name}": rows for name, rows in cut.items()}
+    cuts = cuts_of(hf, spec, num_ranks)
     units = {f"{layer.name}.": Counter() for layer in spec.layers}
     outside: Counter[str] = Counter()
     for name, parameter in hf.named_parameters():
@@ -93,6 +88,17 @@ def undealt_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> lis
         module = hf_name(name.removeprefix(layer)).rpartition(".")[0]
         units.get(layer, outside)[module] += round(share * parameter.nbytes)
     return [+found for found in (outside, *units.values(), Counter())]
+
+
+def cuts_of(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
+    """By name in the model, how each parameter within the layers is cut that is not whole. Raises Indivisible."""
+    cuts: dict[str, Cut] = {}
+    for layer in spec.layers:
+        for path, split in split_blocks(hf, spec, layer, num_ranks).items():
+            if split is not None:
+                cut = parameter_cuts(hf.get_submodule(f"{layer.name}.{path}"), split)
+                cuts |= {f"{layer.name}.{path}.{name}": rows for name, rows in cut.items()}
+    return cuts
 
 
 def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:

@@ -80,6 +80,15 @@ class JetNemotronConfig(PreTrainedConfig):
                 )
         if not math.isclose(self.jet["head_dim"] * self.jet["expand_v"], self.linear_value_head_dim, rel_tol=1e-5):
             raise ValueError("head_dim times expand_v in efficient_attention_config is not a whole number")
+        values, reduction = (
+            self.linear_num_value_heads * self.linear_value_head_dim,
+            self.jet["dconv_generator_reduction"],
+        )
+        if values < reduction:
+            raise ValueError(
+                f"efficient_attention_config.jet has dconv_generator_reduction {reduction}, which leaves "
+                f"nothing of the {values} features of its values"
+            )
 
     def _of(self, mixer: str) -> dict[str, Any]:
         return (self.efficient_attention_config or {}).get(mixer) or {}

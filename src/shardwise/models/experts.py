@@ -1,0 +1,57 @@
+"""How a mixture's experts are multiplied: all in one grouped product, or one expert after the other."""
+
+from __future__ import annotations
+
+import re
+
+from transformers import PreTrainedModel
+
+from shardwise.config import RunConfig, require
+from shardwise.models.families import Family
+from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.spec import ModelSpec
+from shardwise.models.tensor_splits import plan
+
+ROW_BYTES = 16
+"""What torch's grouped product wants the rows of its operands to be a multiple of."""
+GROUPED, ONE_BY_ONE = "grouped_mm", "eager"
+"""transformers' names of the two."""
+
+
+def choose_product(hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig) -> str | None:
+    """Let the experts of a model run one by one where torch's grouped product cannot take a rank's share of them.
+
+    transformers' own loop computes the same. Return a note on it, None where nothing changed. UserError with
+    `training.compile`, under which that loop is compiled anew for every number of tokens.
+    """
+    stack = _odd_stack(hf, spec, family, cfg.parallel.tp)
+    if stack is None or hf.config._experts_implementation != GROUPED:
+        return None
+    name, shape, multiple = stack
+    reason = (
+        f"{name} is {shape} on a rank, and torch's grouped product takes rows of multiples of {ROW_BYTES} bytes: "
+        f"widths that are multiples of {multiple}"
+    )
+    require(cfg.training.compile == "none", f"training.compile: {reason}; set it to none, or use such a width")
+    hf.set_experts_implementation(ONE_BY_ONE)
+    return f"experts run one after the other, which is slower: {reason}"
+
+
+def _odd_stack(
+    hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int
+) -> tuple[str, list[int], int] | None:
+    """The first stack of experts whose rows have the wrong size: its name, a rank's shape, and what whole widths must
+    be multiples of.
+    """
+    cuts = plan.cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
+    ends = tuple(f".{name}" for name in family.experts)
+    for name, parameter in hf.named_parameters():
+        if is_adapter(name) or not ends or not hf_name(name).endswith(ends):
+            continue
+        shape = list(parameter.shape)
+        if name in cuts:
+            shape[cuts[name].dim] = cuts[name].rows.local_size
+        multiple = ROW_BYTES // parameter.element_size()
+        if any(size % multiple for size in shape[1:]):
+            return re.sub(r"\.\d+\.", ".*.", hf_name(name), count=1), shape, multiple * num_ranks
+    return None

@@ -1,0 +1,28 @@
+"""The forget gate of Kimi Delta Attention, with gradients that stay finite."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+GATES = ("KimiLinearForgetGate", "Glm5NextTextForgetGate")
+"""transformers' classes that compute `where(g > 20, g, log(1 + exp(g)))`: from 89 on, where exp overflows, the branch
+that is not taken has the gradient 0 times infinity, which is NaN."""
+
+
+def use_finite_gates(hf: nn.Module) -> None:
+    """Let every such gate of a model compute torch's softplus, which is the same function."""
+    for module in hf.modules():
+        if type(module).__name__ in GATES and getattr(module, "safe_gate_lower_bound", None) is None:
+            module.forward = MethodType(_forward, module)
+
+
+def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The log of how much of the state each channel keeps, [B, T, N, H] in float32, of hidden states [B, T, D]."""
+    g = self.f_b_proj(self.f_a_proj(hidden_states)).float() + self.dt_bias.float()
+    g = g.unflatten(-1, (-1, self.head_dim))
+    return -self.A_log.float().exp().view(1, 1, -1, 1) * F.softplus(g)

@@ -1,0 +1,79 @@
+"""References that are kept on disk are those of this code, and whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity import harness, references
+from tests.parity.harness import Cell, Outcome
+
+CELL = Cell("llama", "single", "lora")
+OUTCOME = Outcome([1.0, 0.1], [2.0], 3.0, {"a": torch.tensor([1.5, float("inf")])}, {"b": torch.ones(2, 3)}, {})
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Cell]:
+    """Which cells are computed, of a folder of references that is empty."""
+    cells: list[Cell] = []
+
+    def run_ranks(_world_size: int, _function: object, cell: Cell) -> list[Outcome]:
+        cells.append(cell)
+        return [OUTCOME]
+
+    monkeypatch.setattr(references, "run_ranks", run_ranks)
+    monkeypatch.setattr(references, "FOLDER", tmp_path / "kept")
+    return cells
+
+
+def ask(cell: Cell = CELL) -> Outcome:
+    """As a process asks that has not asked before."""
+    return references.reference.__wrapped__(cell)
+
+
+def files() -> list[Path]:
+    return [path for path in references.FOLDER.rglob("*") if path.is_file()]
+
+
+def test_a_second_process_reads_what_the_first_computed(computed):
+    for _ in range(2):
+        found = ask()
+        assert (found.losses, found.norms, found.eval_loss) == (OUTCOME.losses, OUTCOME.norms, OUTCOME.eval_loss)
+        assert torch.equal(found.grads["a"], OUTCOME.grads["a"])
+        assert torch.equal(found.params["b"], OUTCOME.params["b"])
+    assert computed == [CELL]
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-5], lambda content: content[:40] + b"!" + content[41:]])
+def test_a_damaged_file_is_computed_again(computed, damage):
+    ask()
+    (file,) = files()
+    file.write_bytes(damage(file.read_bytes()))
+    ask()
+    ask()
+    assert computed == [CELL] * 2
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "_cpu"])
+def test_other_code_or_another_cpu_is_another_reference(computed, name, monkeypatch):
+    references._machine_and_code.cache_clear()
+    ask()
+    old = files()
+    monkeypatch.setattr(references, name, lambda: "other")
+    references._machine_and_code.cache_clear()
+    ask()
+    references._machine_and_code.cache_clear()
+    assert computed == [CELL] * 2
+    assert not set(old) & set(files())  # nor is the old one kept
+
+
+def test_another_model_under_the_same_name_is_another_reference(computed, monkeypatch, tmp_path):
+    model = json.loads((harness.CONFIGS / "tiny-llama" / "config.json").read_text())
+    monkeypatch.setitem(harness.FAMILIES, "llama", str(tmp_path))
+    for width in (64, 128):
+        (tmp_path / "config.json").write_text(json.dumps(model | {"intermediate_size": width}))
+        ask()
+    assert len(computed) == 2
