@@ -147,9 +147,25 @@ def test_plain_text_is_no_dialogue(tmp_path: Path) -> None:
         open_corpus(str(path), data(format="chat"))
 
 
+@pytest.mark.parametrize(("name", "sep"), [("a.csv", ","), ("a.TSV", "\t")])
+def test_csv_is_rows_whether_a_file_or_its_folder_is_named(tmp_path: Path, name: str, sep: str) -> None:
+    content = f'id{sep}text\n1{sep}"a{sep}b\nc"\n2{sep}d\n'
+    path = write(tmp_path / "folder" / name, content)
+    named, matched = (open_corpus(entry, data()) for entry in (str(path), str(path.parent / "*.[cT][sS][vV]")))
+    assert texts(named) == [f"a{sep}b\nc", "d"]
+    assert named.where(1) == f"{path}: row 1"
+    if name == "a.csv":
+        assert texts(matched) == texts(open_corpus(str(path.parent), data())) == texts(named)
+    with pytest.raises(UserError, match=rf"^{path}: no column 'prompt', only id, text; set data\.format"):
+        open_corpus(str(path), data(format="completion"))
+    bad = write(tmp_path / name, f'text\n"a{sep}\n')
+    with pytest.raises(UserError, match=rf"^{bad}: cannot be read as {bad.suffix[1:].upper()} \(.*\); mend or remove"):
+        open_corpus(str(bad), data())
+
+
 def test_empty_corpus(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", "\n  \n"), write(tmp_path / "b.txt", "")
-    with pytest.raises(UserError, match=r"^data\.train: no document in 2 files; give files that are not empty$"):
+    with pytest.raises(UserError, match=r"^data\.train: no document in .*a\.jsonl, .*; give files that are not empty$"):
         open_corpus(str(tmp_path), data())
 
 

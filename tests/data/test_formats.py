@@ -1,4 +1,7 @@
+import json
 import re
+import resource
+import signal
 from typing import Any
 
 import pytest
@@ -7,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, UserError
-from shardwise.data.formats import Encoder
+from shardwise.data import bounds
+from shardwise.data.formats import Encoder, known_roles
 from shardwise.data.packing import to_batch
 from shardwise.data.state import SlotState
 from shardwise.data.text import BadDocument
@@ -145,6 +149,44 @@ def test_what_only_looks_like_a_mark_is_none(tokenizer: PreTrainedTokenizerFast,
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«hello!<|im_end|>»\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("{% for i in range(10**9) %}{% endfor %}", "too much"),
+        ("{{ 'x' * 10**12 }}", "too much|GiB"),
+        (
+            "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+            "too much|GiB",
+        ),
+        ("{% for i in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.3 s"),
+        ("{% for i in range(99999) %}{{ 'x' * 100 }}{% endfor %}", "writes 9,999,9.. characters"),
+    ],
+)
+def test_template_without_end(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
+    monkeypatch.setattr(bounds, "CPU_SECONDS", 0.3)
+    monkeypatch.setattr(bounds, "MEMORY_BYTES", 100 << 20)
+    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
+    encoder = Encoder.of(chat_tokenizer(tokenizer, words + CHATML), Data(train="unused", format="chat"))
+    with pytest.raises(UserError, match=message) as caught:
+        encoder.check(dialogue("hi", "yes"))
+    assert not isinstance(caught.value, BadDocument)
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == limits
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"), [("{{ 1 / 0 }}", "a"), ("{{ messages[0].x | tojson }}", json.loads("[" * 900 + "]" * 900))]
+)
+def test_whatever_a_template_raises_is_of_the_document(
+    tokenizer: PreTrainedTokenizerFast, words: str, extra: Any
+) -> None:
+    messages = [{"role": "user", "content": "a", "x": extra}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(BadDocument, match=r"^the chat template refuses it \("):
+        marked(chat_tokenizer(tokenizer, words + CHATML), {"messages": messages})
+
+
 def test_a_header_that_would_be_learnt_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     template = CHATML.replace("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "")
     message = (
@@ -233,6 +275,27 @@ def test_broken_chat(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any],
     with pytest.raises(BadDocument, match=f"^{re.escape(message)}") as caught:
         marked(chat_tokenizer(tokenizer, CHATML), record)
     assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("condition", "known"),
+    [
+        ("message.role == 'critic'", True),
+        ("'critic' == message.role", False),  # not looked for; nobody writes it so
+        ("message['role'] in ['tool', \"critic\"]", True),
+        ("message['role'] in ('critic',)", True),
+        ("{'a': 'critic'}", False),
+        ("x('critic')", False),
+    ],
+)
+def test_roles_that_a_template_compares_are_known(
+    tokenizer: PreTrainedTokenizerFast, condition: str, known: bool
+) -> None:
+    template = f"{{% if false and {condition} %}}{{% endif %}}" + CHATML
+    record = {"messages": [{"role": "critic", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    assert ("critic" in known_roles(template)) == known
+    if known:
+        assert "<|im_start|>critic\na<|im_end|>" in marked(chat_tokenizer(tokenizer, template), record)
 
 
 def test_fields_that_only_other_rows_have_are_left_out(tokenizer: PreTrainedTokenizerFast) -> None:

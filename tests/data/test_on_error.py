@@ -12,6 +12,8 @@ from shardwise.data.formats import Encoder
 from shardwise.data.loader import build_loaders, read_document
 from shardwise.data.packing import Document
 from shardwise.data.state import Counts, SlotState, counts, merge_states
+from tests.data.templates import CHATML
+from tests.data.test_formats import chat_tokenizer
 from tests.data.test_loader import over_ranks, predicted, rows_of
 from tests.data.test_text import write
 
@@ -88,10 +90,11 @@ def test_left_out_lines_move_no_other_and_are_counted(
     expected, read_empty = read(run_config(empty, **keys), tokenizer, 1, 30)
     assert slots == expected
     # 34 of 40 can be used, so 120 rows are three epochs and a part of the fourth.
-    assert read_empty.documents == read_bad.documents
+    assert (read_bad.rows, read_empty.rows) == (120, 120)
+    assert read_empty.finished == read_bad.finished == read_bad.begun
     assert read_empty.skipped == {"no target": sum(read_bad.skipped.values())}
     assert set(read_bad.skipped) == {"not JSON", "missing field", "wrong type", "not UTF-8"}
-    assert read_bad.documents - sum(read_bad.skipped.values()) == 120
+    assert read_bad.finished - sum(read_bad.skipped.values()) == 120
 
 
 def test_counts_of_one_epoch(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig) -> None:
@@ -106,23 +109,94 @@ def test_counts_of_one_epoch(tmp_path: Path, tokenizer: PreTrainedTokenizerFast,
     assert loaders.validation is not None
     for _ in range(2):  # the second time counts alone
         assert len(list(loaders.validation)) == 4
-        assert loaders.validation.read == Counts(10, by_reason)
-    assert loaders.validation.read.to_dict() == {"documents": 10, "skipped": 6, "by_reason": by_reason}
+        assert loaders.validation.read == Counts(4, 10, 10, by_reason)
+    assert loaders.validation.read.to_dict() == {
+        "rows": 4, "documents_begun": 10, "documents_finished": 10, "documents_skipped": 6,
+        "skipped_by_reason": by_reason,
+    }  # fmt: skip
     for _ in range(5):  # four rows an epoch: the fifth is of the second one
         next(loaders.train)
     read_now = counts(loaders.state())
-    assert read_now.documents >= 11
+    assert (read_now.rows, read_now.finished >= 11) == (5, True)
     assert all(read_now.skipped[reason] >= count for reason, count in by_reason.items())
-    assert str(Counts(1234, {"not JSON": 2, "no target": 1})) == (
-        "1,234 documents read, 3 left out (1 no target, 2 not JSON)"
+    assert str(Counts(2000, 1235, 1234, {"not JSON": 2, "no target": 1})) == (
+        "2,000 rows; documents: 1,235 begun, 1,234 finished, 3 left out (1 no target, 2 not JSON)"
     )
-    assert str(Counts(5, {})) == "5 documents read"
+
+
+def test_counts_of_an_evaluation_that_is_cut(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
+) -> None:
+    # 4 letters and an end-of-text token: a row of 4 has but the first 4 as inputs, and the second row begins with the
+    # fifth; the bad line before the third document is read only for a third row.
+    path = str(write(tmp_path / "a.jsonl", '{"text": "abcd"}\nbad\n{"text": "abcd"}\nbad\n{"text": "abcd"}\nbad'))
+    keys: dict[str, Any] = {"on_error": "skip", "sequence_length": 4, "global_batch_size": 1, "validation": path}
+    train = str(write(tmp_path / "b.jsonl", '{"text": "abcd"}'))
+    for batches, expected in {
+        1: Counts(1, 1, 0, {}),
+        2: Counts(2, 3, 2, {"not JSON": 1}),
+        3: Counts(3, 5, 4, {"not JSON": 2}),
+        0: Counts(4, 6, 6, {"not JSON": 3}),
+    }.items():
+        validation = build_loaders(run_config(train, eval_batches=batches, **keys), tokenizer, range(1)).validation
+        assert validation is not None
+        assert len(list(validation)) == expected.rows
+        assert validation.read == expected, batches
+
+
+def chat_file(path: Path, *dialogues: str) -> str:
+    """A file of dialogues, each written as its roles."""
+    messages = [[{"role": role, "content": role} for role in roles.split()] for roles in dialogues]
+    return str(write(path, "".join(json.dumps({"messages": m}) + "\n" for m in messages)))
+
+
+def test_role_that_nobody_knows_is_named_with_its_place(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
+) -> None:
+    chat = chat_tokenizer(tokenizer, CHATML)
+    path = chat_file(tmp_path / "a.jsonl", "user assistant", "user bot", "user Assistant human bot")
+    keys: dict[str, Any] = {"format": "chat", "global_batch_size": 1}
+    cfg = run_config(path, **keys)
+    corpus, encoder = open_corpus(path, cfg.data), Encoder.of(chat, cfg.data)
+    assert isinstance(read_document(corpus, 0, encoder, SlotState()), Document)
+    with pytest.raises(UserError, match=rf"^{path}:2: .* role 'bot', .* system, developer, user, assistant, tool"):
+        read_document(corpus, 1, encoder, SlotState())
+    with pytest.raises(UserError, match=rf"^{path}:3: .* role 'Assistant', 'bot', 'human', "):
+        read_document(corpus, 2, encoder, SlotState())
+    skip = Encoder.of(chat, run_config(path, on_error="skip", **keys).data)
+    assert read_document(corpus, 1, skip, SlotState()) == "unknown role"
+
+
+def test_dialogues_without_the_assistant_are_counted_by_the_roles_they_have(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
+) -> None:
+    chat = chat_tokenizer(tokenizer, CHATML)
+    path = chat_file(tmp_path / "a.jsonl", *["user system"] * 6, *["user"] * 2)
+    held_out = chat_file(tmp_path / "b.jsonl", "user")
+    cfg = run_config(path, format="chat", global_batch_size=8, validation=held_out)
+    loaders = build_loaders(cfg, chat, range(8))
+    with pytest.raises(UserError, match=r"8 documents; .* 109 .* \d+ no assistant turn, only system and user"):
+        next(loaders.train)
+    assert loaders.validation is not None
+    with pytest.raises(UserError, match=r"left out: 1 no assistant turn, only user"):
+        next(iter(loaders.validation))
+
+
+@pytest.mark.parametrize(("on_error", "line"), [("fail", 1), ("skip", 3)])
+def test_a_template_is_tried_before_a_run_begins(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig, on_error: str, line: int
+) -> None:
+    chat = chat_tokenizer(tokenizer, "{% for i in range(10**9) %}{% endfor %}")
+    path = chat_file(tmp_path / "a.jsonl", "user bot", "", "user assistant")
+    cfg = run_config(path, format="chat", global_batch_size=2, on_error=on_error)
+    with pytest.raises(UserError, match="role 'bot'" if line == 1 else "template asks for too much"):
+        build_loaders(cfg, chat, range(2))
 
 
 def test_nothing_but_bad_lines(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig) -> None:
     path = str(write(tmp_path / "a.jsonl", "bad\n" * 3))
     cfg = run_config(path, on_error="skip", global_batch_size=1)
     with pytest.raises(
-        UserError, match=r"^data\.train: 3 documents are too few .* \(left out: 104 not JSON\); give more"
+        UserError, match=r"3 documents; it has read 104 one after the other, .* left out 104 not JSON; give "
     ):
         next(build_loaders(cfg, tokenizer, range(1)).train)

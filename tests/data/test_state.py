@@ -1,7 +1,9 @@
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
+from fractions import Fraction
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
-from shardwise.data.state import LoaderState, merge_states
-from tests.data.test_loader import Row, corpora, divisors, lengths, over_ranks, rows_of
+from shardwise.data.state import LoaderState, counts, merge_states, starts
+from tests.data.test_loader import Row, corpora, divisors, in_order, lengths, over_ranks, rows_of
 
 WriteCorpus = Callable[[Sequence[str]], str]
 MakeConfig = Callable[..., RunConfig]
@@ -127,6 +129,58 @@ def test_state_counts_documents_that_rows_have_left_behind(
     ]
 
 
+@given(
+    data=st.data(),
+    texts=st.lists(st.text("the cä", min_size=6, max_size=20), min_size=1, max_size=12),
+    batch_size=st.sampled_from([1, 2, 4, 6]),
+    sequence_length=lengths,
+    steps=st.integers(0, 9),
+)
+@settings(deadline=None, max_examples=30, derandomize=True)
+def test_counts_are_those_of_the_tokens_that_rows_had(
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    data: st.DataObject,
+    texts: list[str],
+    batch_size: int,
+    sequence_length: int,
+    steps: int,
+) -> None:
+    cfg = run_config(write_corpus(texts), sequence_length=sequence_length, global_batch_size=batch_size)
+    _, first = read(cfg, tokenizer, data.draw(divisors(batch_size)), steps // 2)
+    _, state = read(cfg, tokenizer, data.draw(divisors(batch_size)), steps - steps // 2, first)
+    n = len(texts)
+    begun: set[tuple[int, int]] = set()  # documents by epoch
+    finished: dict[tuple[int, int], Fraction] = defaultdict(Fraction)  # which share of each
+    for slot in range(batch_size):
+        left = steps * sequence_length  # tokens that its rows had as inputs
+        piece, pieces = slot // n, len(range(slot % n, batch_size, n))
+        places = ((e, number) for e in count(1) for number in in_order(n, 0, e)[slot % n :: batch_size])
+        while left > 0:
+            epoch, number = next(places)
+            begin, end = (len(texts[number]) * (piece + i) // pieces for i in (0, 1))
+            left -= len(tokenizer(texts[number][begin:end])["input_ids"]) + 1
+            begun.add((epoch, number))
+            finished[epoch, number] += Fraction(left >= 0, pieces)
+    counted = counts(state)
+    assert counted.rows == steps * batch_size
+    assert (counted.begun, counted.finished) == (len(begun), sum(share == 1 for share in finished.values()))
+    assert counted.skipped == {}
+
+
+def test_a_document_that_slots_share_is_left_out_once(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
+    cfg = run_config(write_corpus(["", "a" * 12]), sequence_length=1, packing="none", global_batch_size=6)
+    _, state = read(cfg, tokenizer, 2, 5)  # in each epoch three slots read four letters each, and three read nothing
+    counted = counts(state)
+    assert counted.rows == 30
+    assert counted.finished > 2
+    assert counted.begun - counted.finished <= 2
+    assert abs(2 * counted.skipped["no target"] - counted.finished) <= 2
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -194,3 +248,8 @@ def test_a_resumed_run_may_change_how_the_batch_is_read(
     loaders = build_loaders(then, tokenizer, range(4), state)
     assert [rows_of(batches) for batches in islice(loaders.train, 2)] == whole[2:]
     loaders.train.close()
+
+
+def test_a_state_that_lacks_a_slot_is_refused():
+    with pytest.raises(UserError, match="where slot 1 of the batch is"):
+        starts({"step": 1, "read_from": {}, "slots": {"0": {}}}, {}, range(2))

@@ -1,11 +1,22 @@
+import bz2
+import errno
+import gzip
+import io
 import json
+import lzma
+import os
 import pickle
+import stat
+import zipfile
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.config import Model, UserError
+from shardwise.config import Data, Model, UserError
+from shardwise.data.corpus import open_corpus
 from shardwise.data.text import BLOCK, SAMPLES, STRIDE, BadDocument, find_files, index_files, load_tokenizer
 
 
@@ -58,6 +69,62 @@ def test_pattern_without_files(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=f"^{message}$"):
         find_files(patterns)
+
+
+def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    os.mknod(tmp_path / "s.jsonl", stat.S_IFSOCK | 0o600)
+    for path, what in {
+        tmp_path / "pipe.jsonl": "a pipe",
+        tmp_path / "s.jsonl": "a socket",
+        "/dev/zero": "a device",
+    }.items():
+        with pytest.raises(UserError, match=rf"^{path}: {what}, "):
+            find_files(str(path))
+    with pytest.raises(UserError, match=r"\.jsonl: a (pipe|socket)"):
+        find_files(str(tmp_path / "*.jsonl"))
+    with pytest.raises(UserError, match="holds no file"):  # a folder gives regular files only
+        find_files(str(tmp_path))
+
+
+def test_links_that_go_in_a_circle(tmp_path: Path) -> None:
+    file = write(tmp_path / "a" / "b" / "c.jsonl", "{}\n")
+    (tmp_path / "a" / "aside").symlink_to(tmp_path / "a" / "b")
+    assert [path.resolve() for path in find_files(str(tmp_path / "a" / "**" / "*.jsonl"))] == [file.resolve()]
+    for name in ("one", "two", "three"):
+        (file.parent / name).symlink_to(tmp_path / "a")
+    assert find_files(str(tmp_path / "a")) == [file]  # links are not followed
+    with pytest.raises(UserError, match=r"a link to a folder above it"):
+        find_files(str(tmp_path / "*" / "**" / "*.jsonl"))
+    (tmp_path / "itself").symlink_to(tmp_path / "itself")
+    with pytest.raises(UserError, match=r"data.train: .*itself.: cannot be read"):
+        find_files(str(tmp_path / "itself"))
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
+def test_names_that_none_can_have(name: str) -> None:
+    with pytest.raises(UserError, match=r"^data.train: .*: cannot be read \(") as caught:
+        open_corpus(name, Data(train=name))
+    assert len(str(caught.value)) < 300
+
+
+def test_files_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", "{}\n")
+
+    def refuse(*_args: object, **_keys: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    for name in ("open", "stat"):  # whoever runs the tests as root has every permission
+        monkeypatch.setattr(Path, name, refuse)
+        with pytest.raises(UserError, match=r"a.jsonl.*: cannot (be read|read the file) \(Permission denied\)"):
+            open_corpus(str(path), Data(train=str(path)))
+
+
+def test_link_that_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "none")
+    for pattern in ("a.jsonl", "*.jsonl"):
+        with pytest.raises(UserError, match=r"a.jsonl: cannot read the file \(No such file"):
+            find_files(str(tmp_path / pattern))
 
 
 def test_documents_are_lines_and_whole_files(tmp_path: Path) -> None:
@@ -113,8 +180,20 @@ def test_file_that_has_become_shorter(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 3)
     corpus = index_files([path])
     write(path, '{"text": "a"}\n')
-    with pytest.raises(BadDocument, match=r"^not JSON"):
+    with pytest.raises(UserError, match=rf"^{path}: the file has changed since the run began; start again$") as caught:
         corpus[2]
+    assert not isinstance(caught.value, BadDocument)  # else it would be left out without a word
+
+
+def test_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "a"}\n' * 3)
+    corpus = index_files([path])
+    with path.open("a") as file:
+        file.write('{"text": "b"}\n')
+    assert (len(corpus), corpus[2]) == (3, {"text": "a"})
+    path.write_text('{"text"\n' * 3)
+    with pytest.raises(UserError, match="has changed"):
+        corpus[1]
 
 
 def test_documents_have_a_place(tmp_path: Path) -> None:
@@ -188,6 +267,36 @@ def test_json_lines_under_another_name_are_refused(tmp_path: Path) -> None:
 def test_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.json: \.json is not read; rename it to \.jsonl"):
         index_files([write(tmp_path / "a.json", "[]")])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_files_that_are_no_text_are_known_by_their_first_bytes(tmp_path: Path, name: str) -> None:
+    line = b'{"text": "a"}\n'
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("a.jsonl", line)
+    parquet = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), parquet)
+    for content, what in {
+        gzip.compress(line): "gzip -d",
+        lzma.compress(line): "xz -d",
+        bz2.compress(line): "bzip2 -d",
+        archive.getvalue(): "zip archive",
+        parquet.getvalue(): r"\.parquet",
+        pickle.dumps({"text": "a"}): "pickle",
+        line.decode().encode("utf-16"): "iconv -f UTF-16",
+        b"\x28\xb5\x2f\xfd\x24": "zstd -d",
+    }.items():
+        with pytest.raises(UserError, match=rf"^{tmp_path / name}: by its first bytes .*{what}"):
+            index_files([write(tmp_path / name, content)])
+
+
+def test_json_that_is_nested_without_end(tmp_path: Path) -> None:
+    deep = '{"text": ' + "[" * 100_000
+    corpus = index_files([write(tmp_path / "a.jsonl", f"{deep}\n"), write(tmp_path / "b.txt", f"{deep}\n{deep}\n")])
+    with pytest.raises(BadDocument, match=r"^not JSON \("):
+        corpus[0]
+    assert corpus[1]["text"].startswith(deep)
 
 
 def test_file_that_vanishes(tmp_path: Path) -> None:

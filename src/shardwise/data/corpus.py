@@ -1,4 +1,4 @@
-"""The documents of a run by number, whatever they lie in: text files, Parquet files, `datasets`."""
+"""The documents of a run by number, whatever they lie in: text files, Parquet and CSV files, `datasets`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Protocol
 import numpy as np
 
 from shardwise.config import Data, UserError
-from shardwise.data.tables import is_dataset_folder, is_dataset_name, open_dataset, open_parquet
-from shardwise.data.text import Record, expanded, find_files, index_files, is_jsonl, suffix
+from shardwise.data.tables import is_dataset_folder, is_dataset_name, open_csv, open_dataset, open_parquet
+from shardwise.data.text import Record, expanded, find_files, index_files, is_jsonl, path_exists, suffix
 
 FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
 """The fields that a format reads; `text` reads `data.text_field`."""
+
+OPEN_TABLE = {".parquet": open_parquet, ".csv": open_csv, ".tsv": open_csv}
+"""What opens a file that holds rows, by its ending."""
 
 
 class Source(Protocol):
@@ -71,30 +74,33 @@ class Corpus:
 
 
 def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train") -> Corpus:
-    """The corpus that these entries stand for: first the text files, then Parquet, then `datasets`.
+    """The corpus that these entries stand for: first the text files, then Parquet and CSV, then `datasets`.
 
     UserError (naming `key`) for an entry that gives nothing, and where there is no document at all.
     """
     entries = [entries] if isinstance(entries, str) else entries
     fields = FIELDS.get(data.format, (data.text_field,))
+    for entry in entries:
+        path_exists(expanded(entry), key)
     named = [entry for entry in entries if is_dataset_folder(expanded(entry)) or is_dataset_name(entry)]
     others = [entry for entry in entries if entry not in named]
     files = find_files(others, key) if others or not named else []
-    parquet = [file for file in files if suffix(file) == ".parquet"]
-    text = [file for file in files if suffix(file) != ".parquet"]
+    tables = [file for file in files if suffix(file) in OPEN_TABLE]
+    text = [file for file in files if suffix(file) not in OPEN_TABLE]
     plain = [file for file in text if not is_jsonl(file) and suffix(file) != ".json"]
     if plain and data.format != "text":
         raise UserError(
             f"{key}: {plain[0]} is plain text, which data.format {data.format} cannot use; "
-            f"give JSONL, Parquet or datasets with the fields {', '.join(fields)}"
+            f"give JSONL, Parquet, CSV or datasets with the fields {', '.join(fields)}"
         )
     sources: list[Source] = [index_files(text, data.text_field)] if text else []
-    sources += [open_parquet(file, fields) for file in parquet]
+    sources += [OPEN_TABLE[suffix(file)](file, fields) for file in tables]
     sources += [open_dataset(entry, fields, key) for entry in named]
     origins = {str(file.resolve()) for file in files} | {_origin(entry) for entry in named}
     if not any(len(source) for source in sources):
-        what = f"{len(files)} files" if files else named[0]
-        raise UserError(f"{key}: no document in {what}; give files that are not empty")
+        names = [*map(str, files), *named]
+        more = f" and {len(names) - 3:,} others" if len(names) > 3 else ""
+        raise UserError(f"{key}: no document in {', '.join(names[:3])}{more}; give files that are not empty")
     return Corpus.of(sources, frozenset(origins))
 
 

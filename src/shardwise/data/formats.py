@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardwise.config import Data, UserError
+from shardwise.data.bounds import bounded
 from shardwise.data.packing import Document, Row, pack_joined, pack_none
 from shardwise.data.state import SlotState
 from shardwise.data.text import BadDocument, Record
@@ -28,6 +29,15 @@ WHOLE: Piece = (0, 1)
 
 NO_TARGET = "no target"
 """Why a document is left out that has nothing to predict; it is no mistake, whatever `data.on_error` says."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The roles of a dialogue that any chat template may write; a template can know others (`known_roles`)."""
+
+MOST_CHARACTERS = 1_000_000
+"""What a chat template may add to a dialogue; and a hundred times the dialogue."""
+
+LIST_TOKENS = ("string", "comma")
+"""What a list of strings in a template is made of, as Jinja's lexer names it."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,20 @@ class Encoder:
             raise UserError("data.format chat takes a tokenizer with one chat template; give it a chat_template")
         return cls(tokenizer, data, fill, eos)
 
+    def check(self, record: Record) -> None:
+        """Render a dialogue once within bounds on time, memory and size, before any is read without them.
+
+        UserError where the chat template goes beyond them; BadDocument as from `document`.
+        """
+        if self.data.format != "chat":
+            return
+        template: Any = self.tokenizer.chat_template
+        messages = _messages(record, known_roles(template))
+        with bounded("the tokenizer's chat template"):
+            text = _rendered(lambda: self.tokenizer.apply_chat_template(messages, tokenize=False))
+        if len(text) > MOST_CHARACTERS + 100 * len(str(messages)):
+            raise UserError(f"the tokenizer's chat template writes {len(text):,} characters for one row; mend it")
+
     def document(self, record: Record, start: SlotState, piece: Piece = WHOLE) -> Document:
         """The tokens of a document, or of a piece of a text, that begins at `start`.
 
@@ -79,6 +103,14 @@ class Encoder:
         if self.data.packing == "isolated":
             mask[:1] = False
         return Document(np.array(tokens, np.int32), mask, start)
+
+    def why_no_target(self, record: Record) -> str:
+        """Return the reason to count for a document that was encoded and has nothing to predict."""
+        if self.data.format == "chat":
+            roles = {message["role"] for message in record["messages"]}
+            if "assistant" not in roles:
+                return f"no assistant turn, only {' and '.join(sorted(roles))}"
+        return NO_TARGET
 
     def rows(self, documents: Iterable[Document]) -> Iterator[Row]:
         """The rows of these documents."""
@@ -137,8 +169,8 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, record: Record) -> Encoded:
     without white space after it. UserError where it does not write a beginning as the beginning of the whole, and where
     it writes the assistant's header after the generation prompt: nobody could say where the words begin.
     """
-    messages = _messages(record)
     template: Any = tokenizer.chat_template
+    messages = _messages(record, known_roles(template))
     if _marks_turns(template):
         options: Any = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoded = _rendered(lambda: tokenizer.apply_chat_template(messages, **options, verbose=False))
@@ -175,16 +207,37 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, record: Record) -> Encoded:
 @functools.cache
 def _marks_turns(template: str) -> bool:
     """Whether `{% generation %}` stands in a chat template, other than in a comment or a raw text."""
+    tokens = itertools.pairwise(_template_tokens(template))
+    return any(a.type == "block_begin" and (b.type, b.value) == ("name", "generation") for a, b in tokens)
+
+
+def _template_tokens(template: str) -> list[Any]:
+    """Return Jinja's tokens of a chat template; UserError where it is not valid Jinja."""
     import jinja2
 
     try:
-        tokens = itertools.pairwise(jinja2.Environment().lexer.tokenize(template))
-        return any(a.type == "block_begin" and (b.type, b.value) == ("name", "generation") for a, b in tokens)
+        return list(jinja2.Environment().lexer.tokenize(template))
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"the tokenizer's chat template is not valid Jinja ({error}); mend it") from None
 
 
-def _messages(record: Record) -> list[Record]:
+@functools.cache
+def known_roles(template: str) -> tuple[str, ...]:
+    """Return ROLES and the strings that a chat template compares something with, by `==` or by `in` and a list.
+
+    Any other role would be written into the text as it is, and what it says would not be learnt.
+    """
+    compared: list[str] = []
+    before, in_list = "", False
+    for token in _template_tokens(template):
+        if token.type == "string" and (in_list or before == "eq"):
+            compared.append(token.value)
+        in_list = before == "in" if token.type in ("lbracket", "lparen") else in_list and token.type in LIST_TOKENS
+        before = token.value if token.type == "name" else token.type
+    return (*ROLES, *sorted(set(compared) - set(ROLES)))
+
+
+def _messages(record: Record, roles: Sequence[str]) -> list[Record]:
     messages = record.get("messages")
     if "messages" not in record:
         text_of(record, "messages")
@@ -195,16 +248,24 @@ def _messages(record: Record) -> list[Record]:
             if message.get(field) is None:
                 raise BadDocument("bad chat", f"message {number} has no field {field!r}; mend or remove the line")
             _string(message[field], f"field {field!r} of message {number}")
+    if unknown := sorted({message["role"] for message in messages} - set(roles)):
+        names = ", ".join(repr(role[:40]) for role in unknown[:5])
+        raise BadDocument(
+            "unknown role",
+            f"nobody knows the role {names}, so nothing of what it says would be learnt; rename it to one of "
+            f"{', '.join(roles)}",
+        )
     # A table has a null in each row for a field that only other rows have; a template would take it for given.
     return [{field: value for field, value in message.items() if value is not None} for message in messages]
 
 
 def _rendered(render: Callable[[], Any]) -> Any:
-    import jinja2
-
     try:
         return render()
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
+    except (MemoryError, OverflowError) as error:  # Jinja's sandbox raises the latter for a long range
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise UserError(f"the tokenizer's chat template asks for too much ({what}); mend it") from None
+    except Exception as error:  # what a template may make Jinja raise is anything
         raise BadDocument("bad chat", f"the chat template refuses it ({error}); mend or remove the line") from None
 
 

@@ -19,7 +19,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shardwise.config import RunConfig, Training, UserError
 from shardwise.data.corpus import Corpus, join, open_corpus
-from shardwise.data.formats import NO_TARGET, WHOLE, Encoder, Piece
+from shardwise.data.formats import WHOLE, Encoder, Piece
 from shardwise.data.order import Order, split
 from shardwise.data.packing import Document, Row, empty_row, to_batch
 from shardwise.data.state import Counts, LoaderState, SlotState, describe, loader_state, read_from, starts
@@ -79,6 +79,7 @@ def build_loaders(
             f"data.train: {len(order)} documents are fewer than the {batch_size} rows of training.global_batch_size, "
             f"and with data.format {cfg.data.format} rows cannot share one; give more documents or a smaller batch"
         )
+    _check_first(corpus, encoder)
     source = read_from(cfg, corpus, held_out and held_out[0], len(order), tokenizer)
     step, begin = starts(state, source, slots)
     stream = TrainStream(corpus, order, encoder, batch_size, begin)
@@ -115,6 +116,16 @@ def _documents(cfg: RunConfig) -> tuple[Corpus, Order, tuple[Corpus, Callable[[]
     return corpus, order, (corpus, lambda: drawn.read(1, range(len(drawn))))
 
 
+def _check_first(corpus: Corpus, encoder: Encoder) -> None:
+    """Check the encoder on the first document that can be used, before a model is built for the others."""
+    for number in range(min(len(corpus), 100)):
+        try:
+            return encoder.check(corpus[number])
+        except BadDocument as error:
+            if encoder.data.on_error == "fail":
+                raise UserError(f"{corpus.where(number)}: {error}") from None
+
+
 def read_document(
     corpus: Corpus, number: int, encoder: Encoder, start: SlotState, piece: Piece = WHOLE
 ) -> Document | str:
@@ -123,12 +134,13 @@ def read_document(
     UserError, which names its place, for one that cannot be used, unless `data.on_error` is skip.
     """
     try:
-        document = encoder.document(corpus[number], start, piece)
+        record = corpus[number]
+        document = encoder.document(record, start, piece)
     except BadDocument as error:
         if encoder.data.on_error == "fail":
             raise UserError(f"{corpus.where(number)}: {error}") from None
         return error.reason
-    return document if document.targets[1:].any() else NO_TARGET
+    return document if document.targets[1:].any() else encoder.why_no_target(record)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,21 +172,23 @@ class TrainStream(IterableDataset):
         """The slot's documents that have something to predict; of the first one what is left of it."""
         begin = self.begin[slot]
         skipped, cut = Counter(begin.skipped), begin.token
-        barren = 0  # documents in a row that were left out; a slot can meet a few, but must not look for ever
+        barren = Counter[str]()  # documents in a row that were left out; a slot must not look at them for ever
         for count, (epoch, place, number, piece) in enumerate(self._places(slot, begin), begin.documents):
             start = SlotState(epoch, place, 0, count, dict(skipped))
             document = read_document(self.corpus, number, self.encoder, start, piece)
             if isinstance(document, Document):
                 yield document.after(cut)
-                cut = barren = 0
+                cut = 0
+                barren.clear()
                 continue
-            barren += 1
+            barren[document] += 1
             skipped[document] += 1
-            if barren > len(self.order) + 100:
+            if barren.total() > len(self.order) + 100:
                 raise UserError(
-                    f"data.train: {len(self.order)} documents are too few or too short for slot {slot} of "
-                    f"training.global_batch_size {self.global_batch_size} to read (left out: {describe(skipped)}); "
-                    "give more text or a smaller batch"
+                    f"data.train: slot {slot} of training.global_batch_size {self.global_batch_size} finds nothing to "
+                    f"predict in the {len(self.order)} documents; it has read {barren.total()} one after the other, "
+                    f"many of them several times, and left out {describe(barren)}; give longer documents or other "
+                    "ones, more of them, or a smaller batch"
                 )
 
     def _places(self, slot: int, begin: SlotState) -> Iterator[tuple[int, int, int, Piece]]:
@@ -280,30 +294,36 @@ class Validation:
     encoder: Encoder
     training: Training
     slots: range
-    read: Counts = field(default_factory=lambda: Counts(0, {}))
+    read: Counts = field(default_factory=lambda: Counts(0, 0, 0, {}))
     """What the last time has read, on every rank the same."""
+    _all: Counts = field(init=False)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         batch_size, size = self.training.global_batch_size, self.training.micro_batch_size
         filler = empty_row(self.encoder.data.sequence_length, self.encoder.fill)
-        rows = itertools.islice(self.encoder.rows(self._documents()), self.training.eval_batches * batch_size or None)
-        empty = True
-        while batch := [row for row, _ in itertools.islice(rows, batch_size)]:
-            batch += [filler] * (batch_size - len(batch))
+        limit = self.training.eval_batches * batch_size or None
+        rows = itertools.islice(self.encoder.rows(self._documents()), limit)
+        num_rows, at = 0, SlotState()
+        while taken := list(itertools.islice(rows, batch_size)):
+            num_rows, at = num_rows + len(taken), taken[-1][1]
+            self.read = Counts(num_rows, at.begun, at.documents, at.skipped)
+            batch = [row for row, _ in taken] + [filler] * (batch_size - len(taken))
             yield _microbatches([batch[slot] for slot in self.slots], self.slots, size, step=0)
-            empty = False
-        if empty:
+        if num_rows != limit:  # all was read, also what is left out after the last row
+            self.read = replace(self._all, rows=num_rows)
+        if num_rows == 0:
             raise UserError(
                 f"data.validation: no document has anything to predict (left out: {describe(self.read.skipped)}); "
                 "give more text"
             )
 
     def _documents(self) -> Iterator[Document]:
-        skipped = Counter[str]()
+        skipped, count = Counter[str](), 0
         for count, number in enumerate(self.documents(), 1):
-            document = read_document(self.corpus, number, self.encoder, SlotState())
-            if isinstance(document, str):
-                skipped[document] += 1
-            self.read = Counts(count, dict(skipped))
+            start = SlotState(documents=count - 1, skipped=dict(skipped))
+            document = read_document(self.corpus, number, self.encoder, start)
             if isinstance(document, Document):
                 yield document
+            else:
+                skipped[document] += 1
+        self._all = Counts(0, count, count, dict(skipped))

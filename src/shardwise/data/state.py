@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,6 +22,8 @@ LoaderState = dict[str, Any]
 """Plain data, safe for JSON: `step` (the last one handed out), `read_from` (what the batches are a function of) and
 `slots` (the fields of SlotState by slot number, which is a string)."""
 
+NUM_DOCUMENTS = "documents to train on"
+
 
 @dataclass(frozen=True)
 class SlotState:
@@ -33,21 +37,37 @@ class SlotState:
     skipped: Mapping[str, int] = field(default_factory=dict)
     """How many of them were left out, by reason."""
 
+    @property
+    def begun(self) -> int:
+        """How many documents the slot has read, or begun to read."""
+        return self.documents + (self.token > 0)
+
 
 @dataclass(frozen=True)
 class Counts:
-    """How many documents were read, each as often as it was, and how many of them were left out, by reason."""
+    """Rows that were handed out, and documents that were read for them, each as often as it was."""
 
-    documents: int
+    rows: int
+    begun: int
+    """Documents of which a row has had a token."""
+    finished: int
+    """Documents that were read to their end; those that were left out among them."""
     skipped: Mapping[str, int]
+    """How many of those were left out, by reason."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As the record of a run has it."""
-        return {"documents": self.documents, "skipped": sum(self.skipped.values()), "by_reason": dict(self.skipped)}
+        """Return the counts as the record of a run has them."""
+        return {
+            "rows": self.rows,
+            "documents_begun": self.begun,
+            "documents_finished": self.finished,
+            "documents_skipped": sum(self.skipped.values()),
+            "skipped_by_reason": dict(self.skipped),
+        }
 
     def __str__(self) -> str:
         left_out = f", {sum(self.skipped.values()):,} left out ({describe(self.skipped)})" if self.skipped else ""
-        return f"{self.documents:,} documents read{left_out}"
+        return f"{self.rows:,} rows; documents: {self.begun:,} begun, {self.finished:,} finished{left_out}"
 
 
 def describe(skipped: Mapping[str, int]) -> str:
@@ -56,11 +76,23 @@ def describe(skipped: Mapping[str, int]) -> str:
 
 
 def counts(state: LoaderState) -> Counts:
-    """What the slots of a state have read; documents of which the next rows still take tokens do not count yet."""
-    skipped: Counter[str] = Counter()
-    for slot in state["slots"].values():
-        skipped.update(slot["skipped"])
-    return Counts(sum(slot["documents"] for slot in state["slots"].values()), dict(skipped))
+    """Return what all slots of a state have read up to its step.
+
+    Where there are fewer documents than slots, slots share a document and read a piece of it each (`TrainStream`). It
+    is begun with the first of its pieces, finished with the last, and left out where each of them was.
+    """
+    sharing: dict[int, list[SlotState]] = {}
+    for slot, fields in state["slots"].items():
+        sharing.setdefault(int(slot) % state["read_from"][NUM_DOCUMENTS], []).append(SlotState(**fields))
+    skipped = Counter[str]()
+    for slots in sharing.values():
+        skipped += functools.reduce(operator.and_, [Counter(slot.skipped) for slot in slots])  # of each the smallest
+    return Counts(
+        state["step"] * len(state["slots"]),
+        sum(max(slot.begun for slot in slots) for slots in sharing.values()),
+        sum(min(slot.documents for slot in slots) for slots in sharing.values()),
+        dict(skipped),
+    )
 
 
 def merge_states(states: Iterable[LoaderState]) -> LoaderState:
@@ -90,6 +122,10 @@ def starts(state: LoaderState | None, read_from: dict[str, Any], slots: range) -
     if changed:
         what = ", ".join(f"{name} (was {saved.get(name)}, is {read_from[name]})" for name in changed)
         raise UserError(f"the data of this run is not that of the checkpoint: {what}; restore it, or start a new run")
+    if missing := [slot for slot in slots if str(slot) not in state["slots"]]:
+        raise UserError(
+            f"the checkpoint does not say where slot {missing[0]} of the batch is; take another, or start anew"
+        )
     return state["step"], {slot: SlotState(**state["slots"][str(slot)]) for slot in slots}
 
 
@@ -98,7 +134,7 @@ def read_from(
 ) -> dict[str, Any]:
     """What the batches of a run, and of an evaluation, are a function of, under the names that an error shows."""
     return {
-        "documents to train on": num_documents,
+        NUM_DOCUMENTS: num_documents,
         "the text of data.train": corpus.fingerprint(),
         "the text of data.validation": (
             None if validation is None or validation is corpus else validation.fingerprint()

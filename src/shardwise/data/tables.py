@@ -90,6 +90,20 @@ def open_parquet(path: Path, fields: Sequence[str]) -> Table:
         raise UserError(f"{path}: cannot be read as Parquet ({error}); mend or remove it") from None
 
 
+def open_csv(path: Path, fields: Sequence[str]) -> Table:
+    """The rows of a CSV or TSV file, whose first line names the columns; read through `datasets`, as in a folder."""
+    datasets = _datasets(str(path))
+    separator = "\t" if suffix(path) == ".tsv" else ","
+    files = {"data_files": str(path), "sep": separator, "split": SPLIT}
+    try:
+        loaded = _quietly(lambda: datasets.load_dataset("csv", **files))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error  # what datasets says itself is only that it failed
+        raise UserError(f"{path}: cannot be read as {suffix(path)[1:].upper()} ({cause}); mend or remove it") from None
+    _check_fields(str(path), loaded.column_names, fields)
+    return Table(loaded.select_columns(list(fields)), str(path))
+
+
 def open_dataset(entry: str, fields: Sequence[str], key: str = "data.train") -> Table:
     """The rows of a dataset: a folder that `save_to_disk` wrote, a folder or a hub name that `load_dataset` takes.
 

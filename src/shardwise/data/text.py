@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import itertools
 import json
 import os
+import stat
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from shardwise.config import Model, UserError
+from shardwise.ranges import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,15 +71,60 @@ def find_files(patterns: str | Sequence[str], key: str = "data.train") -> list[P
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         path = expanded(pattern)
         # A path that exists is taken literally, even where it holds a `[` or `*`.
-        matches = [path] if path.exists() else [Path(match) for match in glob.glob(str(path), recursive=True)]
+        matches = [path] if path_exists(path, key) else _glob(path, key)
         files = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
         if not files:
             what = "holds no file of text, JSONL or Parquet" if path.is_dir() else "matches no file"
             raise UserError(f"{key}: {pattern} {what}; give existing files, folders or glob patterns")
+        for file in files:
+            _check_kind(file)
         found.update((file.resolve(), file) for file in files)
     if not found:
         raise UserError(f"{key} is an empty list; give existing files, folders or glob patterns")
     return [found[resolved] for resolved in sorted(found)]
+
+
+def path_exists(path: Path, key: str) -> bool:
+    """Whether there is something at a path; UserError (naming `key`) where the system does not say."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:  # no permission, a name that is too long, a link to itself, a null byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        what = f"{key}: {shown(str(path))}: cannot be read ({reason})"
+        raise UserError(f"{what}; check the path and its permissions") from None
+    return True
+
+
+def _glob(pattern: Path, key: str) -> list[Path]:
+    if "**" in pattern.parts:
+        literal = itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts)
+        _check_circles(Path(*literal), frozenset(), f"{key}: {pattern}")
+    return [Path(match) for match in glob.glob(str(pattern), recursive=True)]
+
+
+def _check_circles(folder: Path, above: frozenset[str], what: str) -> None:
+    """UserError where links lead from a folder into one above it: `glob` would follow them, each time in all ways."""
+    real = os.path.realpath(folder)
+    if real in above:
+        raise UserError(f"{what} goes in a circle: {folder} is a link to a folder above it; name its folders singly")
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir() and not entry.name.startswith("."):
+                _check_circles(Path(entry.path), above | {real}, what)
+
+
+def _check_kind(file: Path) -> None:
+    """UserError for what is no regular file: it cannot be read more than once, or never ends."""
+    try:
+        mode = file.stat().st_mode
+    except OSError as error:
+        _unreadable(file, error)
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
+        what = next((kind for is_kind, kind in kinds.items() if is_kind(mode)), "no file")
+        raise UserError(f"{file}: {what}, which cannot be read at any place and again; write it to a file first")
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -96,6 +144,7 @@ class TextFiles:
     files: tuple[Path, ...]
     ends: np.ndarray  # [files] int64: how many documents there are up to the end of each file
     offsets: np.ndarray  # [documents / STRIDE, rounded up] int64: the byte of its file where each STRIDE-th one begins
+    sizes: np.ndarray  # [files] int64: the bytes of each file when it was indexed
     text_field: str  # the name of the one field that a document of plain text has
 
     def __len__(self) -> int:
@@ -103,7 +152,12 @@ class TextFiles:
 
     def __getitem__(self, document: int) -> Record:
         path, _, raw = self._read(document)
-        return _object(_decode(raw)) if is_jsonl(path) else {self.text_field: _decode(raw)}
+        try:
+            return _object(_decode(raw)) if is_jsonl(path) else {self.text_field: _decode(raw)}
+        except BadDocument:
+            if path.stat().st_size != self.sizes[self.files.index(path)]:
+                raise UserError(f"{path}: the file has changed since the run began; start again") from None
+            raise
 
     def where(self, document: int) -> str:
         """The file and line of a document, for an error; it reads the file up to there."""
@@ -159,20 +213,23 @@ def _object(line: str) -> Record:
 def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
     """Find the documents of these files: each line of a JSONL file that is not blank; any other file as a whole.
 
-    Text is not checked here but when a document is read. UserError for a file that cannot be read, for `.json` (one
-    value, not a document a line), and for JSON lines under another name, which nobody means as one text.
+    Text is not checked here but when a document is read. UserError for a file that cannot be read, for one that by its
+    first bytes is not text, for `.json` (one value, not a document a line), and for JSON lines under another name,
+    which nobody means as one text.
     """
     files, count = tuple(files), 0
-    ends, offsets = array("q"), array("q")
+    ends, offsets, sizes = array("q"), array("q"), array("q")
     for path in files:
         if suffix(path) == ".json":
             raise UserError(f"{path}: .json is not read; rename it to .jsonl if it holds one object a line")
         try:
+            _check_text(path)
             if not is_jsonl(path) and _begins_with_json_lines(path):
                 raise UserError(
                     f"{path}: its lines are JSON objects, but by its name it is one text; let the name end in .jsonl"
                 )
-            starts = (start for start, _ in _lines(path)) if is_jsonl(path) else range(min(path.stat().st_size, 1))
+            sizes.append(path.stat().st_size)
+            starts = (start for start, _ in _lines(path)) if is_jsonl(path) else range(min(sizes[-1], 1))
             for start in starts:
                 if count % STRIDE == 0:
                     offsets.append(start)
@@ -180,7 +237,37 @@ def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
         except OSError as error:
             _unreadable(path, error)
         ends.append(count)
-    return TextFiles(files, np.frombuffer(ends, np.int64), np.frombuffer(offsets, np.int64), text_field)
+    return TextFiles(files, *(np.frombuffer(places, np.int64) for places in (ends, offsets, sizes)), text_field)
+
+
+# fmt: off
+FIRST_BYTES = {
+    b"\x1f\x8b": ("compressed by gzip", "decompress it, as with gzip -d"),
+    b"PK\x03\x04": ("a zip archive", "unpack it"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "decompress it, as with zstd -d"),
+    b"\xfd7zXZ\x00": ("compressed by xz", "decompress it, as with xz -d"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
+    **{b"BZh%d1AY&SY" % level: ("compressed by bzip2", "decompress it, as with bzip2 -d") for level in range(1, 10)},
+    b"PAR1\x15": ("Parquet", "let its name end in .parquet"),
+    b"ARROW1\x00\x00": ("an Arrow file", "give the folder that datasets saved it in, or write JSONL or Parquet"),
+    b"\xff\xff\xff\xff": ("an Arrow stream", "give the folder that datasets saved it in, or write JSONL or Parquet"),
+    **{bytes([0x80, protocol]): ("a pickle", "write its documents as JSONL or Parquet") for protocol in range(2, 6)},
+    b"SQLite format 3\x00": ("an SQLite database", "write its rows as JSONL or Parquet"),
+    b"%PDF-": ("a PDF", "write its text to a file"),
+    b"\xff\xfe": ("UTF-16 text", "convert it, as with iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("UTF-16 text", "convert it, as with iconv -f UTF-16 -t UTF-8"),
+}
+# fmt: on
+"""How files begin that are given for text by mistake: what they are, and what to do."""
+
+
+def _check_text(path: Path) -> None:
+    """UserError where a file is by its first bytes no text in UTF-8, whatever its name."""
+    with path.open("rb") as file:
+        head = file.read(16)
+    for first, (what, way_out) in FIRST_BYTES.items():
+        if head.startswith(first):
+            raise UserError(f"{path}: by its first bytes {what}, not UTF-8 text; {way_out}")
 
 
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -249,3 +336,17 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"{source}: no tokenizer files here, or an empty vocabulary; {way_out}")
     return tokenizer
+
+
+def find_tokenizer(*sources: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the first of these folders or hub ids that has one; UserError if it cannot be loaded."""
+    from transformers.utils import cached_file
+
+    for source in sources:
+        for name in ("tokenizer_config.json", "tokenizer.json"):
+            try:
+                cached_file(source, name)
+            except OSError:
+                continue
+            return load_tokenizer(Model(source))
+    return None
