@@ -1,4 +1,4 @@
-"""Train a small hybrid model from scratch, LoRA-tune it under every strategy, and draw the comparison.
+"""Train a small hybrid model from scratch, LoRA-tune it under eight strategies, and draw the comparison.
 
 `make demo` runs this from the repository's root, `make demo MODEL=FOLDER` on the model of another config.json, which is
 to be as small. Everything else it reads comes with Python; it writes below runs/.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from shardwise.ranges import RANGES
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "config.md"
 AS_YAML = {"field(default_factory=list)": "[]", "None": "null", "True": "true", "False": "false"}
@@ -30,7 +32,9 @@ def page() -> str:
         parts += [f"\n## `{name}` ({needed})\n", "| key | type | default | |", "|---|---|---|---|"]
         for key, key_kind, key_default, text in fields(section):
             shown = "required" if key_default is None else f"`{key_default}`"
-            parts.append(f"| `{name}.{key}` | {cell(key_kind)} | {shown} | {' '.join(text.split())} |")
+            least, most = RANGES.get(f"{name}.{key}", (None, None))
+            bounds = f" From {least:,} to {most:,}." if least is not None else ""
+            parts.append(f"| `{name}.{key}` | {cell(key_kind)} | {shown} | {' '.join(text.split())}{bounds} |")
     return "\n".join(parts) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""GPT-2 Large under single, DDP, ZeRO-3 and DDP x TP: bytes a rank, beside the peaks of a published comparison.
+"""GPT-2 Large under single, DDP, ZeRO-3 and ZeRO-3 x TP: bytes a rank, beside the peaks of a published comparison.
 
     python tools/gpt2_large.py [--out results/gpt2-large]
 
@@ -27,8 +27,9 @@ that are there and what lies beside them. B rows of T tokens, D wide, L layers, 
 
 DDP keeps its buckets, which are the gradients, throughout. ZeRO-3 keeps the embeddings and the final norm gathered for
 the whole step, since the head is tied, and their gradient whole to its end; of the layers it has two gathered (the next
-is fetched beforehand), and one's gradient whole, twice. What an allocator rounds up or holds in reserve, NCCL's buffers
-and CUDA's context are not in it.
+is fetched beforehand), and one's gradient whole, twice. ZeRO-3 x TP does so with a tensor-parallel rank's share: the
+token embedding's rows and a layer's matrices are 1 / t of the whole ones, the other weights are whole. What an
+allocator rounds up or holds in reserve, NCCL's buffers and CUDA's context are not in it.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ from shardwise.run_file import load_config
 from shardwise.training import build
 
 ROOT = Path(__file__).parents[1]
-PUBLISHED_GB = {"single": 21, "ddp": 21, "zero3": 20, "ddp-tp": 6}
-NUM_GPUS = {"single": 1, "ddp": 4, "zero3": 4, "ddp-tp": 4}
+PUBLISHED_GB = {"single": 21, "ddp": 21, "zero3": 20, "fsdp2-tp": 6}
+NUM_GPUS = {"single": 1, "ddp": 4, "zero3": 4, "fsdp2-tp": 4}
 ROWS = (8, 32)
 
 
@@ -122,7 +123,7 @@ def moments(cfg: RunConfig, states: dict[str, int], num_gpus: int, gpu: bool = T
     own_vocab = -(-vocab // tp)
     layer_weights = 12 * d * d // tp  # elements
     sharded, held = cfg.parallel.data == "fsdp2" and num_gpus > 1, sum(states.values()) - states["gradients"]
-    gathered = 4 * (vocab + config.n_positions + 2) * d if sharded else 0
+    gathered = 4 * (own_vocab + config.n_positions + 2) * d if sharded else 0
     before = held + gathered + (states["gradients"] if cfg.parallel.data == "ddp" and tp == 1 else 0)
 
     checkpoints = layers * hidden

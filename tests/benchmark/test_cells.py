@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from shardwise.benchmark.cells import cell_record
+from shardwise.benchmark.cells import NOT_TIMED, CellState, cell_record
+from shardwise.benchmark.sweep import Cell
 from shardwise.metrics.cell import CellPlan, CellRecord, Round
 from shardwise.metrics.record import RunRecord, Status
 
@@ -49,6 +52,27 @@ def test_figures_are_medians_with_their_range():
     assert made.environment == {"OMP_NUM_THREADS": "1"}
     assert made.cell["id"] == "ddp"
     assert record(run(10.0), run(20.0)).tokens_per_second == 15.0  # of an even number the mean of the middle two
+
+
+def test_memory_is_that_of_the_rounds_that_measured_it():
+    parts = [{"weights": 60, "temporary": 40}]
+    with_memory = run(peak_memory_bytes=[100], memory_parts=parts, state_bytes=[{"weights": 60}])
+    for rounds in ((with_memory, run(), run()), (run(), with_memory)):
+        made = record(*rounds)
+        assert (made.peak_memory_bytes, made.memory_parts, made.state_bytes) == ([100], parts, [{"weights": 60}])
+        assert made.spread["peak_memory_bytes"] == [100, 100]
+
+
+def test_a_cell_that_is_not_timed_has_losses_and_bytes():
+    measured = {"measured": {"seconds": 1.0}, "simulator_error_percent": 1.0, "events": ["a"], "split": "uniform"}
+    ran = run(10.0, peak_memory_bytes=[100], step_seconds={"mean": 1.0}, mfu=0.1, hfu=0.2, pipeline=measured)
+    made = cell_record(replace(PLAN, timed=False), [Round("ok")], [ran], [], {})
+    assert (made.tokens_per_second, made.step_seconds, made.mfu, made.hfu) == (None, None, None, None)
+    assert (made.losses, made.peak_memory_bytes, list(made.spread)) == ([2.0, 1.0], [100], ["peak_memory_bytes"])
+    assert made.pipeline == {"measured": None, "simulator_error_percent": None, "events": None, "split": "uniform"}
+    assert made.notes == [NOT_TIMED]
+    state = CellState(Cell(replace(PLAN, timed=False), {}), Path("a"))
+    assert list(state.remaining(3)) == [1]
 
 
 def pipeline(seconds: float, error: float | None = None) -> dict[str, Any]:

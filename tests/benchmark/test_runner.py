@@ -63,7 +63,7 @@ def test_rounds_are_interleaved(tmp_path):
     records = rows(bench(sweep_file(tmp_path), tmp_path / "out", train=FAKE))
     assert list(records) == ["single", "ddp", "control-single"]
     begun = sorted((entry["started"], name) for name, record in records.items() for entry in record.rounds)
-    assert [name for _, name in begun] == ["single", "ddp", "control-single", "single", "ddp", "single", "ddp"]
+    assert [name for _, name in begun] == ["single", "control-single", "ddp", "single", "ddp", "single", "ddp"]
     ddp = records["ddp"]
     # The stand-in's rates are 100, 200 and 300 in rounds 1, 2 and 3.
     assert (ddp.status, ddp.tokens_per_second, ddp.spread["tokens_per_second"]) == ("ok", 200.0, [100.0, 300.0])
@@ -72,6 +72,21 @@ def test_rounds_are_interleaved(tmp_path):
     assert ddp.command[-1] == "--nproc=2"
     assert records["single"].command[-1].startswith("--training.output_dir=")
     assert (tmp_path / "out" / "ddp" / "round-3" / "log.txt").read_text() == "starting\n"
+
+
+def test_a_reference_and_its_control_run_before_what_is_checked_against_them(tmp_path):
+    axes = {"strategy": STRATEGIES, "data.sequence_length": [32, 16]}
+    path = sweep_file(tmp_path, axes=axes, reference={"strategy": "ddp"}, rounds=1)
+    records = bench(path, tmp_path / "out", train=FAKE)
+    begun = sorted((record.rounds[0]["started"], record.cell["id"]) for record in records)
+    assert [name for _, name in begun] == [
+        "ddp-32",
+        "control-ddp-32",
+        "ddp-16",
+        "control-ddp-16",
+        "single-32",
+        "single-16",
+    ]
 
 
 def test_every_ending_is_a_row(tmp_path):
@@ -183,6 +198,29 @@ def test_what_follows_from_the_sweep_may_be_of_another_version(tmp_path):
     assert json.loads((out / "sweep.json").read_text())["equal"]["all cells"]
     for name, baseline in (("single", None), ("ddp", "single")):
         assert CellRecord.read(out / name / "record.json").cell["baseline"] == baseline
+
+
+def measured_memory(out: Path) -> list[str]:
+    """The cells and rounds that have measured memory."""
+    records = {file.parent: json.loads(file.read_text()) for file in out.glob("*/round-*/record.json")}
+    return sorted(
+        f"{path.parent.name} {path.name[-1]}" for path, record in records.items() if record["peak_memory_bytes"]
+    )
+
+
+def test_memory_is_measured_in_the_first_round_alone(tmp_path):
+    path, out = sweep_file(tmp_path), tmp_path / "out"
+    records = rows(bench(path, out, train=FAKE))
+    assert measured_memory(out) == ["control-single 1", "ddp 1", "single 1"]
+    assert {record.peak_memory_bytes[0] for record in records.values()} == {2**20}
+    assert not any(word == "--measure.memory=false" for record in records.values() for word in record.command)
+    bench(path, out, train=FAKE, rerun=["ddp"])
+    assert measured_memory(out) == ["control-single 1", "ddp 1", "single 1"]
+    (out / "single" / "round-1" / "record.json").write_text("{")
+    assert rows(bench(path, out, train=FAKE))["single"].peak_memory_bytes == [2**20]
+    assert measured_memory(out) == ["control-single 1", "ddp 1", "single 1"]
+    bench(sweep_file(tmp_path, rounds=2, memory_rounds=2), tmp_path / "two", train=FAKE, only=["ddp"])
+    assert measured_memory(tmp_path / "two") == ["ddp 1", "ddp 2"]
 
 
 def test_a_damaged_round_is_run_again(tmp_path, capsys):
@@ -329,13 +367,16 @@ TENSOR = {"nproc": 2, "parallel.data": "single", "parallel.tp": 2, "parallel.seq
 def test_real_runs_killed_refused_and_out_of_memory(tmp_path):
     """As a user would: two processes, the bench killed in the middle of a run, gone on with."""
     base = real(tmp_path, 12)
-    # Adapters of a matrix with 64 columns take 1 GB each at this rank.
     strategies = {"single": STRATEGIES["single"], "tp": TENSOR}
-    axes = {"strategy": strategies, "lora.r": [4, 4_000_000], "training.micro_batch_size": [2, 3]}
+    wide = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text()) | {"intermediate_size": 2**23}
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(wide))  # 6 GB in each layer
+    models = {"small": {}, "wide": {"model.path": str(tmp_path / "wide")}}
+    axes = {"strategy": strategies, "model": models, "training.micro_batch_size": [2, 3]}
     path, out = sweep_file(tmp_path, base=base, axes=axes, rounds=1), tmp_path / "out"
-    names = ("tp-4-2", "single-4-2", "single-4-3", "single-4000000-2")
+    names = ("tp-small-2", "single-small-2", "single-small-3", "single-wide-2")
     command = [sys.executable, "-m", "shardwise", "bench", str(path), "--out", str(out), "--only", *names]
-    limit = 3 * 2**30  # more than the libraries map, less than two such adapters
+    limit = 3 * 2**30  # more than the libraries map, less than a layer
 
     def begin() -> subprocess.Popen[str]:
         return subprocess.Popen(

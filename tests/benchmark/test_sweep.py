@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"set": 3}, "set is 3; write a mapping"),
     ({"nproc": 0}, "nproc is 0; give a whole number of at least 1"),
     ({"rounds": 0}, "rounds is 0; give a whole number of at least 1"),
+    ({"rounds": 10**12}, "rounds is 1000000000000; give less than 1e9"),
+    ({"timeout_seconds": math.inf}, "timeout_seconds is inf; give less than 1e9"),
+    ({"axes": {"strategy": {"ddp": {"timed": 2}}}}, "axes.strategy.ddp.timed is 2; give true or false"),
+    ({"memory_rounds": 0}, "memory_rounds is 0; give a whole number of at least 1"),
     ({"rounds": 1.5}, "rounds is 1.5; give a whole number of at least 1"),
     ({"timeout_seconds": -1}, "timeout_seconds is -1; give a positive number"),
     ({"timeout_seconds": float("nan")}, "timeout_seconds is nan; give a positive number"),
@@ -281,6 +286,14 @@ def test_broken_yaml_is_one_line(text, tmp_path):
     with pytest.raises(UserError) as caught:
         read_sweep(path, tmp_path / "out")
     assert "\n" not in str(caught.value)
+
+
+def test_a_value_may_say_that_its_cells_are_not_timed(tmp_path):
+    wide = {"nproc": 4, "parallel.data": "ddp", "timed": False}
+    sweep = read(tmp_path, axes={"strategy": {**STRATEGIES, "wide": wide}, "data.sequence_length": [16, 32]})
+    assert {name for name, cell in cells(sweep).items() if not cell.plan.timed} == {"wide-16", "wide-32"}
+    assert cells(sweep)["wide-16"].plan.nproc == 4
+    assert sweep.record.axes[0].keys == ("nproc", "parallel.data")
 
 
 def test_an_invalid_combination_is_a_refused_cell(tmp_path):

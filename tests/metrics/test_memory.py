@@ -12,7 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.metrics.memory import PeakMemory, _reachable_tensors, memory_in_use, state_bytes, tensor_bytes
+from shardwise.metrics import memory
+from shardwise.metrics.memory import (
+    PeakMemory,
+    _on_cpu,
+    _tensors,
+    freeze_imports,
+    memory_in_use,
+    state_bytes,
+    tensor_bytes,
+)
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -202,7 +211,7 @@ def _fsdp2_steps() -> tuple[list[int], int, int]:
             model(x).sum().backward()
             model.zero_grad()
             time.sleep(0.2)  # gloo's threads let go of their last buffers
-        mistakes.append(peak.exit_bytes - tensor_bytes(_reachable_tensors()))
+        mistakes.append(peak.exit_bytes - tensor_bytes(_on_cpu(_tensors())))
     return mistakes, weights, rise(peak)
 
 
@@ -226,6 +235,36 @@ def _ddp_step() -> list[tuple[int, int]]:
             wrapped(x).sum().backward()
         figures.append((peak.entry_bytes, peak.exit_bytes))
     return figures
+
+
+def test_operators_are_not_recorded(monkeypatch):
+    # They would be twenty times as many events as allocations are, all of which Python looks at.
+    events = []
+    read = memory._disable_profiler
+    monkeypatch.setattr(memory, "_disable_profiler", lambda: events.append(read()) or events[0])
+    x = nn.Parameter(kib(4))
+    with PeakMemory(CPU) as peak:
+        x.exp().sum().backward()
+    assert rise(peak) >= 8 * KIB
+    names = {event.name for event in memory._events(events[0].experimental_event_tree())}
+    assert names == {"[memory]", memory._MARK}
+
+
+def _frozen() -> tuple[int, int, int]:
+    kept, left = kib(8), kib(2)
+    freeze_imports()
+    with PeakMemory(CPU) as before:
+        pass
+    with PeakMemory(CPU) as peak:
+        kept.grad = kib(8)
+        del left
+    hidden = sum(tensor is kept for tensor in memory._unfrozen_tensors())
+    return hidden, before.entry_bytes - peak.exit_bytes, growth(peak)
+
+
+def test_tensors_that_were_frozen_count():
+    # In a process of its own, which has nothing else to collect.
+    assert run_ranks(1, _frozen) == [(0, -6 * KIB, 6 * KIB)]
 
 
 def test_buckets_of_ddp_count_although_only_their_gradients_show_them():

@@ -129,6 +129,9 @@ def test_caveats_come_from_the_environment():
     assert not any("crowded" in line for line in caveats(rows))
     crowded = Bench(*processes())  # 4 processes on 2 cores
     assert any("4 processes shared 2 cores" in line for line in caveats(make_rows(crowded)))
+    untimed = [dataclasses.replace(plan, timed=plan.nproc < 4) for plan in crowded.sweep.cells]
+    said = caveats(make_rows(Bench(dataclasses.replace(crowded.sweep, cells=tuple(untimed)), crowded.records)))
+    assert not any("shared 2 cores" in line for line in said)
     gpu = {
         name: record(CellPlan(**made.cell), environment={"cuda": "13.0", "commit": name})
         for name, made in records.items()

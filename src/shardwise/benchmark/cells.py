@@ -14,6 +14,8 @@ from shardwise.benchmark.sweep import Cell
 from shardwise.metrics.cell import CellPlan, CellRecord, Round
 from shardwise.metrics.record import RunRecord
 
+NOT_TIMED = "run for its losses and bytes, not timed (timed: false in the sweep)"
+
 
 @dataclass
 class CellState:
@@ -26,12 +28,13 @@ class CellState:
     record: CellRecord | None = None  # its row
 
     def remaining(self, total: int) -> range:
-        """The rounds (from 1) of `total` that are to run, as far as is known: one of a control, and none once the
-        first has gone wrong.
+        """The rounds (from 1) of `total` that are to run, as far as is known.
+
+        A control and a cell that is not timed have one; once the first has gone wrong, there are no others.
         """
         if self.cell.refusal or (self.rounds and self.rounds[0].status != "ok"):
             return range(0)
-        return range(len(self.rounds) + 1, (1 if self.cell.plan.control else total) + 1)
+        return range(len(self.rounds) + 1, (1 if self.cell.plan.control or not self.cell.plan.timed else total) + 1)
 
 
 def cell_record(
@@ -46,9 +49,13 @@ def cell_record(
     Figures are medians over the rounds that went well, but for `pipeline`, which is that of the round whose measured
     step is the median; `environment` is added to the runs' own.
     """
+    if not plan.timed:
+        records = [_without_times(record) for record in records]
     good = [record for record in records if record.status == "ok"]
     first = good[0] if good else records[0]
     fields = {field.name: getattr(first, field.name) for field in dataclasses.fields(RunRecord)}
+    with_memory = next((record for record in good if record.memory_parts), first)
+    fields["memory_parts"] = with_memory.memory_parts
     fields["environment"] = first.environment | environment
     fields["notes"] = first.notes + _notes(rounds, good)
     spread = {}
@@ -79,6 +86,15 @@ def cell_record(
         spread=spread,
         largest_round_difference=max((_difference(first.losses, record.losses) for record in good), default=0.0),
     )
+
+
+def _without_times(record: RunRecord) -> RunRecord:
+    times = ("tokens_per_second", "step_seconds", "mfu", "hfu")
+    pipeline = record.pipeline
+    if pipeline is not None:
+        pipeline = pipeline | dict.fromkeys(("measured", "simulator_error_percent", "events"))
+    notes = [*record.notes, NOT_TIMED]
+    return dataclasses.replace(record, **dict.fromkeys(times), pipeline=pipeline, notes=notes)
 
 
 def _pipeline(good: Sequence[RunRecord]) -> tuple[dict[str, Any] | None, dict[str, list[float]]]:

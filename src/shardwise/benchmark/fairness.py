@@ -10,6 +10,8 @@ from shardwise.config import UserError, known_keys, nearest
 from shardwise.metrics.cell import Axis
 
 NPROC, GLOBAL_BATCH = "nproc", "training.global_batch_size"
+TIMED = "timed"
+"""What a value may set beside NPROC and keys of a run file: whether its cells are timed, which they are by default."""
 WORK, LAYOUT = "work", "layout"
 SECTIONS = ("lora", "optimizer", "parallel")
 """The sections that an axis may set as a whole; the others hold both what is computed and how."""

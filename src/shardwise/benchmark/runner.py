@@ -9,8 +9,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -23,16 +21,13 @@ from typing import Any
 import yaml
 
 from shardwise.benchmark.cells import CellState, cell_record
+from shardwise.benchmark.process import Run, runs
 from shardwise.benchmark.progress import Display
 from shardwise.benchmark.sweep import Cell, Sweep, left_out, read_sweep, uncontrolled
 from shardwise.config import UserError
-from shardwise.metrics.cell import LOG, RECORD, RUN_FILE, SWEEP, CellRecord, Round
+from shardwise.metrics.cell import LOG, RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
 from shardwise.metrics.record import RunRecord, Status, dumps
 
-TRAIN = (sys.executable, "-m", "shardwise", "train")
-LEASH = 'exec 3<&0 </dev/null; ({ read _ <&3; kill -KILL 0; } >/dev/null 2>&1 &); exec "$@" 3<&-'
-"""Becomes the command "$@", beside a process that ends its whole group as soon as standard input closes: which it does
-when the bench dies, even of SIGKILL."""
 WEIGHTS = ("model", "checkpoints")
 """What a round leaves that may be large and tells nothing of speed or memory."""
 
@@ -50,13 +45,13 @@ def bench(
     out: str | Path,
     only: Sequence[str] = (),
     rerun: Sequence[str] = (),
-    train: Sequence[str] = TRAIN,
+    train: Sequence[str] | None = None,
 ) -> list[CellRecord]:
     """Run the cells of a sweep file, `only` those whose id matches a pattern, into the folder `out`; return their rows.
 
     What `out` has of the same sweep is kept and gone on with, but for cells that match `rerun`. `train` is the command
-    of a run, to which the run file and options are added. Raises UserError, and Interrupted on SIGTERM or SIGINT, which
-    ends the run in hand and leaves no row of it.
+    of a run, to which the run file and options are added (default: `shardwise train`, see `process.runs`). Raises
+    UserError, and Interrupted on SIGTERM or SIGINT, which ends the run in hand and leaves no row of it.
     """
     out = Path(out)
     command = ["shardwise", "bench", str(path), "--out", str(out)]
@@ -68,14 +63,31 @@ def bench(
         _tell_unchecked(out, sweep, selected)
         cells = [_known(cell, out / cell.plan.id) for cell in selected]
         rounds = sweep.record.rounds
-        with Display(sweep.record.title, cells, rounds) as display:
+        with runs(train) as run, Display(sweep.record.title, cells, rounds) as display:
             for number in range(1, rounds + 1):
-                for state in cells:
+                for state in _references_first(cells):
                     if number in state.remaining(rounds)[:1]:
                         display.start(state)
-                        _run_round(state, number, sweep.record.timeout_seconds, train)
+                        _run_round(state, number, sweep.record, run)
                         display.end(state)
     return [state.record for state in cells if state.record is not None]
+
+
+def _references_first(cells: Sequence[CellState]) -> list[CellState]:
+    """Return the order of a round: each reference of losses and its control, then the other cells.
+
+    So a report that is drawn while the bench runs has a verdict on every cell that has ended.
+    """
+    references = {state.cell.plan.reference for state in cells}
+    by_id = {state.cell.plan.id: place for place, state in enumerate(cells)}
+
+    def place(state: CellState) -> tuple[bool, int, bool]:
+        plan = state.cell.plan
+        if plan.control:  # beside its reference, also where --only leaves that out
+            return False, by_id.get(plan.reference or "", by_id[plan.id]), True
+        return plan.id not in references, by_id[plan.id], False
+
+    return sorted(cells, key=place)
 
 
 def _matching(cells: Sequence[Cell], patterns: Sequence[str], option: str) -> list[Cell]:
@@ -231,8 +243,9 @@ def _temporary(path: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------------- a run
 
 
-def _run_round(state: CellState, number: int, limit: float, train: Sequence[str]) -> None:
+def _run_round(state: CellState, number: int, sweep: SweepRecord, run: Run) -> None:
     """Run a cell once and write its row."""
+    limit = sweep.timeout_seconds
     folder, plan = state.folder / f"round-{number}", state.cell.plan
     if folder.exists():  # of a bench that was ended
         shutil.rmtree(folder)
@@ -240,46 +253,22 @@ def _run_round(state: CellState, number: int, limit: float, train: Sequence[str]
     output_dir = json.dumps(str(folder), ensure_ascii=False)
     arguments = [str(state.folder / RUN_FILE), f"--training.output_dir={output_dir}"]
     arguments += [f"--nproc={plan.nproc}"] if plan.nproc > 1 else []
+    command = ["shardwise", "train", *arguments]
+    if sum(record.peak_memory_bytes is not None for record in state.records) >= sweep.memory_rounds:
+        arguments.append("--measure.memory=false")  # bytes are the same in every round
     started = datetime.now(UTC).isoformat(timespec="milliseconds")
     begin = time.monotonic()
-    code = _run([*train, *arguments], folder / LOG, limit)
+    code = run(arguments, folder / LOG, limit)
     seconds = time.monotonic() - begin
     record = _outcome(folder, code, limit, state.cell.run)
     for name in WEIGHTS:
         shutil.rmtree(folder / name, ignore_errors=True)
     state.records.append(record)
-    state.rounds.append(
-        Round(record.status, record.reason, record.tokens_per_second, record.step_seconds, seconds, started)
-    )
+    times = (record.tokens_per_second, record.step_seconds) if plan.timed else (None, None)
+    state.rounds.append(Round(record.status, record.reason, *times, seconds, started))
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
-    command = ["shardwise", "train", *arguments]
     state.record = cell_record(plan, state.rounds, state.records, command, threads)
     state.record.write(state.folder / RECORD)
-
-
-def _run(command: Sequence[str], log: Path, limit: float) -> int | None:
-    """Run a command in a process group of its own, no process of which outlives this call.
-
-    Returns its exit code, or None where it was killed since it took longer than `limit` seconds.
-    """
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            ["/bin/sh", "-c", LEASH, "sh", *command],
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # the leash keeps the group's number from being given again
-                os.killpg(process.pid, signal.SIGKILL)
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
 
 
 def _outcome(folder: Path, code: int | None, limit: float, run: dict[str, Any]) -> RunRecord:

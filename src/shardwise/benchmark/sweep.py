@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.benchmark import fairness
-from shardwise.benchmark.fairness import GLOBAL_BATCH, NPROC
+from shardwise.benchmark.fairness import GLOBAL_BATCH, NPROC, TIMED
 from shardwise.config import Training, UserError, known_keys, nearest
 from shardwise.metrics.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
+from shardwise.ranges import shown
 from shardwise.run_file import parse_config, read_yaml
 
-KEYS = ("title", "base", "set", "nproc", "rounds", "timeout_seconds", "reference", "axes")
+KEYS = ("title", "base", "set", "nproc", "rounds", "memory_rounds", "timeout_seconds", "reference", "axes")
 ID_LENGTH, MOST_CELLS = 80, 10_000
 RESERVED = {SWEEP, "figures", "report.html", "report.md"}
 """What else lies beside the folders of the cells: the report writes there too."""
@@ -60,6 +61,7 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
         if key not in KEYS:
             raise UserError(f"unknown key {key}; {nearest(str(key), KEYS)}")
     rounds = _positive(data, "rounds", 3, int)
+    memory_rounds = _positive(data, "memory_rounds", 1, int)
     limit = float(_positive(data, "timeout_seconds", 600.0, int | float))
     nproc = _positive(data, NPROC, 1, int)
     title = data.get("title") or path.stem
@@ -67,6 +69,12 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
     named = {_name(name): _values(_name(name), entry) for name, entry in _mapping(data, "axes").items()}
     if not named:
         raise UserError("axes is empty; name at least one, with its values")
+    untimed = {
+        (axis, name)
+        for axis, values in named.items()
+        for name, settings in values.items()
+        if not settings.pop(TIMED, True)
+    }
     rows = fairness.flat(base).get(GLOBAL_BATCH, Training.global_batch_size)
     defaults = {NPROC: nproc, GLOBAL_BATCH: rows}
     checked = [fairness.check_axis(name, values, defaults) for name, values in named.items()]
@@ -97,6 +105,7 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
             group=_group(values, axes, weak),
             reference=other(values, weak | numerics),
             baseline=other(values, weak),
+            timed=untimed.isdisjoint(values.items()),
         )
         cells.append(_resolve(plan, _applied(base, settings), out))
     if all(cell.refusal for cell in cells):
@@ -104,7 +113,7 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
     equal = {group: _equal(group, cells, axes, bool(weak)) for group in dict.fromkeys(c.plan.group for c in cells)}
     cells += _controls(cells, taken, out)
     plans = tuple(cell.plan for cell in cells)
-    return Sweep(SweepRecord(str(title), axes, plans, equal, rounds, limit, command), tuple(cells))
+    return Sweep(SweepRecord(str(title), axes, plans, equal, rounds, limit, command, memory_rounds), tuple(cells))
 
 
 def uncontrolled(cells: Sequence[Cell], selected: Sequence[Cell]) -> list[str]:
@@ -175,6 +184,8 @@ def _values(axis: str, entry: object) -> dict[str, dict[str, Any]]:
             raise UserError(f"{where} is {settings!r}, not a mapping of keys; write {{}} for the base as it is")
         if NPROC in settings:
             _positive(settings, NPROC, 1, int, where)
+        if not isinstance(settings.get(TIMED, True), bool):
+            raise UserError(f"{where}.{TIMED} is {settings[TIMED]!r}; give true or false")
         values[name] = {str(key): value for key, value in settings.items()}
     return values
 
@@ -243,7 +254,9 @@ def _positive(data: dict[str, Any], key: str, default: Any, kind: Any, where: st
     value = data.get(key, default)
     if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 1e9:
         what = "a whole number of at least 1" if kind is int else "a positive number"
-        raise UserError(f"{where + '.' if where else ''}{key} is {value!r}; give {what}")
+        if isinstance(value, int | float) and value >= 1e9:
+            what = "less than 1e9"
+        raise UserError(f"{where + '.' if where else ''}{key} is {shown(value)}; give {what}")
     return value
 
 

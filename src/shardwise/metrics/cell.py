@@ -38,6 +38,7 @@ class CellPlan:
     reference: str | None  # id of the cell whose losses its own must equal, None for that cell itself or where none is
     control: bool = False  # the reference again, micro-batches in the other order: how far rounding alone moves a loss
     baseline: str | None = None  # id of the cell that its speed is set against; None for that cell itself
+    timed: bool = True  # else it has losses and bytes alone, as of more processes than there are cores
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class SweepRecord:
     rounds: int
     timeout_seconds: float  # of one run
     command: list[str]  # `shardwise bench ...`
+    memory_rounds: int = 1  # rounds of a cell in which memory is measured
     schema_version: int = 1
 
 

@@ -87,8 +87,8 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
         "commit": commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **{name: _version(name) for name in ("torch", "transformers", "peft")},
-        "fla-core": _version("fla-core"),
+        **{name: version(name) for name in ("torch", "transformers", "peft")},
+        "fla-core": version("fla-core"),
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
         "cuda": torch.version.cuda,
         "cpu_count": os.cpu_count(),
@@ -115,7 +115,8 @@ def commit() -> str | None:
     return head + ("+changes" if changes else "")
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

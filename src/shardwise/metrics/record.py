@@ -65,7 +65,7 @@ class RunRecord:
     grad_norms: list[float] = field(default_factory=list)  # of each step, global, before clipping
     skipped_steps: int = 0  # whose float16 gradients had overflown
     eval: list[dict[str, float]] = field(default_factory=list)  # step, loss, perplexity, tokens
-    data: dict[str, Any] | None = None  # train, validation: documents, skipped, by_reason
+    data: dict[str, Any] | None = None  # train, validation: rows and documents
     tokens_per_second: float | None = None  # global
     step_seconds: dict[str, float] | None = None  # mean, p10, p50, p90, max; and steps, how many were timed
     peak_memory_bytes: list[int] | None = None

@@ -14,13 +14,14 @@ def caveats(rows: Sequence[Row]) -> list[str]:
     places, ran = environments(rows), [row for row in rows if row.record]
     found = []
     many = max((row.plan.nproc for row in ran), default=1)
+    timed = max((row.plan.nproc for row in ran if row.plan.timed), default=1)
     if places.get("cuda") and not any(places["cuda"]):
         found.append("Measured on CPU cores: this says nothing about how fast a GPU is.")
         if many > 1:
             found.append("The processes talk through gloo on one machine: this says nothing about NCCL or a network.")
         cores = min((n for n in places.get("cpu_count", []) if n and isinstance(n, int)), default=many)
-        if many > cores:
-            found.append(f"Up to {many} processes shared {cores} cores: those cells' speeds are of a crowded machine.")
+        if timed > cores:
+            found.append(f"Up to {timed} processes shared {cores} cores: those cells' speeds are of a crowded machine.")
     for key, values in places.items():
         if len(values) > 1:
             found.append(f"Not all cells ran with the same {key}: {', '.join(map(fact, values))}.")
@@ -33,7 +34,7 @@ def caveats(rows: Sequence[Row]) -> list[str]:
 
 
 def _of_rounds(rows: Sequence[Row]) -> list[str]:
-    found, measured = [], [row for row in rows if row.measured]
+    found, measured = [], [row for row in rows if row.measured and row.plan.timed]
     few = sum(row.good_rounds < FEWEST_ROUNDS for row in measured)
     if few == len(measured) > 0:
         taken = rounds_of(measured)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.metrics.cell import Axis
 from shardwise.report.folder import Bench
 from shardwise.report.panels import (
+    BESIDE,
     CONTROL,
     WRONG,
     Drawn,
     Groups,
+    bars_height,
     comma_ticks,
     grid,
     legend,
     line_style,
+    name_places,
     peak_in,
     peak_unit,
     set_title,
@@ -32,60 +35,24 @@ if TYPE_CHECKING:
 
 AGAINST = "against-"
 """How the names of figures along an axis begin."""
-FLOOR = 1e-3
-"""Share of the tolerance below which a departure is drawn as 0."""
 
 
 def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
-    """Loss curves on one another; beside them, how far each is from its reference as a share of its tolerance."""
+    """Loss curves on one another; beside them, of each cell the largest difference as a share of its tolerance."""
     shown = [(title, [row for row in cells if row.record and row.record.losses]) for title, cells in groups]
     shown = [(title, cells) for title, cells in shown if cells]
-    figure, axes = grid(len(shown), 2, [2.6] * len(shown))
-    by_id = {row.plan.id: row for _, cells in shown for row in cells}
+    figure, axes = grid(len(shown), 2, [max(2.6, bars_height(cells)) for _, cells in shown], [1.25, 1.0])
     for (title, cells), (left, right) in zip(shown, axes, strict=True):
         set_title(left, "Loss", title)
-        set_title(right, "Departure from the reference ÷ tolerance", "")
-        highest = 10.0
         for index, row in enumerate(cells):
             assert row.record is not None
-            style = line_style(row, look[row.plan.id])
             x = range(1, len(row.record.losses) + 1)
             every = max(1, len(x) // 6)
+            style = line_style(row, look[row.plan.id])
             left.plot(x, row.record.losses, markevery=(index % every, every), **style)
-            verdict = row.verdict
-            reference = by_id.get(verdict.against or "") if verdict else None
-            allowed = verdict.tolerance if verdict else None
-            if reference is None or reference.record is None or not allowed:
-                continue
-            far = [abs(a - b) / allowed for a, b in zip(row.record.losses, reference.record.losses, strict=False)]
-            far = [share if math.isfinite(share) else math.nan for share in far]
-            highest = max([highest, *(3 * share for share in far if share == share)])
-            right.plot(x, [max(share, FLOOR) for share in far], markevery=(index % every, every), **style)
-            if row.state == "wrong":
-                step = max(range(len(far)), key=far.__getitem__)
-                _name_wrong(right, row.label, step + 1, far[step], len(x))
-        right.set_yscale("log")
-        right.set_ylim(FLOOR / 2, highest)
-        right.axhline(1, color=colour("bad"), linewidth=1.1, dashes=(4, 2))
-        right.annotate(
-            "wrong above this line",
-            (1, 1),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            color=colour("bad"),
-            fontsize=8,
-        )
-        decades = [10.0**power for power in range(-2, math.floor(math.log10(highest)) + 1)]
-        thinned = decades if len(decades) <= 6 else [1e-2, *decades[2 :: len(decades) // 5 + 1]]
-        right.set_yticks([FLOOR, *thinned], ["0", *(f"{value:,g}" for value in thinned)])
-        right.set_xlim(left.get_xlim())
-        if not any(row.verdict and row.verdict.tolerance for row in cells):
-            nothing = "no cell to compare these with"
-            right.text(0.5, 0.35, nothing, transform=right.transAxes, ha="center", color=colour("muted"))
-        for panel in (left, right):
-            whole_steps(panel)
+        whole_steps(left)
+        set_title(right, "Difference ÷ tolerance", "")
+        _differences(right, cells, look)
     cells = [row for _, cells in shown for row in cells]
     special = {"noise control": CONTROL} if any(row.plan.control for row in cells) else {}
     special |= {"wrong": WRONG} if any(row.state == "wrong" for row in cells) else {}
@@ -94,27 +61,55 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
         "losses",
         "The same losses",
         "Left: the loss of every step. Curves of cells that do the same work lie on one another; the broad pale one is "
-        "the reference. Right: how far each "
-        "is from its reference; the noise control is the reference with its micro-batches in another order, "
-        "and the tolerance is ten times what that alone does. A reference of other numerics is measured against the "
-        "baseline, as closely as its format allows.",
+        "the reference. Right: the largest difference at any step from the loss of the reference, in units of the "
+        "tolerance; a cell beyond the line is wrong. The noise control is the reference with its micro-batches in "
+        "another order, and the tolerance is ten times what that alone does. A reference of other numerics is measured "
+        "against the baseline, as closely as its format allows.",
         figure,
     )
 
 
-def _name_wrong(panel: Axes, name: str, step: int, share: float, num_steps: int) -> None:
-    early = step <= 0.6 * num_steps
-    panel.annotate(
-        f"✗ {name}",
-        (step, share),
-        xytext=(7 if early else -7, 0),
-        textcoords="offset points",
-        ha="left" if early else "right",
-        va="center",
-        color=colour("bad"),
-        fontsize=8.5,
-        weight="bold",
-    )
+def _differences(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -> None:
+    """A place for each cell: how far its losses are from its reference's, in units of its tolerance.
+
+    The axis begins at 0 and is even up to 1, the tolerance; if a cell is beyond, it goes on by powers of ten.
+    """
+    shares = {row.plan.id: share for row in cells if (share := _share_of_tolerance(row)) is not None}
+    beside: dict[str, Any] = {**BESIDE, "xytext": (8, 0)}
+    farthest = max([share for share in shares.values() if math.isfinite(share)], default=0.0)
+    for place, row in enumerate(cells):
+        share = shares.get(row.plan.id)
+        style = line_style(row, look[row.plan.id])
+        wrong = row.state == "wrong"
+        if share is None or not math.isfinite(share):
+            told = "✗ wrong" if wrong else "the reference" if row.is_reference else "not compared"
+            panel.annotate(told, (0, place), color=colour("bad" if wrong else "muted"), fontsize=8.5, **beside)
+            continue
+        ink: dict[str, Any] = {"color": style["color"]}
+        panel.plot([0, share], [place, place], linewidth=1.6, linestyle="solid", **ink)
+        panel.plot(share, place, marker=style["marker"], markersize=6, clip_on=False, **ink)
+        panel.annotate(f"{share:,.2g}" if share < 100 else f"{share:,.0f}", (share, place), fontsize=8.5, **beside)
+    panel.axvline(1, color=colour("bad"), linewidth=1.1, dashes=(4, 2), zorder=0.6)
+    if farthest > 1:
+        decades = math.ceil(math.log10(farthest)) or 1
+        panel.set_xscale("symlog", linthresh=1, linscale=decades / 2)  # a third of the width is up to 1
+        powers = range(1, decades + 1, max(1, decades // 3))
+        panel.set_xticks([0, 1, *(10.0**power for power in powers)])
+        panel.set_xticklabels(["0", "1", *(f"{10**power:,}" for power in powers)])
+        panel.set_xlim(0, farthest * 10 ** (0.35 * decades))
+    else:
+        panel.set_xlim(0, 1.3)
+        panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
+    panel.set_xlabel("1: the tolerance, beyond which a cell is wrong")
+    panel.tick_params(axis="y", pad=8)  # room for marks at 0
+    name_places(panel, [f"✗ {row.label}" if row.state == "wrong" else row.name for row in cells])
+
+
+def _share_of_tolerance(row: Row) -> float | None:
+    verdict = row.verdict
+    if verdict is None or verdict.departure is None or not verdict.tolerance:
+        return None
+    return verdict.departure / verdict.tolerance
 
 
 def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:

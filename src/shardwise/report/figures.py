@@ -31,6 +31,7 @@ from shardwise.report.style import HATCHES, Look, colour, looks
 from shardwise.report.tables import (
     MEMORY_PARTS,
     Row,
+    candidates,
     groups_of,
     memory_parts,
     numeric_axes,
@@ -147,7 +148,9 @@ def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
             others += [] if is_listed else [row]
         with_numbers = [(*points.pop(row.plan.id), str(i), row in front) for i, row in enumerate(rows, 1)]
         numbered.append((panel, with_numbers, [*points.values()]))
-        panel.margins(x=0.14, y=0.16)
+        # From zero, so that a distance on the page is what it says: a cut axis makes 1 % look like half.
+        panel.set_xlim(0, 1.14 * max([x for x, *_ in with_numbers] + [x for x, _ in points.values()], default=1.0))
+        panel.set_ylim(0, 1.16 * max([y for _, y, *_ in with_numbers] + [y for _, y in points.values()], default=1.0))
         panel.set_xlabel(f"peak memory, {unit_name}   (← less is better)")
         panel.set_ylabel("tokens/s   (more is better →)")
         comma_ticks(panel.xaxis)
@@ -157,13 +160,19 @@ def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
     settle(figure)
     for panel, with_numbers, without in numbered:
         number_points(panel, with_numbers, without)
-    doubtful = any(row.state == "unchecked" for _, cells in groups for row in cells)
-    unchecked = " An unchecked cell is on it only where none is known to be right." if doubtful else ""
+    # What is not a candidate for the front may beat all that are.
+    apart = any(row not in candidates(cells) for _, cells in groups for row in _both(cells))
+    hollow = "For every hollow mark there is a better choice."
+    if apart:
+        hollow = (
+            "For every hollow mark of a checked cell there is a better choice. Unchecked cells, hollow too, are not "
+            "compared with the front, as nothing shows that they computed the right thing."
+        )
     return Drawn(
         "plane",
         "Throughput against memory",
         "Filled marks are on the Pareto front: no other cell of the group is at least as good in both and better in "
-        f"one. For every hollow mark there is a better choice.{unchecked}",
+        f"one. {hollow}",
         figure,
     )
 

@@ -213,6 +213,7 @@ def markdown(
                 words.scientific(row.verdict.departure if row.verdict else None),
             ]
             state = f"**{row.state}**" if row.state == "wrong" else row.state
+            state += "" if row.plan.timed else ", not timed"
             lines.append(_line([_cell(row.label), state + (f": {_cell(row.reason)}" if row.reason else ""), *figures]))
     lines += [line for one in drawn for line in ("", f"![{one.title}]({figures_folder}/{one.name}.png)")]
     for chart in pipelines:

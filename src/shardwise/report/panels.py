@@ -23,7 +23,7 @@ NAME = 44
 """The most characters of a name in a figure."""
 Groups = Sequence[tuple[str, list[Row]]]
 """The title of each group of cells, and its rows."""
-_BESIDE: Mapping[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+BESIDE: Mapping[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
 """Where text begins behind the end of a bar."""
 
 
@@ -165,14 +165,19 @@ def in_places(panel: Axes, cells: Sequence[Row], draw: Callable[[int, Row], tupl
         end, value = drawn
         largest = max(largest, end)
         clear = {"facecolor": colour("paper"), "edgecolor": "none", "pad": 1.0}  # of lines that would run through it
-        panel.annotate(number(value), (end, place), fontsize=8.5, bbox=clear, **_BESIDE)
+        panel.annotate(number(value), (end, place), fontsize=8.5, bbox=clear, **BESIDE)
     panel.set_xlim(0, (largest or 1.0) * 1.16)
-    panel.set_yticks(range(len(cells)), [printable(row.name, NAME) for row in cells])
+    name_places(panel, [row.name for row in cells])
+    comma_ticks(panel.xaxis)
+
+
+def name_places(panel: Axes, names: Sequence[str]) -> None:
+    """A name at the left of each place of a panel, the first on top."""
+    panel.set_yticks(range(len(names)), [printable(name, NAME) for name in names])
     panel.tick_params(axis="y", labelcolor=colour("ink"))
-    panel.set_ylim(max(2, len(cells)) - 0.4, -0.6)
+    panel.set_ylim(max(2, len(names)) - 0.4, -0.6)
     panel.grid(visible=False, axis="y")
     panel.spines["left"].set_visible(False)
-    comma_ticks(panel.xaxis)
 
 
 def _say_why(panel: Axes, place: float, row: Row) -> None:
@@ -182,7 +187,7 @@ def _say_why(panel: Axes, place: float, row: Row) -> None:
     how: dict[str, Any] = (
         {"weight": "bold", "color": colour("bad")} if wrong else {"style": "italic", "color": colour("muted")}
     )
-    panel.annotate(text, (0, place), xycoords=("axes fraction", "data"), fontsize=8.5, **how, **_BESIDE)
+    panel.annotate(text, (0, place), xycoords=("axes fraction", "data"), fontsize=8.5, **how, **BESIDE)
 
 
 WRONG: Mapping[str, Any] = {

@@ -257,7 +257,7 @@ def interleaved(rows: Sequence[Row]) -> bool:
 
 def rounds_of(rows: Sequence[Row]) -> str:
     """How many good rounds the cells with figures have: `3 rounds`, `2 to 3 rounds`; empty where none has."""
-    numbers = [row.good_rounds for row in rows if row.measured]
+    numbers = [row.good_rounds for row in rows if row.measured and row.plan.timed]
     if not numbers:
         return ""
     low, high = min(numbers), max(numbers)

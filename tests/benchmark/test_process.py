@@ -1,0 +1,121 @@
+"""Runs in forks of a process that has imported it all: their endings, and that no process of one outlives its call."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from shardwise.benchmark import process
+from shardwise.benchmark.process import Preloaded
+from tests.benchmark.test_runner import real
+from tests.distributed import PATIENCE
+
+
+@pytest.fixture(scope="module")
+def preloaded(tmp_path_factory) -> Iterator[Preloaded]:
+    with Preloaded() as server:
+        server.run(["none.yaml"], tmp_path_factory.mktemp("first") / "log.txt", PATIENCE)  # its own log, too
+        yield server
+
+
+def run_file(folder: Path, steps: int) -> Path:
+    """A run of one process, with so many steps."""
+    content = real(folder, steps)
+    content["training"]["output_dir"] = str(folder / "out")
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def wait_for_steps(folder: Path) -> None:
+    metrics, deadline = folder / "out" / "metrics.jsonl", time.monotonic() + PATIENCE
+    while not metrics.exists() or not metrics.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def group_of(log: Path) -> list[psutil.Process]:
+    """The processes that write into this log, or belong to one that does."""
+    found = []
+    for one in psutil.process_iter():
+        try:
+            if os.readlink(f"/proc/{one.pid}/fd/1") == str(log) and one.status() != psutil.STATUS_ZOMBIE:
+                found.append(one)
+        except OSError:
+            pass
+    return found
+
+
+def assert_ended(log: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while group_of(log):
+        assert time.monotonic() < deadline, group_of(log)
+        time.sleep(0.02)
+
+
+def test_runs_end_as_if_each_were_a_process_of_its_own(preloaded, tmp_path):
+    log = tmp_path / "log.txt"
+    assert preloaded.run([str(tmp_path / "none.yaml")], log, PATIENCE) == 2
+    (line,) = log.read_text().splitlines()
+    assert line.startswith(f"error: {tmp_path}/none.yaml")
+    assert preloaded.run([str(run_file(tmp_path, 2))], log, PATIENCE) == 0
+    assert log.read_text().startswith("llama on cpu, one process")
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert (record["status"], len(record["losses"])) == ("ok", 2)
+    assert_ended(log)
+    # What libraries read from the environment when they are loaded is as in the bench.
+    assert psutil.Process(preloaded._server.pid).environ().get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
+
+
+def test_what_a_run_that_is_killed_has_started_ends_too(preloaded, tmp_path):
+    log, path = tmp_path / "log.txt", run_file(tmp_path, 100_000)
+
+    def kill() -> None:
+        wait_for_steps(tmp_path)
+        leader = next(one for one in group_of(log) if os.getpgid(one.pid) == one.pid)
+        leader.send_signal(signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    assert preloaded.run([str(path)], log, PATIENCE) == -signal.SIGKILL
+    assert_ended(log)
+
+
+def test_the_limit_and_the_death_of_the_server_end_a_run(tmp_path, monkeypatch):
+    log, path = tmp_path / "log.txt", run_file(tmp_path, 100_000)
+    with Preloaded() as preloaded:
+
+        def kill() -> None:
+            wait_for_steps(tmp_path)
+            os.kill(preloaded._server.pid, signal.SIGKILL)
+
+        threading.Thread(target=kill).start()
+        assert preloaded.run([str(path)], log, PATIENCE) == -signal.SIGKILL
+        assert_ended(log)
+        # Its place is taken by a new one, which is hung here.
+        monkeypatch.setattr(process, "PRELOADED", ("/bin/sh", "-c", "sleep 600", "sh"))
+        assert preloaded.run([str(path)], log, 0.5) is None
+        assert_ended(log)
+        # One that cannot start says so in the log.
+        monkeypatch.setattr(process, "PRELOADED", ("/bin/sh", "-c", "echo no torch; exit 7", "sh"))
+        assert preloaded.run([str(path)], log, PATIENCE) == 7
+        assert log.read_text() == "no torch\n"
+
+
+def test_a_gpu_is_for_processes_of_their_own(tmp_path, monkeypatch):
+    # The server's first message, in a shell's words: it may not fork.
+    script = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).send(b'{\"forks\": false}')"
+    monkeypatch.setattr(process, "PRELOADED", (process.sys.executable, "-c", script))
+    monkeypatch.setattr(process, "TRAIN", ("echo", "train"))
+    with Preloaded() as preloaded:
+        for word in ("a", "b"):
+            assert preloaded.run([word], tmp_path / "log.txt", PATIENCE) == 0
+            assert (tmp_path / "log.txt").read_text() == f"train {word}\n"
