@@ -1,0 +1,82 @@
+"""A fixed list of runs of tests.fuzz: every family, with odd sizes; and that a bug in the code turns them red."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import Parallel, RunConfig, UserError
+from shardwise.models.families import FAMILIES
+from shardwise.training import preflight
+from tests.fuzz.draws import draw
+from tests.fuzz.judge import judge
+from tests.fuzz.report import report
+from tests.parity import test_sensitivity, test_tensor_sensitivity
+
+SEEDS = {
+    640: "falcon_h1 ddp lora 2p",
+    1758: "gpt2 zero1 full 3p",
+    1437: "granitemoehybrid fsdp1 full 2p",
+    2280: "jamba pp-tp interleaved-1f1b lora 4p",
+    167: "jet_nemotron fsdp2-tp full 4p",
+    417: "kimi_linear fsdp2 lora 2p",
+    2065: "lfm2 pp interleaved-1f1b lora 2p",
+    28: "llama tp-sp full 3p",
+    972: "nemotron_h tp lora 2p",
+    3881: "olmo_hybrid pp-ddp interleaved-zero-bubble lora 4p",
+    2689: "qwen3 hsdp lora 4p",
+    842: "qwen3_5_text fsdp2 lora 2p",
+    3154: "qwen3_moe zero2 lora 2p",
+    103: "qwen3_next pp zbv full 2p",
+}
+"""What each seed draws: where the program draws otherwise, choose others."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fixed_runs_equal_one_process(seed: int, tmp_path: Path):
+    drawn = draw(seed, tmp_path)
+    assert drawn.id == f"seed {seed}: {SEEDS[seed]}"
+    result = judge(drawn)
+    assert result.status == "equal", result
+
+
+def test_fixed_runs_cover_every_family():
+    assert sorted(name.split()[0] for name in SEEDS.values()) == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("bug", "seed", "reason"),
+    [
+        (test_sensitivity.missing_world_size_factor, 640, "grad "),
+        (test_sensitivity.clip_by_the_local_norm, 842, "different losses or norms"),
+        (test_tensor_sensitivity.tokens_of_the_first_rank_on_every_rank, 28, "grad "),
+    ],
+)
+def test_planted_bug_is_caught(bug: Callable[[], None], seed: int, reason: str, tmp_path: Path):
+    drawn = draw(seed, tmp_path)
+    result = judge(drawn, bug)
+    assert result.status == "failed"
+    assert reason in result.reason
+    text = report([(drawn, result)])
+    assert f"FAILED seed {seed}" in text
+    assert "1 drawn: 0 equal, 0 noise, 0 refused, 1 failed" in text
+
+
+def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One process refuses too; the layout cannot be had; nothing explains why the layout alone is refused."""
+    drawn = draw(1758, tmp_path)
+    isolated = replace(drawn.cfg, data=replace(drawn.cfg.data, packing="isolated"))
+    tensor = replace(drawn.cfg, parallel=Parallel(data="zero2", tp=3))
+    for cfg in (isolated, tensor):
+        assert judge(replace(drawn, cfg=cfg)).status == "refused"
+
+    def refuse_many(cfg: RunConfig, num_ranks: int) -> None:
+        if num_ranks > 1:
+            raise UserError("optimizer.lr is too small")
+
+    monkeypatch.setattr(preflight, "check", refuse_many)
+    result = judge(drawn)
+    assert (result.status, result.reason) == ("failed", "refused under the layout only: optimizer.lr is too small")
