@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time; a core each, and some 3 GiB at the most.
 TESTERS ?= 2
 
-.PHONY: help setup demo study pipeline-split test check format parity gpu gpu-kernels gpu-jet-nemotron clean
+.PHONY: help setup demo study pipeline-split test test-quick pins check format parity gpu gpu-kernels gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -32,10 +32,10 @@ $(KERNELS)/.ok: pyproject.toml constraints.txt Makefile
 	$(KERNELS)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
-demo: setup  ## train a small hybrid model, then LoRA-tune it under six strategies; writes a page that compares them
+demo: setup  ## train a small hybrid model, then LoRA-tune it under eight strategies; writes a page that compares them
 	$(BIN)/python examples/demo.py $(MODEL)
 
-study: setup  ## compare the strategies fairly, in rounds (about half an hour); goes on where it stopped
+study: setup  ## compare the strategies fairly, in rounds; goes on where it stopped
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
 	$(BIN)/shardwise bench configs/study-cpu.yaml --out runs/study-cpu
 	$(BIN)/shardwise report runs/study-cpu
@@ -46,9 +46,17 @@ pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rou
 	$(BIN)/python tools/pipeline_zero_bubble.py
 	$(BIN)/python tools/pipeline_shapes.py
 
-test: setup $(KERNELS)/.ok  ## the tests, in minutes on two cores
-	$(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
+
+test: setup $(KERNELS)/.ok  ## the tests, in minutes on two cores; prints what they cost by folder
+	$(PYTEST)
 	$(KERNELS)/bin/python -m pytest tests/kernels/without_gpu
+
+test-quick: setup  ## for while one works: what neither trains nor starts commands, and a parity cell per strategy
+	SHARDWISE_QUICK=1 $(PYTEST)
+
+pins: setup  ## tests of what libraries do, which `make test` runs when a library changes; writes tests/pins.json
+	$(BIN)/python -m tests.left_out
 
 check: setup  ## lint, format, types, architecture
 	$(BIN)/ruff check .
@@ -63,6 +71,8 @@ format: setup  ## rewrite the code as `make check` wants it
 parity: setup  ## every family x layout x mode against one process; resumable; writes results/parity.json and its page
 	$(BIN)/python -m tests.parity
 	$(BIN)/python tools/compatibility.py
+	$(PYTEST) -m slow
+	$(BIN)/python -m tests.left_out
 
 gpu:  ## tests and timings on a CUDA device; PYTHON= names an interpreter that has torch; installs nothing
 	$(PYTHON) -m tests.gpu

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from functools import partial
 
+import pytest
 from hypothesis import settings
+
+from tests.durations import Durations
+from tests.left_out import LeftOut
 
 # Before torch is imported anywhere: several processes of one thread each, no network, no fork warnings.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,3 +22,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 settings.register_profile("patient", deadline=None)  # a busy machine may take a while for one example
 settings.load_profile("patient")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(), "durations")
+    config.pluginmanager.register(LeftOut(), "left_out")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_measurement_of_the_peak() -> Iterator[None]:
+    """Every run on a CPU measures its peak FLOP/s for 0.4 seconds; for a test 0.01 seconds are enough."""
+    from shardwise.metrics import hardware
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "measured_flops", partial(hardware.measured_flops, seconds=0.01))
+        yield

@@ -31,12 +31,13 @@ ARROWS = {
     "report": {"metrics", "schedule"},
     "interfaces": {"schedule"},
 }
-EVERYONE = {"config", "run_file", "interfaces"}
+EVERYONE = {"config", "run_file", "interfaces", "ranges"}
 FREE = {"cli", "__main__", "__init__"}
 FORBIDDEN = {
     "models": ("torch.distributed",),
     "metrics/record.py": ("torch", "transformers", "shardwise.models"),
     "config.py": ("torch", "transformers"),
+    "ranges.py": ("torch", "transformers"),
     "run_file.py": ("torch", "transformers"),
     "benchmark": ("torch", "transformers"),
     "schedule": ("torch", "transformers", "matplotlib"),
@@ -82,9 +83,11 @@ def test_every_package_has_its_arrows():
 def test_budgets():
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
     assert {str(path): n for path, n in lengths.items() if n > 400} == {}
-    assert sum(lengths.values()) <= 20_000
+    others = (path for path in SOURCE.rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".css", ".js", ".j2"))
+    others_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in others)
+    assert sum(lengths.values()) + others_lines <= 25_000
     for path in (SOURCE / "parallel").glob("*.py"):
-        assert lengths[path] <= 200, path
+        assert lengths[path] <= 250, path
     loop = ast.parse((SOURCE / "training" / "loop.py").read_text(encoding="utf-8"))
     (train,) = (node for node in loop.body if isinstance(node, ast.FunctionDef) and node.name == "train")
     assert train.end_lineno is not None
@@ -126,7 +129,7 @@ def test_every_strategy_has_code_a_test_and_a_page():
 
 def test_every_test_file_mirrors_a_module():
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
-    assert folders <= {package(path) for path in MODULES} | {"parity", "integration", "gpu"}
+    assert folders <= {package(path) for path in MODULES} | {"parity", "integration", "gpu", "fuzz"}
 
 
 def test_what_pytest_passes_over_here_is_run_by_make():

@@ -1,10 +1,18 @@
 from __future__ import annotations
 
+import math
+import re
+from pathlib import Path
+from typing import get_type_hints
+
 import pytest
 import yaml
 
+from shardwise import config
+from shardwise.benchmark.sweep import read_sweep
 from shardwise.config import UserError
-from shardwise.run_file import _NoDuplicates, load_config
+from shardwise.ranges import RANGES
+from shardwise.run_file import MOST_BYTES, _PlainData, load_config
 
 SECTIONS = """
 model: {path: base, init: random}
@@ -31,10 +39,102 @@ lora: {<<: {r: 2}, r: 4}  # and its own keys before all
 def test_a_mapping_that_was_merged_elsewhere_before_it_is_read():
     # The outer mappings are read first, and by then the inner one holds the merged key beside its own.
     text = "a: {b: &b {<<: {x: 1}, x: 2}}\nc: {<<: *b}\n"
-    assert yaml.load(text, _NoDuplicates) == {"a": {"b": {"x": 2}}, "c": {"x": 2}}
+    assert yaml.load(text, _PlainData) == {"a": {"b": {"x": 2}}, "c": {"x": 2}}
 
 
 @pytest.mark.parametrize("twice", ["lora: {r: 1, r: 2}", "lora: {<<: {r: 1, r: 2}}", "lora: {<<: {r: 1}, <<: {r: 2}}"])
 def test_a_key_given_twice(twice, tmp_path):
     with pytest.raises(UserError, match=r"not valid YAML .*the key (r|<<) is given twice"):
         load(tmp_path, twice)
+
+
+FLOW, BLOCK = "[" * 3000 + "]" * 3000, "\n" + "".join(" " * level + "a:\n" for level in range(1, 700))
+LISTS = "&a0 [x, x]" + "".join(f", &a{i} [" + f"*a{i - 1}, " * 9 + "]" for i in range(1, 12))
+MERGED = "&a0 {a: 1}" + "".join(f", &a{i} {{<<: [" + f"*a{i - 1}, " * 9 + "]}" for i in range(1, 12))
+
+
+@pytest.mark.parametrize("value", [FLOW, BLOCK, f"[{LISTS}]", f"[{MERGED}]"], ids=["flow", "block", "lists", "merged"])
+def test_deep_or_endless_yaml_is_one_line(value, tmp_path):
+    with pytest.raises(UserError, match=r"not valid YAML .*(20 levels deep|more than 100,000 values)"):
+        load(tmp_path, f"lora: {value}")
+    (tmp_path / "sweep.yaml").write_text(f"base: {value}")
+    with pytest.raises(UserError, match="not valid YAML"):
+        read_sweep(tmp_path / "sweep.yaml", tmp_path)
+    (tmp_path / "run.yaml").write_text(SECTIONS)
+    with pytest.raises(UserError, match=r"^--lora.r: the value is not valid YAML; quote it"):
+        load_config(tmp_path / "run.yaml", [f"--lora.r={value}"])
+
+
+def test_a_list_that_holds_itself(tmp_path):
+    with pytest.raises(UserError, match=r"not valid YAML .*alias"):
+        load(tmp_path, "lora: {r: &a [*a]}")
+
+
+@pytest.mark.parametrize("number", ["1e30", "1.0e+30", "1" + "0" * 30, "0x" + "f" * 5000, "1" * 5000, "-.inf", ".nan"])
+def test_whole_numbers_that_none_can_be(number, tmp_path):
+    (tmp_path / "run.yaml").write_text(SECTIONS)
+    for key in ("lora.r", "training.steps", "training.seed", "data.sequence_length"):
+        with pytest.raises(UserError) as caught:
+            load_config(tmp_path / "run.yaml", [f"--{key}={number}"])
+        assert key in str(caught.value)
+        assert len(str(caught.value)) < 300
+
+
+def section_of(key: str, value: object) -> object:
+    section, _, name = key.partition(".")
+    needed = {"model": {"path": "a"}, "data": {"train": "a"}, "training": {"output_dir": "a"}}.get(section, {})
+    return getattr(config, section.capitalize())(**{**needed, name: value})
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_a_value_beyond_its_range_is_told_the_bound_that_it_misses(key):
+    least, most = RANGES[key]
+    for value, message in {
+        least - 1: f"give at least {least:,}",
+        most + 1: f"give at most {most:,}",
+        math.inf: f"give at most {most:,}",
+        math.nan: "give a number",
+        16**5000: "a number of thousands of digits; give at most",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            section_of(key, value)
+        assert str(caught.value).startswith(f"{key} is ")
+        assert str(caught.value).endswith(message) or message in str(caught.value)
+
+
+def test_every_number_of_a_run_file_has_a_range():
+    elsewhere = {  # open at an end or lists: checked where they are
+        "lora.dropout", "data.weights", "data.validation", "parallel.split", "parallel.memory_limit_gib",
+        "optimizer.betas", "optimizer.max_grad_norm",
+    }  # fmt: skip
+    numbers = {
+        f"{name}.{key}"
+        for name in config.known_keys()
+        for key, hint in get_type_hints(getattr(config, name.capitalize())).items()
+        if {"int", "float"} & set(re.findall(r"\w+", str(hint)))
+    }
+    assert numbers == set(RANGES) | elsewhere
+
+
+def test_a_step_of_more_tokens_than_any_run_has():
+    with pytest.raises(UserError, match="is 16,777,216,000 tokens in a step; give at most 1,000,000,000"):
+        config.RunConfig(
+            config.Model("a"), config.Data("a", sequence_length=2**24), config.Training("a", global_batch_size=1000)
+        )
+
+
+def test_a_file_that_is_no_run_file(tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"x" * (MOST_BYTES + 1))
+    for path, message in {
+        tmp_path / "run.yaml": "larger than",
+        tmp_path: "cannot read the file",
+        Path("a\0b"): "cannot read the file",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            load_config(path)
+
+
+def test_an_unknown_section_of_an_override_is_not_blamed_on_the_file(tmp_path):
+    (tmp_path / "run.yaml").write_text(SECTIONS)
+    with pytest.raises(UserError, match=r"^--foo: unknown key foo; known keys: model"):
+        load_config(tmp_path / "run.yaml", ["--foo=1"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,7 @@ from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Event, Timeline, simulate
 from shardwise.schedule.trace import pack
 from tests.distributed import run_ranks
+from tests.report.conftest import strategies, write
 
 TOOLS = Path(__file__).parents[1] / "tools"
 
@@ -131,3 +133,21 @@ def both_losses(tool: ModuleType, folder: str, mode: str) -> tuple[list[float], 
     batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.zeros_like(tokens[:, 1:]), (0, 1, 2, 3), 1)
     ours, others = tool.our_step(cfg, mesh), tool.torch_step(cfg, mesh)
     return [ours(batch) for _ in range(3)], [others(batch) for _ in range(3)]
+
+
+@pytest.mark.parametrize("tool", ["study_table"], indirect=True)
+def test_the_table_of_a_study_goes_into_its_page(tool: ModuleType, tmp_path: Path) -> None:
+    sweep, records = strategies()
+    cells = tuple(replace(plan, timed=plan.id != "fsdp2") for plan in sweep.cells)
+    page = tmp_path / "page.md"
+    page.write_text(f"Before\n{tool.BEGIN}old\n{tool.END}After\n")
+    tool.main([str(write(tmp_path / "bench", replace(sweep, cells=cells), records)), str(page)])
+    before, *table, end, after = page.read_text().splitlines()
+    assert (before, end, after) == ("Before", tool.END.strip(), "After")
+    assert table[2:6] == [
+        "| --- | --- |",
+        "| `single` | 1.00 · 100.0 |",
+        "| `ddp` | 1.50 · 80.0 |",
+        "| `fsdp2` | not timed · 60.0 |",
+    ]
+    assert table[6:] == ["| `zero1` | – |", "| `fsdp1` | – |", "| `pp` | – |"]

@@ -12,7 +12,8 @@ import yaml
 from transformers import AutoConfig
 
 from shardwise.cli import main
-from shardwise.config import Parallel, UserError
+from shardwise.config import Model, Parallel, UserError
+from shardwise.models.load import read_config
 from shardwise.parallel import compose
 from tests.distributed import run_ranks
 from tests.integration.test_train import CONFIGS, config, run
@@ -60,7 +61,7 @@ CASES = {
     ),
     "a switch for a number": (["--training.steps=true"], r"training.steps is not a switch"),
     "betas": (["--optimizer.betas=[1.5, 2]"], r"optimizer.betas is \[1.5, 2.0\]; give two in \[0, 1\)"),
-    "infinite rate": (["--optimizer.lr=.inf"], r"optimizer.lr is inf; give a number"),
+    "infinite rate": (["--optimizer.lr=.inf"], r"optimizer.lr is inf; give at most 1,000,000"),
     "no folder": (["--training.output_dir="], r"training.output_dir"),
     "no targets": (["--lora.targets=[]"], r"lora.targets is an empty list"),
     "target trained in full": (
@@ -71,12 +72,18 @@ CASES = {
         ["--data.packing=isolated", "--training.compile=aot_eager"],
         r"training.compile is aot_eager, but with data.packing isolated .*set compile to none",
     ),
-    "no time limit": (["--training.timeout_seconds=.inf"], r"training.timeout_seconds is inf; give at most 1e6"),
+    "no time limit": (["--training.timeout_seconds=.inf"], r"training.timeout_seconds is inf; give at most 1,000,000"),
     "a date that is none": (["--training.seed=2024-06-31"], r"the value is not valid YAML; quote it"),
     "more positions than learned": (
         [f"--model.path={CONFIGS / 'tiny-gpt2'}", "--data.sequence_length=5000"],
         r"data.sequence_length is 5000, but gpt2 has learned only \d+ positions; lower it",
     ),
+    "a step without end": (
+        ["--training.global_batch_size=1000000000000"],
+        r"batch_size is 10*; give at most 1,000,000",
+    ),
+    "a row without end": (["--data.sequence_length=2000000000000000000"], r"sequence_length is 20*; give at most 16,7"),
+    "a pipe": (["--data.train=/dev/zero"], r"/dev/zero: a device, which cannot be read"),
     "empty prompt": (["--training.sample=''"], r"training.sample '' has no tokens"),
     "sample beyond what is learned": (
         [f"--model.path={CONFIGS / 'tiny-gpt2'}", f"--training.sample={'state ' * 400}"],
@@ -86,7 +93,7 @@ CASES = {
         ["--parallel.pp=2"],
         r"parallel.pp is 2, which does not divide the 1 processes; use --nproc 2 or a multiple of it",
     ),
-    "a pipeline's key without one": (["--parallel.split=uniform"], r"split is uniform, for a pipeline; set"),
+    "a pipeline's key without one": (["--parallel.split=uniform"], r"split is 'uniform', for a pipeline; set"),
     "schedule": (["--parallel.pp=2", "--parallel.schedule=zb"], r"parallel.schedule is .zb.: input should be .gpipe"),
     "shares of a layer in one process": (
         ["--parallel.tp=2"],
@@ -125,7 +132,8 @@ def test_a_key_given_twice(capfd, tmp_path):
 def test_empty_corpus(run_file, capfd, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
-    assert "no document in 1 files; give files that are not empty" in refused(capfd, run_file, f"--data.train={empty}")
+    line = refused(capfd, run_file, f"--data.train={empty}")
+    assert f"no document in {empty}; give files that are not empty" in line
 
 
 def test_malformed_line_names_file_and_line(run_file, capfd, tmp_path):
@@ -141,6 +149,12 @@ def test_vocabulary_smaller_than_the_tokenizer(run_file, capfd, tmp_path):
     assert "the tokenizer has ids up to 255 but the model only 100" in refused(
         capfd, run_file, f"--model.path={tmp_path}"
     )
+
+
+def test_a_config_that_is_nested_without_end(tmp_path):
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(UserError, match="nested too deep"):
+        read_config(Model(str(tmp_path)))
 
 
 def test_model_that_is_not_of_the_common_shape(run_file, capfd, tmp_path):

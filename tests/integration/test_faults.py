@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pickle
@@ -9,11 +10,11 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -22,6 +23,9 @@ from shardwise.cli import main
 from shardwise.metrics.record import RunRecord
 from shardwise.models import load
 from shardwise.run_file import load_config
+from shardwise.training.checkpoint import Checkpointer
+from shardwise.training.evaluate import Evaluation
+from tests.command import run_command
 from tests.distributed import PATIENCE
 from tests.integration import kill
 from tests.integration.test_train import CONFIGS, config, run_on
@@ -89,47 +93,92 @@ def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(number, nproc,
     assert len(record.losses) == kill.STEPS
 
 
-FULL = """
-mount -t tmpfs -o size={size} none {out} && {command}
-echo "code $?"; ls {out}/checkpoints; cat {out}/record.json | head -c 400
-"""
+CLONE_NEWNS, CLONE_NEWUSER, MS_REC_PRIVATE, NOT_ALLOWED = 0x20000, 0x10000000, 0x44000, 77
+
+
+def mount_small_disk(folder: Path) -> None:
+    """Make `folder` a disk of 1200 kB for this process alone; a checkpoint takes some 350 kB.
+
+    Not every system lets every user: namespaces, their ids and mounts can each be forbidden.
+    """
+    libc, ids = ctypes.CDLL(None, use_errno=True), {"uid_map": os.getuid(), "gid_map": os.getgid()}
+    try:
+        allowed = libc.unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0
+        if allowed:
+            Path("/proc/self/setgroups").write_text("deny")
+            for name, number in ids.items():
+                Path(f"/proc/self/{name}").write_text(f"0 {number} 1")
+            allowed = libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None) == 0
+            allowed = allowed and libc.mount(b"none", bytes(folder), b"tmpfs", 0, b"size=1200k") == 0
+    except PermissionError:
+        allowed = False
+    if not allowed:
+        os._exit(NOT_ALLOWED)
+
+
+def show_what_is_left(folder: Path) -> None:
+    """Print what nobody sees after this process."""
+    left = {"names": os.listdir(folder / "checkpoints"), "record": json.loads((folder / "record.json").read_text())}
+    print(json.dumps(left))
 
 
 def test_a_disk_that_is_full_ends_the_run_and_keeps_the_checkpoints_before(path, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     arguments = ["--parallel.data=single", "--training.keep_last=9", f"--training.output_dir={out}"]
-    command = " ".join([sys.executable, "-m", "shardwise", "train", str(path), *arguments])
-    script = FULL.format(size="1200k", out=out, command=command)  # a checkpoint of this run takes some 700 kB
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script], capture_output=True, text=True, timeout=PATIENCE)
-    assert "code 1\n" in done.stdout, (done.stdout, done.stderr)
+    around = partial(mount_small_disk, out), partial(show_what_is_left, out)
+    done = run_command(["train", str(path), *arguments], {}, *around)
+    if done.returncode == NOT_ALLOWED:
+        pytest.skip("this system lets nobody mount a disk of his own")
+    assert done.returncode == 1, (done.stdout, done.stderr)
     (line,) = done.stderr.strip().splitlines()
     assert "No space left on device" in line
+    assert "make room" in line
+    assert "--resume latest-good" in line
     assert re.search(r"checkpoint step-\d+ could not be written", line)
-    kept, _, record = done.stdout.partition("code 1\n")[2].partition("{")
-    assert "step-8" in kept.split()
-    assert "tmp" not in kept
-    assert '"status": "failed"' in record
+    left = json.loads(done.stdout.splitlines()[-1])
+    assert "step-8" in left["names"]
+    assert not any("tmp" in name for name in left["names"])
+    assert left["record"]["status"] == "failed"
+
+
+def take_away(folder: Path, how: str) -> None:
+    """Let the folder of a run go after its second step, from under it."""
+    after_step = Checkpointer.after_step
+
+    def gone(self: Checkpointer, step: int, evaluation: Evaluation | None) -> None:
+        if step == 2:
+            shutil.rmtree(folder) if how == "removed" else folder.rename(folder.with_name("elsewhere"))
+        after_step(self, step, evaluation)
+
+    Checkpointer.after_step = gone
+
+
+@pytest.mark.parametrize(("how", "save_every"), [("removed", 2), ("moved", 3), ("removed", 0)])
+def test_a_folder_that_goes_from_under_a_run_ends_it_in_one_line(how, save_every, path, tmp_path):
+    out = tmp_path / "out"
+    arguments = [f"--training.save_every={save_every}", "--training.steps=3", f"--training.output_dir={out}"]
+    done = run_command(["train", str(path), "--parallel.data=single", *arguments], {}, partial(take_away, out, how))
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    (line,) = done.stderr.strip().splitlines()
+    assert str(out) in line or "step-" in line
+    assert "--resume" in line
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_no_memory_left_is_told_as_such(nproc, path, tmp_path):
-    limit = 3 * 2**30  # more than the libraries map (1 to 2), less than the run asks for: 4 GiB of logits alone
+    # More than the libraries map, less than the run asks for: 4 GiB of logits alone.
+    limit = psutil.Process().memory_info().vms + 2 * 2**30
     model = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text()) | {"vocab_size": 2**18}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(model))
-    command = [sys.executable, "-m", "shardwise", "train", str(path), f"--training.output_dir={tmp_path / 'out'}"]
+    command = ["train", str(path), f"--training.output_dir={tmp_path / 'out'}"]
     sizes = ["--data.sequence_length=1024", "--training.micro_batch_size=4", f"--model.path={tmp_path / 'model'}"]
     sizes += ["--training.loss=plain", "--data.validation=0.0"]
     layout = ["--nproc", "2"] if nproc == 2 else ["--parallel.data=single"]
-    done = subprocess.run(
-        [*command, *sizes, *layout],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    set_limit = partial(resource.setrlimit, resource.RLIMIT_AS, (limit, limit))
+    done = run_command([*command, *sizes, *layout], {"OMP_NUM_THREADS": "1"}, set_limit)
     assert done.returncode == 3, done.stderr
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: out of memory")

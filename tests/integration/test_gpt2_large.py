@@ -10,6 +10,7 @@ import math
 import runpy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from tests.distributed import run_ranks
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs" / "gpt2-large"
-LAYOUTS = {"single": 1, "ddp": 4, "zero3": 4, "ddp-tp": 4}  # on how many processes each is to run
+LAYOUTS = {"single": 1, "ddp": 4, "zero3": 4, "fsdp2-tp": 4}  # on how many processes each is to run
 SMALL = {"n_layer": 2, "n_embd": 40, "vocab_size": 257}  # 20 heads and an odd vocabulary, as the large one has
 GLOBAL_BATCH = 4
 TOOL = runpy.run_path(str(ROOT / "tools" / "gpt2_large.py"))
@@ -78,8 +79,16 @@ def test_every_layout_does_the_same_work(folder, tmp_path, single, name):
     assert TOOL["states_of"](cfg, LAYOUTS[name]) == record.state_bytes[0]
 
 
-@pytest.mark.parametrize("loss", ["chunked", "plain"])
-@pytest.mark.parametrize("name", LAYOUTS)
+def losses_and_layouts() -> list[Any]:
+    """`make test` takes each layout with one loss, in turn."""
+    return [
+        pytest.param(name, loss, marks=[pytest.mark.slow] * (place % 2 != number))
+        for place, name in enumerate(LAYOUTS)
+        for number, loss in enumerate(("chunked", "plain"))
+    ]
+
+
+@pytest.mark.parametrize(("name", "loss"), losses_and_layouts())
 def test_predicted_peak_is_near_a_measured_one(folder, tmp_path, name, loss, capsys):
     """On a CPU; rows long enough that fixed sizes count little. Formulas leave small tensors out."""
     cfg = shrunk(name, folder, tmp_path, LONG)

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,18 @@ PARALLEL = {
 }
 PROCESSES = dict.fromkeys(PARALLEL, 2) | {"single": 1} | dict.fromkeys(("hsdp", "pp-ddp", "pp-fsdp2", "fsdp2-tp"), 4)
 """Of every layout; under `offload` the optimizer has copies of the weights."""
-CASES = [(layout, lora) for layout in PROCESSES for lora in (True, False)]
+ADAPTERS_OF = ("single", "ddp", "zero2", "fsdp2", "hsdp", "pp", "pp-ddp", "fsdp2-tp")
+"""Layouts that `make test` resumes with LoRA; the others, and `single`, in full. `make parity` resumes the rest."""
+PAIRS = [(layout, layout in ADAPTERS_OF) for layout in PROCESSES] + [("single", False)]
+REST = [(layout, lora) for layout in PROCESSES for lora in (True, False) if (layout, lora) not in PAIRS]
+
+
+def cases(layouts: Iterable[str] = PROCESSES) -> list[Any]:
+    """The parameters (layout, lora) of a test of these layouts."""
+    rest = [pytest.param(*case, marks=pytest.mark.slow) for case in REST if case[0] in layouts]
+    return [*(case for case in PAIRS if case[0] in layouts), *rest]
+
+
 Values = dict[str, torch.Tensor]
 
 
@@ -159,19 +170,37 @@ def second_half(folder: Path, layout: str, lora: bool) -> RunConfig:
     return config(folder, f"half-{layout}-{lora}", layout, lora=lora, resume=start)
 
 
+def run_cases(folder: Path, wanted: list[tuple[str, bool]]) -> None:
+    """All `whole` runs of the cases, and then, in other processes, their second halves once more."""
+    for nproc in sorted(set(PROCESSES.values())):
+        here = [(layout, lora) for layout, lora in wanted if PROCESSES[layout] == nproc]
+        if here:
+            run_ranks(nproc, run_all, *(whole(folder, *case) for case in here))
+            run_ranks(nproc, run_all, *(second_half(folder, *case) for case in here))
+
+
 @pytest.fixture(scope="module")
 def ran(folder) -> Path:
-    """Where all `whole` runs have run, and then, in other processes, their second halves once more."""
-    for nproc in sorted(set(PROCESSES.values())):
-        cases = [(layout, lora) for layout, lora in CASES if PROCESSES[layout] == nproc]
-        run_ranks(nproc, run_all, *(whole(folder, *case) for case in cases))
-        run_ranks(nproc, run_all, *(second_half(folder, *case) for case in cases))
+    """Where the cases of `make test` have run."""
+    run_cases(folder, PAIRS)
     return folder
 
 
-@pytest.mark.parametrize(("layout", "lora"), CASES)
-def test_to_go_on_is_never_to_have_ended(ran, layout, lora):
-    one, half = whole(ran, layout, lora), second_half(ran, layout, lora)
+@pytest.fixture(scope="module")
+def ran_the_rest(ran) -> Path:
+    run_cases(ran, REST)
+    return ran
+
+
+@pytest.fixture
+def ran_case(request, layout, lora) -> Path:
+    """Where the runs of this case are."""
+    return request.getfixturevalue("ran" if (layout, lora) in PAIRS else "ran_the_rest")
+
+
+@pytest.mark.parametrize(("layout", "lora"), cases())
+def test_to_go_on_is_never_to_have_ended(ran_case, layout, lora):
+    one, half = whole(ran_case, layout, lora), second_half(ran_case, layout, lora)
     assert len(record(half).losses) == STEPS
     assert [e["step"] for e in record(half).eval] == [0, STEPS]
     assert curves(half) == curves(one)
@@ -218,7 +247,8 @@ def test_a_pipeline_goes_on_under_fsdp2_as_another_pipeline_and_alone(ran):
         assert apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))
 
 
-@pytest.mark.parametrize("lora", [True, False])
+# In full, tensors cross the layouts without stages in the tests of `cross_all`; with stages and tp, in `make parity`.
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
     def deep(name: str, **training: Any) -> RunConfig:
         cfg = config(folder, f"{name}-{lora}", lora=lora, steps=7, micro_batch_size=1, eval_batches=1, **training)
@@ -250,14 +280,14 @@ ADAPTERS = Lora(r=4, dropout=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which peft asks for
-@pytest.mark.parametrize("layout", ["pp", "pp-fsdp2", "tp", "fsdp2-tp"])
-def test_others_read_what_a_model_in_parts_leaves(ran, layout):
-    cfg, full = (whole(ran, layout, lora) for lora in (True, False))
-    for lora, run in ((True, cfg), (False, full)):
-        alone = result(whole(ran, "single", lora))
-        assert safetensors.torch.load(result(run)).keys() == safetensors.torch.load(alone).keys()
-    found = loaded_by_transformers(Path(full.training.output_dir) / "model").state_dict()
-    assert same(found, safetensors.torch.load(result(full)))
+@pytest.mark.parametrize(("layout", "lora"), cases(("pp", "pp-fsdp2", "tp", "fsdp2-tp")))
+def test_others_read_what_a_model_in_parts_leaves(ran_case, layout, lora):
+    cfg, alone = (whole(ran_case, name, lora) for name in (layout, "single"))
+    assert safetensors.torch.load(result(cfg)).keys() == safetensors.torch.load(result(alone)).keys()
+    if not lora:
+        found = loaded_by_transformers(Path(cfg.training.output_dir) / "model").state_dict()
+        assert same(found, safetensors.torch.load(result(cfg)))
+        return
     base = load.load_whole(cfg.model, load.read_config(cfg.model))
     before = logits(base)
     adapted = PeftModel.from_pretrained(base, Path(cfg.training.output_dir) / "adapter")
