@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from shardwise.ranges import MOST_TOKENS, RANGES, missed_bound, shown
+from shardwise.ranges import RANGES, missed_bound, shown
 
 DType = Literal["float32", "bfloat16"]
 
@@ -193,40 +193,9 @@ class Parallel(Section):
         if self.data == "zero3":
             object.__setattr__(self, "data", "fsdp2")
         check_ranges("parallel", self)
-        for key, default in (
-            ("schedule", "1f1b"),
-            ("virtual_stages", None),
-            ("split", "balanced"),
-            ("memory_limit_gib", None),
-        ):
-            value = getattr(self, key)
-            require(
-                self.pp > 1 or value == default,
-                f"parallel.{key} is {shown(value)}, for a pipeline; set parallel.pp to 2 or more",
-            )
         require(
             self.memory_limit_gib is None or self.memory_limit_gib > 0,
             f"parallel.memory_limit_gib is {self.memory_limit_gib}; give a positive number, or leave it out",
-        )
-        require(
-            self.tp > 1 or not self.sequence_parallel,
-            "parallel.sequence_parallel is for tensor parallelism; set parallel.tp to 2 or more",
-        )
-        require(
-            self.dp_replicate == 1 or self.data == "fsdp2",
-            f"parallel.dp_replicate is for fsdp2 (HSDP), not {self.data}; leave it at 1",
-        )
-        require(
-            self.reshard_after_forward or self.data == "fsdp2",
-            f"parallel.reshard_after_forward is for fsdp2, not {self.data}; leave it at true",
-        )
-        require(
-            self.fsdp1_wrap == "separate" or self.data == "fsdp1",
-            f"parallel.fsdp1_wrap is for fsdp1, not {self.data}; leave it out",
-        )
-        require(
-            self.offload == "none" or self.data == "fsdp2",
-            f"parallel.offload is for fsdp2, not {self.data}; leave it at none",
         )
 
 
@@ -349,23 +318,6 @@ class RunConfig(Section):
     parallel: Parallel = field(default_factory=Parallel)
     optimizer: Optimizer = field(default_factory=Optimizer)
     measure: Measure = field(default_factory=Measure)
-
-    def __post_init__(self) -> None:
-        require(
-            not self.training.keep_best or self.data.validation != 0,
-            "training.keep_best needs a validation loss; set data.validation",
-        )
-        tokens = self.training.global_batch_size * self.data.sequence_length
-        require(
-            tokens <= MOST_TOKENS,
-            f"training.global_batch_size times data.sequence_length is {tokens:,} tokens in a step; give at most "
-            f"{MOST_TOKENS:,}",
-        )
-        require(
-            self.data.packing != "isolated" or self.training.compile == "none",
-            f"training.compile is {self.training.compile}, but with data.packing isolated layers meet new shapes in "
-            "every micro-batch and would be compiled for each; set compile to none, or packing to concat or none",
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved config as plain data: `run_file.parse_config(cfg.to_dict()) == cfg`."""

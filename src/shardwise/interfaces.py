@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.layouts import AXES
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -47,7 +49,7 @@ class Batch:
 class Mesh:
     """All ranks as a grid with the axes AXES (size 1 where one is not used), and the device of this rank."""
 
-    AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    AXES = AXES
 
     dense: DeviceMesh
     device: torch.device

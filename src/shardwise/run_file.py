@@ -10,12 +10,16 @@ from typing import Any
 
 import yaml
 
+from shardwise import rules
 from shardwise.config import RunConfig, UserError, known_keys, nearest, require
 from shardwise.ranges import shown
 
 
 def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
-    """Check plain data against the sections above; raise UserError with one line for the first thing wrong."""
+    """Return plain data as a run file; raise UserError with one line for the first thing that is wrong.
+
+    That is a key, a type, a range, or a combination that no rule of the run file allows.
+    """
     import pydantic  # here, so that a Python caller who builds RunConfig himself does not need it
 
     try:
@@ -28,6 +32,8 @@ def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
             require(
                 not isinstance(value, bool) or isinstance(taken, bool), f"{source}: {section}.{key} is not a switch"
             )
+    for _, message in rules.refusals(cfg):
+        raise UserError(f"{source}: {message}")
     return cfg
 
 

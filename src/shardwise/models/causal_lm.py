@@ -10,20 +10,17 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwise.config import RunConfig, UserError, require
+from shardwise.config import RunConfig
 from shardwise.interfaces import IGNORED, Batch, Part
 from shardwise.kernels.linear_cross_entropy import Kernel, kernel_of, linear_cross_entropy
-from shardwise.models import isolation
 from shardwise.models.attention import use_kernel
 from shardwise.models.dropout import DropoutState, replace_dropouts
 from shardwise.models.experts import choose_product
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.forget_gate import use_finite_gates
 from shardwise.models.isolation import isolate, with_documents
-from shardwise.models.router_loss import RouterLoss
+from shardwise.models.router_loss import RouterLoss, routers_of
 from shardwise.models.spec import ModelSpec
-
-_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
 KERNELS: dict[str, Kernel] = {"auto": "auto", "chunked": "torch", "triton": "triton"}
 """By `training.loss`."""
@@ -38,38 +35,17 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
 
 
 def loss_of_run(cfg: RunConfig, family: Family, device: torch.device) -> str:
-    """What `training.loss` comes to: chunked, triton or plain. UserError if what it asks for cannot be had."""
-    asked, known = cfg.training.loss, family.model_type in FAMILIES
-    if asked == "plain" or (asked == "auto" and not known):
-        return "plain"
-    who = f"{family.model_type}, which is not listed,"
-    require(known, f"training.loss is {asked}, but what {who} does to its logits is not known; use auto or plain")
-    return "triton" if kernel_of(KERNELS[asked], device) == "triton" else "chunked"
+    """Return what `training.loss` comes to on a device: chunked, triton or plain.
 
-
-def check(hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig) -> None:
-    """Refuse a whole model whose masks, documents or router loss would not be what the run asks for."""
-    # Drawn inside the fused attention from torch's global generator: no seed of ours reaches it. What a family that
-    # is not listed calls dropout may be such a function too, rather than a module.
-    keys = _ATTENTION_DROPOUTS if family.model_type in FAMILIES else [k for k in hf.config.to_dict() if "drop" in k]
-    for key in keys:
-        if getattr(hf.config, key, 0):
-            raise UserError(
-                f"{key} is {getattr(hf.config, key)} in the model's config.json; set it to 0.0: "
-                "its masks would differ between layouts and between runs"
-            )
-    if cfg.data.packing == "isolated":
-        isolation.check(spec, family)
-    coefficient = cfg.model.router_aux_loss_coef
-    if coefficient and not _routers(hf, family):
-        raise UserError(
-            f"model.router_aux_loss_coef is {coefficient}, but {family.model_type} has no router that takes a "
-            "load-balancing loss here; leave it at 0"
-        )
+    Raises UserError where Triton is asked for and cannot run.
+    """
+    if cfg.training.loss == "plain" or family.model_type not in FAMILIES:
+        return "plain"  # what a family that is not listed does to its logits is not known
+    return "triton" if kernel_of(KERNELS[cfg.training.loss], device) == "triton" else "chunked"
 
 
 class CausalLM(Part):
-    """Batch in, loss out, of a model that has passed `check`.
+    """A model that takes a Batch and returns its summed loss.
 
     Embedding and head are never used outside (fsdp, pipelines).
     """
@@ -85,7 +61,7 @@ class CausalLM(Part):
         self.dropout = DropoutState(cfg.training.seed)
         replace_dropouts(hf, self.dropout)
         use_kernel(hf, spec, cfg.model.sdpa_backend)
-        choose_product(hf, spec, family, cfg)
+        choose_product(hf, spec, family, cfg.parallel.tp)
         use_finite_gates(hf)
         self.isolated = cfg.data.packing == "isolated"
         if self.isolated:
@@ -182,10 +158,4 @@ def _scale_and_softcap(config: PretrainedConfig, family: Family) -> tuple[float,
 def _router_loss(hf: PreTrainedModel, whole: PreTrainedModel, family: Family, coefficient: float) -> RouterLoss | None:
     if coefficient == 0.0:
         return None
-    return RouterLoss(_routers(hf, family), coefficient, num_layers=len(_routers(whole, family)))
-
-
-def _routers(hf: PreTrainedModel, family: Family) -> list[nn.Module]:
-    # Not what a copy in `modules_to_save` stands for: that is never called.
-    named = ((name, m) for name, m in hf.named_modules() if ".original_module" not in name)
-    return [m for _, m in named if type(m).__name__ == family.router]
+    return RouterLoss(routers_of(hf, family), coefficient, num_layers=len(routers_of(whole, family)))

@@ -6,7 +6,6 @@ import re
 
 from transformers import PreTrainedModel
 
-from shardwise.config import RunConfig, require
 from shardwise.models.families import Family
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
@@ -18,23 +17,28 @@ GROUPED, ONE_BY_ONE = "grouped_mm", "eager"
 """transformers' names of the two."""
 
 
-def choose_product(hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig) -> str | None:
+def choose_product(hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int) -> str | None:
     """Let the experts of a model run one by one where torch's grouped product cannot take a rank's share of them.
 
-    transformers' own loop computes the same. Return a note on it, None where nothing changed. UserError with
-    `training.compile`, under which that loop is compiled anew for every number of tokens.
+    transformers' own loop computes the same. `num_ranks`: of `tp`. Return a note on it, None where nothing changed.
     """
-    stack = _odd_stack(hf, spec, family, cfg.parallel.tp)
+    reason = why_one_by_one(hf, spec, family, num_ranks)
+    if reason is None:
+        return None
+    hf.set_experts_implementation(ONE_BY_ONE)
+    return f"experts run one after the other, which is slower: {reason}"
+
+
+def why_one_by_one(hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int) -> str | None:
+    """Return why the grouped product cannot take the experts of one of `num_ranks` ranks of `tp`; None if it can."""
+    stack = _odd_stack(hf, spec, family, num_ranks)
     if stack is None or hf.config._experts_implementation != GROUPED:
         return None
     name, shape, multiple = stack
-    reason = (
+    return (
         f"{name} is {shape} on a rank, and torch's grouped product takes rows of multiples of {ROW_BYTES} bytes: "
         f"widths that are multiples of {multiple}"
     )
-    require(cfg.training.compile == "none", f"training.compile: {reason}; set it to none, or use such a width")
-    hf.set_experts_implementation(ONE_BY_ONE)
-    return f"experts run one after the other, which is slower: {reason}"
 
 
 def _odd_stack(

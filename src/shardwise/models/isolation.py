@@ -17,7 +17,6 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from shardwise.config import UserError
 from shardwise.interfaces import Batch
 from shardwise.models.dropout import DropoutState
 from shardwise.models.families import Family
@@ -83,23 +82,8 @@ def documents_of(document_ids: torch.Tensor) -> Documents | None:
     return Documents(places.to(document_ids.device, non_blocking=True), tuple(shapes))
 
 
-def check(spec: ModelSpec, family: Family) -> None:
-    """UserError if no test shows that the mixers of a model of this family can be isolated."""
-    if family.positions is not None:
-        raise UserError(
-            f"data.packing isolated: {family.model_type} adds positions before its first layer, where they run on from "
-            "one document to the next; use concat or none"
-        )
-    unproven = {layer.kind for layer in spec.layers} - set(TOKENWISE) - family.token_mixers.keys()
-    if unproven:
-        raise UserError(
-            f"data.packing isolated: no test shows that {family.model_type}'s layers ({', '.join(sorted(unproven))}) "
-            "keep documents apart; use concat or none"
-        )
-
-
 def isolate(hf: PreTrainedModel, spec: ModelSpec, family: Family, state: DropoutState) -> None:
-    """Wrap the forward of every mixer of `hf`, of a model that has passed `check`.
+    """Wrap the forward of every mixer of `hf`, whose kinds of layers are all proven to be isolated by it.
 
     A forward is replaced rather than a module wrapped, so that names stay and LoRA, checkpointing and sharding see
     what they always see. `state.batch` must be one `with_documents`.

@@ -20,7 +20,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.config import Lora, UserError
+from shardwise.config import UserError
 from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.lora_linear import Backend, Linear, lora_linear, merge, merged_lora_linear
 from shardwise.models.causal_lm import autocast_dtype
@@ -77,13 +77,9 @@ def kernel_for(model: nn.Module, kernel: Kernel, device: torch.device, precision
     return kernel, backend
 
 
-def check(model: nn.Module, asked: Lora) -> bool:
-    """Whether a model has adapters that a kernel here computes. UserError if it has none and one is asked for."""
-    plain = bool(_plain_layers(model))
-    if not plain and (asked.merged or asked.kernel not in ("auto", "peft")):
-        what = "lora.merged is true" if asked.merged else f"lora.kernel is {asked.kernel}"
-        raise UserError(f"{what}, but no adapter here is plain LoRA on a linear, which it is for; leave it out")
-    return plain
+def has_plain_layers(model: nn.Module) -> bool:
+    """Return whether a model has adapters that a kernel of kernels/lora_linear computes."""
+    return bool(_plain_layers(model))
 
 
 def merged_bytes(model: nn.Module, precision: str) -> int:

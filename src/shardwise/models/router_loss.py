@@ -5,8 +5,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from shardwise.interfaces import IGNORED, Batch
+from shardwise.models.families import Family
+
+
+def routers_of(hf: PreTrainedModel, family: Family) -> list[nn.Module]:
+    """Return the routers of a model that are trained with a load-balancing loss."""
+    # Not what a copy in `modules_to_save` replaces: that is never called.
+    named = ((name, module) for name, module in hf.named_modules() if ".original_module" not in name)
+    return [module for _, module in named if type(module).__name__ == family.router]
 
 
 class RouterLoss:

@@ -15,35 +15,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from shardwise.config import RunConfig, UserError
+from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
 from shardwise.models.causal_lm import CausalLM, Inputs
 from shardwise.models.families import FAMILIES, Family, family_of
 from shardwise.models.spec import ModelSpec
 
 
-def check_cut(family: Family) -> None:
-    """UserError if a model of this family cannot be cut into stages."""
-    if family.model_type not in FAMILIES:
-        raise UserError(
-            f"parallel.pp: {family.model_type} is not a family that shardwise knows (`shardwise models` lists them), "
-            "and what it does around its layers would be done again by every stage; use another layout"
-        )
+def hidden_dtype(cfg: RunConfig) -> torch.dtype:
+    """Return the dtype of hidden states between layers, in every listed family: that of the weights, autocast or not.
 
-
-def hidden_dtype(config: PretrainedConfig, cfg: RunConfig) -> torch.dtype:
-    """The dtype of hidden states between layers, in every listed family: that of the weights, autocast or not.
-
-    The residual sum adds what products give, in the dtype of autocast, to embeddings. UserError for float16 products of
-    bfloat16 weights: their sum is float32, but not yet after the embedding.
+    The residual sum adds the output of products, in the dtype of autocast, to embeddings. (float16 products of bfloat16
+    weights add up in float32, but not yet after the embedding: a rule refuses them in a pipeline.)
     """
-    if cfg.model.dtype == "bfloat16" and cfg.training.precision == "float16":
-        raise UserError(
-            "parallel.pp: with model.dtype bfloat16 and training.precision float16, hidden states of "
-            f"{config.model_type} change their dtype on the way; use bfloat16 or float32 for both"
-        )
     return getattr(torch, cfg.model.dtype)
 
 
@@ -54,7 +40,7 @@ class Stage(CausalLM):
         self, hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig, whole: PreTrainedModel
     ) -> None:
         super().__init__(hf, spec, family, cfg, whole)
-        self.carried_dtype = hidden_dtype(hf.config, cfg)
+        self.carried_dtype = hidden_dtype(cfg)
         self.microbatches: Sequence[Batch] = ()  # of the step, set before it
         self.loss_scale = 1.0  # the gradient of the loss in this step's backward, set before it
         self.router_total = torch.zeros(())  # router loss that is not in the loss of the last stage, until it is reset
@@ -119,7 +105,7 @@ def stages(
     stage, by one name; where `chunks` has both, it is one parameter. UserError if the family cannot be cut.
     """
     family = family or family_of(hf)
-    check_cut(family)
+    assert family.model_type in FAMILIES, f"{family.model_type} is not listed: a rule refuses it in a pipeline"
     last = len(spec.layers) + 1
     assert (boundaries[0], boundaries[-1]) == (0, last + 1), boundaries
     assert all(low < high for low, high in pairwise(boundaries)), boundaries

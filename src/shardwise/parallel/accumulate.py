@@ -5,41 +5,17 @@ A bfloat16 sum stops growing when a summand is under 1/256 of it. Memory: 4 byte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.config import RunConfig, UserError
+from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel, no_sync_needed
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import DATA_AXES, sum_over
-from shardwise.schedule.orders import SPLITTING
-
-
-def check(cfg: RunConfig, trained: Iterable[nn.Parameter]) -> None:
-    """UserError where what is trained has no float32 sums: bfloat16 under fsdp1 or tensor parallelism, and in a
-    pipeline where torch's stage adds up, which it does with fsdp2 and where backwards run in two halves.
-    """
-    if cfg.training.accumulation == "model" or all(p.dtype == torch.float32 for p in trained):
-        return
-    if cfg.parallel.pp > 1 and (cfg.parallel.data == "fsdp2" or cfg.parallel.schedule in SPLITTING):
-        raise UserError(
-            "training.accumulation is float32, but in a pipeline with fsdp2 or a zero-bubble schedule the gradients of "
-            "bfloat16 weights add up in bfloat16; use 1f1b with ddp, or set model.dtype to float32"
-        )
-    if cfg.parallel.tp > 1:
-        raise UserError(
-            "training.accumulation is float32, but with tensor parallelism the gradients of bfloat16 weights add up in "
-            "bfloat16; set it to model, or model.dtype to float32"
-        )
-    if cfg.parallel.data == "fsdp1":
-        raise UserError(
-            "training.accumulation is float32, but fsdp1 keeps the gradients of bfloat16 weights in bfloat16; "
-            "use fsdp2, or set model.dtype to float32"
-        )
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:

@@ -11,7 +11,7 @@ from peft.tuners.lora import ParamWrapper
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from shardwise.config import RunConfig, UserError
+from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dropout import DropoutState
@@ -39,17 +39,6 @@ memory than no checkpointing at all, which keeps neither. (A mixer's product ove
 """
 
 _LEFT_OPERAND = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
-
-
-def check(cfg: RunConfig, spec: ModelSpec) -> None:
-    """UserError if `training.checkpointing` names a kind of layer that the model has none of."""
-    asked = cfg.training.checkpointing
-    kinds = {layer.kind for layer in spec.layers}
-    if isinstance(asked, list) and (unknown := sorted(set(asked) - kinds)):
-        raise UserError(
-            f"training.checkpointing names {unknown[0]}, but this model's layers are of the kinds "
-            f"{', '.join(sorted(kinds))}; choose among these, or full or operators"
-        )
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:

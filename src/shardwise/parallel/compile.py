@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.config import RunConfig, UserError
+from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
@@ -20,25 +20,6 @@ This one takes the gradient apart, as inductor does, and runs what it has traced
 VERSIONS_PER_LAYER = 8
 """Layers share a code object, of which there is one version for each kind, shape and mode of them; more than so many
 for each layer is an error, not slow."""
-
-
-def check(cfg: RunConfig) -> None:
-    """Refuse what compiled layers get wrong: LoRA's gradients with an older torch, and checkpointing of `operators`,
-    whose policy cannot see operators in compiled code.
-    """
-    if cfg.training.compile == "none":
-        return
-    # Seen with torch 2.11: right forwards, and every gradient exactly 0. 2.13's are right.
-    if cfg.lora and cfg.lora.kernel != "peft" and torch.__version__ < "2.13":
-        raise UserError(
-            f"training.compile loses the gradients of LoRA layers with torch {torch.__version__}; set lora.kernel to "
-            "peft, or install torch 2.13 or later"
-        )
-    if cfg.training.checkpointing == "operators":
-        raise UserError(
-            "training.checkpointing operators chooses among operators that training.compile fuses; "
-            "use full, none or a list of layer kinds, or compile none"
-        )
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:

@@ -17,12 +17,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from peft.tuners.lora import ParamWrapper
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._runtime_utils import _reshard
 
-from shardwise.config import RunConfig, UserError
+from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.flat import portable
@@ -85,24 +84,6 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         from_portable=from_portable,
         flat=tuple(flat),
     )
-
-
-def check(cfg: RunConfig, hf: nn.Module, num_shards: int) -> None:
-    """Refuse one process, and adapters that a flat parameter cannot hold; `hf`: the model with its adapters."""
-    if num_shards == 1:
-        raise UserError("parallel.data is fsdp1 but there is one process, and nothing to shard over; use single")
-    if cfg.lora is None:
-        return
-    if any(isinstance(module, ParamWrapper) for module in hf.modules()):
-        raise UserError(
-            "parallel.data fsdp1: PEFT puts adapters on routed experts over a parameter, and finds a view into a "
-            "flat one in its place; use fsdp2, or leave the experts out of lora.targets"
-        )
-    if cfg.parallel.fsdp1_wrap == "naive" and cfg.model.dtype != "float32" and cfg.lora.dtype == "float32":
-        raise UserError(
-            "parallel.fsdp1_wrap naive: a flat parameter has one dtype, but the adapters are float32 and the model is "
-            f"{cfg.model.dtype}; set lora.dtype to model, or parallel.fsdp1_wrap to separate"
-        )
 
 
 def _units(part: nn.Module, spec: ModelSpec) -> list[nn.Module]:

@@ -22,13 +22,14 @@ from torch.distributed import pipelining
 from shardwise import interfaces
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.layouts import HALVING, num_microbatches
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import Stage as Part
 from shardwise.models.stage import hidden_dtype
 from shardwise.parallel.pipeline_stage import Clock, Stage, errors_as_they_are
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.schedule.orders import SPLITTING, Pipeline
+from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Event
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -42,18 +43,15 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 }
 
 
-def pipeline_of(cfg: RunConfig, data_size: int) -> Pipeline:
-    """The schedule of a run, of which `data_size` ranks take different rows.
-
-    UserError where it cannot have as many micro-batches as a step has.
-    """
-    num_microbatches = cfg.training.global_batch_size // data_size // cfg.training.micro_batch_size
-    return Pipeline(cfg.parallel.schedule, cfg.parallel.pp, num_microbatches, cfg.parallel.num_virtual)
+def pipeline_of(cfg: RunConfig, num_ranks: int) -> Pipeline:
+    """Return the schedule of a run of so many ranks in all."""
+    parallel = cfg.parallel
+    return Pipeline(parallel.schedule, parallel.pp, num_microbatches(cfg, num_ranks), parallel.num_virtual)
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Let the parts, which are this rank's stages, work in the order of the run's schedule."""
-    pipeline = pipeline_of(cfg, mesh.data_size)
+    pipeline = pipeline_of(cfg, mesh.dense.size())
     chunks = pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
     parts = [part for part in pm.parts if isinstance(part, Part)]
     # Few booleans, from every rank to all.
@@ -61,11 +59,11 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         [c for c, p in zip(chunks, parts, strict=True) if any(w.requires_grad for w in p.parameters())]
     )
     lowest = min((chunk for known in trained for chunk in known), default=pipeline.num_chunks)
-    if cfg.parallel.schedule in SPLITTING:
+    if cfg.parallel.schedule in HALVING:
         # Backwards in two halves start from a stage's input: without a gradient there, they lose those of its weights.
         lowest = 0
         parts[0].gradient_below = chunks[0] == 0
-    hidden = torch.empty(0, 0, spec.hidden_size, dtype=hidden_dtype(parts[0].hf.config, cfg), device="meta")
+    hidden = torch.empty(0, 0, spec.hidden_size, dtype=hidden_dtype(cfg), device="meta")
     runner = _Runner(pipeline, chunks, lowest, hidden, mesh)
     pm = replace(pm, run=runner.run, next_token=runner.next_token, events=runner.events)
     return _tie(pm, mesh, spec) if spec.tied and cfg.lora is None and not pipeline.v_shaped else pm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from shardwise.schedule.orders import SPLITTING
+from shardwise.layouts import HALVING
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def effective(units: Sequence[Cost], schedule: str) -> tuple[Cost, ...]:
     """What the units, from the embedding up, cost under this schedule.
 
     Below the lowest trainable unit no gradient is needed, so there is no backward, and nothing is kept for one. Under a
-    schedule that is SPLITTING the gradient goes down to the embedding, and every unit costs what it says.
+    schedule that halves backwards the gradient goes down to the embedding, and every unit costs what it says.
     """
-    if schedule in SPLITTING:
+    if schedule in HALVING:
         return tuple(units)
     lowest = next((index for index, unit in enumerate(units) if unit.trainable), len(units))
     nothing = {"input_seconds": 0.0, "weight_seconds": 0.0, "split_seconds": 0.0, "activation_bytes": 0}

@@ -12,13 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from shardwise.config import UserError, nearest
+from shardwise.layouts import V_SHAPED, least_microbatches, microbatches_left_over, virtual_stages_of
 
 Kind = Literal["F", "B", "I", "W"]  # forward; backward, in one go or as the input's and the weights' gradients
-
-
-V_SHAPED = ("zbv", "dualpipe-v")
-"""Schedules under which rank r of p holds the stages r and 2p-1-r, and so the first rank both ends of the model."""
 
 
 class Action(NamedTuple):
@@ -44,27 +40,11 @@ class Pipeline:
     bytes_per_second: float = float("inf")
 
     def __post_init__(self) -> None:
-        p, m, v = self.num_ranks, self.num_microbatches, self.num_virtual
-        if self.schedule not in ORDERS:
-            raise UserError(f"no schedule is called {self.schedule}; {nearest(self.schedule, list(ORDERS), 'names')}")
-        if min(p, m, v) < 1:
-            raise UserError(f"{p} ranks, {m} micro-batches, {v} virtual stages: give at least 1 of each")
-        if v != 1 and self.schedule in ("gpipe", "1f1b"):
-            raise UserError(f"{self.schedule} has one stage per rank, not {v}; set virtual_stages to 1")
-        if v != 2 and self.v_shaped:
-            raise UserError(f"{self.schedule} has two stages per rank, not {v}; set virtual_stages to 2")
-        least = {"1f1b": p, "dualpipe-v": 2 * p}.get(self.schedule, 1)
-        if m < least:
-            raise UserError(
-                f"{self.schedule} on {p} ranks needs {least} micro-batches or more, not {m}; raise the global batch "
-                "size, lower the micro-batch size, or use gpipe"
-            )
-        rounds = max(1, m // p)
-        if m % rounds and self.schedule.startswith("interleaved"):
-            raise UserError(
-                f"{self.schedule} on {p} ranks makes {rounds} equal rounds of {m} micro-batches, which does not work "
-                f"out; give {m - m % rounds} by the global batch size"
-            )
+        assert self.schedule in ORDERS, f"no schedule is called {self.schedule}"
+        assert min(self.num_ranks, self.num_microbatches, self.num_virtual) >= 1
+        assert self.num_virtual == virtual_stages_of(self.schedule, self.num_virtual)
+        assert self.num_microbatches >= least_microbatches(self.schedule, self.num_ranks)
+        assert not microbatches_left_over(self.schedule, self.num_ranks, self.num_microbatches)
 
     @property
     def v_shaped(self) -> bool:
@@ -244,11 +224,6 @@ def _dualpipe_v(pipeline: Pipeline, rank: int) -> list[Action]:
         todo.inputs(0)
     return [*todo.actions, *todo.pending]
 
-
-SPLITTING = ("interleaved-zero-bubble", "zbv", "dualpipe-v")
-"""Schedules that run backwards in two halves, first the gradient of a stage's input, later those of its weights. The
-first starts from a stage's output and needs an input that requires a gradient, all the way down to the embedding, even
-where nothing there is trained. Under the others a stage with nothing trainable at or below it runs no backward."""
 
 ORDERS: dict[str, Callable[[Pipeline, int], list[Action]]] = {
     "gpipe": _gpipe,

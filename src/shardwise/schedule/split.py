@@ -67,28 +67,6 @@ class Split:
         return ["embedding"] * (low == 0) + numbers + ["head"] * (high > head)
 
 
-def check(mode: Mode | Sequence[int], layers: int, pipeline: Pipeline) -> None:
-    """UserError if there are fewer layers than chunks, or the numbers of layers in `mode` do not cover the model."""
-    num_chunks = pipeline.num_chunks
-    if layers < num_chunks:
-        raise UserError(
-            f"{num_chunks} pipeline stages ({pipeline.num_ranks} ranks x {pipeline.num_virtual}) are more "
-            f"than the model's {layers} layers; use fewer"
-        )
-    if isinstance(mode, str):
-        return
-    if len(mode) != num_chunks or sum(mode) != layers or min(mode) < 0:
-        raise UserError(
-            f"the split {list(mode)} does not cover the model; give {num_chunks} numbers of layers that add up to "
-            f"{layers}"
-        )
-    if 0 in mode[1:-1]:
-        raise UserError(
-            f"the split {list(mode)} has a stage with nothing in it; only the first (embedding) and the last (head) "
-            "can be without a layer"
-        )
-
-
 def split(
     mode: Mode | Sequence[int], units: Sequence[Cost], pipeline: Pipeline, limit_bytes: float = math.inf
 ) -> Split:
@@ -96,11 +74,12 @@ def split(
 
     `units`: the embedding, the layers, and head with loss, bottom up. `mode`: `uniform`, equal numbers of layers;
     `parameters`, the least parameters in the largest chunk; `balanced`, the shortest step; or the number of layers of
-    each chunk. `limit_bytes` per rank steers `balanced`; the others have to meet it as they are. UserError as `check`,
-    or if no split meets the limit.
+    each chunk. `limit_bytes` per rank steers `balanced`; the others have to meet it as they are. Raises UserError if no
+    split meets the limit.
     """
     layers = len(units) - 2
-    check(mode, layers, pipeline)
+    assert layers >= pipeline.num_chunks
+    assert isinstance(mode, str) or (len(mode) == pipeline.num_chunks and sum(mode) == layers)
     costs = effective(units, pipeline.schedule)
     if mode == "balanced":
         boundaries = _balanced(costs, pipeline, limit_bytes)

@@ -30,7 +30,7 @@ from shardwise.schedule.split import Split
 from shardwise.training import preflight
 from shardwise.training.loss_scale import LossScale
 from shardwise.training.optimizer import is_decayed, make_lr_schedule, make_optimizer
-from shardwise.training.preflight import Facts
+from shardwise.training.preflight import Description
 from shardwise.training.split import choose_split, costs_of, memory_caveat
 from shardwise.training.watchdog import beat, paused
 
@@ -92,7 +92,7 @@ class Job:
 def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     """Build the part of this rank in the run that `cfg` describes; memory is taken after all checks."""
     state = state or State()
-    facts = preflight.check(cfg, mesh.dense.size(), mesh.device)
+    facts = preflight.describe(cfg, mesh.dense.size(), mesh.device)
     hf, spec, family = facts.hf, facts.spec, facts.family
     parameters = _sizes(hf)
     notes = _notes(cfg, spec)
@@ -143,7 +143,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     )
 
 
-def use_kernels(parts: nn.Module, cfg: RunConfig, facts: Facts, device: torch.device) -> dict[str, str]:
+def use_kernels(parts: nn.Module, cfg: RunConfig, facts: Description, device: torch.device) -> dict[str, str]:
     """Let the parts of a run's model compute with the kernels that it asks for; what `loss` and `lora` came to.
 
     Before a strategy wraps the parts. A profile calls it as a run does, so that it times what the run computes.
@@ -155,14 +155,14 @@ def use_kernels(parts: nn.Module, cfg: RunConfig, facts: Facts, device: torch.de
     return kernels
 
 
-def _cut(cfg: RunConfig, mesh: Mesh, facts: Facts, pipeline: Pipeline, counts: ModelCounts | None) -> Cut:
+def _cut(cfg: RunConfig, mesh: Mesh, facts: Description, pipeline: Pipeline, counts: ModelCounts | None) -> Cut:
     costs = costs_of(cfg, facts.hf, facts.spec, counts, mesh.dense.size(), mesh.size("dp_shard"))
     # A few numbers per layer, from every rank to all: on another node another profile may lie, or none.
     units, source = of_every_rank(costs)[0]
     return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
 
 
-def _parts(cfg: RunConfig, mesh: Mesh, facts: Facts, cut: Cut | None) -> tuple[CausalLM, ...]:
+def _parts(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> tuple[CausalLM, ...]:
     if cut is None:
         return (CausalLM(facts.hf, facts.spec, facts.family, cfg),)
     chunks = cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))

@@ -201,7 +201,7 @@ def _prepare(cfg: RunConfig, nproc: int, train: Train | None) -> str:
     if train is None:
         from shardwise.training import preflight
 
-        preflight.check(cfg, nproc)
+        preflight.describe(cfg, nproc)
     return "fork" if forked else "spawn"
 
 

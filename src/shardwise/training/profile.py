@@ -25,6 +25,7 @@ from torch.distributed.pipelining import _backward
 
 from shardwise.config import Parallel, RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.layouts import HALVING
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models import load, lora
 from shardwise.models.names import hf_name, is_adapter
@@ -32,11 +33,10 @@ from shardwise.models.stage import Stage, stages
 from shardwise.parallel import compose
 from shardwise.parallel.place import fill
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.schedule.orders import SPLITTING
 from shardwise.training import preflight
 from shardwise.training.build import run_in_turn, use_kernels
 from shardwise.training.launch import start_processes
-from shardwise.training.preflight import Facts
+from shardwise.training.preflight import Description
 from shardwise.training.profile_store import Measured, Profile, needs_gradient, num_busy, path_of, unit_keys, write
 from shardwise.training.watchdog import beat
 from shardwise.training.world import threads_each
@@ -61,7 +61,7 @@ def measure(cfg: RunConfig, num_processes: int) -> int:
 
 def _rank(cfg: RunConfig, num_processes: int, _: RunConfig, mesh: Mesh) -> None:
     torch.set_num_threads(threads_each(num_processes))
-    facts = preflight.check(cfg, num_processes, mesh.device)
+    facts = preflight.describe(cfg, num_processes, mesh.device)
     keys = unit_keys(facts.hf, facts.spec, cfg.parallel.schedule)
     profile = profile_units(cfg, mesh, facts, keys)
     if dist.get_rank() == 0:
@@ -69,7 +69,7 @@ def _rank(cfg: RunConfig, num_processes: int, _: RunConfig, mesh: Mesh) -> None:
     dist.barrier()
 
 
-def profile_units(cfg: RunConfig, mesh: Mesh, facts: Facts, keys: Sequence[str]) -> Profile:
+def profile_units(cfg: RunConfig, mesh: Mesh, facts: Description, keys: Sequence[str]) -> Profile:
     """Measure one unit of each key, on every rank at a time; the same on every rank."""
     distinct = {key: place for place, key in reversed(list(enumerate(keys)))}
     places = sorted(distinct.values())
@@ -208,7 +208,7 @@ class _Bench:
         return time.perf_counter()
 
 
-def make_bench(cfg: RunConfig, mesh: Mesh, facts: Facts, places: list[int]) -> _Bench:
+def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]) -> _Bench:
     """The stages with their weights, treated as in the run but for what data parallelism does."""
     hf, spec = facts.hf, facts.spec
     top = len(spec.layers) + 1
@@ -237,7 +237,7 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Facts, places: list[int]) -> _
     for part in made:
         part.train()
         part.microbatches, part.loss_scale = [batch], 1.0 / tokens.numel()
-        part.gradient_below = cfg.parallel.schedule in SPLITTING
+        part.gradient_below = cfg.parallel.schedule in HALVING
     number = torch.zeros(1, dtype=torch.int64)
     embedded = made[0](number, number).detach()
     below = needs_gradient(hf, spec, cfg.parallel.schedule)

@@ -15,11 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
+from shardwise.layouts import HALVING
 from shardwise.metrics.hardware import environment, version
 from shardwise.models.counts import unit_modules
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.costs import Cost
-from shardwise.schedule.orders import SPLITTING
 from shardwise.training.world import device_type, num_cores
 
 SCHEMA_VERSION = 3
@@ -122,7 +122,7 @@ def unit_keys(hf: PreTrainedModel, spec: ModelSpec, schedule: str) -> tuple[str,
 def needs_gradient(hf: PreTrainedModel, spec: ModelSpec, schedule: str) -> list[bool]:
     """Whether each unit's input needs a gradient: something below is trained, or the schedule wants it all the way."""
     trained = [any(p.requires_grad for _, p in named) for named in _parameters(hf, spec)]
-    return [place > 0 and (schedule in SPLITTING or any(trained[:place])) for place in range(len(trained))]
+    return [place > 0 and (schedule in HALVING or any(trained[:place])) for place in range(len(trained))]
 
 
 def _parameters(hf: PreTrainedModel, spec: ModelSpec) -> list[list[tuple[str, torch.nn.Parameter]]]:

@@ -10,12 +10,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig
+from shardwise.layouts import HALVING, V_SHAPED
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.counts import ModelCounts, Unit, Weight, count_model, unit_modules
 from shardwise.models.families.base import SOFTMAX
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.costs import Cost
-from shardwise.schedule.orders import SPLITTING, V_SHAPED, Pipeline
+from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split, split
 from shardwise.training.profile_store import path_of, read, unit_keys, with_measured
 
@@ -80,8 +81,8 @@ def memory_caveat(spec: ModelSpec, source: str) -> str | None:
 
 
 def _with_gradients(counts: ModelCounts, schedule: str) -> ModelCounts:
-    """Under schedules that are SPLITTING the gradient goes down to the embedding's output, whatever is trained."""
-    if schedule not in SPLITTING:
+    """Under schedules that halve backwards, the gradient goes down to the embedding's output, whatever is trained."""
+    if schedule not in HALVING:
         return counts
     embedding, *above = counts.units
     return ModelCounts((replace(embedding, backward=True), *(_with_gradient(unit) for unit in above)))

@@ -73,7 +73,7 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
         raise UserError("parallel.pp is 1, so there is nothing to split; set it to 2 or more (--parallel.pp=2)")
     world = num_processes or cfg.parallel.pp * cfg.parallel.tp
     device = torch.device(device_type(cfg))
-    facts = preflight.check(cfg, world, device)
+    facts = preflight.describe(cfg, world, device)
     assert facts.pipeline is not None
     hf, spec, pipeline = facts.hf, facts.spec, facts.pipeline
     torch.set_num_threads(threads_each(world))

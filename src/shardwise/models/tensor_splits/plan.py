@@ -4,41 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.config import UserError
 from shardwise.models.families import FAMILIES
 from shardwise.models.lora import adapter_layers
 from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tensor_splits.base import BlockSplit, Cut, Indivisible, unwrapped
-
-MOST_RANKS = 64
-"""Up to which sizes are tried, to name those that work."""
-
-
-def check(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> None:
-    """UserError, with the sizes that work, if a model, with its adapters, cannot be cut over so many ranks."""
-    for name, module in hf.named_modules():
-        if isinstance(module, ModulesToSaveWrapper) and any(
-            f"{layer.name}.".startswith(f"{name}.") for layer in spec.layers
-        ):
-            raise UserError(
-                f"lora.modules_to_save: {name} holds whole layers, and parallel.tp cuts the blocks in them; name the "
-                f"blocks instead ({', '.join(FAMILIES[spec.family].splits)}), or set parallel.tp to 1"
-            )
-    found = problem(hf, spec, num_ranks)
-    if found is None:
-        return
-    sizes = [n for n in range(1, MOST_RANKS + 1) if problem(hf, spec, n) is None]
-    *others, largest = map(str, sizes)
-    raise UserError(
-        f"parallel.tp is {num_ranks}, but this {spec.family} has {found}, which cannot be dealt out evenly to so many "
-        f"ranks; use {' or '.join(filter(None, (', '.join(others), largest)))}"
-    )
 
 
 def problem(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str | None:

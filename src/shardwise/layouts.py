@@ -1,0 +1,152 @@
+"""Names of layouts, sizes of mesh axes, and the facts that the rules of `rules.py` ask for.
+
+A layout is how a run is split over processes: `single`, `ddp`, `fsdp2`, `pp-fsdp2-tp-sp` and so on. Everything here is
+plain data, computed without torch or transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+
+from shardwise.config import Parallel, RunConfig
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Axes of the mesh, the slowest first: the axes that communicate most come last and lie within a node."""
+HALVING = ("interleaved-zero-bubble", "zbv", "dualpipe-v")
+"""Schedules that run backwards in two halves: first the gradient of a stage's input, later those of its weights. The
+first half needs an input that requires a gradient, all the way down to the embedding, even where nothing there is
+trained. Under the others a stage with nothing trainable at or below it runs no backward."""
+V_SHAPED = ("zbv", "dualpipe-v")
+"""Schedules under which rank r of p holds the stages r and 2p-1-r, and so the first rank both ends of the model."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a rule may ask of a model with its adapters; `models/facts.py` reads it off a model on meta."""
+
+    family: str
+    """`model_type` of its config."""
+    is_listed: bool
+    """Whether the family is one that shardwise knows, which the parity matrix covers."""
+    num_layers: int
+    kinds: tuple[str, ...]
+    """The kinds of its layers, without repetition."""
+    is_tied: bool
+    """Whether the head's weight is the embedding's."""
+    num_positions: int | None
+    """How many positions it has learned an embedding for; None: it takes any number."""
+    attention_dropout: tuple[str, float] | None
+    """Key and value in config.json of a dropout whose masks are drawn inside the attention kernel."""
+    has_router_loss: bool
+    """Whether it has routers that are trained with a load-balancing loss."""
+    adds_positions: bool
+    """Whether it adds positions to the embeddings before its first layer."""
+    kinds_without_isolation: tuple[str, ...]
+    """Kinds of its layers for which no test shows that they keep documents apart."""
+    trains_in_16_bits: bool
+    """Whether a trained weight has another dtype than float32."""
+    has_plain_adapters: bool
+    """Whether an adapter is plain LoRA on a linear, which the kernels of kernels/lora_linear compute."""
+    has_expert_adapters: bool
+    """Whether an adapter lies on stacked experts, which PEFT computes over the parameter."""
+    saved_layers: str | None
+    """A module of `lora.modules_to_save` that holds whole decoder layers."""
+    blocks: tuple[str, ...]
+    """Paths in a layer of the blocks that tensor parallelism shards."""
+    indivisible: Callable[[int], str | None]
+    """Return what of the model cannot be sharded over so many ranks of `tp`, or None."""
+    odd_experts: Callable[[int], str | None]
+    """Return why torch's grouped product cannot take the experts of one of so many ranks of `tp`, or None."""
+
+
+@cache
+def torch_version() -> tuple[int, int]:
+    """Return the major and minor version of the installed torch, without importing it."""
+    major, minor = version("torch").split(".")[:2]
+    return int(major), int(minor)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rule may ask beside the run file."""
+
+    num_ranks: int
+    """Processes of the run."""
+    model: ModelFacts | None = None
+    """None before the model is read: rules on models do not apply yet."""
+    torch_version: tuple[int, int] = field(default_factory=torch_version)
+
+
+def layout_of(parallel: Parallel) -> str:
+    """Return the name of a layout: its axes and strategies that are in use, joined by hyphens, or `single`."""
+    data = "hsdp" if parallel.dp_replicate > 1 else parallel.data
+    in_use = {
+        "pp": parallel.pp > 1,
+        data: data != "single",
+        "tp": parallel.tp > 1,
+        "sp": parallel.sequence_parallel,
+    }
+    return "-".join(name for name, is_in_use in in_use.items() if is_in_use) or "single"
+
+
+def parallel_of(layout: str) -> Parallel:
+    """Return the section `parallel` of a layout by its name, with two ranks along each axis that it names."""
+    parts = layout.split("-")
+    data = next((part for part in parts if part not in ("pp", "tp", "sp")), "single")
+    return Parallel(
+        data="fsdp2" if data == "hsdp" else data,
+        dp_replicate=2 if data == "hsdp" else 1,
+        pp=2 if "pp" in parts else 1,
+        tp=2 if "tp" in parts else 1,
+        sequence_parallel="sp" in parts,
+    )
+
+
+def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
+    """Return the ranks along each axis of `AXES`.
+
+    What `pp` and `tp` leave goes to `dp_shard` (fsdp1, fsdp2) or `dp_replicate` (ddp, zero). Sizes that do not fit the
+    number of ranks are rounded down: `refusals` says so.
+    """
+    parallel = cfg.parallel
+    sizes = dict.fromkeys(AXES, 1)
+    sizes["pp"], sizes["tp"] = parallel.pp, parallel.tp
+    ranks_for_data = num_ranks // (parallel.pp * parallel.tp)
+    if parallel.data in ("ddp", "zero1", "zero2"):
+        sizes["dp_replicate"] = ranks_for_data
+    elif parallel.data in ("fsdp1", "fsdp2"):
+        sizes["dp_replicate"] = parallel.dp_replicate
+        sizes["dp_shard"] = ranks_for_data // parallel.dp_replicate
+    return sizes
+
+
+def num_microbatches(cfg: RunConfig, num_ranks: int) -> int:
+    """Return the micro-batches that each rank computes in one optimizer step."""
+    sizes = axis_sizes(cfg, num_ranks)
+    data_size = sizes["dp_replicate"] * sizes["dp_shard"]
+    return cfg.training.global_batch_size // data_size // cfg.training.micro_batch_size
+
+
+# What the schedules of torch.distributed.pipelining ask of a step.
+
+
+def virtual_stages_of(schedule: str, num_virtual: int) -> int:
+    """Return the stages per rank that a schedule has: fixed for some, else `num_virtual`."""
+    if schedule in ("gpipe", "1f1b"):
+        return 1
+    return 2 if schedule in V_SHAPED else num_virtual
+
+
+def least_microbatches(schedule: str, num_ranks: int) -> int:
+    """Return the fewest micro-batches of a step that a schedule accepts on so many ranks."""
+    return {"1f1b": num_ranks, "dualpipe-v": 2 * num_ranks}.get(schedule, 1)
+
+
+def microbatches_left_over(schedule: str, num_ranks: int, num_microbatches: int) -> int:
+    """Return how many micro-batches are too many for the equal rounds that an interleaved schedule makes."""
+    if not schedule.startswith("interleaved"):
+        return 0
+    return num_microbatches % max(1, num_microbatches // num_ranks)

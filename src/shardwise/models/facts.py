@@ -1,0 +1,61 @@
+"""What the rules may ask of a model, read off the model on `meta`."""
+
+from __future__ import annotations
+
+import torch
+from peft.tuners.lora import ParamWrapper
+from peft.utils import ModulesToSaveWrapper
+from transformers import PreTrainedModel
+
+from shardwise.layouts import ModelFacts
+from shardwise.models import experts, lora_forward, router_loss
+from shardwise.models.families import FAMILIES, Family
+from shardwise.models.isolation import TOKENWISE
+from shardwise.models.spec import ModelSpec
+from shardwise.models.tensor_splits import plan
+
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+
+
+def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts:
+    """Return the facts of a whole model with its adapters, on any device."""
+    is_listed = family.model_type in FAMILIES
+    kinds = tuple(dict.fromkeys(layer.kind for layer in spec.layers))
+    return ModelFacts(
+        family=family.model_type,
+        is_listed=is_listed,
+        num_layers=len(spec.layers),
+        kinds=kinds,
+        is_tied=spec.tied,
+        num_positions=None if spec.positions is None else hf.config.max_position_embeddings,
+        attention_dropout=_attention_dropout(hf, is_listed),
+        has_router_loss=bool(router_loss.routers_of(hf, family)),
+        adds_positions=family.positions is not None,
+        kinds_without_isolation=tuple(
+            kind for kind in kinds if kind not in TOKENWISE and kind not in family.token_mixers
+        ),
+        trains_in_16_bits=any(p.requires_grad and p.dtype != torch.float32 for p in hf.parameters()),
+        has_plain_adapters=lora_forward.has_plain_layers(hf),
+        has_expert_adapters=any(isinstance(module, ParamWrapper) for module in hf.modules()),
+        saved_layers=_saved_layers(hf, spec),
+        blocks=tuple(family.splits),
+        indivisible=lambda num_ranks: plan.problem(hf, spec, num_ranks) if is_listed else None,
+        odd_experts=lambda num_ranks: experts.why_one_by_one(hf, spec, family, num_ranks),
+    )
+
+
+def _attention_dropout(hf: PreTrainedModel, is_listed: bool) -> tuple[str, float] | None:
+    # What a family that is not listed calls dropout may be drawn by a function inside attention, rather than by a
+    # module, whatever its name.
+    keys = _ATTENTION_DROPOUTS if is_listed else [key for key in hf.config.to_dict() if "drop" in key]
+    return next(((key, value) for key in keys if (value := getattr(hf.config, key, 0))), None)
+
+
+def _saved_layers(hf: PreTrainedModel, spec: ModelSpec) -> str | None:
+    """Return a module that `lora.modules_to_save` copies and that holds whole decoder layers, if there is one."""
+    for name, module in hf.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and any(
+            f"{layer.name}.".startswith(f"{name}.") for layer in spec.layers
+        ):
+            return name
+    return None

@@ -1,0 +1,45 @@
+"""Every rule of what may run together.
+
+`refusals` answers whether a run may begin, from its run file and a few facts, and imports neither torch nor
+transformers. Whoever wants to know asks here: the parser of run files, the launcher, `train`, `split`, `models` and the
+parity matrix. No other module refuses a combination, so a new strategy brings its rules as rows of a list here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.config import RunConfig, UserError
+from shardwise.layouts import Facts
+from shardwise.rules import models, ranks, run_file
+from shardwise.rules.rule import Rule
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    "run file": run_file.RULES,
+    "grid": ranks.GRID_RULES,
+    "step": ranks.STEP_RULES,
+    "model": models.RULES,
+}
+"""The rules by what they ask for. A group may rely on the groups before it, so that a group is asked only where no
+earlier one refuses."""
+
+
+def refusals(cfg: RunConfig, facts: Facts | None = None) -> Iterator[tuple[str, str]]:
+    """Yield the name and the message of every rule of the first group that forbids a run.
+
+    Without `facts` only the rules on the run file are asked, without `facts.model` not those on models.
+    """
+    known = facts or Facts(num_ranks=1)
+    for group, rules in RULES.items():
+        if (group != "run file" and facts is None) or (group == "model" and known.model is None):
+            return
+        refused = [(rule.name, rule.message(cfg, known)) for rule in rules if rule.applies(cfg, known)]
+        if refused:
+            yield from refused
+            return
+
+
+def check(cfg: RunConfig, facts: Facts | None = None) -> None:
+    """Raise UserError with the message of the first rule that forbids a run."""
+    for _, message in refusals(cfg, facts):
+        raise UserError(message)
