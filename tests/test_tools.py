@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from shardwise.interfaces import Batch
-from shardwise.parallel.compose import LAYOUTS
 from shardwise.parallel.mesh import build_mesh
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Event, Timeline, simulate
 from shardwise.schedule.trace import pack
 from tests.distributed import run_ranks
+from tests.parity.layouts import PROVEN
 from tests.report.conftest import strategies, write
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -104,7 +104,7 @@ def test_the_page_of_communication_is_what_the_results_say(tool: ModuleType) -> 
     assert tool.PAGE.read_text(encoding="utf-8") == tool.page(result), "run python tools/communication.py --page-only"
     for row in result["rows"]:
         assert (row["derived_bytes"], row["derived_calls"]) == (row["counted_bytes"], row["calls"]), row["layout"]
-    assert {row["layout"] for row in result["rows"]} == set(LAYOUTS) - {"single"}
+    assert {row["layout"] for row in result["rows"]} == set(PROVEN) - {"single"}
 
 
 @pytest.mark.parametrize("tool", ["tensor_overhead"], indirect=True)

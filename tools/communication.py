@@ -17,9 +17,9 @@ from tests.communication import count
 from tests.communication_formulas import expected, sent_bytes
 from tests.distributed import run_ranks
 from tests.parity.harness import SEQUENCE, Cell
+from tests.parity.layouts import PROVEN
 
 from shardwise.metrics.hardware import environment
-from shardwise.parallel.compose import LAYOUTS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "communication.json"
@@ -37,7 +37,7 @@ ALONE = {
     "pp": ("2 m BTD", "2 m + 2"),
 }
 """What leaves a rank, and by how many calls, as the page says it."""
-TOGETHER = tuple(layout for layout in LAYOUTS if layout not in (*ALONE, "single"))
+TOGETHER = tuple(layout for layout in PROVEN if layout not in (*ALONE, "single"))
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "send")
 PAPER = {"ddp": 2, "zero1": 2, "zero2": 2, "fsdp2": 3}
 """Multiples of the model's size per step, of one micro-batch: Rajbhandari et al., arXiv 1910.02054, section 7."""

@@ -79,10 +79,9 @@ def models(path: str | None) -> int:
     from transformers.utils import logging
 
     from shardwise.models.catalogue import families_table, model_table
-    from shardwise.parallel.compose import proofs
 
     logging.set_verbosity_error()  # nothing is trained here, so no advice on that
-    Console().print(families_table(proofs) if path is None else model_table(Model(path), proofs))
+    Console().print(families_table() if path is None else model_table(Model(path)))
     return 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
+from itertools import product
 
 from shardwise.config import Parallel, RunConfig
 
@@ -21,6 +22,16 @@ first half needs an input that requires a gradient, all the way down to the embe
 trained. Under the others a stage with nothing trainable at or below it runs no backward."""
 V_SHAPED = ("zbv", "dualpipe-v")
 """Schedules under which rank r of p holds the stages r and 2p-1-r, and so the first rank both ends of the model."""
+
+NAMES = tuple(
+    "-".join(filter(None, parts)) or "single"
+    for tensor, pipeline, data in product(
+        ("", "tp", "tp-sp"), ("", "pp"), ("", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
+    )
+    for parts in [(pipeline, data, tensor)]
+)
+"""Every layout that can be composed, offered or not: a pipeline over data parallelism over tensor parallelism; `hsdp`
+is fsdp2 with replicas, `sp` is sequence parallelism."""
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from transformers import PretrainedConfig
 
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import IGNORED
+from shardwise.layouts import HALVING
 from shardwise.models import load, lora
 from shardwise.models.families import FAMILIES, spec_of
-from shardwise.parallel.compose import LAYOUTS
-from shardwise.schedule.orders import ORDERS, SPLITTING
+from shardwise.schedule.orders import ORDERS
 from tests.fuzz.shapes import Sizes, draw_model
+from tests.parity.layouts import PROVEN
 
 STEPS = 2
 AXES = ("pp", "tp", "sp")
@@ -120,7 +121,7 @@ def draw(seed: int, folder: Path) -> Draw:
     parts = ("layout", "model", "data", "parallel", "optimizer", "training", "lora", "rows")
     random = {part: Random(f"{part} {seed}") for part in parts}  # a change to one part leaves the others as they were
     family = list(FAMILIES)[seed % len(FAMILIES)]  # each in turn
-    layout = random["layout"].choices(LAYOUTS, [4 / 2 ** max(1, len(_axes(layout))) for layout in LAYOUTS])[0]
+    layout = random["layout"].choices(PROVEN, [4 / 2 ** max(1, len(_axes(layout))) for layout in PROVEN])[0]
     sizes = _axis_sizes(layout, random["layout"])
     pipeline, num_layers = {}, random["model"].randint(1, 4)
     if "pp" in sizes:
@@ -209,7 +210,7 @@ def _pipeline(num_ranks: int, random: Random) -> tuple[dict[str, Any], int]:
 def _parallel(layout: str, sizes: dict[str, int], pipeline: dict[str, Any], random: Random) -> Parallel:
     data = next((part for part in layout.split("-") if part not in AXES), "single")
     sharded = data in ("fsdp2", "hsdp")
-    halved = pipeline.get("schedule") in SPLITTING
+    halved = pipeline.get("schedule") in HALVING
     return Parallel(
         data="fsdp2" if sharded else data,  # ty: ignore[invalid-argument-type]
         **pipeline,
@@ -245,7 +246,7 @@ def _training(cfg: RunConfig, sizes: dict[str, int], kinds: list[str], random: R
     if parallel.schedule.startswith("interleaved"):  # equal rounds
         num_microbatches = random.choice((1, 2, parallel.pp, 2 * parallel.pp))
     micro_batch_size = random.choice((1, 1, 2, 3))
-    halves = parallel.pp > 1 and parallel.schedule in SPLITTING
+    halves = parallel.pp > 1 and parallel.schedule in HALVING
     narrow = cfg.model.dtype == "bfloat16"
     return replace(
         cfg.training,

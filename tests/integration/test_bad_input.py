@@ -14,7 +14,6 @@ from transformers import AutoConfig
 from shardwise.cli import main
 from shardwise.config import Model, Parallel, UserError
 from shardwise.models.load import read_config
-from shardwise.parallel import compose
 from tests.distributed import run_ranks
 from tests.integration.test_train import CONFIGS, config, run
 
@@ -178,17 +177,6 @@ def test_model_that_fused_attention_does_not_fit(run_file, capfd, tmp_path):
 
 def _tokenizer(run_file: Path) -> str:
     return yaml.safe_load(run_file.read_text())["model"]["tokenizer"]
-
-
-def test_family_and_layout_that_are_not_proven_together(run_file, folder, monkeypatch, capfd):
-    monkeypatch.setitem(compose.COMPATIBLE, "qwen3_5_text", frozenset({"single", "ddp"}))
-    assert "fsdp2 is not proven for qwen3_5_text; use one of ddp, single" in refused(
-        capfd, run_file, "--parallel.data=fsdp2"
-    )
-    with pytest.raises(UserError, match="hsdp is not proven"):
-        compose.check(config(folder, "x", "hsdp"), "qwen3_5_text")
-    assert Parallel().data == "single"
-    compose.check(config(folder, "x"), "qwen3_5_text")
 
 
 def test_output_folder_that_holds_another_run(run_file, capfd, tmp_path):

@@ -17,9 +17,10 @@ import torch
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
+from shardwise.layouts import axis_sizes
 from shardwise.metrics.memory import PeakMemory
 from shardwise.metrics.record import RunRecord
-from shardwise.parallel.mesh import build_mesh, mesh_sizes
+from shardwise.parallel.mesh import build_mesh
 from shardwise.run_file import load_config
 from shardwise.training.build import build
 from shardwise.training.loop import train
@@ -121,7 +122,7 @@ def test_run_files_are_those_of_the_comparison():
     for name, nproc in LAYOUTS.items():
         small, large = (load_config(FOLDER / f"{name}-{rows}.yaml") for rows in (8, 32))
         assert (small.training.micro_batch_size, large.training.micro_batch_size) == (8, 32)
-        sizes = mesh_sizes(small, nproc)
+        sizes = axis_sizes(small, nproc)
         replicas = sizes["dp_replicate"] * sizes["dp_shard"]
         for cfg in (small, large):
             assert cfg.training.global_batch_size == replicas * cfg.training.micro_batch_size

@@ -17,10 +17,6 @@ from tests.models.tiny import CONFIGS, PLAIN, on_meta, tiny
 from tests.models.unproven import write_config
 
 
-def proofs(family: str) -> dict[str, str]:
-    return {"single": "", "ddp": f"{family}-ddp-proof" if family in FAMILIES else ""}
-
-
 def printed(table: Table, width: int) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
     console.print(table)
@@ -53,17 +49,17 @@ def test_what_is_said_to_be_reached_is_what_injection_adapts(name: str, targets:
 
 @pytest.mark.parametrize("width", [100, 120])
 def test_all_families_fit_into_a_terminal(width: int) -> None:
-    text = printed(families_table(proofs), width)
+    text = printed(families_table(), width)
     assert "…" not in text
     for name, family in FAMILIES.items():
         assert f" {name} " in text
         assert all(f".{stack.rpartition('.')[2]}" in text or "experts.{" in text for stack in family.experts)
     assert "experts.{gate_up,down}_proj (3-D)" in text
-    assert f"{', '.join(FAMILIES)}: ddp-proof" in " ".join(text.split())
+    assert "may run under single ddp" in " ".join(text.split())
 
 
 def test_one_model_layer_by_layer() -> None:
-    text = printed(model_table(Model(str(CONFIGS / "tiny-qwen3_next")), proofs), 100)
+    text = printed(model_table(Model(str(CONFIGS / "tiny-qwen3_next"))), 100)
     rows = [line.split() for line in text.splitlines() if re.match(r" [\d-]+ ", line)]
     # Layer 1 has an MLP, layer 3 attention.
     assert [row[:3] for row in rows] == [
@@ -72,25 +68,25 @@ def test_one_model_layer_by_layer() -> None:
         ["2", "gated_delta_net,", "moe"],
         ["3", "full_attention,", "moe"],
     ]
-    alike = printed(model_table(Model(str(CONFIGS / "tiny-llama")), proofs), 100)
+    alike = printed(model_table(Model(str(CONFIGS / "tiny-llama"))), 100)
     # q 64*128, k and v 64*64, o 128*64, gate, up, down 64*172 each, two norms of 64.
     parameters = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172 + 2 * 64
     assert re.search(rf"^ 0-3 .* yes +{parameters:,}", alike, re.M)
-    assert "tied embeddings" in printed(model_table(Model(str(CONFIGS / "tiny-gpt2")), proofs), 100)
+    assert "tied embeddings" in printed(model_table(Model(str(CONFIGS / "tiny-gpt2"))), 100)
     assert "not proven" not in alike
-    assert "\nllama-ddp-proof" in alike
+    assert "pp-fsdp2-tp-sp" in alike
 
 
 def test_a_family_is_shown_as_transformers_makes_it_unless_a_folder_has_its_name(tmp_path: Path, monkeypatch) -> None:
     # Llama's defaults: 32 layers.
-    assert re.search(r"^ 0-31 +full_attention, dense", printed(model_table(Model("llama"), proofs), 100), re.M)
+    assert re.search(r"^ 0-31 +full_attention, dense", printed(model_table(Model("llama")), 100), re.M)
     (tmp_path / "llama").symlink_to(CONFIGS / "tiny-llama")
     monkeypatch.chdir(tmp_path)
-    assert re.search(r"^ 0-3 +full_attention, dense", printed(model_table(Model("llama"), proofs), 100), re.M)
+    assert re.search(r"^ 0-3 +full_attention, dense", printed(model_table(Model("llama")), 100), re.M)
 
 
 def test_a_model_of_no_listed_family_says_so(tmp_path: Path) -> None:
-    text = printed(model_table(Model(str(write_config("olmo3", tmp_path))), proofs), 120)
+    text = printed(model_table(Model(str(write_config("olmo3", tmp_path)))), 120)
     assert "family olmo3 is not proven here" in text
     assert "may run under single ddp" in text
     assert re.search(r"^ 0 +sliding_attention, dense +\{q,k,v,o,gate,up,down\}_proj +no", text, re.M)

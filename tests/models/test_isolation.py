@@ -13,13 +13,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import Lora, UserError
+from shardwise.config import Lora
 from shardwise.interfaces import Batch
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dropout import DropoutState, SlotDropout
+from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of
-from shardwise.models.isolation import TOKENWISE, check, documents_of, isolate
+from shardwise.models.isolation import TOKENWISE, documents_of, isolate
 from shardwise.parallel.activation_checkpoint import recompute
 from tests.models.tiny import relative_error, with_adapters
 from tests.parity.harness import Cell, run_config
@@ -252,13 +253,7 @@ def test_not_asked_for_nothing_is_wrapped():
         assert "forward" not in vars(model("llama", packing).hf.model.layers[0].self_attn)
 
 
-def test_a_layer_kind_without_proof_is_refused():
+def test_kinds_without_proof_are_told():
     lm = model("qwen3_5_text", "concat")
     family = replace(FAMILIES["qwen3_5_text"], token_mixers={"full_attention": ("self_attn",)})
-    with pytest.raises(UserError, match=r"qwen3_5_text's layers \(gated_delta_net\) .* use concat or none"):
-        check(lm.spec, family)
-
-
-def test_positions_added_before_the_first_layer_are_refused():
-    with pytest.raises(UserError, match=r"isolated: gpt2 adds positions before its first layer"):
-        check(model("gpt2", "concat").spec, FAMILIES["gpt2"])
+    assert facts_of(lm.hf, lm.spec, family).kinds_without_isolation == ("gated_delta_net",)

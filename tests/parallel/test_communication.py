@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.parallel.compose import LAYOUTS
 from tests.communication import Counted, count
 from tests.communication_formulas import expected, sent_bytes
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
 from tests.parity.harness import Cell
+from tests.parity.layouts import PROVEN
 
 ALONE = {"ddp": 2, "zero1": 2, "zero2": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4, "tp": 2, "tp-sp": 2, "pp": 2}
 """In both modes, on so many processes. Their compositions are sums of the same formulas, each counted in one mode."""
@@ -90,7 +90,7 @@ def test_a_step_sends_what_the_formula_says(cell, capsys):
 
 
 def test_every_layout_is_counted():
-    assert {cell.layout for cell in CELLS} == set(LAYOUTS) - {"single"}
+    assert {cell.layout for cell in CELLS} == set(PROVEN) - {"single"}
     # What is left to `make parity` here is compared with one process in `make test`.
     assert {cell.layout for cell in filter(is_slow, CELLS)} <= {cell.layout for cell in FAST if cell.family == "llama"}
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardwise.config import RunConfig, UserError
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.training.build import build
-from shardwise.training.preflight import check
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config
 
@@ -64,23 +61,3 @@ def _round_trip() -> bool:
 
 def test_pieces_become_whole_tensors_and_pieces_again():
     assert all(run_ranks(3, _round_trip))  # nothing divides by 3
-
-
-def _config(variant: str = "", nproc: int = 2, dtype: Any = "float32", targets: Any = "auto") -> RunConfig:
-    cfg = run_config(Cell("qwen3_next", "fsdp1", "lora", nproc, variant))
-    assert cfg.lora is not None
-    return replace(cfg, model=replace(cfg.model, dtype=dtype), lora=replace(cfg.lora, targets=targets))
-
-
-@pytest.mark.parametrize(
-    ("cfg", "message"),
-    [
-        (_config(nproc=1), "there is one process, and nothing to shard over; use single"),
-        (_config("naive", dtype="bfloat16"), "set lora.dtype to model, or parallel.fsdp1_wrap to separate"),
-        (_config("naive", targets=["experts"]), "use fsdp2, or leave"),
-        (_config(targets=["experts"]), "use fsdp2, or leave the experts out of lora.targets"),
-    ],
-)
-def test_what_it_cannot_do_is_said(cfg, message):
-    with pytest.raises(UserError, match=message):
-        check(cfg, 1 if "one process" in message else 2)

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise import rules
 from shardwise.config import Data, Model, Parallel, RunConfig, Training, UserError
-from shardwise.parallel.mesh import build_mesh, mesh_sizes
+from shardwise.layouts import Facts, axis_sizes
+from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 
 
@@ -35,7 +37,7 @@ def config(
     ],
 )
 def test_what_is_left_of_the_world(data, dp_replicate, world, expected):
-    sizes = mesh_sizes(config(data, dp_replicate), world)
+    sizes = axis_sizes(config(data, dp_replicate), world)
     assert (sizes["dp_replicate"], sizes["dp_shard"]) == expected
     assert sizes["pp"] == sizes["cp"] == sizes["tp"] == 1
 
@@ -67,19 +69,19 @@ def test_what_is_left_of_the_world(data, dp_replicate, world, expected):
 )
 def test_sizes_that_do_not_fit_say_what_would(cfg, world, message):
     with pytest.raises(UserError, match=message):
-        mesh_sizes(cfg, world)
+        rules.check(cfg, Facts(world))
 
 
 @pytest.mark.parametrize(
     ("data", "dp_replicate", "expected"), [("ddp", 1, (4, 1)), ("fsdp2", 1, (1, 4)), ("fsdp2", 2, (2, 2))]
 )
 def test_a_pipeline_leaves_the_rest_of_the_world_to_data(data, dp_replicate, expected):
-    sizes = mesh_sizes(config(data, dp_replicate, pp=2), 8)
+    sizes = axis_sizes(config(data, dp_replicate, pp=2), 8)
     assert (sizes["pp"], sizes["dp_replicate"], sizes["dp_shard"]) == (2, *expected)
 
 
 def test_tensor_ranks_are_neighbours_and_read_the_same_rows():
-    sizes = mesh_sizes(config("fsdp2", 2, pp=2, tp=2), 16)
+    sizes = axis_sizes(config("fsdp2", 2, pp=2, tp=2), 16)
     assert list(sizes.items()) == [("pp", 2), ("dp_replicate", 2), ("dp_shard", 2), ("cp", 1), ("tp", 2)]
     results = run_ranks(4, _slots_with_tensor)
     assert results == [(range(4), 0), (range(4), 1), (range(4, 8), 0), (range(4, 8), 1)]

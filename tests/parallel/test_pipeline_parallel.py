@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from shardwise.config import Lora, Parallel, RunConfig, UserError
 from shardwise.interfaces import IGNORED, Batch
+from shardwise.layouts import HALVING
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
-from shardwise.schedule.orders import ORDERS, SPLITTING, Pipeline
+from shardwise.schedule.orders import ORDERS, Pipeline
 from shardwise.schedule.simulate import Event
 from shardwise.training import build
 from shardwise.training.evaluate import evaluate
@@ -57,20 +58,23 @@ ONE, THREE = {"global_batch_size": 2}, {"global_batch_size": 6}  # micro-batches
 REFUSED = {
     "too few for 1f1b": (
         config(training=ONE),
-        "1f1b on 2 ranks needs 2 micro-batches or more, not 1; raise the global batch size",
+        "1f1b on 2 ranks needs 2 micro-batches or more, not 1; raise training.global_batch_size",
     ),
     "too few for dualpipe-v": (
         config("dualpipe-v", training=THREE),
-        "dualpipe-v on 2 ranks needs 4 micro-batches or more, not 3; raise the global batch size",
+        "dualpipe-v on 2 ranks needs 4 micro-batches or more, not 3; raise training.global_batch_size",
     ),
     "rounds": (
         config("interleaved-1f1b", training={"global_batch_size": 10}),
-        "makes 2 equal rounds of 5 micro-batches, which does not work out; give 4 by the global batch size",
+        "makes equal rounds of 5 micro-batches, which does not work out; give 4 by training.global_batch_size",
     ),
-    "two stages per rank": (config(virtual_stages=2), "1f1b has one stage per rank, not 2; set virtual_stages to 1"),
+    "two stages per rank": (
+        config(virtual_stages=2),
+        "1f1b has one stage per rank, not 2; set parallel.virtual_stages to 1",
+    ),
     "three stages per rank": (
         config("zbv", virtual_stages=3),
-        "zbv has two stages per rank, not 3; set virtual_stages to 2",
+        "zbv has 2 stages per rank, not 3; set parallel.virtual_stages to 2",
     ),
     "more stages than layers": (
         config("looped-bfs", virtual_stages=3),
@@ -93,7 +97,10 @@ REFUSED = {
         "the uniform split takes .* on a rank and the limit is 1e-05; raise it, or let the split be balanced",
     ),
     **{
-        layout: (config(data=layout), rf"pp-{layout} is not offered: not proven in a pipeline; use ddp or fsdp2")
+        layout: (
+            config(data=layout),
+            rf"pp-{layout} is not offered: .* use ddp or fsdp2",
+        )
         for layout in ("zero1", "zero2", "fsdp1")
     },
     "offload": (config(data="fsdp2", offload="all"), "parallel.offload is not proven in a pipeline; leave it at none"),
@@ -118,7 +125,7 @@ REFUSED = {
     },
     "float16 products of bfloat16": (
         config(model=BFLOAT16, training={"precision": "float16"}),
-        "hidden states of llama change their dtype on the way; use bfloat16 or float32 for both",
+        "hidden states change their dtype on the way; use bfloat16 or float32 for both",
     ),
     "two shards of a tied weight": (
         config("zbv", data="fsdp2", reshard_after_forward=False, model=TIED),
@@ -170,24 +177,16 @@ def test_it_is_refused_in_one_line_with_a_way_out_before_memory_is_taken(name, a
 
 def test_a_family_that_is_not_listed_is_refused(answers):
     said, _ = answers["unlisted"]
-    assert said == "pp is not proven for mistral; use one of ddp, fsdp1, fsdp2, hsdp, single, zero1, zero2"
+    assert said.startswith("pp is not offered for mistral")
 
 
 def test_what_is_not_refused_takes_memory(answers):
     assert answers["none"] == answers["float32 factors"] == ("memory is taken",) * RANKS
 
 
-@pytest.mark.parametrize(
-    "parallel", [{"schedule": "zbv"}, {"virtual_stages": 2}, {"split": "uniform"}, {"memory_limit_gib": 1.0}]
-)
-def test_keys_of_a_pipeline_need_one(parallel):
-    with pytest.raises(UserError, match=r"for a pipeline; set parallel.pp to 2 or more"):
-        Parallel(**parallel)
-
-
 # ---------------------------------------------------------------------------------------------------------------- steps
 
-WHOLE = [name for name in ORDERS if name not in SPLITTING]
+WHOLE = [name for name in ORDERS if name not in HALVING]
 CASES = [*((schedule, "full") for schedule in ORDERS), *((schedule, "upper") for schedule in WHOLE)]
 MICROBATCHES = 4
 UPPER = Lora(r=4, targets=["layers.2.self_attn.q_proj", "layers.3.mlp.down_proj"])

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise import rules
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
+from shardwise.layouts import Facts
 from shardwise.models import families, load, lora
-from shardwise.models.families import spec_of
+from shardwise.models.facts import facts_of
+from shardwise.models.families import family_of, spec_of
 from shardwise.models.names import is_adapter
-from shardwise.models.tensor_splits import plan
-from shardwise.parallel import compose
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.tensor_axis import TensorAxis
@@ -28,36 +29,6 @@ from tests.distributed import run_ranks
 from tests.models.tiny import CONFIGS, on_meta, tiny
 from tests.parity import harness
 from tests.parity.harness import Cell, microbatches, run_config, start
-
-
-def refusal(family: str = "llama", tp: int = 2, sequence_length: int = 512, **changes: Any) -> str:
-    """Why a run is refused by its run file and its family's name; `changes` in the sections that have the key."""
-    parallel = {key: value for key, value in changes.items() if key in Parallel.__dataclass_fields__}
-    training = {key: value for key, value in changes.items() if key not in parallel}
-    data = Data("d", sequence_length=sequence_length)
-    cfg = RunConfig(Model("m"), data, Training("o", **training), parallel=Parallel(tp=tp, **parallel))
-    with pytest.raises(UserError) as error:
-        compose.check(cfg, family)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"data": "fsdp1"}, "fsdp1-tp is not offered: .*; use fsdp2"),
-        ({"data": "zero2", "sequence_parallel": True}, "zero2-tp-sp is not offered: .*; use zero1 or fsdp2"),
-        ({"data": "fsdp2", "offload": "optimizer"}, "offload is optimizer, .* set it to none, or parallel.tp to 1"),
-        ({"precision": "float16"}, "precision is float16, .* use bfloat16, or set parallel.tp to 1"),
-        ({"compile": "inductor"}, "training.compile is inductor, .* set it to none, or parallel.tp to 1"),
-        ({"pp": 2, "memory_limit_gib": 8.0}, "memory_limit_gib counts whole layers, .* leave it out, or"),
-        ({"tp": 4, "sequence_length": 30, "sequence_parallel": True}, "4 ranks; use 28 or 32, or set parallel.seq"),
-        ({"tp": 4, "sequence_length": 3, "sequence_parallel": True}, "4 ranks; use 4, or set parallel.seq"),
-        ({"family": "mistral"}, "tp is not proven for mistral; use one of ddp, fsdp1, .*single, "),
-        ({"pp": 2, "data": "zero1"}, "pp-zero1-tp is not offered: .*; use ddp or fsdp2"),
-    ],
-)  # fmt: skip
-def test_what_is_not_proven_with_it_is_refused(changes, told):
-    assert re.search(told, refusal(**changes))
 
 
 @pytest.mark.parametrize(
@@ -75,8 +46,10 @@ def test_what_is_not_proven_with_it_is_refused(changes, told):
 )
 def test_a_model_that_cannot_be_dealt_out_says_to_how_many_it_can(name, tp, told):
     hf = on_meta(tiny(name))
+    cfg = RunConfig(Model("m"), Data("d"), Training("o"), parallel=Parallel(tp=tp))
+    facts = facts_of(hf, spec_of(hf.config, hf), family_of(hf))
     with pytest.raises(UserError, match=told):
-        plan.check(hf, spec_of(hf.config, hf), tp)
+        rules.check(cfg, Facts(tp, facts))
 
 
 def refused_before_memory(changes: dict[str, Any]) -> str:
@@ -98,7 +71,7 @@ def refused_before_memory(changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("nproc", "changes", "told"),
     [
-        (3, {"tp": 3}, "which cannot be dealt out evenly to so many ranks; use 1, 2 or 4"),
+        (3, {"tp": 3}, "which cannot be sharded evenly to so many ranks; use 1, 2 or 4"),
         (2, {"dtype": "bfloat16", "accumulation": "float32"}, "set it to model, or model.dtype to float32"),
     ],
 )
@@ -216,7 +189,7 @@ def test_a_whole_layer_to_save_is_refused(tmp_path):
     with pytest.raises(
         UserError, match=r"model\.layers\.0 holds whole layers.* \(self_attn, mlp\), or set parallel.tp to 1"
     ):
-        plan.check(hf, spec, 2)
+        rules.check(cfg, Facts(2, facts_of(hf, spec, family_of(hf))))
 
 
 def curve(cell: Cell, saved: list[str]) -> list[float]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from itertools import product
 
+from shardwise.layouts import HALVING
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
-from shardwise.parallel.compose import LAYOUTS as PROVEN
-from shardwise.parallel.compose import WITH_TENSOR
-from shardwise.schedule.orders import SPLITTING
 from tests.parity.harness import FAMILIES, Cell
+from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.pipelines import FIXED as FIXED_PIPELINES
 from tests.parity.pipelines import PIPELINES, WITH_DATA
 from tests.parity.tensors import FIXED as FIXED_TENSORS
@@ -95,7 +94,7 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
         shared = "tokens shared" if cell.layout.endswith("-sp") else "tokens whole"
         return {(cell.family, "tp"), (cell.layout, "tp"), (cell.mode, shared)}
     if cell.schedule:
-        backward = "halved" if cell.schedule in SPLITTING else "whole"
+        backward = "halved" if cell.schedule in HALVING else "whole"
         return {(cell.family, "pp"), (cell.schedule, cell.mode), (cell.layout, backward), (cell.layout, cell.mode)}
     kind = "whole" if cell.layout in ("ddp", "zero1", "zero2") else "sharded"
     return {(cell.family, kind), (cell.family, cell.mode), (cell.layout, cell.mode)}

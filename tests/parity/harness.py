@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import IGNORED, Batch, Mesh
+from shardwise.layouts import HALVING
 from shardwise.models import families, load, lora
 from shardwise.models.families import spec_of
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
-from shardwise.schedule.orders import SPLITTING
 from shardwise.training.build import State, build
 from shardwise.training.evaluate import evaluate
 from shardwise.training.export import save_result
@@ -79,7 +79,7 @@ class Cell:
     """One point of the parity matrix."""
 
     family: str
-    layout: str  # as compose.LAYOUTS has it
+    layout: str  # as rules.offered_layouts has it
     mode: str  # lora | full
     nproc: int = 1
     variant: str = ""  # "", or one more thing that differs from the plain cell: see `run_config` and `reference`
@@ -190,7 +190,7 @@ def _parallel(cell: Cell) -> Parallel:
     return Parallel(
         data="fsdp2" if sharded else data,
         dp_replicate=2 if data == "hsdp" else 1,
-        reshard_after_forward=cell.variant != "keep-gathered" and not (sharded and cell.schedule in SPLITTING),
+        reshard_after_forward=cell.variant != "keep-gathered" and not (sharded and cell.schedule in HALVING),
         fsdp1_wrap="naive" if cell.variant == "naive" else "separate",
         offload=cell.variant.removeprefix("offload-") if cell.variant.startswith("offload-") else "none",
         **pipeline,

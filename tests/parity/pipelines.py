@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from shardwise.layouts import HALVING
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
-from shardwise.schedule.orders import ORDERS, SPLITTING
+from shardwise.schedule.orders import ORDERS
 from tests.parity.harness import FAMILIES, Cell
 
 MODES = ("lora", "full")
 SINGLE = ("gpipe", "1f1b")  # one stage per rank; the others have two
-WHOLE = tuple(schedule for schedule in ORDERS if schedule not in SPLITTING)
+WHOLE = tuple(schedule for schedule in ORDERS if schedule not in HALVING)
 FEW_LAYERS = ("granitemoehybrid", "falcon_h1", "jamba", "kimi_linear")  # two or three in the tiny models
 SPINE = ("llama", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "nemotron_h")
 WITH_DATA = (

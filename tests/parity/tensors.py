@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
-from shardwise.parallel.compose import COMPATIBLE, WITH_TENSOR
 from shardwise.schedule.orders import ORDERS
 from tests.parity.harness import FAMILIES, TIED, Cell
+from tests.parity.layouts import WITH_TENSOR
 
 MODES = ("lora", "full")
 PROCESSES = {"tp": 2, "ddp-tp": 4, "zero1-tp": 4, "fsdp2-tp": 4, "pp-tp": 4}
@@ -30,7 +30,7 @@ def cell(family: str, layout: str, mode: str, variant: str = "", nproc: int = 0,
 def _plain() -> Iterator[Cell]:
     for mode in MODES:
         for family in FAMILIES:
-            yield from (cell(family, layout, mode) for layout in WITH_TENSOR if layout in COMPATIBLE[family])
+            yield from (cell(family, layout, mode) for layout in WITH_TENSOR)
         for family in (*WIDE, *SHARED):
             yield from (cell(family, layout, mode, nproc=4) for layout in ("tp", "tp-sp"))
         for schedule in ORDERS:

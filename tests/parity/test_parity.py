@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.parallel.compose import COMPATIBLE, WITH_TENSOR, proofs
-from shardwise.parallel.compose import LAYOUTS as PROVEN
 from shardwise.schedule.orders import ORDERS
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks
 from tests.parity.cells import ALL, FAST, LAYOUTS, QUICK, pairs
 from tests.parity.harness import FAMILIES, TOLERANCE, Cell, Outcome, compare, control, run_cell, tolerance, verdict
+from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.references import reference
 
 ROOT = Path(__file__).parents[2]
@@ -91,32 +91,27 @@ def test_fast_subset_covers_every_pair_and_is_part_of_the_matrix():
     assert len({cell.id for cell in ALL}) == len(ALL)
 
 
-def called_proofs() -> dict[str, tuple[str, str, str]]:
-    """The two cells by which each layout of each family is said to be proven: by id what they are of."""
-    return {
-        test.replace("{lora,full}", mode): (family, layout, mode)
-        for family in COMPATIBLE
-        for layout, test in proofs(family).items()
-        for mode in ("lora", "full")
-        if layout != "single"
-    }
+def proofs() -> dict[tuple[str, str, str], Cell]:
+    """Return a plain cell for each family, layout that is offered, and mode: nothing but the layout differs."""
+    plain = {}
+    for cell in ALL:
+        schedule = "1f1b" if cell.layout.startswith("pp") else ""
+        if cell == Cell(cell.family, cell.layout, cell.mode, cell.nproc, schedule=schedule):
+            plain[cell.family, cell.layout, cell.mode] = cell
+    return plain
 
 
-def test_what_is_called_a_proof_is_a_plain_cell():
-    """`shardwise models` and docs/reference/compatibility.md say it of all that compose.COMPATIBLE offers."""
-    cells = {cell.id: cell for cell in ALL}
-    for test, (family, layout, mode) in called_proofs().items():
-        cell = cells[test]
-        # On 2 ranks of each axis at least, nothing but the layout differs from one process.
-        assert cell.nproc >= 2 ** len(layout.removesuffix("-sp").split("-")), test
-        plain = Cell(family, layout, mode, cell.nproc, schedule="1f1b" if layout.startswith("pp") else "")
-        assert cell == plain, test
-    offered = [(family, layout) for family, layouts in COMPATIBLE.items() for layout in layouts - {"single"}]
-    assert len(called_proofs()) == 2 * len(offered)
+def test_every_layout_that_is_offered_has_a_plain_cell_for_every_family():
+    """`shardwise models` and docs/reference/compatibility.md say so, on two ranks of each axis at least."""
+    cells = proofs()
+    layouts = [layout for layout in PROVEN if layout != "single"]
+    assert set(cells) == set(product(FAMILIES, layouts, ("lora", "full")))
+    for (_, layout, _), cell in cells.items():
+        assert cell.nproc >= 2 ** len(layout.removesuffix("-sp").split("-")), cell.id
 
 
-def test_what_is_called_proven_has_a_result():
+def test_what_is_offered_has_a_result():
     """results/parity.json is what the whole matrix came to."""
     cells = json.loads((ROOT / "results" / "parity.json").read_text())["cells"]
     assert {cell["status"] for cell in cells} == {"ok"}
-    assert set(called_proofs()) <= {cell["id"] for cell in cells}
+    assert {cell.id for cell in proofs().values()} <= {cell["id"] for cell in cells}

@@ -116,7 +116,7 @@ def lowest_trained_stage_gets_no_gradient_of_its_input():
         self.trained = True
 
     pipeline_stage.Stage.__init__ = trusting
-    pipeline_parallel.SPLITTING = ()
+    pipeline_parallel.HALVING = ()
 
 
 def no_gradient_through_a_frozen_stage():

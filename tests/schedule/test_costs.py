@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from shardwise.layouts import HALVING
 from shardwise.schedule.costs import Cost, effective
-from shardwise.schedule.orders import ORDERS, SPLITTING
+from shardwise.schedule.orders import ORDERS
 
 FROZEN = Cost("layers.0", 1.0, 2.0, 0.0, 10, 7, weight_bytes=100, parameters=50, trainable=False, split_seconds=0.5)
 TRAINED = Cost("layers.1", 3.0, 4.0, 5.0, 20, 8, 100, 40, 80, parameters=50, split_seconds=0.25)
@@ -29,7 +30,7 @@ def test_neighbours_add_up():
 @pytest.mark.parametrize("schedule", ORDERS)
 def test_below_the_lowest_trainable_unit_is_no_backward(schedule):
     units = effective([FROZEN, TRAINED, FROZEN], schedule)
-    if schedule not in SPLITTING:
+    if schedule not in HALVING:
         assert units[0].seconds == 1.0
         assert (units[0].activation_bytes, units[0].state_bytes) == (0, 100)
         assert not units[0].backward
@@ -39,7 +40,7 @@ def test_below_the_lowest_trainable_unit_is_no_backward(schedule):
 
 
 def test_schedules_know_each_other():
-    assert set(SPLITTING) <= set(ORDERS)
+    assert set(HALVING) <= set(ORDERS)
 
 
 def test_nothing_trainable_is_forward_only():

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from shardwise.config import UserError
 from shardwise.schedule.orders import ORDERS, Pipeline
 
 CLASSES = {
@@ -86,7 +85,7 @@ def test_orders_are_torchs(schedule):
         for v in VIRTUAL.get(schedule, [1, 2, 3]):
             try:
                 pipeline = Pipeline(schedule, p, m, v)
-            except UserError:
+            except AssertionError:
                 # What is refused here, torch refuses too.
                 with pytest.raises(ValueError, match="icrobatches"):
                     CLASSES[schedule](*_first_stages(schedule, p, m, v))
@@ -108,24 +107,6 @@ def test_torchs_own_list_for_1f1b_leaves_out_a_forward():
     pipeline = Pipeline("1f1b", 2, 4)
     listed = torch_schedules.Schedule1F1B(Stage(1, 1, pipeline), 4).pipeline_order[1]
     assert [a.microbatch_index for a in listed if a and a.computation_type.value == "F"] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (("1f2b", 2, 4), "did you mean 1f1b"),
-        (("1f1b", 0, 4), "at least 1"),
-        (("1f1b", 2, 4, 2), "one stage per rank, not 2"),
-        (("zbv", 2, 4), "two stages per rank, not 1"),
-        (("1f1b", 4, 3), "needs 4 micro-batches or more, not 3"),
-        (("dualpipe-v", 2, 3, 2), "needs 4 micro-batches or more, not 3"),
-        (("interleaved-1f1b", 2, 5, 2), "give 4"),
-    ],
-)
-def test_what_no_schedule_can_do_is_refused(arguments, what):
-    with pytest.raises(UserError, match=what) as error:
-        Pipeline(*arguments)
-    assert "\n" not in str(error.value)
 
 
 def test_chunks_lie_in_a_loop_or_a_v():

@@ -220,23 +220,6 @@ def test_memory_counts_what_is_in_flight():
     assert split([1, 1, 1, 1], units, Pipeline("zbv", 2, 8, 2)).memory_bytes[1] == 260 + 5 * 4 + 2 * 8
 
 
-@pytest.mark.parametrize(
-    ("mode", "p", "what"),
-    [
-        ("balanced", 5, "5 pipeline stages .* more than the model's 4 layers"),
-        ("uniform", 5, "more than the model's 4 layers"),
-        ([2, 2], 3, "does not cover the model; give 3 numbers of layers that add up to 4"),
-        ([2, 1, 0], 3, "add up to 4"),
-        ([5, -1, 0], 3, "add up to 4"),
-        ([2, 0, 2], 3, "a stage with nothing in it"),
-    ],
-)
-def test_wrong_splits_are_refused(mode, p, what):
-    with pytest.raises(UserError, match=what) as error:
-        split(mode, model(1, 1, 1, 1), Pipeline("1f1b", p, 8))
-    assert "\n" not in str(error.value)
-
-
 def test_a_split_that_is_given_has_to_meet_the_limit():
     units = [unit(1.0, weight_bytes=10 * MIB)] * 6
     # 30 MiB of weights are 0.0292969 GiB, and 20 MiB are 0.01953125.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -13,15 +13,16 @@ from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from shardwise.config import Model
+from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, Family, family_of, spec_of, unproven_note
 from shardwise.models.isolation import TOKENWISE
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import reach
+from shardwise.rules import offered_layouts
 
 _LEGEND = (
     "3-D: experts stacked in one parameter; isolated: `data.packing: isolated` is proven to keep documents apart\n"
 )
-_RUN = "in a checkout: python -m tests.parity --out proof.json --only"
 _LORA = "LoRA auto (+ what all-linear adds)"
 
 
@@ -62,8 +63,8 @@ def layer_facts(model: PreTrainedModel) -> list[LayerFacts]:
     ]
 
 
-def families_table(proofs: Callable[[str], Mapping[str, str]]) -> Table:
-    """All listed families, a row for each layer kind; `proofs` says by layout of a family which tests prove it."""
+def families_table() -> Table:
+    """Return all listed families, a row for each layer kind."""
     table = _table("family", "layers", _LORA, "isolated")
     for name, family in FAMILIES.items():
         facts = layer_facts(build_meta(Model(name, init="random"), every_kind(family)))
@@ -77,33 +78,24 @@ def families_table(proofs: Callable[[str], Mapping[str, str]]) -> Table:
                 "yes" if rows[0].isolated else "no",
             )
         table.add_section()
-    alike: dict[str, list[str]] = {}
-    for name in FAMILIES:
-        tests = " ".join(test.removeprefix(f"{name}-") for test in proofs(name).values() if test)
-        alike.setdefault(tests, []).append(name)
-    table.caption = f"{_LEGEND}proven, by the tests that are named so after FAMILY- ({_RUN} FAMILY-...):\n" + "\n".join(
-        f"{', '.join(names)}: {tests}" for tests, names in alike.items()
-    )
+    table.caption = f"{_LEGEND}each family may run under {' '.join(offered_layouts())}"
     return table
 
 
-def model_table(model: Model, proofs: Callable[[str], Mapping[str, str]]) -> Table:
-    """One model's layers in order, neighbours that are alike in one row; UserError if the model cannot be read.
+def model_table(model: Model) -> Table:
+    """Return one model's layers in order, equal neighbours in one row; raise UserError if the model cannot be read.
 
-    `model.path` may also be a listed family: what transformers makes of its config. `proofs` as in `families_table`.
+    `model.path` may also be a listed family: what transformers makes of its config.
     """
     listed = model.path in FAMILIES and not Path(model.path).is_dir()
     built = build_meta(model, every_kind(FAMILIES[model.path]) if listed else read_config(model))
     spec = spec_of(built.config, built)
+    facts = facts_of(built, spec, family_of(built))
     table = _table("number", "layers", _LORA, "isolated", "parameters")
     table.title = f"{spec.family}, {built.num_parameters():,} parameters{', tied embeddings' if spec.tied else ''}"
-    layouts = proofs(spec.family)
-    tests = "\n".join(filter(None, layouts.values()))
-    table.caption = _LEGEND + (
-        f"may run under what these tests prove, two of each layout ({_RUN} ...):\n{tests}"
-        if spec.family in FAMILIES
-        else f"may run under {' '.join(layouts)}\nnote: {unproven_note(spec.family)}"
-    )
+    table.caption = f"{_LEGEND}may run under {' '.join(offered_layouts(facts))}"
+    if not facts.is_listed:
+        table.caption += f"\nnote: {unproven_note(spec.family)}"
     for alike, group in groupby(layer_facts(built), key=lambda row: replace(row, number=0)):
         numbers = [row.number for row in group]
         table.add_row(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.config import RunConfig, UserError
-from shardwise.layouts import Facts
+from shardwise.config import Data, Model, RunConfig, Training, UserError
+from shardwise.layouts import NAMES, Facts, ModelFacts, parallel_of
 from shardwise.rules import models, ranks, run_file
 from shardwise.rules.rule import Rule
 
@@ -43,3 +43,28 @@ def check(cfg: RunConfig, facts: Facts | None = None) -> None:
     """Raise UserError with the message of the first rule that forbids a run."""
     for _, message in refusals(cfg, facts):
         raise UserError(message)
+
+
+def offered_layouts(model: ModelFacts | None = None) -> tuple[str, ...]:
+    """Return the names of the layouts that no rule refuses, with two ranks along each axis.
+
+    Of all that can be composed: those of any listed family, or those of a model.
+    """
+
+    def is_offered(name: str) -> bool:
+        # The smallest run that has a row and a micro-batch for every rank.
+        cfg = RunConfig(
+            Model("any"),
+            Data("any", sequence_length=2),
+            Training("any", global_batch_size=8),
+            parallel=parallel_of(name),
+        )
+        facts = Facts(num_ranks=_ranks_of(name), model=model)
+        return not any(refusals(cfg, facts))
+
+    return tuple(filter(is_offered, NAMES))
+
+
+def _ranks_of(name: str) -> int:
+    axes = parallel_of(name)
+    return axes.pp * axes.tp * axes.dp_replicate * (1 if axes.data == "single" else 2)

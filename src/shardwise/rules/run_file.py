@@ -53,6 +53,10 @@ def _fixed_virtual_stages(cfg: RunConfig) -> int:
     return virtual_stages_of(cfg.parallel.schedule, cfg.parallel.num_virtual)
 
 
+def _stages(num: int) -> str:
+    return "one stage" if num == 1 else f"{num} stages"
+
+
 def _tokens(cfg: RunConfig) -> int:
     return cfg.training.global_batch_size * cfg.data.sequence_length
 
@@ -200,7 +204,7 @@ RULES = (
         "stages per rank",
         lambda cfg, facts: cfg.parallel.num_virtual != _fixed_virtual_stages(cfg),
         lambda cfg, facts: (
-            f"parallel.schedule {cfg.parallel.schedule} has {_fixed_virtual_stages(cfg)} stages per rank, not "
+            f"parallel.schedule {cfg.parallel.schedule} has {_stages(_fixed_virtual_stages(cfg))} per rank, not "
             f"{cfg.parallel.num_virtual}; set parallel.virtual_stages to {_fixed_virtual_stages(cfg)}"
         ),
         "by the definition of the schedule",
