@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardwise.assembly.build import Job, build
 from shardwise.interfaces import Batch, Mesh
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import FAMILIES, spec_of
@@ -24,7 +25,6 @@ from shardwise.models.lora import inject
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import axes_of
-from shardwise.training.build import Job, build
 from shardwise.training.step import training_step
 from tests.communication_formulas import Facts, Sent, Total, Unit, add_up
 from tests.parity.harness import Cell, microbatches, run_config

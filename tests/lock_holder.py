@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from shardwise.training.output_lock import Lock, locked
+from shardwise.checkpoint.output_lock import Lock, locked
 
 SECONDS = 600
 """Longer than any test."""

@@ -21,17 +21,21 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 ARROWS = {
     "models": {"kernels"},
     "parallel": {"models", "kernels", "schedule"},
-    "training": {"models", "data", "parallel", "metrics", "kernels", "schedule"},
+    "process": {"metrics"},
     "metrics": {"models"},
     "data": set(),
     "kernels": set(),
     "schedule": set(),
-    "planner": {"models", "metrics", "schedule"},
-    "benchmark": {"planner", "metrics"},
+    "assembly": {"process", "models", "parallel", "metrics", "kernels", "schedule"},
+    "checkpoint": {"assembly", "process", "models", "data", "parallel", "metrics"},
+    "planner": {"assembly", "process", "models", "parallel", "metrics", "schedule", "checkpoint"},
+    "training": {"planner", "checkpoint", "assembly", "process", "models", "data", "parallel", "metrics", "schedule"},
+    "launch": {"training", "planner", "checkpoint", "assembly", "process", "parallel", "metrics"},
+    "benchmark": {"metrics"},
     "report": {"metrics", "schedule"},
     "interfaces": {"schedule"},
 }
-EVERYONE = {"config", "run_file", "interfaces", "ranges"}
+EVERYONE = {"config", "run_file", "interfaces", "ranges", "layouts", "rules"}
 FREE = {"cli", "__main__", "__init__"}
 FORBIDDEN = {
     "models": ("torch.distributed",),

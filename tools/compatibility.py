@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shardwise.parallel.compose import COMPATIBLE, LAYOUTS, REFUSED, UNPROVEN, proofs
+from shardwise.assembly.order import COMPATIBLE, LAYOUTS, REFUSED, UNPROVEN, proofs
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "compatibility.md"
 HEAD = """\

@@ -47,6 +47,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwise.assembly import build
 from shardwise.config import RunConfig
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES
 from shardwise.metrics.hardware import environment
@@ -54,7 +55,6 @@ from shardwise.metrics.memory import state_bytes
 from shardwise.models.load import read_config
 from shardwise.parallel.mesh import build_mesh
 from shardwise.run_file import load_config
-from shardwise.training import build
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED_GB = {"single": 21, "ddp": 21, "zero3": 20, "fsdp2-tp": 6}

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.assembly.build import Job, build
 from shardwise.config import Data, Lora, Model, RunConfig, Training
 from shardwise.interfaces import Batch, Mesh
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.build import Job, build
 from shardwise.training.step import forward_backward
 
 ROOT = Path(__file__).parents[1]

@@ -21,6 +21,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from shardwise.assembly.costs import costs_of
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.metrics.hardware import environment
 from shardwise.models import load, lora
@@ -28,7 +29,6 @@ from shardwise.models.families import spec_of
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split, bound_seconds, split
-from shardwise.training.split import costs_of
 
 ROOT = Path(__file__).parents[1]
 PRESETS = ROOT / "configs" / "models"

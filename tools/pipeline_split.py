@@ -41,14 +41,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.assembly.build import build
+from shardwise.assembly.costs import COUNTED
 from shardwise.benchmark.runner import bench
 from shardwise.benchmark.sweep import Sweep, read_sweep
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh
+from shardwise.launch.local import start_processes
 from shardwise.metrics.cell import CellRecord
 from shardwise.metrics.record import RunRecord
 from shardwise.models.stage import Stage
 from shardwise.parallel.reduce import of_every_rank
+from shardwise.planner import profile
+from shardwise.planner.split_view import plan
 from shardwise.report.style import PALETTE, colour, drawing, svg_file, svg_of
 from shardwise.report.verdict import verdicts
 from shardwise.run_file import parse_config
@@ -57,11 +62,6 @@ from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Timeline, simulate
 from shardwise.schedule.split import bound_seconds
 from shardwise.schedule.trace import gantt, unpack
-from shardwise.training import profile
-from shardwise.training.build import build
-from shardwise.training.launch import start_processes
-from shardwise.training.split import COUNTED
-from shardwise.training.split_view import plan
 
 ROOT = Path(__file__).parents[1]
 SPLITS = ("uniform", "balanced")
@@ -121,7 +121,7 @@ def measure(cfg: RunConfig, cache: Path) -> None:
     found: list[tuple[float, str, Path]] = []
     before = set(cache.rglob("*.json"))
     for _ in range(TRIES):
-        assert profile.measure(cfg, cfg.parallel.pp) == 0, "the profile failed"
+        assert profile.measure(cfg, cfg.parallel.pp, start_processes) == 0, "the profile failed"
         (path,) = set(cache.rglob("*.json")) - before
         text = path.read_text(encoding="utf-8")
         told = json.loads(text)

@@ -44,6 +44,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from shardwise.assembly.build import build
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import Batch, Mesh
 from shardwise.metrics.hardware import environment
@@ -51,7 +52,6 @@ from shardwise.models import load, lora
 from shardwise.models.families import spec_of
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import materialise
-from shardwise.training.build import build
 from shardwise.training.step import forward_backward
 
 ROOT = Path(__file__).parents[1]

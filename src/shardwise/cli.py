@@ -14,9 +14,9 @@ from typing import NoReturn
 
 from shardwise import __version__
 from shardwise.config import Model, RunConfig, UserError, known_keys
+from shardwise.launch.local import launch, start_processes
+from shardwise.process.ending import guarded
 from shardwise.run_file import load_config
-from shardwise.training.ending import guarded
-from shardwise.training.launch import launch
 
 OVERRIDE = "--section.key=value"
 
@@ -90,9 +90,9 @@ def split(cfg: RunConfig, nproc: int | None, profiled: bool, out: str | None) ->
     from rich.console import Console
     from transformers.utils import logging
 
+    from shardwise.planner.profile import measure
+    from shardwise.planner.split_view import FILES, make_folder, plan, stages_table, summary, write_files
     from shardwise.schedule.trace import text_chart
-    from shardwise.training.profile import measure
-    from shardwise.training.split_view import FILES, make_folder, plan, stages_table, summary, write_files
 
     logging.set_verbosity_error()
     if out is not None:
@@ -100,7 +100,7 @@ def split(cfg: RunConfig, nproc: int | None, profiled: bool, out: str | None) ->
     if profiled:
         anyhow = replace(cfg, parallel=replace(cfg.parallel, memory_limit_gib=None))  # measured, it may be met
         plan(anyhow, nproc)
-        if code := measure(cfg, nproc or cfg.parallel.pp * cfg.parallel.tp):
+        if code := measure(cfg, nproc or cfg.parallel.pp * cfg.parallel.tp, start_processes):
             return code
     planned = plan(cfg, nproc)
     console = Console()

@@ -156,3 +156,13 @@ class ParallelModel:
         """What takes this rank's memory for weights and, in their `.grad`, gradients; storages may come up twice."""
         yield from (parameter for _, parameter in self.named_parameters())
         yield from self.flat
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss over a whole validation set: the mean over its target tokens, whatever batch they came in."""
+
+    step: int  # optimizer steps done before it
+    loss: float
+    perplexity: float  # exp(loss); infinite where that overflows
+    tokens: int

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from shardwise.assembly.describe import describe
 from shardwise.config import Parallel, RunConfig, UserError
 from shardwise.models import load
 from shardwise.schedule.orders import ORDERS
-from shardwise.training import preflight
 from tests.distributed import PATIENCE, run_ranks
 from tests.fuzz.draws import Draw, Rows
 from tests.parity.harness import TOLERANCE, Outcome, differences, microbatches, run
@@ -74,7 +74,7 @@ def _judge(draw: Draw, bug: Callable[[], None] | None) -> Result:
 def _refusal(cfg: RunConfig, num_ranks: int) -> str | None:
     """Why a run is refused, as the launcher finds it and every rank again; None where it may run."""
     try:
-        preflight.check(cfg, num_ranks)
+        describe(cfg, num_ranks)
     except UserError as error:
         return str(error)
     return None

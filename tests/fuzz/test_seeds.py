@@ -10,7 +10,6 @@ import pytest
 
 from shardwise.config import Parallel, RunConfig, UserError
 from shardwise.models.families import FAMILIES
-from shardwise.training import preflight
 from tests.fuzz.draws import draw
 from tests.fuzz.judge import judge
 from tests.fuzz.report import report
@@ -77,6 +76,6 @@ def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if num_ranks > 1:
             raise UserError("optimizer.lr is too small")
 
-    monkeypatch.setattr(preflight, "check", refuse_many)
+    monkeypatch.setattr("tests.fuzz.judge.describe", refuse_many)
     result = judge(drawn)
     assert (result.status, result.reason) == ("failed", "refused under the layout only: optimizer.lr is too small")

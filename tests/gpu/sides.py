@@ -18,13 +18,13 @@ from transformers import (
     default_data_collator,
 )
 
+from shardwise.assembly.build import build
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
 from shardwise.interfaces import IGNORED, Batch
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import spec_of
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.build import build
 from shardwise.training.step import training_step
 from tests.gpu import kernels
 from tests.gpu.rounds import Rounds

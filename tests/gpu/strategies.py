@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
+from shardwise.assembly.build import Job, State, build
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import IGNORED, Batch, Mesh
 from shardwise.metrics.memory import PeakMemory, state_bytes
 from shardwise.models.causal_lm import CausalLM
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
-from shardwise.training.build import Job, State, build
 from shardwise.training.step import forward_backward, training_step
 from tests.gpu import kernels
 from tests.parity.harness import start

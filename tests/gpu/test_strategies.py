@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from shardwise.training.build import State
+from shardwise.assembly.build import State
 from tests.distributed import run_ranks
 from tests.gpu.strategies import (
     GDN,

@@ -19,12 +19,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.cli import main
 from shardwise.metrics.record import RunRecord
 from shardwise.models import load
 from shardwise.run_file import load_config
-from shardwise.training.checkpoint import Checkpointer
-from shardwise.training.evaluate import Evaluation
+from shardwise.interfaces import Evaluation
 from tests.command import run_command
 from tests.distributed import PATIENCE
 from tests.integration import kill

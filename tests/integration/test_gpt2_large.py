@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.assembly.build import build
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
 from shardwise.layouts import axis_sizes
@@ -22,7 +23,6 @@ from shardwise.metrics.memory import PeakMemory
 from shardwise.metrics.record import RunRecord
 from shardwise.parallel.mesh import build_mesh
 from shardwise.run_file import load_config
-from shardwise.training.build import build
 from shardwise.training.loop import train
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step

@@ -17,19 +17,22 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
 
+from shardwise.assembly import build
+from shardwise.checkpoint import checkpointer as checkpoint
+from shardwise.checkpoint import folder as checkpoint_folder
+from shardwise.checkpoint.checkpointer import Checkpointer
+from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.metrics.hardware import PeakFlops
 from shardwise.metrics.record import RunRecord
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training import build, checkpoint, checkpoint_folder, loop, measure
-from shardwise.training.checkpoint import Checkpointer
-from shardwise.training.resume import Start, find_start
+from shardwise.training import loop, measure
 from shardwise.training.step import training_step
+from tests.checkpoint.test_checkpointer import NoLoader, equal, values
 from tests.distributed import run_ranks
 from tests.models.tiny import loaded_by_transformers, logits, same
 from tests.parity.harness import CONFIGS, DEEP, Cell, microbatches, run_config
-from tests.training.test_checkpoint import NoLoader, equal, values
 
 STEPS, HALF = 12, 6
 PIPELINES = {

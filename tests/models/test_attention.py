@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.assembly.build import build
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.build import build
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config, start

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.assembly.build import build
 from shardwise.models.forget_gate import GATES, use_finite_gates
 from shardwise.models.load import load_whole, read_config
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.build import build
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.models.tiny import tiny

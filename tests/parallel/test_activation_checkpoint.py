@@ -11,14 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from shardwise.assembly.build import Job, build
+from shardwise.assembly.describe import check
 from shardwise.config import UserError
 from shardwise.interfaces import Batch
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.families.base import ATTENTION
 from shardwise.parallel.activation_checkpoint import PRODUCTS, _keep_products
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.build import Job, build
-from shardwise.training.preflight import check
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
 from tests.parity.harness import FAMILIES, Cell, microbatches, run_config, start

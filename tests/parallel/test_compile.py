@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shardwise.assembly.build import build
 from shardwise.interfaces import Batch
 from shardwise.models.dropout import DropoutState, SlotDropout
 from shardwise.parallel import compile
 from shardwise.parallel.compile import BACKENDS, uncompiled
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.build import build
 from shardwise.training.step import training_step
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from shardwise.assembly.build import build
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
-from shardwise.training.build import build
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config
 

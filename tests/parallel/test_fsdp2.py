@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardwise.assembly.build import build
 from shardwise.parallel import zero
 from shardwise.parallel.fsdp2 import odd_dtype_parameters
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
-from shardwise.training.build import build
 from shardwise.training.step import forward_backward, training_step
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config, start

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from shardwise.assembly.build import build
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.interfaces import Batch
 from shardwise.metrics.memory import PeakMemory, tensor_bytes
@@ -20,7 +21,6 @@ from shardwise.models.causal_lm import CausalLM
 from shardwise.models.save import save_model
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
-from shardwise.training.build import build
 from tests.distributed import run_ranks
 from tests.parity.harness import CONFIGS
 

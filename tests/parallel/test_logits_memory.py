@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.assembly.build import build
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
 from shardwise.kernels.linear_cross_entropy import chunked
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.build import build
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.parity.harness import CONFIGS, Cell, run_config

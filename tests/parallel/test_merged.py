@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.assembly.build import build
+from shardwise.assembly.order import check
 from shardwise.config import Lora, RunConfig, UserError
 from shardwise.models import lora_forward
 from shardwise.parallel import merged as strategy
-from shardwise.parallel.compose import check
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.build import build
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config, start

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.assembly.build import Job, build
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor, local
-from shardwise.training.build import Job, build
 from shardwise.training.step import forward_backward, training_step
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config

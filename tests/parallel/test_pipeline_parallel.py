@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.assembly import build
 from shardwise.config import Lora, Parallel, RunConfig, UserError
 from shardwise.interfaces import IGNORED, Batch
 from shardwise.layouts import HALVING
@@ -21,7 +22,6 @@ from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
 from shardwise.schedule.orders import ORDERS, Pipeline
 from shardwise.schedule.simulate import Event
-from shardwise.training import build
 from shardwise.training.evaluate import evaluate
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks

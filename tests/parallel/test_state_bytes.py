@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.assembly.build import build
 from shardwise.metrics.memory import PeakMemory, state_bytes
 from shardwise.parallel import zero
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import shard_dim
-from shardwise.training.build import build
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import rules
+from shardwise.assembly import build
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.layouts import Facts
 from shardwise.models import families, load, lora
@@ -23,7 +24,6 @@ from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.tensor_axis import TensorAxis
 from shardwise.parallel.tensor_modules import split_embedding
-from shardwise.training import build
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.models.tiny import CONFIGS, on_meta, tiny

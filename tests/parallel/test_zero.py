@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from shardwise.assembly.build import build
 from shardwise.interfaces import Mesh
 from shardwise.metrics.memory import state_bytes
 from shardwise.parallel import zero
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor, local, shard_dim
-from shardwise.training.build import build
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks
 from tests.models.tiny import on_meta, tiny

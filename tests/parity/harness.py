@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
+from shardwise.assembly.build import State, build
+from shardwise.checkpoint.export import save_result
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import IGNORED, Batch, Mesh
 from shardwise.layouts import HALVING
@@ -24,9 +26,7 @@ from shardwise.models import families, load, lora
 from shardwise.models.families import spec_of
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
-from shardwise.training.build import State, build
 from shardwise.training.evaluate import evaluate
-from shardwise.training.export import save_result
 from shardwise.training.step import forward_backward, training_step
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.assembly import build
 from shardwise.models import stage
 from shardwise.models.dropout import DropoutState
 from shardwise.parallel import activation_checkpoint, ddp, pipeline_parallel, pipeline_stage
 from shardwise.parallel.reduce import sum_over
-from shardwise.training import build, gradients
+from shardwise.training import gradients
 from tests.parity.harness import Cell
 from tests.parity.pipelines import cell
 from tests.parity.test_sensitivity import check_caught, fsdp_mean_instead_of_sum

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from shardwise.assembly import build, order
+from shardwise.checkpoint import export
 from shardwise.interfaces import Mesh
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.models import causal_lm, dropout, isolation, lora, lora_forward
-from shardwise.parallel import compose, ddp, flat, fsdp1, fsdp2, offload, place, zero
-from shardwise.training import build, export, gradients, step
+from shardwise.parallel import ddp, flat, fsdp1, fsdp2, offload, place, zero
+from shardwise.training import gradients, step
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
 from tests.parity.harness import Cell, Outcome, compare, run_cell, verdict
@@ -37,7 +39,7 @@ def after_fsdp2(change):
     def apply(pm, mesh, cfg, spec):
         return change(fsdp2.apply(pm, mesh, cfg, spec), mesh)
 
-    compose.ORDER = tuple((name, apply if name == "fsdp2" else strategy) for name, strategy in compose.ORDER)
+    order.ORDER = tuple((name, apply if name == "fsdp2" else strategy) for name, strategy in order.ORDER)
 
 
 def fsdp_mean_instead_of_sum():
@@ -104,7 +106,7 @@ def states_under_the_names_of_other_parameters():
 
         return apply(replace(pm, make_optimizer=make_optimizer), mesh, cfg, spec)
 
-    compose.ORDER = tuple((name, swapping if name == "zero1" else strategy) for name, strategy in compose.ORDER)
+    order.ORDER = tuple((name, swapping if name == "zero1" else strategy) for name, strategy in order.ORDER)
 
 
 def whole_gradients_left_on_every_rank():

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.assembly.build import build
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.build import build
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.parity.harness import CONFIGS, FAMILIES, Cell, microbatches, run_config, start

@@ -12,11 +12,11 @@ import pytest
 from shardwise.config import Parallel
 from shardwise.metrics.cell import RECORD, RUN_FILE, SWEEP, Axis, CellPlan, CellRecord, SweepRecord
 from shardwise.metrics.record import dumps
+from shardwise.planner.timeline import describe
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Timeline
 from shardwise.schedule.split import split
-from shardwise.training.timeline import describe
 
 MIB = 2**20
 PLACE = {

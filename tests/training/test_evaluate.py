@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardwise.assembly.build import build
 from shardwise.config import Lora, UserError
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training import evaluate as evaluation
-from shardwise.training.build import build
 from shardwise.training.evaluate import SAMPLE_TOKENS, encode_prompt, evaluate, greedy_sample
 from shardwise.training.step import forward_backward
 from tests.distributed import run_ranks

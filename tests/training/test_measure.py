@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardwise.assembly.build import build
 from shardwise.parallel.mesh import build_mesh
-from shardwise.training.build import build
 from shardwise.training.measure import Memory, measure_memory
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardwise.assembly.build import Job, build
 from shardwise.config import UserError
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import local
-from shardwise.training.build import Job, build
 from shardwise.training.evaluate import evaluate
 from shardwise.training.not_finite import NotFinite, explain
 from shardwise.training.step import NonFiniteLossError, training_step

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TRAIN = (sys.executable, "-m", "shardwise", "train")
-PRELOADED = (sys.executable, "-m", "shardwise.training.preloaded")
+PRELOADED = (sys.executable, "-m", "shardwise.launch.preloaded")
 LEASH = 'exec 3<&0 </dev/null; ({ read _ <&3; kill -KILL 0; } >/dev/null 2>&1 &); exec "$@" 3<&-'
 """Becomes the command "$@", beside a process that ends its whole group as soon as standard input closes: which it does
 when the bench dies, even of SIGKILL."""
@@ -64,7 +64,7 @@ def _kill(group: int) -> None:
 
 
 class Preloaded:
-    """Runs in forks of one `shardwise.training.preloaded`, which is started with the first run.
+    """Runs in forks of one `shardwise.launch.preloaded`, which is started with the first run.
 
     On a machine with a GPU each run is a new process of Python instead, since CUDA does not survive a fork.
     """

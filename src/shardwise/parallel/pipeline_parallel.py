@@ -5,7 +5,7 @@ its schedule has in flight. Communication per micro-batch and cut: [B, T, D] hid
 gradient where something below is trained. The schedules and their transport are `torch.distributed.pipelining`'s; its
 stages are built at the first step, from whatever later strategies have made of `pm.parts`.
 Sources: GPipe arXiv 1811.06965; 1F1B and interleaved arXiv 2104.04473; zero bubble and ZB-V arXiv 2401.10241;
-DualPipe-V arXiv 2412.19437. What torch gets wrong, and compose.py refuses: tests/parallel/test_torch_pipelining.py.
+DualPipe-V arXiv 2412.19437. What torch gets wrong, and a rule refuses: tests/parallel/test_torch_pipelining.py.
 """
 
 from __future__ import annotations

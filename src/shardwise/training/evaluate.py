@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import RunConfig, UserError
-from shardwise.interfaces import IGNORED, Batch, Mesh, ParallelModel
+from shardwise.interfaces import IGNORED, Batch, Evaluation, Mesh, ParallelModel
 from shardwise.parallel.reduce import sum_over
+from shardwise.process.watchdog import beat
 from shardwise.training.not_finite import explain, look_through
 from shardwise.training.step import LOSS_AXES, count_targets
-from shardwise.training.watchdog import beat
 
 SAMPLE_TOKENS = 48
 """How far `training.sample` is continued."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Loss over a whole validation set: the mean over its target tokens, whatever batch they came in."""
-
-    step: int  # optimizer steps done before it
-    loss: float
-    perplexity: float  # exp(loss); infinite where that overflows
-    tokens: int
 
 
 def evaluate(pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, step: int) -> Evaluation:

@@ -5,27 +5,27 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+from shardwise.assembly.build import State, build
+from shardwise.checkpoint.checkpointer import Checkpointer, restore
+from shardwise.checkpoint.export import save_result
+from shardwise.checkpoint.output_dir import writing
+from shardwise.checkpoint.resume import find_start
 from shardwise.config import RunConfig
 from shardwise.data.loader import build_loaders
 from shardwise.data.text import load_tokenizer
-from shardwise.interfaces import Mesh
+from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.record import RunRecord
 from shardwise.models import load
 from shardwise.parallel.compile import uncompiled
-from shardwise.training.build import State, build
-from shardwise.training.checkpoint import Checkpointer, restore
-from shardwise.training.ending import Stopped
-from shardwise.training.evaluate import Evaluation, encode_prompt, evaluate, greedy_sample
-from shardwise.training.export import save_result
+from shardwise.planner.timeline import Recorder, record_timeline
+from shardwise.process.ending import Stopped
+from shardwise.process.stop import StopRequest
+from shardwise.process.watchdog import beat, paused
+from shardwise.training.evaluate import encode_prompt, evaluate, greedy_sample
 from shardwise.training.measure import add_to_record, documents_read, measure_memory, write_record
-from shardwise.training.output_dir import writing
 from shardwise.training.reporter import Reporter
-from shardwise.training.resume import find_start
 from shardwise.training.step import NonFiniteLossError, training_step
-from shardwise.training.stop import StopRequest
-from shardwise.training.timeline import Recorder, record_timeline
-from shardwise.training.watchdog import beat, paused
 
 
 def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.assembly.build import Job
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Counts, counts, merge_states
@@ -23,7 +24,6 @@ from shardwise.metrics.meter import Meter
 from shardwise.metrics.record import RunRecord
 from shardwise.models.counts import ModelCounts
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.training.build import Job
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.reporter import Reporter
 from shardwise.training.step import forward_backward

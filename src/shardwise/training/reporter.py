@@ -10,20 +10,19 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from shardwise.assembly.build import Job
+from shardwise.checkpoint import output_dir
+from shardwise.checkpoint.folder import METRICS
+from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, UserError
 from shardwise.data.state import Counts
-from shardwise.interfaces import Batch, Mesh
+from shardwise.interfaces import Batch, Evaluation, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
 from shardwise.metrics.record import MetricsFile, dumps
-from shardwise.training import output_dir
-from shardwise.training.build import Job
-from shardwise.training.checkpoint_folder import METRICS
-from shardwise.training.evaluate import Evaluation
 from shardwise.training.loggers import Logger, open_loggers
 from shardwise.training.not_finite import explain
 from shardwise.training.progress import Progress
-from shardwise.training.resume import Start
 from shardwise.training.step import NonFiniteLossError, StepResult
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.assembly.build import Job
 from shardwise.interfaces import Batch, Mesh, ParallelModel
 from shardwise.parallel.reduce import DATA_AXES, sum_over
-from shardwise.training.build import Job
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.not_finite import NotFinite, look_through
 

@@ -1,0 +1,149 @@
+"""One run at a time in an output folder: a lock that the system frees when the last process of the run is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Generator, Mapping
+from datetime import UTC, datetime
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import UserError
+from shardwise.process.ending import is_full
+from shardwise.process.world import World
+
+LOCK = ".lock"
+"""The file in the output folder that is locked. It stays there: to remove it would let two runs hold two of them."""
+WAIT_SECONDS = 10.0
+"""How long a run waits for the lock: the ranks of one that was killed just before may still be ending."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Lock:
+    """The open file of a lock. A process that is forked, or is given this when it is spawned, holds the lock too."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __getstate__(self) -> Any:
+        return DupFd(self._descriptor)
+
+    def __setstate__(self, duplicate: Any) -> None:
+        self._descriptor = duplicate.detach()
+
+    def close(self) -> None:
+        """Let go of the lock, in this process alone."""
+        os.close(self._descriptor)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, world: World | None, env: Mapping[str, str]) -> Generator[Lock | None]:
+    """Keep other runs out of a folder that is there. `world`: this process's place, where a launcher gave it one.
+
+    The first rank holds the lock, or the launcher and with it the ranks that it starts; the other ranks of torchrun or
+    srun yield None once they have seen that it is not another run's. Raises UserError, which names the other run.
+    """
+    group = "" if world is None else f"{world.init_method} {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
+    if world is not None and world.rank > 0:
+        _check_is_ours(folder, group)
+        yield None
+        return
+    descriptor = _open(folder)
+    try:
+        _take(descriptor, folder)
+        told = {"pid": os.getpid(), "host": socket.gethostname(), "started": _now(), "group": group}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(told).encode(), 0)
+    except OSError as error:
+        os.close(descriptor)
+        raise _cannot_write(folder, error) from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    lock = Lock(descriptor)
+    try:
+        yield lock
+    finally:
+        lock.close()  # not unlocked: a rank that is still there holds it on
+
+
+def _open(folder: Path) -> int:
+    try:
+        return os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+
+
+def _take(descriptor: int, folder: Path) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise _in_use(folder) from None
+            time.sleep(0.1)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            print(
+                f"note: the file system of {folder} has no locks ({error.strerror}): nothing keeps a second run out",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
+
+
+def _check_is_ours(folder: Path, group: str) -> None:
+    """Return unless another run holds the lock. The first rank may come later: then nobody holds it yet."""
+    deadline = time.monotonic() + WAIT_SECONDS + 1  # the first rank has found the same before
+    while _holder(folder).get("group") != group and _is_held(folder):
+        if time.monotonic() > deadline:
+            raise _in_use(folder)
+        time.sleep(0.1)
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _holder(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / LOCK).read_bytes())
+    except (OSError, ValueError):  # it is just being written
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _in_use(folder: Path) -> UserError:
+    holder = _holder(folder)
+    who = f" (process {holder.get('pid')} on {holder.get('host')}, since {holder.get('started')})" if holder else ""
+    return UserError(
+        f"training.output_dir {folder}: another run is writing there{who}; wait for its end, or choose another folder"
+    )
+
+
+def _cannot_write(folder: Path, error: OSError) -> OSError | UserError:
+    if is_full(error):
+        return error  # with a way out of its own: see `ending.explain`
+    return UserError(f"training.output_dir {folder}: cannot write there ({error.strerror}); choose another folder")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

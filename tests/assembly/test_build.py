@@ -1,0 +1,99 @@
+"""`build` from memory: a job goes on under another cut, without a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from shardwise.assembly import build as training_build
+from shardwise.assembly.build import Job, State, build
+from shardwise.config import Lora, Parallel, RunConfig, UserError
+from shardwise.interfaces import Mesh
+from shardwise.parallel.mesh import build_mesh
+from shardwise.parallel.place import full_tensor
+from shardwise.parallel.reduce import of_every_rank
+from shardwise.training.step import training_step
+from tests.distributed import run_ranks
+from tests.parity.harness import MAX_NORM, Cell, microbatches, run_config, start
+
+
+def losses(job: Job, cfg: RunConfig, mesh: Mesh, steps: range) -> list[float]:
+    return [training_step(job, microbatches(cfg, mesh, step), mesh, MAX_NORM).loss for step in steps]
+
+
+def cut_anew_after_two_steps(mode: str) -> tuple[list[float], list[float]]:
+    cfg = run_config(Cell("llama", "single", mode))
+    cfg = replace(cfg, parallel=Parallel(pp=2, split=[1, 3]))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    unmoved = losses(build(cfg, mesh, start(cfg)), cfg, mesh, range(1, 4))
+    job = build(cfg, mesh, start(cfg))
+    begun = losses(job, cfg, mesh, range(1, 3))
+    mine = {name: full_tensor(job.pm.to_portable(name, p)) for name, p in job.pm.named_parameters()}
+    everything = {name: tensor for held in of_every_rank(mine) for name, tensor in held.items()}
+    moved = replace(cfg, parallel=Parallel(pp=2, split=[3, 1], schedule="gpipe"))
+    again = build(moved, mesh, State(everything, step=2))
+    assert [len(part.spec.layers) for part in again.pm.parts] == [[3], [1]][mesh.dense.get_local_rank("pp")]
+    return unmoved, begun + losses(again, moved, mesh, range(3, 4))
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_a_job_is_cut_anew_from_memory(mode):
+    for unmoved, moved in run_ranks(2, cut_anew_after_two_steps, mode):
+        assert moved == pytest.approx(unmoved, rel=1e-6)
+        assert len(set(unmoved)) == 3
+
+
+def refused_before_memory_is_taken() -> str:
+    cfg = run_config(Cell("llama", "single", "lora"))
+    cfg = replace(cfg, training=replace(cfg.training, loss="triton"))
+    with mock.patch.object(training_build, "materialise") as materialise, pytest.raises(UserError) as error:
+        build(cfg, build_mesh(cfg, torch.device("cpu")))
+    assert not materialise.called
+    return str(error.value)
+
+
+def test_a_loss_that_cannot_run_is_refused_before_memory_is_taken():
+    (message,) = run_ranks(1, refused_before_memory_is_taken)
+    assert message.startswith("training.loss is triton, but triton")
+
+
+def experts_alone(**asked: Any) -> dict[str, str]:
+    cfg = run_config(Cell("qwen3_moe", "single", "lora"))
+    cfg = replace(cfg, lora=Lora(r=4, targets=["experts"], **asked))
+    return dict(build(cfg, build_mesh(cfg, torch.device("cpu"))).kernels)
+
+
+def test_adapters_that_no_kernel_computes_keep_pefts_forward():
+    assert run_ranks(1, experts_alone) == [{"loss": "chunked", "lora": "peft"}]
+    for asked, said in (({"kernel": "torch"}, "lora.kernel is torch"), ({"merged": True}, "lora.merged is true")):
+        with pytest.raises(RuntimeError, match=f"UserError: {said}, but no adapter here is plain LoRA on a linear"):
+            run_ranks(1, partial(experts_alone, **asked))
+
+
+def notes_of(limit_gib: float | None) -> tuple[str, ...]:
+    cfg = run_config(Cell("qwen3_5_text", "single", "lora"))
+    cfg = replace(cfg, parallel=Parallel(pp=2, memory_limit_gib=limit_gib))
+    return build(cfg, build_mesh(cfg, torch.device("cpu"))).notes
+
+
+def test_a_memory_limit_by_counted_bytes_says_what_they_lack():
+    assert run_ranks(2, notes_of, None) == [(), ()]
+    for (note,) in run_ranks(2, notes_of, 1.0):
+        assert note.startswith("parallel.memory_limit_gib: memory is counted too low, without what gated_delta_net ")
+
+
+def notes_by_length() -> list[tuple[str, ...]]:
+    cfg = run_config(Cell("llama", "single", "lora"))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    return [build(replace(cfg, data=replace(cfg.data, sequence_length=length)), mesh).notes for length in (4096, 4097)]
+
+
+def test_rows_beyond_the_positions_of_the_model_are_noted():
+    ((within, beyond),) = run_ranks(1, notes_by_length)
+    assert within == ()
+    assert "max_position_embeddings 4096" in beyond[0]

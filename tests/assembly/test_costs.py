@@ -1,0 +1,208 @@
+"""Costs of a run's units by FLOPs and formula, and the split that they lead to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from shardwise.assembly.costs import choose_split, costs_of
+from shardwise.assembly.optimizer import make_optimizer
+from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training, UserError
+from shardwise.metrics.flops import hardware_flops_per_token
+from shardwise.models import load, lora
+from shardwise.models.counts import count_model
+from shardwise.models.families import spec_of
+from shardwise.models.spec import ModelSpec
+from shardwise.parallel.place import materialise
+from shardwise.schedule.costs import Cost
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+LENGTH = 24
+
+
+def config(model: str, lora: Lora | None = None, training: dict[str, Any] | None = None, **parallel: Any) -> RunConfig:
+    parallel = {"pp": 2, "schedule": "1f1b", **parallel}
+    run = Training(output_dir="out", micro_batch_size=2, **(training or {}))
+    return RunConfig(Model(model, init="random"), Data("x", sequence_length=LENGTH), run, lora, Parallel(**parallel))
+
+
+def tiny(name: str) -> str:
+    return str(MODELS / f"tiny-{name}")
+
+
+def build(cfg: RunConfig) -> tuple[PreTrainedModel, ModelSpec]:
+    hf_config = load.read_config(cfg.model)
+    hf = load.build_meta(cfg.model, hf_config)
+    spec = spec_of(hf_config, hf)
+    if cfg.lora:
+        lora.inject(hf, cfg.lora, spec)
+    return hf, spec
+
+
+def costs(cfg: RunConfig, **options: Any) -> tuple[Cost, ...]:
+    hf, spec = build(cfg)
+    return costs_of(cfg, hf, spec, count_model(hf, spec), cfg.parallel.pp, **options)[0]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("adapters", [None, Lora()], ids=["full", "lora"])
+@pytest.mark.parametrize("model", ["llama", "qwen3_next", "nemotron_h", "jet_nemotron"])
+def test_flops_of_the_units_are_those_of_the_model(model, adapters, checkpointing):
+    cfg = config(tiny(model), adapters, {"checkpointing": checkpointing})
+    hf, spec = build(cfg)
+    counts = count_model(hf, spec)
+    units, source = costs_of(cfg, hf, spec, counts, 2, flops_per_second=10.0)
+    step = 2 * LENGTH * hardware_flops_per_token(counts, LENGTH, 2, checkpointing)
+    assert sum(unit.seconds for unit in units) == pytest.approx(step / 10.0)
+    assert (len(units), source) == (len(spec.layers) + 2, "counted FLOPs")
+    assert costs_of(cfg, hf, spec, None, 2, flops_per_second=10.0)[0] == units  # where the run has no counts
+
+
+def test_a_frozen_weight_has_no_gradient_and_the_chunked_loss_takes_its_own_in_the_forward():
+    full, frozen = costs(config(tiny("llama"))), costs(config(tiny("llama"), Lora(r=1)))
+    linears = 2 * (2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172) * 2 * LENGTH  # q, o, k, v, MLP
+    assert full[2].weight_seconds == linears
+    assert frozen[2].weight_seconds < linears / 40  # rank 1; a width is 64 or more
+    assert frozen[2].input_seconds >= linears
+    head = 2 * 64 * 256 * 2 * LENGTH
+    assert (full[-1].forward_seconds, full[-1].backward_seconds) == (3 * head, 0.0)
+    assert (frozen[-1].forward_seconds, frozen[-1].backward_seconds) == (2 * head, 0.0)
+    plain = costs(config(tiny("llama"), training={"loss": "plain"}))[-1]
+    assert (plain.forward_seconds, plain.input_seconds, plain.weight_seconds) == (head, head, head)
+    # Kept: the hidden states and their gradient; trained, the head's gradient, until the backward has come.
+    assert frozen[-1].activation_bytes == 2 * 4 * 64 * 2 * LENGTH
+    assert full[-1].activation_bytes == frozen[-1].activation_bytes + 4 * 64 * 256
+
+
+def test_a_layer_computed_again_keeps_its_input_and_costs_its_forward_once_more():
+    kept, again = costs(config(tiny("llama"))), costs(config(tiny("llama"), training={"checkpointing": "full"}))
+    assert again[1].activation_bytes == again[1].output_bytes == 4 * 64 * 2 * LENGTH
+    # In and out of q, o, k, v, gate, up and down, in float32: 2 (64+128), 2 (64+64), 3 (64+172).
+    assert kept[1].activation_bytes == 4 * (2 * 192 + 2 * 128 + 3 * 236) * 2 * LENGTH
+    last_product = 2 * 172 * 64 * 2 * LENGTH
+    assert again[1].input_seconds - kept[1].input_seconds == pytest.approx(kept[1].forward_seconds - last_product)
+    operators = costs(config(tiny("llama"), training={"checkpointing": "operators"}))
+    assert again[1].activation_bytes < operators[1].activation_bytes < kept[1].activation_bytes
+    half = costs(config(tiny("llama"), training={"precision": "bfloat16"}))
+    weights = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172  # autocast keeps its copies for the backward
+    assert half[1].activation_bytes == kept[1].activation_bytes // 2 + 2 * weights
+
+
+def test_kernels_that_a_layer_generates_are_kept_as_what_comes_out_of_a_product():
+    cfg = config(tiny("jet_nemotron"))
+    # In and out of q and k, v and g, a and b, the generator's w1 and w2 (4 taps of 128 channels), o, and the MLP.
+    generator = (64 + 16) + (16 + 512)
+    linears = 2 * (64 + 48) + 2 * (64 + 128) + 2 * (64 + 4) + generator + (128 + 64) + 3 * (64 + 172)
+    assert costs(cfg)[1].activation_bytes == 4 * linears * 2 * LENGTH
+    # What the convolution does keep: that, its values with 3 tokens of padding, and what its activation is given.
+    convolution = load.load_whole(cfg.model, load.read_config(cfg.model)).get_submodule(
+        "model.layers.0.self_attn.dynamic_conv1d"
+    )
+    weights = {p.data_ptr() for p in convolution.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    values, hidden = (torch.randn(2, LENGTH, size, requires_grad=True) for size in (128, 64))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = convolution(values, hidden)
+    assert sum(kept.values()) == 4 * 2 * (LENGTH * generator + (LENGTH + 3) * 128 + LENGTH * 128)
+    assert out.requires_grad
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zero-bubble"])
+def test_gradients_below_what_is_trained(schedule):
+    adapters = Lora(targets=["model.layers.2.self_attn.q_proj"])
+    units = costs(config(tiny("llama"), adapters, schedule=schedule))
+    assert [unit.trainable for unit in units] == [False, False, False, True, False, False]
+    below = [unit.input_seconds > 0 for unit in units[1:3]]
+    assert below == [schedule != "1f1b"] * 2  # a zero-bubble schedule takes the gradient down to the embedding
+    assert units[4].input_seconds > units[4].forward_seconds  # its attention's backward
+
+
+@pytest.mark.parametrize("accumulation", ["model", "float32"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("adapters", [None, Lora()], ids=["full", "lora"])
+def test_state_bytes_are_what_training_holds(adapters, optimizer, accumulation):
+    cfg = config(tiny("qwen3_5-tied"), adapters, {"accumulation": accumulation})
+    cfg = replace(cfg, model=replace(cfg.model, dtype="bfloat16"), optimizer=Optimizer(name=optimizer))
+    units = costs(cfg)
+    hf, spec = build(cfg)
+    materialise(hf, torch.device("cpu"))
+    trained = [(name, p) for name, p in hf.named_parameters() if p.requires_grad]
+    step = make_optimizer(cfg.optimizer, trained, ())
+    for _, p in trained:
+        p.grad = torch.zeros_like(p)
+    step.step()
+    tied = hf.get_submodule(spec.embed).weight  # both ends hold it
+    twice = tied.nbytes
+    assert sum(unit.weight_bytes for unit in units) == sum(p.nbytes for p in hf.parameters()) + twice
+    gradients = [p.numel() * (4 if accumulation == "float32" else p.element_size()) for _, p in trained]
+    tied_gradient = 0 if adapters else tied.numel() * (4 if accumulation == "float32" else 2)
+    assert sum(unit.gradient_bytes for unit in units) == sum(gradients) + tied_gradient
+    states = sum(t.nbytes for state in step.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+    tied_state = 2 * twice + 4 if optimizer == "adamw" and not adapters else 0
+    assert sum(unit.optimizer_bytes for unit in units) == states + tied_state
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipe-v"])
+def test_a_tied_weight_counts_once_where_both_ends_are_on_one_rank(schedule):
+    cfg = config(tiny("qwen3_5-tied"), None, {})
+    cfg = replace(cfg, parallel=Parallel(pp=2, schedule=schedule))
+    hf, _ = build(cfg)
+    weights = sum(p.nbytes for p in hf.parameters())
+    units = costs(cfg)
+    assert sum(unit.weight_bytes for unit in units) == sum(unit.gradient_bytes for unit in units) == weights
+    assert sum(unit.optimizer_bytes for unit in units) == 2 * weights + 4 * len(list(hf.parameters()))
+
+
+def test_fsdp2_shares_optimizer_states_but_no_gradients():
+    whole, shared = (costs(config(tiny("llama"), data="fsdp2"), num_shards=n)[1] for n in (1, 4))
+    assert shared.weight_bytes == whole.weight_bytes * 5 // 4  # gathered, beside the shard
+    assert shared.gradient_bytes == whole.gradient_bytes
+    count = 4 * 9  # a float32 for each of a layer's parameters
+    assert 4 * (shared.optimizer_bytes - count) == whole.optimizer_bytes - count
+
+
+def test_adapters_on_the_upper_half_are_worth_a_third(tmp_path):
+    """24 equal layers, forward 1 each and a backward of 1 where trained: 24 on the upper half of an even cut, 18 each
+    of a balanced one. Head, embedding, attention's core (8 tokens) and adapters are under 2 % of a layer together."""
+    LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=24, num_attention_heads=4, vocab_size=8
+    ).save_pretrained(tmp_path)
+    targets = [f"model.layers.{i}.self_attn.q_proj" for i in range(12, 24)]
+    cfg = config(str(tmp_path), Lora(r=1, targets=targets))
+    cfg = replace(cfg, data=replace(cfg.data, sequence_length=8))
+    units = costs(cfg)
+    balanced = choose_split(cfg, units, 64)
+    uniform = choose_split(replace(cfg, parallel=replace(cfg.parallel, split="uniform")), units, 64)
+    assert (uniform.boundaries, balanced.boundaries) == ((0, 13, 26), (0, 16, 26))
+    slowest = [max(chunk.seconds for chunk in split.chunks) for split in (uniform, balanced)]
+    assert slowest[0] / slowest[1] == pytest.approx(4 / 3, rel=0.02)
+
+
+def test_a_split_takes_the_run_files_word():
+    cfg = config(tiny("llama"), split=[1, 3])
+    assert choose_split(cfg, costs(cfg), 4).boundaries == (0, 2, 6)
+    with pytest.raises(UserError, match="does not cover the model"):
+        choose_split(replace(cfg, parallel=replace(cfg.parallel, split=[1, 2])), costs(cfg), 4)
+
+
+def test_the_limit_that_an_error_names_is_accepted():
+    units = costs(config(tiny("llama")))
+    with pytest.raises(
+        UserError, match=r"within 0\.0001 GiB; set parallel\.memory_limit_gib to 0\.\d+ or more"
+    ) as error:
+        choose_split(config(tiny("llama"), memory_limit_gib=1e-4), units, 4)
+    named = str(error.value).split()[-3]
+    cut = choose_split(config(tiny("llama"), memory_limit_gib=float(named)), units, 4)
+    assert float(named) - 1e-6 < max(cut.memory_bytes) / 2**30 <= float(named)

@@ -1,0 +1,137 @@
+"""Learning rate and optimizer."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.assembly.optimizer import is_decayed, lr_factor, make_lr_schedule, make_optimizer
+from shardwise.config import Lora, Optimizer
+from shardwise.models.families import family_of, spec_of
+from shardwise.models.lora import inject
+from tests.models.tiny import on_meta, tiny
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # 2 warm-up steps of 6: 1/2, 1, then from progress 0, 1/4, 2/4, 3/4.
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("cosine", [0.5, 1.0, 1.0, 0.8535534, 0.5, 0.1464466]),
+    ],
+)
+def test_learning_rate_of_each_step(schedule, expected):
+    cfg = Optimizer(lr=2.0, warmup_steps=2, lr_schedule=schedule)
+    assert [lr_factor(cfg, step, 6) for step in range(1, 7)] == pytest.approx(expected)
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    optimizer = make_optimizer(cfg, [("p", parameter)], {"p"})
+    scheduler = make_lr_schedule(cfg, optimizer, 6)
+    used = []
+    for _ in range(6):
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert used == pytest.approx([2.0 * factor for factor in expected])
+
+
+def test_warmup_longer_than_the_run():
+    assert [lr_factor(Optimizer(warmup_steps=4), step, 2) for step in (1, 2)] == [0.25, 0.5]
+
+
+def test_sgd_and_adamw_take_their_settings():
+    parameter = nn.Parameter(torch.ones(3))
+    sgd = make_optimizer(Optimizer(name="sgd", lr=0.5, weight_decay=0.1), [("p", parameter)], {"p"})
+    parameter.grad = torch.full((3,), 2.0)
+    sgd.step()
+    torch.testing.assert_close(parameter.data, torch.full((3,), 1 - 0.5 * (2.0 + 0.1)))
+    adamw = make_optimizer(Optimizer(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3), [("p", parameter)], {"p"})
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert {k: adamw.param_groups[0][k] for k in ("betas", "eps", "weight_decay", "lr")} == {
+        "betas": (0.8, 0.9),
+        "eps": 1e-6,
+        "weight_decay": 0.3,
+        "lr": 2e-4,
+    }
+
+
+# What is not decayed, by the ends of the names; everything else of a family is.
+PLAIN_NORMS = {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"}
+DELTA_NET = {"linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weight"}
+QK_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+NOT_DECAYED = {
+    "tiny-llama": PLAIN_NORMS,
+    "tiny-qwen3_moe": {*PLAIN_NORMS, *QK_NORMS, "mlp.gate.weight"},
+    "tiny-qwen3_5": {
+        *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight",
+    },
+    "tiny-qwen3_next": {
+        *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "mlp.shared_expert_gate.weight",
+        "mlp.gate.weight", "linear_attn.in_proj_ba.weight",
+    },
+    "tiny-olmo_hybrid": {
+        *PLAIN_NORMS, *QK_NORMS, "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.o_norm.weight",
+        "linear_attn.a_proj.weight", "linear_attn.b_proj.weight", "post_feedforward_layernorm.weight",
+    },
+    "tiny-nemotron_h": {
+        "norm.weight", "mixer.norm.weight", "norm_f.weight", "mixer.A_log", "mixer.dt_bias", "mixer.D",
+        "mixer.conv1d.bias", "mixer.gate.weight",
+    },
+    "tiny-granitemoehybrid": {
+        *PLAIN_NORMS, "mamba.norm.weight", "mamba.A_log", "mamba.dt_bias", "mamba.D", "mamba.conv1d.bias",
+        "block_sparse_moe.router.weight",
+    },
+    "tiny-kimi_linear": {
+        *PLAIN_NORMS, "self_attn.forget_gate.A_log", "self_attn.forget_gate.dt_bias", "self_attn.o_norm.weight",
+        "self_attn.kv_a_layernorm.weight", "self_attn.forget_gate.f_a_proj.weight", "self_attn.b_proj.weight",
+        "self_attn.forget_gate.f_b_proj.weight", "mlp.gate.weight",
+    },
+    "tiny-jet_nemotron": {
+        *PLAIN_NORMS, "self_attn.A_log", "self_attn.dt_bias", "self_attn.o_norm.weight", "self_attn.a_proj.weight",
+        "self_attn.b_proj.weight", "self_attn.dynamic_conv1d.kernel_generator.w2.bias",
+        *(f"self_attn.{x}_proj.bias" for x in "qkv"),
+    },
+    "tiny-jamba": {
+        "input_layernorm.weight", "pre_ff_layernorm.weight", "final_layernorm.weight", "mamba.A_log", "mamba.D",
+        "mamba.conv1d.bias", "mamba.dt_proj.bias", "mamba.dt_proj.weight", "feed_forward.router.weight",
+        *(f"mamba.{x}_layernorm.weight" for x in ("dt", "b", "c")),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_DECAYED)
+def test_weight_decay_by_name(name):
+    model = on_meta(tiny(name))
+    family = family_of(model)
+    spared = {n for n, p in model.named_parameters() if not is_decayed(n, p, family)}
+    spared = {re.sub(r"^model\.(layers\.\d+\.)?", "", n) for n in spared}
+    assert spared == NOT_DECAYED[name]
+    inject(model, Lora(r=1, targets="all-linear"), spec_of(model.config, model))
+    factors = [(n, p) for n, p in model.named_parameters() if ".lora_" in n]
+    assert factors
+    assert all(is_decayed(n, p, family) for n, p in factors)  # of rank 1 too
+
+
+def test_a_copy_of_a_router_is_left_alone_like_the_router():
+    model = on_meta(tiny("tiny-qwen3_moe"))
+    inject(model, Lora(r=1, modules_to_save=["lm_head"]), spec_of(model.config, model))
+    family, matrix = family_of(model), torch.empty(8, 64)
+    assert not is_decayed("model.layers.0.mlp.gate.modules_to_save.default.weight", matrix, family)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and ".lora_" not in n}
+    assert trained.keys() == {"lm_head.modules_to_save.default.weight"}
+    assert all(is_decayed(n, p, family) for n, p in trained.items())
+
+
+def test_only_named_parameters_decay():
+    # A shard of a matrix may be flat, and a norm's may not: names decide.
+    one, two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))
+    optimizer = make_optimizer(Optimizer(name="sgd", lr=0.5, weight_decay=0.1), [("one", one), ("two", two)], {"one"})
+    assert [group["param_names"] for group in optimizer.param_groups] == [["one"], ["two"]]
+    one.grad, two.grad = torch.zeros(3), torch.zeros(2, 2)
+    optimizer.step()
+    torch.testing.assert_close(one.data, torch.full((3,), 1 - 0.5 * 0.1))
+    assert torch.equal(two.data, torch.ones(2, 2))

@@ -1,0 +1,110 @@
+"""`adapter/`, `model/` and merged models carry the tokenizer with its chat template; models a generation config too."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from shardwise.assembly.build import build
+from shardwise.checkpoint.export import save_result
+from shardwise.cli import main
+from shardwise.config import Model, UserError
+from shardwise.data.text import load_tokenizer
+from shardwise.models.load import load_whole, read_config
+from shardwise.parallel.mesh import build_mesh
+from shardwise.training.evaluate import encode_prompt
+from tests.data.templates import CHATML, INST
+from tests.distributed import run_ranks
+from tests.integration.conftest import make_corpus
+from tests.models.tiny import tiny
+from tests.parity.harness import Cell, run_config
+
+MESSAGES = [{"role": "user", "content": "Where is it?"}]
+CHAT = "<|im_start|>user\nWhere is it?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base model with a generation config that transformers would not write, and a tokenizer with a chat template."""
+    path = tmp_path_factory.mktemp("results")
+    make_corpus(path)
+    tokenizer = load_tokenizer(Model(str(path / "tokenizer")))
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(path / "tokenizer")
+    load_whole(tiny("tiny-llama"), read_config(tiny("tiny-llama"))).save_pretrained(path / "base")
+    generation = {"temperature": 0.6, "do_sample": False, "eos_token_id": [0, 7]}
+    (path / "base" / "generation_config.json").write_text(json.dumps(generation))
+    for mode in ("lora", "full"):
+        assert run_ranks(2, written, mode, path) == [path / ("adapter" if mode == "lora" else "model"), None]
+    return path
+
+
+def written(mode: str, path: Path) -> Path | None:
+    cfg = run_config(Cell("llama", "fsdp2", mode, 2))
+    cfg = replace(cfg, model=Model(str(path / "base")))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    return save_result(build(cfg, mesh), cfg, mesh, path, load_tokenizer(Model(str(path / "tokenizer"))))
+
+
+def can_chat(folder: Path) -> bool:
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert loaded("the state")["input_ids"]
+    return loaded.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True) == CHAT
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks by an old name
+def test_an_adapter_carries_its_tokenizer(folder: Path) -> None:
+    assert can_chat(folder / "adapter")
+    loaded = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
+    assert loaded.get_input_embeddings().weight.shape[0] == 256  # no larger for the tokenizer's sake
+
+
+def test_a_model_carries_its_tokenizer_and_the_bases_generation_config(folder: Path) -> None:
+    assert can_chat(folder / "model")
+    assert GenerationConfig.from_pretrained(folder / "model").eos_token_id == [0, 7]
+    assert AutoModelForCausalLM.from_pretrained(folder / "model").generation_config.temperature == 0.6
+    assert not [path for path in folder.rglob("*.json") if str(folder / "tokenizer") in path.read_text()]
+
+
+@pytest.mark.parametrize("source", ["adapter", "model", "neither"])
+def test_merging_takes_the_adapters_tokenizer_or_else_the_models(
+    folder: Path, tmp_path: Path, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, of in (("adapter", folder / "adapter"), ("base", folder / "base")):
+        (tmp_path / name).mkdir()
+        for file in of.iterdir():
+            if "token" not in file.name and "template" not in file.name:
+                (tmp_path / name / file.name).symlink_to(file)
+    if source != "neither":
+        place = {"adapter": "adapter", "model": "base"}[source]
+        load_tokenizer(Model(str(folder / "tokenizer"))).save_pretrained(tmp_path / place)
+    out = tmp_path / "merged"
+    assert main(["export", "--merge", str(tmp_path / "base"), str(tmp_path / "adapter"), str(out)]) == 0
+    assert ("without a tokenizer" in capsys.readouterr().out) == (source == "neither")
+    assert AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == [0, 7]
+    assert (out / "tokenizer.json").is_file() == (source != "neither")
+    assert source == "neither" or can_chat(out)
+
+
+def prompt_of(folder: Path, template: str | None, chat: bool) -> str:
+    cfg = run_config(Cell("llama", "single", "lora"))
+    cfg = replace(cfg, training=replace(cfg.training, sample="Where is it?"))
+    if chat:
+        cfg = replace(cfg, data=replace(cfg.data, format="chat"))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+    tokenizer.chat_template = template
+    return tokenizer.decode(encode_prompt(cfg, tokenizer, None) or [])
+
+
+def test_a_sample_after_chats_is_asked_as_a_user_asks(folder: Path) -> None:
+    assert prompt_of(folder, CHATML, chat=True) == CHAT
+    assert prompt_of(folder, CHATML, chat=False) == "Where is it?"
+    assert prompt_of(folder, INST, chat=True).endswith("[INST] Where is it? [/INST]")
+    with pytest.raises(UserError, match=r"training\.sample: .*never alone"):
+        prompt_of(folder, "{{ raise_exception('never alone') }}", chat=True)

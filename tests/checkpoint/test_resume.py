@@ -1,0 +1,196 @@
+"""Where a run may start: what fits a checkpoint and what does not, and where a restart goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwise.assembly.build import build
+from shardwise.checkpoint.checkpointer import restore
+from shardwise.checkpoint.folder import folder_of, take_over
+from shardwise.checkpoint.resume import find_start
+from shardwise.config import RunConfig, UserError
+from shardwise.launch import local as launch
+from shardwise.models import load
+from shardwise.parallel.mesh import build_mesh
+from shardwise.process.ending import Ending
+from tests.checkpoint.test_checkpointer import config, make_checkpoints, save_steps
+from tests.distributed import run_ranks
+from tests.parity.harness import Cell, run_config
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A run that has saved step 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(1, save_steps, config(folder), 2)
+    return folder
+
+
+@pytest.mark.parametrize("resume", ["latest", "latest-good"])
+def test_no_checkpoint_to_go_on_from(resume, tmp_path):
+    with pytest.raises(RuntimeError, match=rf"UserError: training\.resume is {resume}, but .* holds no checkpoint"):
+        run_ranks(1, find_start, config(tmp_path, resume=resume))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("training", "seed", 7, "training.seed is 7, but checkpoint .* was trained with 0"),
+        ("training", "global_batch_size", 4, "training.global_batch_size is 4, .* with 8"),
+        ("training", "steps", 9, r"training.steps is 9, .* with 3 \(the linear schedule depends on it\)"),
+        ("lora", "r", 2, "lora.r is 2, .* with 4"),
+        ("optimizer", "lr", 0.5, "optimizer.lr is 0.5, .* with 1.0"),
+        ("data", "sequence_length", 9, "data.sequence_length is 9"),
+    ],
+)
+def test_a_run_of_other_work_is_refused(section, key, value, message, saved):
+    cfg = config(saved, resume="latest")
+    cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: value})})
+    with pytest.raises(RuntimeError, match=f"UserError: {message}"):
+        run_ranks(1, find_start, cfg)
+
+
+def test_another_kernel_is_no_other_work(saved):
+    cfg = config(saved, resume="latest")
+    assert cfg.lora is not None
+    cfg = replace(cfg, lora=replace(cfg.lora, kernel="peft"))
+    (start,) = run_ranks(1, find_start, cfg)
+    assert start.step == 2
+
+
+def run_of_a_model(folder: Path, mode: str) -> RunConfig:
+    """A run that has saved step 1, of a model with weights in two files."""
+    cfg = run_config(Cell("llama", "single", mode), "adamw")
+    load.load_whole(cfg.model, load.read_config(cfg.model)).save_pretrained(folder / "model", max_shard_size="100KB")
+    assert len(list((folder / "model").glob("*.safetensors"))) > 1
+    cfg = replace(cfg, model=replace(cfg.model, path=str(folder / "model"), init="weights"))
+    cfg = replace(cfg, training=replace(cfg.training, output_dir=str(folder)))
+    run_ranks(1, save_steps, cfg, 1)
+    return replace(cfg, training=replace(cfg.training, resume="latest"))
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_adapters_do_not_go_on_upon_another_base_model(mode, tmp_path):
+    cfg = run_of_a_model(tmp_path, mode)
+    file = max((tmp_path / "model").glob("*.safetensors"))
+    tensors = load_file(file)
+    last = sorted(tensors)[-1]
+    tensors[last].view(-1)[tensors[last].numel() // 2] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    if mode == "full":  # the checkpoint has every weight
+        assert run_ranks(1, find_start, cfg)[0].step == 1
+    else:
+        message = (
+            rf"UserError: model\.path {tmp_path}/model: {file.name} is not what .*/step-1 was trained on; put that"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            run_ranks(1, find_start, cfg)
+
+
+def test_a_model_and_its_data_may_lie_elsewhere(tmp_path, monkeypatch):
+    cfg = run_of_a_model(tmp_path / "run", "lora")
+    shutil.copytree(tmp_path / "run" / "model", tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    for path in (str(tmp_path / "copy"), "copy", "run/../run/model"):
+        moved = replace(cfg, model=replace(cfg.model, path=path))
+        assert run_ranks(1, find_start, moved)[0].step == 1
+    with pytest.raises(RuntimeError, match=r"UserError: data\.validation is"):  # a share is part of the work
+        run_ranks(1, find_start, replace(cfg, data=replace(cfg.data, validation=["other.txt"])))
+
+
+def test_validation_files_may_lie_elsewhere(tmp_path):
+    cfg = config(tmp_path)
+    cfg = replace(cfg, data=replace(cfg.data, validation="a.txt"))
+    run_ranks(1, save_steps, cfg, 1)
+    cfg = replace(cfg, training=replace(cfg.training, resume="latest"), data=replace(cfg.data, validation=["b.txt"]))
+    assert run_ranks(1, find_start, cfg)[0].step == 1  # what is in them the loaders compare
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_no_run_goes_on_with_another_model_config(mode, tmp_path):
+    cfg = run_of_a_model(tmp_path, mode)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(
+        RuntimeError, match=r"UserError: model\.path .*/model: config\.json is not what .* was trained on"
+    ):
+        run_ranks(1, find_start, cfg)
+
+
+def test_states_of_a_parameter_that_is_not_there(saved):
+    def body() -> str:
+        cfg = config(saved, resume="latest")
+        job = replace(build(cfg, build_mesh(cfg, torch.device("cpu"))), trained=frozenset({"other"}))
+        with pytest.raises(UserError) as error:
+            restore(find_start(cfg), job, cfg)
+        return str(error.value)
+
+    (told,) = run_ranks(1, body)
+    assert re.fullmatch(
+        r"checkpoint .*/step-2 does not fit this run: \S*lora_\S* was trained, and is not here; .*", told
+    )
+
+
+def test_full_training_does_not_go_on_from_adapters(saved):
+    with pytest.raises(RuntimeError, match=r"UserError: lora is left out, but checkpoint .* was trained with given"):
+        run_ranks(1, find_start, replace(config(saved, resume="latest"), lora=None))
+
+
+@pytest.mark.parametrize("resume", [None, "auto", "latest", "older"])
+def test_a_restart_goes_on_from_where_the_run_stands(resume, tmp_path, monkeypatch):
+    """The first attempt dies before it saves, the second after; `older`: by hand, from the older of two checkpoints."""
+    if resume is not None:
+        make_checkpoints(tmp_path, "step-2", "step-4")
+    resume = str(folder_of(tmp_path, 2)) if resume == "older" else resume
+    given = []
+
+    def run_group(cfg: RunConfig, *_: Any) -> Ending | None:
+        given.append(cfg.training.resume)
+        if len(given) == 2:
+            take_over(tmp_path, 2, None)
+            make_checkpoints(tmp_path, "step-4")  # of the same name as one that was there
+        return None if len(given) == 4 else Ending(1, "died", "error: died")
+
+    monkeypatch.setattr(launch, "_run_group", run_group)
+    cfg = config(tmp_path, resume=resume, max_restarts=3)
+    assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 0
+    assert given == [resume, resume, "auto", "auto"]
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_what_fails_after_the_results_are_saved_is_not_started_again(save_every, tmp_path, monkeypatch, capsys):
+    starts = []
+
+    def run_group(cfg: RunConfig, *_: Any) -> Ending:
+        starts.append(cfg.training.resume)
+        if save_every and len(starts) == 1:
+            make_checkpoints(tmp_path, "step-2")
+        else:
+            (tmp_path / "model").mkdir()
+        return Ending(1, "died", "error: died")
+
+    monkeypatch.setattr(launch, "_run_group", run_group)
+    cfg = config(tmp_path, max_restarts=3, save_every=save_every)
+    assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 1
+    assert starts == ([None, "auto"] if save_every else [None])
+    assert (tmp_path / "model").is_dir()
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == "error: died; the results were saved before, so it does not start again"
+
+
+def test_results_that_were_there_before_do_not_keep_a_run_from_starting_again(tmp_path, monkeypatch):
+    make_checkpoints(tmp_path, "step-2")
+    (tmp_path / "model").mkdir()
+    endings = iter([Ending(1, "died", "error: died"), None])
+    monkeypatch.setattr(launch, "_run_group", lambda *_: next(endings))
+    cfg = config(tmp_path, resume="latest", max_restarts=1)
+    assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 0

@@ -1,0 +1,424 @@
+"""Processes: started, joined; and one ending whatever goes wrong in which of them."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.config import Data, Measure, Model, Parallel, RunConfig, Training, UserError
+from shardwise.interfaces import Mesh
+from shardwise.launch import local as launching
+from shardwise.launch.group import can_fork
+from shardwise.launch.local import launch
+from shardwise.process.ending import Stopped
+from shardwise.process.stop import StopRequest
+from shardwise.process.world import SOCKET_INTERFACES
+from tests.distributed import PATIENCE
+from tests.process.test_world import SRUN, TORCHRUN
+
+TINY_LLAMA = Path(__file__).parents[2] / "configs" / "models" / "tiny-llama"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in [*TORCHRUN, *SRUN, "SLURM_STEP_NUM_TASKS"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def config(folder: Path, data: str = "ddp", **training: Any) -> RunConfig:
+    return RunConfig(
+        model=Model("unused"),
+        data=Data("unused"),
+        parallel=Parallel(data),
+        training=Training(str(folder), **{"global_batch_size": 2, "device": "cpu", **training}),
+    )
+
+
+# -------------------------------------------------------------------------------------- what the fake runs do on a rank
+
+
+def report_place(cfg: RunConfig, mesh: Mesh) -> None:
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    place = {"sum": total.item(), "data_size": mesh.data_size, "threads": os.environ.get("OMP_NUM_THREADS")}
+    Path(cfg.training.output_dir, f"place-{dist.get_rank()}.json").write_text(json.dumps(place))
+
+
+def report_sockets(cfg: RunConfig, mesh: Mesh) -> None:
+    """What this rank and, from rank 0, the launcher listen on, with every kind of group up that a run makes."""
+    dist.new_group(backend="gloo")
+    mesh.dense["dp_replicate"].get_group()
+    dist.barrier()
+    processes = {
+        "rank": psutil.Process(),
+        **({"launcher": psutil.Process(os.getppid())} if dist.get_rank() == 0 else {}),
+    }
+    listening = {
+        name: [s.laddr.ip for s in process.net_connections("inet") if s.status == psutil.CONN_LISTEN]
+        for name, process in processes.items()
+    }
+    Path(cfg.training.output_dir, f"sockets-{dist.get_rank()}.json").write_text(json.dumps(listening))
+    dist.barrier()
+
+
+def user_error_on_all(cfg: RunConfig, mesh: Mesh) -> None:
+    raise UserError("the file is\nempty; fill it")
+
+
+def out_of_memory_on_last(cfg: RunConfig, mesh: Mesh) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        torch.empty(2**50, dtype=torch.uint8)
+    dist.barrier()
+
+
+def bug_on_last(cfg: RunConfig, mesh: Mesh) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise KeyError("a bug of ours")
+    dist.barrier()
+
+
+def killed_on_last(cfg: RunConfig, mesh: Mesh) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def hang_on_last(cfg: RunConfig, mesh: Mesh) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(600)
+    dist.barrier()
+
+
+def stopped(cfg: RunConfig, mesh: Mesh) -> None:
+    raise Stopped(signal.SIGTERM, 3, "checkpoints/step-3")
+
+
+def finish_a_step(cfg: RunConfig, mesh: Mesh) -> None:
+    with StopRequest() as stop:
+        Path(cfg.training.output_dir, f"pid-{os.getpid()}").touch()
+        while not stop.agreed(mesh):
+            time.sleep(0.01)
+    raise Stopped(stop.number, 3, "checkpoints/step-3")
+
+
+def finish_the_run(cfg: RunConfig, mesh: Mesh) -> None:
+    with StopRequest() as stop:
+        Path(cfg.training.output_dir, f"pid-{os.getpid()}").touch()
+        while not stop.agreed(mesh):
+            time.sleep(0.01)
+
+
+def sleep(cfg: RunConfig, mesh: Mesh) -> None:
+    Path(cfg.training.output_dir, f"pid-{os.getpid()}").touch()
+    time.sleep(600)
+
+
+# ----------------------------------------------------------------------------------------------- refused before a start
+
+
+def test_nproc_is_refused_where_a_launcher_has_started_processes(monkeypatch, tmp_path, capfd):
+    for name, value in {**TORCHRUN, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert launch(config(tmp_path), 2, report_place) == 2
+    assert capfd.readouterr().err == "error: --nproc 2: a launcher has started 4 processes already; leave --nproc out\n"
+
+
+def test_nproc_0_is_refused(tmp_path, capfd):
+    assert launch(config(tmp_path), 0, report_place) == 2
+    assert capfd.readouterr().err == "error: --nproc is 0; give at least 1\n"
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_folder_is_touched(tmp_path, capfd):
+    cfg = config(tmp_path / "run")
+    asked = RunConfig(cfg.model, cfg.data, cfg.training, measure=Measure(trackers=["mlflow"]))
+    assert launch(asked, 2, report_place) == 2
+    assert "pip install mlflow" in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert launch(config(tmp_path, device="auto"), 2, report_place) == 2
+    assert capfd.readouterr().err.startswith("error: --nproc is 2 but there are 1 GPUs here; lower it")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "nproc", "told"),
+    [(Parallel(tp=3), 3, "parallel.tp is 3"), (Parallel("fsdp2", dp_replicate=3), 2, "parallel.dp_replicate is 3")],
+)
+def test_a_layout_that_cannot_be_is_refused_before_a_process_starts(
+    parallel, nproc, told, monkeypatch, tmp_path, capfd
+):
+    monkeypatch.setattr(launching, "run_group", None)
+    cfg = replace(config(tmp_path), model=Model(str(TINY_LLAMA), "random"), parallel=parallel)
+    assert launch(cfg, nproc) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert told in line
+    assert json.loads((tmp_path / "record.json").read_text())["status"] == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("device", "thread", "num_torch_threads", "forked"),
+    [
+        ("cpu", False, 1, True),
+        ("cuda", False, 1, False),
+        ("cpu", True, 1, False),
+        ("cpu", False, 2, False),
+    ],
+)
+def test_only_a_process_without_threads_or_cuda_forks(device, thread, num_torch_threads, forked, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_torch_threads)
+    monkeypatch.setattr(threading, "active_count", lambda: 1 + thread)
+    assert can_fork(device, torch_was_imported=True) == (forked and sys.platform == "linux")
+
+
+# ---------------------------------------------------------------------------------------------------------- one process
+
+
+def test_one_process_runs_here_and_leaves_no_group(tmp_path):
+    assert launch(config(tmp_path, "single"), None, report_place) == 0
+    assert json.loads((tmp_path / "place-0.json").read_text())["sum"] == 1
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("train", "exit_code", "status", "told"),
+    [
+        (user_error_on_all, 2, "unsupported", "error: the file is empty; fill it\n"),
+        (out_of_memory_on_last, 3, "oom", f"error: out of memory: tried to allocate {2**50} bytes; lower training.mi"),
+        (bug_on_last, 1, "failed", "Traceback (most recent call last):\n"),
+    ],
+)
+def test_one_process_that_fails(train, exit_code, status, told, tmp_path, capfd):
+    assert launch(config(tmp_path, "single"), 1, train) == exit_code
+    assert capfd.readouterr().err.startswith(told)
+    assert json.loads((tmp_path / "record.json").read_text())["status"] == status
+    assert not dist.is_initialized()
+
+
+# -------------------------------------------------------------------------------------------------------- two processes
+
+
+def test_two_processes_share_the_cores_and_leave_this_process_as_it_was(monkeypatch, tmp_path):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
+    before = dict(os.environ), signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert launch(config(tmp_path), 2, report_place) == 0
+    for rank in (0, 1):
+        place = json.loads((tmp_path / f"place-{rank}.json").read_text())
+        assert place == {"sum": 1 + 2, "data_size": 2, "threads": "3"}  # 6 cores for 2 processes
+    assert before == (dict(os.environ), signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_no_process_of_a_run_on_one_machine_listens_beyond_it(nproc, monkeypatch, tmp_path):
+    """The launcher listens on nothing: a store on a port is anybody's who reaches it, and torch unpickles from it."""
+    for name in SOCKET_INTERFACES:
+        monkeypatch.delenv(name, raising=False)
+    assert launch(config(tmp_path), nproc, report_sockets) == 0
+    listening = [json.loads((tmp_path / f"sockets-{rank}.json").read_text()) for rank in range(nproc)]
+    if nproc > 1:
+        assert listening[0]["launcher"] == []
+    assert {ip for told in listening for ip in told["rank"]} <= {"127.0.0.1"}
+    assert not any(name in os.environ for name in SOCKET_INTERFACES)
+
+
+def launch_where_one_process_starts(folder: Path) -> None:
+    fork, started = os.fork, []
+
+    def once() -> int:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        started.append(pid := fork())
+        return pid
+
+    os.fork = once
+    exit_code = launch(config(folder), 2, report_place)
+    for process in multiprocessing.active_children():
+        process.join(PATIENCE)
+    (folder / "ended.json").write_text(json.dumps([exit_code, is_running(str(started[0]))]))
+
+
+def test_where_not_all_processes_start_none_is_left(tmp_path, capfd):
+    # In a process of its own, since a launcher does not fork where there are threads, and pytest-xdist has some.
+    launcher = multiprocessing.get_context("fork").Process(target=launch_where_one_process_starts, args=(tmp_path,))
+    launcher.start()
+    launcher.join(2 * PATIENCE)
+    assert json.loads((tmp_path / "ended.json").read_text()) == [1, False]
+    assert "no more processes" in capfd.readouterr().err
+
+
+WANT = f"out of memory on rank 1 of 2: tried to allocate {2**50} bytes"
+KILLED = "rank 1 of 2 was killed by SIGKILL; the system does that when memory runs out"
+
+
+@pytest.mark.parametrize(
+    ("train", "exit_code", "status", "reason", "one_line"),
+    [
+        (user_error_on_all, 2, "unsupported", "the file is empty; fill it", True),
+        (out_of_memory_on_last, 3, "oom", WANT, True),
+        (bug_on_last, 1, "failed", "KeyError on rank 1 of 2: 'a bug of ours'", False),
+        (killed_on_last, 1, "failed", KILLED, True),
+    ],
+)
+def test_the_first_failure_of_two_processes_is_the_one_told(
+    train, exit_code, status, reason, one_line, tmp_path, capfd, caplog
+):
+    assert launch(config(tmp_path), 2, train) == exit_code
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["status"], record["reason"]) == (status, reason)
+    assert caplog.text == ""  # nothing of the libraries' own
+    told = capfd.readouterr().err
+    if one_line:
+        assert told.startswith(f"error: {reason}")
+        assert told.count("\n") == 1
+    else:
+        assert told.startswith("error on rank 1 of 2:\nTraceback (most recent call last):\n")
+        assert "in bug_on_last" in told
+        assert told.endswith("\nKeyError: 'a bug of ours'\n")
+
+
+def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, capfd):
+    # 20 seconds: less than the test may take, more than two processes take to meet on a busy machine.
+    assert launch(config(tmp_path, timeout_seconds=20), 2, hang_on_last) == 1
+    reason = "nothing was finished for 20 seconds (training.timeout_seconds)"
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["status"], record["reason"]) == ("timeout", reason)
+    told = capfd.readouterr().err
+    assert told.endswith(f"error: {reason}; see the stacks of every rank in {tmp_path}\n")
+    hanging, waiting = (told.split(f"stacks on rank {rank} of 2:\n")[1].partition("stacks on")[0] for rank in (1, 0))
+    for stack in (hanging, waiting):
+        assert "in hang_on_last" in stack
+    assert "in barrier" in waiting
+    assert "in barrier" not in hanging
+    assert (tmp_path / "stacks-rank-1.txt").exists()
+
+
+def test_processes_that_were_asked_to_stop_have_not_failed(tmp_path, capfd):
+    assert launch(config(tmp_path, max_restarts=3), 2, stopped) == 128 + signal.SIGTERM
+    assert json.loads((tmp_path / "record.json").read_text())["status"] == "stopped"
+    message = "stopped by SIGTERM after step 3, saved as checkpoints/step-3; go on with --resume latest\n"
+    assert capfd.readouterr().err == message
+
+
+START = """
+import os, sys, threading, time
+from pathlib import Path
+if __name__ == "__main__" and "SLOW_IMPORT" in os.environ:  # with a thread, new processes are no forks
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:  # a new process that has not come to its task yet
+    Path(sys.argv[1], f"pid-{os.getpid()}").touch()
+    time.sleep(600)
+from shardwise.launch.local import launch
+from tests.launch import test_local as test_launch
+if __name__ == "__main__":
+    cfg = test_launch.config(Path(sys.argv[1]))
+    sys.exit(launch(cfg, int(sys.argv[2]) or None, getattr(test_launch, sys.argv[3])))
+"""
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start `launch` in a process of its own, as a shell would: start(nproc, name of the fake run, **environment)."""
+    script = tmp_path / "start.py"
+    script.write_text(START)
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(nproc: int, train: str, **env: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path), str(nproc), train],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path), **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C in a terminal goes to all the processes of a group
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        with process:
+            process.kill()
+
+
+def wait_for_pids(process: subprocess.Popen[str], folder: Path) -> list[str]:
+    """The ids of the two processes that `process` starts, once they run the sleeping task (or sleep before it)."""
+    deadline = time.monotonic() + PATIENCE
+    while len(files := list(folder.glob("pid-*"))) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    return [file.name.removeprefix("pid-") for file in files]
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def blocks_ctrl_c(pid: str) -> bool:
+    (mask,) = re.findall(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) & 1 << signal.SIGINT - 1)
+
+
+@pytest.mark.parametrize("importing", [True, False])
+def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
+    process = start(2, "sleep", **({"SLOW_IMPORT": "1"} if importing else {}))
+    pids = wait_for_pids(process, tmp_path)
+    assert [blocks_ctrl_c(pid) for pid in pids] == [importing] * 2  # there Python would print where it was interrupted
+    os.killpg(process.pid, signal.SIGINT)
+    assert (*process.communicate(timeout=PATIENCE), process.returncode) == ("", "", 130)
+    assert not any(is_running(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "train"),
+    [
+        (signal.SIGKILL, -9, "sleep"),
+        (signal.SIGKILL, -9, "finish_a_step"),
+        (signal.SIGKILL, -9, "finish_the_run"),
+        (signal.SIGTERM, 128 + 15, "sleep"),
+    ],
+)
+def test_processes_end_with_the_one_that_started_them(number, exit_code, train, start, tmp_path):
+    process = start(2, train)
+    pids = wait_for_pids(process, tmp_path)
+    os.kill(process.pid, number)
+    process.communicate(timeout=PATIENCE)  # until nobody holds its pipes
+    assert process.returncode == exit_code
+    time.sleep(0.2)
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_two_slurm_tasks_join(start, tmp_path):
+    env = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    tasks = [start(0, "report_place", **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)]
+    assert [(*task.communicate(timeout=PATIENCE), task.returncode) for task in tasks] == [("", "", 0)] * 2
+    assert [json.loads((tmp_path / f"place-{rank}.json").read_text())["sum"] for rank in (0, 1)] == [3, 3]

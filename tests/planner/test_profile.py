@@ -1,0 +1,302 @@
+"""Measured costs: what is measured, what of it is kept, and what a run makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.assembly import profiles as profile_store
+from shardwise.assembly.build import build as build_run
+from shardwise.assembly.costs import COUNTED, costs_of
+from shardwise.assembly.describe import check
+from shardwise.assembly.profiles import Measured, Profile, needs_gradient, path_of, unit_keys
+from shardwise.config import Lora, Parallel, RunConfig, UserError, known_keys
+from shardwise.interfaces import Mesh, Part
+from shardwise.models.counts import count_model
+from shardwise.models.experts import ONE_BY_ONE
+from shardwise.parallel.mesh import build_mesh
+from shardwise.planner import profile
+from shardwise.schedule.orders import Pipeline
+from shardwise.schedule.split import predict
+from tests.assembly.test_costs import LENGTH, build, config, tiny
+from tests.distributed import PATIENCE, run_ranks
+
+HIDDEN = 4 * 2 * LENGTH * 64  # bytes of two rows of hidden states in float32
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    monkeypatch.setattr(profile, "FEWEST", 3)
+    monkeypatch.setattr(profile, "MOST", 3)
+
+
+def measured(cfg: RunConfig) -> tuple[Profile, tuple[str, ...]]:
+    """On this rank, with others if there are."""
+    alike = replace(cfg, parallel=replace(cfg.parallel, pp=1, schedule="1f1b", data="ddp"))
+    mesh: Mesh = build_mesh(alike, torch.device("cpu"))
+    facts = check(cfg, cfg.parallel.pp)
+    keys = unit_keys(facts.hf, facts.spec, cfg.parallel.schedule)
+    return profile.profile_units(cfg, mesh, facts, keys), keys
+
+
+def test_two_ranks_measure_each_kind_of_unit_once():
+    cfg = config(tiny("qwen3_5"))
+    (result, keys), (other, _) = run_ranks(2, measured, cfg)
+    assert result == other
+    assert list(result.units) == list(dict.fromkeys(keys))  # bottom up
+    assert [key.rpartition(",")[0] for key in result.units] == [
+        "embedding",
+        "gated_delta_net, dense",
+        "full_attention, dense",
+        "head",
+    ]
+    embedding, recurrent, attention, head = result.units.values()
+    assert (embedding.forward_seconds, embedding.activation_bytes) == (0.0, 0)
+    assert embedding.backward_seconds > 0  # its weight is trained
+    for layer in (recurrent, attention):
+        for seconds in (layer.forward_seconds, layer.backward_seconds, layer.input_seconds, layer.weight_seconds):
+            assert 0 < seconds < PATIENCE
+        assert layer.activation_bytes > HIDDEN
+    # Its input, the norm's and the hidden states' gradient; and the head's gradient, which the loss keeps.
+    assert 2 * HIDDEN + 4 * 64 * 256 <= head.activation_bytes < 5 * HIDDEN + 4 * 64 * 256
+    assert 0 < result.stage_seconds < PATIENCE
+    assert 0 < result.output_seconds < PATIENCE
+    assert (result.num_processes, result.rounds) == (2, 3)
+    assert result.slowdown > 0
+
+
+def test_what_needs_no_backward_has_none_and_a_layer_computed_again_keeps_its_input():
+    adapters = Lora(targets=["model.layers.2.self_attn.q_proj"])
+    cfg = config(tiny("llama"), adapters, {"checkpointing": "full"})
+    ((result, keys),) = run_ranks(1, measured, cfg)
+    frozen, lowest, above = (result.units[keys[place]] for place in (1, 3, 4))
+    assert keys[1] == keys[2]
+    assert (frozen.backward_seconds, frozen.activation_bytes) == (0.0, 0)
+    assert frozen.forward_seconds > 0
+    assert lowest.backward_seconds > 0
+    assert (lowest.input_seconds, lowest.weight_seconds) == (0.0, 0.0)  # its input needs no gradient
+    assert above.input_seconds > 0
+    # Beside the input: where each token stands, and so on; nothing of the size of a hidden state.
+    assert HIDDEN <= above.activation_bytes < 1.7 * HIDDEN
+    assert result.output_seconds == 0.0
+
+
+def test_a_head_without_the_chunked_loss_has_its_products_in_the_backward():
+    cfg = config(tiny("llama"), training={"loss": "plain"})
+    for _ in range(10):  # one of three rounds may be disturbed by another process, but not always the same
+        ((result, keys),) = run_ranks(1, measured, cfg)
+        head = result.units[keys[-1]]
+        if head.backward_seconds > 0.3 * (head.input_seconds + head.weight_seconds):
+            break
+    else:
+        pytest.fail(f"{head.backward_seconds} s, of {head.input_seconds} and {head.weight_seconds}")
+    assert head.activation_bytes > 4 * 2 * LENGTH * 256  # probabilities
+
+
+def replaced_forwards(parts: Iterable[Part]) -> dict[str, str]:
+    """By module, what has taken the place of its class's forward."""
+    named = (item for part in parts for item in part.named_modules())
+    return {name: vars(module)["forward"].__qualname__ for name, module in named if "forward" in vars(module)}
+
+
+def forwards_of_profile_and_run(cfg: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
+    one_process = replace(cfg, parallel=Parallel())
+    mesh = build_mesh(one_process, torch.device("cpu"))
+    facts = check(cfg, cfg.parallel.pp)
+    timed = profile.make_bench(cfg, mesh, facts, list(range(len(facts.spec.layers) + 2))).stages
+    return replaced_forwards(timed), replaced_forwards(build_run(one_process, mesh).pm.parts)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "training"),
+    [("torch", {}), ("peft", {"loss": "plain"}), ("auto", {"checkpointing": "full"})],
+)
+def test_a_profile_runs_the_forwards_that_a_run_does(kernel, training):
+    cfg = config(tiny("qwen3_5"), Lora(kernel=kernel), training)
+    ((timed, run),) = run_ranks(1, forwards_of_profile_and_run, cfg)
+    assert timed == run
+    assert any("_Shared" in forward for forward in run.values()) == (kernel != "peft")
+
+
+class Clocked:
+    """A stage whose forward takes its own seconds, and around them the more, the less alike what ran before is."""
+
+    after = "a backward"
+    clock = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.spec = SimpleNamespace(first=seconds == 0)
+
+    def __call__(self, carried: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        Clocked.clock += {"a backward": 4.0, "a layer": 2.0, "nothing but what is around": 1.0}[
+            self.after
+        ] + self.seconds
+        Clocked.after = "a layer" if self.seconds else "nothing but what is around"
+        return carried
+
+
+class ClockedBench(profile._Bench):
+    def now(self) -> float:
+        return Clocked.clock
+
+    def backward(self, place: int, carried: torch.Tensor, output: torch.Tensor, halves: bool) -> None:
+        Clocked.after = "a backward"
+
+
+def clocked_means() -> list[dict[str, float]]:
+    stages = [Clocked(0.0), Clocked(5.0), Clocked(8.0)]
+    return ClockedBench(stages, [False] * 3, torch.zeros(1), 1.0).means(4, together=True)
+
+
+def test_what_is_around_a_unit_is_taken_off_as_warm_as_it_was_there():
+    # Each unit's forward has 1 s in it that is not its own; a stage in a run, which comes after a backward, 4 s.
+    for nothing, *layers in run_ranks(2, clocked_means):
+        assert (nothing["around"], nothing["F"]) == (4.0, 1.0)
+        assert layers == [{"F": 5.0 + 1.0}, {"F": 8.0 + 1.0}]
+
+
+def test_which_inputs_need_a_gradient():
+    adapters = Lora(targets=["model.layers.2.self_attn.q_proj"])
+    hf, spec = build(config(tiny("llama"), adapters))
+    assert needs_gradient(hf, spec, "1f1b") == [False, False, False, False, True, True]
+    assert needs_gradient(hf, spec, "zbv") == [False, True, True, True, True, True]
+    plain, zero_bubble = unit_keys(hf, spec, "1f1b"), unit_keys(hf, spec, "zbv")
+    assert plain[1] == plain[2] != plain[3] != plain[4]
+    assert plain[1] != zero_bubble[1] == zero_bubble[2] == zero_bubble[4] != zero_bubble[3]
+
+
+def made_up(keys: tuple[str, ...]) -> Profile:
+    unit = Measured(2.0, 5.0, 4.0, 3.0, 1000)
+    return Profile(dict.fromkeys(keys, unit), 0.5, 0.25, num_processes=2, slowdown=1.1, spread=0.01, rounds=9)
+
+
+def test_a_run_finds_its_profile_and_another_does_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    cfg = config(tiny("llama"), Lora())
+    hf, spec = build(cfg)
+    counts = count_model(hf, spec)
+    keys = unit_keys(hf, spec, "1f1b")
+    counted, source = costs_of(cfg, hf, spec, counts, 2)
+    assert source == COUNTED
+    path = path_of(cfg, hf, keys, 2)
+    profile_store.write(made_up(keys), path)
+    units, source = costs_of(cfg, hf, spec, counts, 2)
+    assert source == f"profile {path.stem}, 2 processes"
+    layer = units[2]
+    assert (layer.forward_seconds, layer.input_seconds, layer.weight_seconds) == (2.0, 4.0, 1.0)
+    assert layer.split_seconds == 2.0  # 4 + 3 apart, 5 together
+    assert (layer.activation_bytes, layer.state_bytes) == (1000, counted[2].state_bytes)
+    # Two stages with 0.5 s each around their three units, 0.25 s from one to the other, forwards of 2 s.
+    timeline = predict(units, (0, 3, 6), Pipeline("1f1b", 2, 2)).timeline
+    (first,) = (event for event in timeline.events if (event.rank, event.microbatch, event.kind) == (1, 0, "F"))
+    assert (first.start, first.end) == (6.75, 13.25)
+    longer = replace(cfg, data=replace(cfg.data, sequence_length=25))
+    assert costs_of(longer, hf, spec, counts, 2)[1] == COUNTED
+    adapters = config(tiny("llama"), Lora(r=4))
+    hf, spec = build(adapters)
+    assert costs_of(adapters, hf, spec, None, 2)[1] == COUNTED
+
+
+TIMED: dict[str, Any] = {
+    "model.router_aux_loss_coef": 0.01,
+    "model.trust_remote_code": True,  # another class than transformers' own may have the same config
+    "model.sdpa_backend": "math",
+    "lora.dropout": 0.1,
+    "lora.kernel": "peft",
+    "data.sequence_length": 25,
+    "data.packing": "isolated",
+    "training.micro_batch_size": 1,
+    "training.precision": "bfloat16",
+    "training.accumulation": "float32",
+    "training.checkpointing": "full",
+    "training.compile": "aot_eager",
+    "training.loss": "plain",
+}
+"""Keys of the run file that a profile depends on by themselves, each with another value."""
+
+
+def test_every_key_of_the_run_file_is_in_a_profiles_name_or_has_a_reason_why_not():
+    """A new key is in the name until somebody finds here that it changes no time."""
+    without = profile_store.NOT_TIMED
+    every = {f"{section.name}.{key}" for section in fields(RunConfig) for key in known_keys(section.name)}
+    excused = {key for key in every if key in without or key.partition(".")[0] in without}
+    assert every - excused == TIMED.keys()
+    assert without.keys() <= every | {section.name for section in fields(RunConfig)}  # none is of an old key
+    assert all(without.values())
+
+
+def changed(cfg: RunConfig, key: str, value: Any) -> RunConfig:
+    section, _, name = key.partition(".")
+    changes: dict[str, Any] = {section: replace(getattr(cfg, section), **{name: value})}
+    return replace(cfg, **changes)
+
+
+def test_each_of_these_keys_gives_another_profile(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    cfg = config(tiny("llama"), Lora())
+    hf, spec = build(cfg)
+    keys = unit_keys(hf, spec, "1f1b")
+    unchanged = path_of(cfg, hf, keys, 2)
+    paths = {path_of(changed(cfg, key, value), hf, keys, 2) for key, value in TIMED.items()}
+    assert len(paths | {unchanged}) == 1 + len(TIMED)
+    for key, value in (("training.seed", 1), ("lora.alpha", 1.0), ("parallel.split", "uniform")):
+        assert path_of(changed(cfg, key, value), hf, keys, 2) == unchanged
+    monkeypatch.setattr(profile_store, "version", lambda name: "another")
+    assert path_of(cfg, hf, keys, 2) not in paths | {unchanged}
+
+
+def test_experts_that_run_one_by_one_have_another_profile():
+    cfg = config(tiny("qwen3_moe"))
+    hf, spec = build(cfg)
+    keys = unit_keys(hf, spec, "1f1b")
+    grouped = path_of(cfg, hf, keys, 2)
+    hf.set_experts_implementation(ONE_BY_ONE)
+    assert path_of(cfg, hf, keys, 2) != grouped
+
+
+def test_a_profile_is_for_as_many_busy_processes_as_measured_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(profile_store, "num_cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # so the number of threads does not tell them apart
+    cfg = config(tiny("llama"))
+    hf, spec = build(cfg)
+    keys = unit_keys(hf, spec, "1f1b")
+    files = [path_of(cfg, hf, keys, processes) for processes in (2, 3, 4, 8)]
+    assert len(set(files)) == 3
+    assert files[2] == files[3]  # of 8, only 4 are busy at a time
+    profile_store.write(made_up(keys), files[0])
+    sources = [costs_of(cfg, hf, spec, None, processes)[1] for processes in (2, 3)]
+    assert sources == [f"profile {files[0].stem}, 2 processes", COUNTED]
+
+
+def cut_by(cfg: RunConfig) -> str:
+    """What a run is cut by, where profiles of 2 and of 3 processes are kept."""
+    hf, spec = build(cfg)
+    keys = unit_keys(hf, spec, "1f1b")
+    if dist.get_rank() == 0:
+        for processes in (2, 3):
+            profile_store.write(replace(made_up(keys), num_processes=processes), path_of(cfg, hf, keys, processes))
+    cut = build_run(cfg, build_mesh(cfg, torch.device("cpu"))).cut
+    assert cut is not None
+    return cut.source.partition(", ")[2]
+
+
+def test_a_run_takes_the_profile_of_its_own_number_of_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(profile_store, "num_cores", lambda: 4)
+    for pp in (2, 3):
+        assert run_ranks(pp, cut_by, config(tiny("llama"), pp=pp)) == [f"{pp} processes"] * pp
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 0}', '{"schema_version": 3, "units": {"a": {}}}'])
+def test_a_damaged_profile_is_told(content, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(UserError, match=r"a\.json: not a whole profile .* shardwise split --profile"):
+        profile_store.read(tmp_path / "a.json")
