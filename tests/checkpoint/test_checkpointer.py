@@ -35,10 +35,10 @@ from shardwise.checkpoint.folder import (
 from shardwise.checkpoint.index import read_index
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig, UserError
+from shardwise.interfaces import Evaluation
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.process.ending import RunError, explain
-from shardwise.interfaces import Evaluation
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
 from tests.parity.harness import Cell, microbatches, run_config

@@ -1,0 +1,385 @@
+"""The rulebook: every rule is reached, says a way out, and gives everybody who asks the same answer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+from shardwise import rules
+from shardwise.assembly.build import build
+from shardwise.assembly.describe import describe
+from shardwise.config import Lora, RunConfig, UserError, known_keys
+from shardwise.layouts import NAMES, Facts, axis_sizes, layout_of, parallel_of
+from shardwise.models import load, lora
+from shardwise.models.facts import facts_of
+from shardwise.models.families import FAMILIES, family_of, spec_of
+from shardwise.planner.split_view import plan
+from shardwise.run_file import parse_config
+from tests.models.unproven import write_config
+
+ROOT = Path(__file__).parents[1]
+BFLOAT16 = {"dtype": "bfloat16"}
+FLOAT32_SUMS = {"accumulation": "float32"}
+LORA = {"r": 4}
+PIPELINE = {"pp": 2}
+EXPERTS = {"r": 4, "targets": ["experts"]}
+
+Sections = dict[str, dict[str, Any]]
+EXAMPLES: dict[str, tuple[str, Sections, int]] = {
+    "schedule without its strategy": ("llama", {"parallel": {"schedule": "zbv"}}, 1),
+    "virtual_stages without its strategy": ("llama", {"parallel": {"virtual_stages": 2}}, 1),
+    "split without its strategy": ("llama", {"parallel": {"split": "uniform"}}, 1),
+    "memory_limit_gib without its strategy": ("llama", {"parallel": {"memory_limit_gib": 1.0}}, 1),
+    "sequence_parallel without its strategy": ("llama", {"parallel": {"sequence_parallel": True}}, 1),
+    "dp_replicate without its strategy": ("llama", {"parallel": {"data": "ddp", "dp_replicate": 2}}, 2),
+    "reshard_after_forward without its strategy": ("llama", {"parallel": {"reshard_after_forward": False}}, 1),
+    "offload without its strategy": ("llama", {"parallel": {"data": "ddp", "offload": "all"}}, 2),
+    "fsdp1_wrap without its strategy": ("llama", {"parallel": {"fsdp1_wrap": "naive"}}, 1),
+    "keep_best without validation": ("llama", {"training": {"keep_best": True}}, 1),
+    "tokens in a step": ("llama", {"data": {"sequence_length": 16_777_216}, "training": {"global_batch_size": 64}}, 1),
+    "compile with isolated documents": (
+        "llama",
+        {"data": {"packing": "isolated"}, "training": {"compile": "inductor"}},
+        1,
+    ),
+    "compile with checkpointing of operators": (
+        "llama",
+        {"training": {"compile": "inductor", "checkpointing": "operators"}},
+        1,
+    ),
+    "fsdp1 with tp": ("llama", {"parallel": {"data": "fsdp1", "tp": 2}}, 4),
+    "zero2 with tp": ("llama", {"parallel": {"data": "zero2", "tp": 2}}, 4),
+    "zero or fsdp1 in a pipeline": ("llama", {"parallel": {"data": "zero1", "pp": 2}}, 4),
+    "fsdp1 naive with adapters of another dtype": (
+        "llama",
+        {"parallel": {"data": "fsdp1", "fsdp1_wrap": "naive"}, "lora": LORA, "model": BFLOAT16},
+        2,
+    ),
+    "tp with parallel.offload": ("llama", {"parallel": {"data": "fsdp2", "tp": 2, "offload": "all"}}, 4),
+    "tp with training.compile": ("llama", {"parallel": {"tp": 2}, "training": {"compile": "inductor"}}, 2),
+    "tp with training.precision": ("llama", {"parallel": {"tp": 2}, "training": {"precision": "float16"}}, 2),
+    "tp with a memory limit": ("llama", {"parallel": {"tp": 2, "pp": 2, "memory_limit_gib": 8.0}}, 4),
+    "sequence length over sp": (
+        "llama",
+        {"parallel": {"tp": 2, "sequence_parallel": True}, "data": {"sequence_length": 31}},
+        2,
+    ),
+    "pp with offload": ("llama", {"parallel": {**PIPELINE, "data": "fsdp2", "offload": "all"}}, 4),
+    "stages per rank": ("llama", {"parallel": {**PIPELINE, "virtual_stages": 2}}, 2),
+    "halved backwards with fsdp2 that reshards": (
+        "llama",
+        {"parallel": {**PIPELINE, "schedule": "zbv", "data": "fsdp2"}},
+        4,
+    ),
+    "halved backwards with checkpointing": (
+        "llama",
+        {"parallel": {**PIPELINE, "schedule": "zbv"}, "training": {"checkpointing": "full"}},
+        2,
+    ),
+    "halved backwards with compile": (
+        "llama",
+        {"parallel": {**PIPELINE, "schedule": "zbv"}, "training": {"compile": "aot_eager"}},
+        2,
+    ),
+    "pp with float16 products of bfloat16 weights": (
+        "llama",
+        {"parallel": PIPELINE, "model": BFLOAT16, "training": {"precision": "float16"}},
+        2,
+    ),
+    "pp and tp divide the ranks": ("llama", {"parallel": {"tp": 2}}, 3),
+    "single on several ranks": ("llama", {}, 2),
+    "dp_replicate divides the ranks": ("llama", {"parallel": {"data": "fsdp2", "dp_replicate": 3}}, 4),
+    "fsdp1 on one rank": ("llama", {"parallel": {"data": "fsdp1"}}, 1),
+    "the global batch over the ranks": ("llama", {"parallel": {"data": "ddp"}}, 3),
+    "micro-batches of a schedule": ("llama", {"parallel": PIPELINE, "training": {"global_batch_size": 1}}, 2),
+    "equal rounds of micro-batches": (
+        "llama",
+        {"parallel": {**PIPELINE, "schedule": "interleaved-1f1b"}, "training": {"global_batch_size": 5}},
+        2,
+    ),
+    "a family that is not listed, with tp or pp": ("mistral", {"parallel": {"tp": 2}}, 2),
+    "a loss on logits of a family that is not listed": ("mistral", {"training": {"loss": "chunked"}}, 1),
+    "kinds of layers to recompute": ("llama", {"training": {"checkpointing": ["mamba2"]}}, 1),
+    "learned positions": ("gpt2", {"data": {"sequence_length": 4096}}, 1),
+    "dropout inside attention": ("attention-dropout", {}, 1),
+    "isolated documents with added positions": ("gpt2", {"data": {"packing": "isolated"}}, 1),
+    "isolated documents in kinds without proof": ("mistral", {"data": {"packing": "isolated"}}, 1),
+    "router loss without routers": ("llama", {"model": {"router_aux_loss_coef": 0.01}}, 1),
+    "LoRA kernel without plain adapters": ("qwen3_moe", {"lora": {**EXPERTS, "kernel": "torch"}}, 1),
+    "fsdp1 with adapters on experts": ("qwen3_moe", {"parallel": {"data": "fsdp1"}, "lora": EXPERTS}, 2),
+    "tp with whole layers in modules_to_save": (
+        "llama",
+        {"parallel": {"tp": 2}, "lora": {"r": 4, "targets": ["o_proj"], "modules_to_save": ["layers.0"]}},
+        2,
+    ),
+    "sizes over tp": ("llama", {"parallel": {"tp": 3}}, 3),
+    "compile with experts of odd widths": ("odd-experts", {"training": {"compile": "inductor"}}, 1),
+    "float32 sums in a pipeline whose stages add up": (
+        "llama",
+        {"parallel": {**PIPELINE, "data": "fsdp2"}, "model": BFLOAT16, "training": FLOAT32_SUMS},
+        4,
+    ),
+    "float32 sums with tp": ("llama", {"parallel": {"tp": 2}, "model": BFLOAT16, "training": FLOAT32_SUMS}, 2),
+    "float32 sums with fsdp1": (
+        "llama",
+        {"parallel": {"data": "fsdp1"}, "model": BFLOAT16, "training": FLOAT32_SUMS},
+        2,
+    ),
+    "tied weights on one rank, sharded": (
+        "gpt2",
+        {"parallel": {**PIPELINE, "schedule": "zbv", "data": "fsdp2", "reshard_after_forward": False}},
+        4,
+    ),
+    "more stages than layers": ("llama", {"parallel": {"pp": 5}}, 5),
+    "a split of another model": ("llama", {"parallel": {**PIPELINE, "split": [1, 2]}}, 2),
+    "an empty stage": ("llama", {"parallel": {"pp": 3, "split": [2, 0, 2]}}, 3),
+}
+"""By rule, a run that it forbids: tiny model, sections of the run file, number of processes."""
+OLD_TORCH = {
+    "compile with LoRA's kernels on an old torch": {"training": {"compile": "inductor"}, "lora": LORA},
+    "pp on an old torch": {"parallel": PIPELINE},
+}
+"""Rules that the installed torch does not break."""
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory):
+    """Return the folder of a tiny model by its name."""
+
+    @cache
+    def find(name: str) -> str:
+        folder = tmp_path_factory.mktemp(name)
+        if name == "mistral":
+            return str(write_config(name, folder))
+        changed = {"attention-dropout": ("llama", {"attention_dropout": 0.1}), "odd-experts": ("qwen3_moe", ODD)}
+        if name not in changed:
+            return str(ROOT / "configs" / "models" / f"tiny-{name.removesuffix('_text')}")
+        base, keys = changed[name]
+        content = json.loads((ROOT / "configs" / "models" / f"tiny-{base}" / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**content, **keys}))
+        return str(folder)
+
+    return find
+
+
+ODD = {"moe_intermediate_size": 42}
+"""No multiple of 16 bytes."""
+
+
+def run_of(model: str, sections: Sections) -> RunConfig:
+    """A run of a model in a folder; `parse_config` would refuse what a rule on the run file alone forbids."""
+    usual: Sections = {
+        "model": {"path": model, "init": "random"},
+        "data": {"train": "unused", "sequence_length": 32},
+        "training": {"output_dir": "unused", "device": "cpu", "global_batch_size": 16},
+    }
+    merged = {name: usual.get(name, {}) | sections.get(name, {}) for name in {**usual, **sections}}
+    hints = get_type_hints(RunConfig)
+    return RunConfig(**{name: _section(hints[name])(**values) for name, values in merged.items()})
+
+
+def _section(hint: Any) -> Any:
+    return Lora if hint is not None and Lora in get_args(hint) else hint
+
+
+def names() -> set[str]:
+    return {rule.name for group in rules.RULES.values() for rule in group}
+
+
+def test_every_rule_has_an_example_and_a_name_of_its_own():
+    assert names() == {*EXAMPLES, *OLD_TORCH}
+    assert len(names()) == sum(map(len, rules.RULES.values()))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_rule_forbids_its_example_before_a_rank_starts(name, folder_of):
+    model, sections, num_ranks = EXAMPLES[name]
+    cfg = run_of(folder_of(model), sections)
+    messages = dict(rules.refusals(cfg, facts_of_run(cfg, num_ranks)))
+    assert name in messages
+    assert "\n" not in messages[name]
+    assert refusal(cfg, num_ranks) in messages.values()
+
+
+def facts_of_run(cfg: RunConfig, num_ranks: int) -> Facts:
+    """All that may be asked of a run, whatever forbids it."""
+    hf_config = load.read_config(cfg.model)
+    hf = load.build_meta(cfg.model, hf_config)
+    spec = spec_of(hf_config, hf)
+    if cfg.lora:
+        lora.inject(hf, cfg.lora, spec)
+    return Facts(num_ranks, facts_of(hf, spec, family_of(hf)))
+
+
+@pytest.mark.parametrize("name", OLD_TORCH)
+def test_an_old_torch_is_refused(name, folder_of):
+    cfg = run_of(folder_of("llama"), OLD_TORCH[name])
+    for torch_version, is_refused in (((2, 12), True), ((2, 13), False), ((3, 0), False)):
+        asked = Facts(num_ranks=2, torch_version=torch_version)
+        assert (name in dict(rules.refusals(cfg, asked))) == is_refused
+
+
+def test_reasons_lead_to_tests_that_exist():
+    for group in rules.RULES.values():
+        for rule in group:
+            for path, _, test in re.findall(r"(tests/[\w/]+\.py)(::(\w+))?", rule.why):
+                assert f"def {test}" in (ROOT / path).read_text(), rule.name
+
+
+def test_a_run_file_is_refused_when_it_is_read():
+    with pytest.raises(UserError, match=r"^config: parallel.sequence_parallel is True, which is"):
+        parse_config(
+            {
+                "model": {"path": "m"},
+                "data": {"train": "d"},
+                "training": {"output_dir": "o"},
+                "parallel": {"sequence_parallel": True},
+            }
+        )
+
+
+# ------------------------------------------------------------ everybody gets the same answer
+
+
+def refusal(cfg: RunConfig, num_ranks: int) -> str | None:
+    """What the launcher, `split` and `build` say of a run; they must not differ."""
+    mesh: Any = SimpleNamespace(dense=SimpleNamespace(size=lambda: num_ranks), device=torch.device("cpu"))
+    try:
+        describe(cfg, num_ranks)
+    except UserError as error:
+        message = str(error)
+    else:
+        return None
+    asked = [lambda: build(cfg, mesh), lambda: describe(cfg, num_ranks, torch.device("cpu"))]
+    if cfg.parallel.pp > 1:
+        asked.append(lambda: plan(cfg, num_ranks))
+    for ask in asked:
+        with pytest.raises(UserError) as caught:
+            ask()
+        assert str(caught.value) == message
+    return message
+
+
+def choices() -> dict[str, list[Any]]:
+    """The values of each key of the run file that is an enumeration or a switch, and some of the numbers."""
+    found: dict[str, list[Any]] = {}
+    for section in known_keys():
+        cls: Any = _section(get_type_hints(RunConfig)[section])
+        for key, hint in get_type_hints(cls).items():
+            if hint is bool:
+                found[f"{section}.{key}"] = [False, True]
+            for part in (hint, *get_args(hint)):
+                if get_origin(part) is Literal and f"{section}.{key}" not in LEFT_OUT:
+                    found[f"{section}.{key}"] = list(get_args(part))
+    return {
+        **{key: values for key, values in found.items() if key not in LEFT_OUT},
+        "parallel.pp": [1, 2],
+        "parallel.tp": [1, 2, 3],
+        "parallel.dp_replicate": [1, 2],
+        "parallel.memory_limit_gib": [None, 1.0],
+        "model.router_aux_loss_coef": [0.0, 0.01],
+        "lora": [None, "lora"],
+        "family": [*FAMILIES, "mistral"],
+        "copies": [1, 2],
+    }
+
+
+LEFT_OUT = {
+    *(
+        "model.init",
+        "model.trust_remote_code",
+        "data.format",
+        "data.on_error",
+        "optimizer.name",
+        "optimizer.lr_schedule",
+    ),
+    *("training.device", "training.overwrite", "training.async_save", "measure.memory", "measure.reverse_microbatches"),
+    *("measure.trackers", "lora.rslora", "lora.targets", "data.train"),
+}
+"""Keys that no rule asks about, and lists."""
+
+
+def covering(domains: dict[str, list[Any]], seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield draws of one value for each key such that every pair of values of two keys comes up in one of them."""
+    draw = random.Random(seed)
+    keys = list(domains)
+    left = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(keys, 2)
+        for i in range(len(domains[a]))
+        for j in range(len(domains[b]))
+    }
+    while left:
+        best: dict[str, int] = {}
+        covered: set[Any] = set()
+        first = min(left)
+        for _ in range(12):
+            chosen = {key: draw.randrange(len(domains[key])) for key in keys} | dict(first)
+            pairs = {((a, chosen[a]), (b, chosen[b])) for a, b in itertools.combinations(keys, 2)} & left
+            if len(pairs) > len(covered):
+                best, covered = chosen, pairs
+        left -= covered
+        yield {key: domains[key][i] for key, i in best.items()}
+
+
+PIPELINE_KEYS = ("schedule", "virtual_stages", "split", "memory_limit_gib")
+FSDP2_KEYS = ("dp_replicate", "reshard_after_forward", "offload")
+
+
+def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:
+    sections: Sections = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if name and value is not None:
+            sections.setdefault(section, {})[name] = value
+    adapters, parallel = sections.pop("lora", {}), sections["parallel"]
+    if values["lora"]:
+        sections["lora"] = {"r": 4, **adapters}
+    needs = {"pp": PIPELINE_KEYS, "tp": ("sequence_parallel",), "fsdp2": FSDP2_KEYS, "fsdp1": ("fsdp1_wrap",)}
+    is_used = {"pp": parallel["pp"] > 1, "tp": parallel["tp"] > 1, parallel["data"]: True}
+    for strategy, keys in needs.items():
+        for key in keys:
+            if not is_used.get(strategy):  # else hardly a draw would come to the rules on models
+                parallel.pop(key, None)
+    cfg = run_of(folder_of(values["family"]), sections)
+    return cfg, cfg.parallel.pp * cfg.parallel.tp * cfg.parallel.dp_replicate * values["copies"]
+
+
+def test_every_pair_of_choices_has_one_answer(folder_of):
+    """Pairwise over the run file's enumerations, the families and the sizes of axes."""
+    refused = 0
+    cases = list(covering(choices()))
+    for values in cases:
+        cfg, num_ranks = drawn(values, folder_of)
+        refused += refusal(cfg, num_ranks) is not None
+    assert 0 < refused < len(cases)
+
+
+# ------------------------------------------------------------ names and sizes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layout_is_named_by_its_parts(name):
+    assert layout_of(parallel_of(name)) == name
+
+
+def test_what_is_offered_is_what_no_rule_refuses():
+    offered = rules.offered_layouts()
+    assert len(offered) == 29
+    assert {"single", "pp-fsdp2-tp-sp", "hsdp"} <= set(offered)
+    assert not {"fsdp1-tp", "zero2-tp-sp", "pp-zero1", "pp-fsdp1-tp"} & set(offered)
+
+
+def test_what_pp_and_tp_leave_goes_to_data(folder_of):
+    cfg = run_of(folder_of("llama"), {"parallel": {"data": "fsdp2", "dp_replicate": 2, "pp": 2}})
+    assert axis_sizes(cfg, 8) == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1}
