@@ -22,8 +22,8 @@ from shardwise.models.cores import (
     SlidingAttention,
 )
 from shardwise.models.counts import ModelCounts, count_model
-from shardwise.models.dropout import DropoutState
 from shardwise.models.families.base import ATTENTION
+from shardwise.models.patches.dropout import DropoutState
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.activation_checkpoint import recompute
 from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears

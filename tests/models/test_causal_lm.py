@@ -15,12 +15,18 @@ from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_lo
 
 from shardwise.config import Data, Lora, Model, RunConfig, Training, UserError
 from shardwise.interfaces import IGNORED, Batch
+from shardwise.layouts import ModelFacts
 from shardwise.models import load
-from shardwise.models.causal_lm import CausalLM, RouterLoss, check, loss_of_run
+from shardwise.models.causal_lm import CausalLM
+from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, Family, family_of, spec_of
+from shardwise.models.patches import patch
+from shardwise.models.patches.loss import loss_of_run
+from shardwise.models.patches.router_loss import RouterLoss
 from tests.models.tiny import CONFIGS, with_adapters
 from tests.parity.harness import Cell, run_config
 
+CPU = torch.device("cpu")
 PRESETS = [
     folder.name
     for folder in sorted(CONFIGS.glob("tiny-*"))
@@ -33,7 +39,7 @@ def model(family: str, coefficient: float = 0.0) -> CausalLM:
     cfg = replace(cfg, model=replace(cfg.model, router_aux_loss_coef=coefficient))
     hf_config = load.read_config(cfg.model)
     hf = load.load_whole(cfg.model, hf_config)
-    return CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg)
+    return patch(CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg), cfg, CPU)
 
 
 def batch(rows: int = 2, tokens: int = 12, ignored: int = 5) -> Batch:
@@ -86,7 +92,7 @@ def test_router_loss_of_one_row_and_layer_is_the_familys_own(family):
     elif hasattr(config, "layer_types"):
         config.layer_types = config.layer_types[:1]
     hf = load.load_whole(cfg.model, config)
-    lm, row = CausalLM(hf, spec_of(config, hf), family_of(hf), cfg), batch(rows=1, ignored=0)
+    lm, row = patch(CausalLM(hf, spec_of(config, hf), family_of(hf), cfg), cfg, CPU), batch(rows=1, ignored=0)
     with torch.no_grad():
         routed = lm.train()(row) - lm.eval()(row)
         theirs = hf(input_ids=row.input_ids, output_router_logits=True).aux_loss
@@ -94,12 +100,16 @@ def test_router_loss_of_one_row_and_layer_is_the_familys_own(family):
 
 
 def test_router_loss_where_there_is_no_router():
-    cfg = run_config(Cell("llama", "single", "full"))
-    cfg = replace(cfg, model=replace(cfg.model, router_aux_loss_coef=0.5))
+    assert not facts("llama").has_router_loss
+    assert facts("qwen3_moe").has_router_loss
+
+
+def facts(family: str, **config: Any) -> ModelFacts:
+    cfg = run_config(Cell(family, "single", "full"))
     hf_config = load.read_config(cfg.model)
+    hf_config.update(config)
     hf = load.build_meta(cfg.model, hf_config)
-    with pytest.raises(UserError, match=r"router_aux_loss_coef is 0.5, but llama has no router"):
-        check(hf, spec_of(hf_config, hf), family_of(hf), cfg)
+    return facts_of(hf, spec_of(hf_config, hf), family_of(hf))
 
 
 def test_gradients_are_those_of_transformers_own_loss():
@@ -116,13 +126,9 @@ def test_gradients_are_those_of_transformers_own_loss():
 
 
 @pytest.mark.parametrize(("family", "key"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")])
-def test_attention_dropout_is_refused(family, key):
-    cfg = run_config(Cell(family, "single", "full"))
-    hf_config = load.read_config(cfg.model)
-    setattr(hf_config, key, 0.1)
-    hf = load.build_meta(cfg.model, hf_config)
-    with pytest.raises(UserError, match=rf"{key} is 0.1 .* set it to 0.0"):
-        check(hf, spec_of(hf_config, hf), family_of(hf), cfg)
+def test_dropout_inside_attention_is_a_fact(family, key):
+    assert facts(family).attention_dropout is None
+    assert facts(family, **{key: 0.1}).attention_dropout == (key, 0.1)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -133,7 +139,7 @@ def test_precision_is_what_products_are_computed_in(precision):
     hf = load.load_whole(cfg.model, hf_config)
     seen = []
     hf.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    loss = CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg)(batch())
+    loss = patch(CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg), cfg, CPU)(batch())
     assert seen == [getattr(torch, precision)]
     assert loss.dtype == torch.float32
 
@@ -146,7 +152,7 @@ def with_loss(path: str | Path, loss: str, lora: Lora | None = None, family: Fam
     )
     hf_config = load.read_config(cfg.model)
     hf = with_adapters(cfg.model, lora)[0] if lora else load.load_whole(cfg.model, hf_config)
-    return CausalLM(hf, spec_of(hf_config, hf), family or family_of(hf), cfg).train()
+    return patch(CausalLM(hf, spec_of(hf_config, hf), family or family_of(hf), cfg), cfg, CPU).train()
 
 
 def head_and_below(lm: CausalLM) -> dict[str, Any]:

@@ -15,11 +15,13 @@ from shardwise.config import Lora, RunConfig, UserError
 from shardwise.interfaces import Batch
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
+from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.families.base import Cut
 from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.patches import patch
 from shardwise.models.spec import ModelSpec
-from shardwise.models.stage import Stage, hidden_dtype, stages
+from shardwise.models.stage import Stage, stages
 from shardwise.parallel.activation_checkpoint import recompute
 from shardwise.parallel.place import materialise
 from tests.models.tiny import relative_error
@@ -59,6 +61,7 @@ def names_of(hf: torch.nn.Module) -> set[str]:
 
 def filled(part: Any, cfg: RunConfig) -> Any:
     """The part with its weights, which depend on their names alone, and on a LoRA factor's."""
+    patch(part, cfg, torch.device("cpu"))
     drawn = start(cfg).parameters
     factors = [(n, drawn.get(n, value)) for n, value in lora.adapter_weights(part.hf, seed=0)]
     wanted = names_of(part.hf)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from shardwise.assembly.build import build
 from shardwise.interfaces import Batch
-from shardwise.models.dropout import DropoutState, SlotDropout
+from shardwise.models.patches.dropout import DropoutState, SlotDropout
 from shardwise.parallel import compile
 from shardwise.parallel.compile import BACKENDS, uncompiled
 from shardwise.parallel.mesh import build_mesh

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from shardwise.config import UserError
-from shardwise.models.experts import choose_product
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import family_of, spec_of
+from shardwise.models.patches import patch
+from shardwise.models.patches.experts import why_one_by_one
 from tests.distributed import run_ranks
 from tests.models.tiny import on_meta
 from tests.parity import harness
@@ -52,15 +53,8 @@ def test_equals_one_process(width: int, family: str, mode: str, variant: str) ->
 def test_product_is_chosen_by_a_ranks_share(width: int, tp: int, odd: int | None, family: str) -> None:
     cfg = run_config(Cell(family, "tp", "full", tp))
     hf = on_meta(cfg.model)
-    told = choose_product(hf, spec_of(hf.config, hf), family_of(hf), cfg)
+    spec, family = spec_of(hf.config, hf), family_of(hf)
+    reason = why_one_by_one(hf, spec, family, tp)
+    assert reason is None if odd is None else f"multiples of {odd}" in str(reason)
+    patch(CausalLM(hf, spec, family, cfg), cfg, torch.device("cpu"))
     assert hf.config._experts_implementation == ("grouped_mm" if odd is None else "eager")
-    assert told is None if odd is None else f"multiples of {odd}" in str(told)
-
-
-@pytest.mark.parametrize("width", [30], indirect=True)
-def test_compiled_the_loop_is_refused(width: int) -> None:
-    cfg = run_config(Cell("qwen3_moe", "single", "full"))
-    hf = on_meta(cfg.model)
-    cfg = replace(cfg, training=replace(cfg.training, compile="aot_eager"))
-    with pytest.raises(UserError, match=r"training\.compile"):
-        choose_product(hf, spec_of(hf.config, hf), family_of(hf), cfg)

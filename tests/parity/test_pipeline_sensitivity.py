@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwise.assembly import build
 from shardwise.models import stage
-from shardwise.models.dropout import DropoutState
+from shardwise.models.patches.dropout import DropoutState
 from shardwise.parallel import activation_checkpoint, ddp, pipeline_parallel, pipeline_stage
 from shardwise.parallel.reduce import sum_over
 from shardwise.training import gradients

@@ -18,7 +18,9 @@ from shardwise.assembly import build, order
 from shardwise.checkpoint import export
 from shardwise.interfaces import Mesh
 from shardwise.kernels.lora_linear import torch_backend
-from shardwise.models import causal_lm, dropout, isolation, lora, lora_forward
+from shardwise.models import lora
+from shardwise.models.patches import dropout, isolation, lora_kernel, router_loss
+from shardwise.models.patches import loss as loss_patch
 from shardwise.parallel import ddp, flat, fsdp1, fsdp2, offload, place, zero
 from shardwise.training import gradients, step
 from tests.distributed import run_ranks
@@ -242,23 +244,23 @@ def dropout_left_out_of_the_inputs_gradient():
 
 
 def projection_handed_anothers_output():
-    compute = lora_forward._compute
+    compute = lora_kernel._compute
 
     def swapped(layers, x, backend):
         ys = compute(layers, x, backend)
         return (*ys[:-2], ys[-1], ys[-2]) if len(ys) > 1 and ys[-1].shape == ys[-2].shape else ys
 
-    lora_forward._compute = swapped
+    lora_kernel._compute = swapped
 
 
 def state_runs_on_into_the_next_document():
-    isolate = causal_lm.isolate
+    isolate = isolation.isolate
 
     def attention_only(hf, spec, family, state):
         layers = tuple(layer for layer in spec.layers if layer.kind == "full_attention")
         isolate(hf, replace(spec, layers=layers), family, state)
 
-    causal_lm.isolate = attention_only
+    isolation.isolate = attention_only
 
 
 def boundaries_of_an_earlier_micro_batch():
@@ -272,25 +274,25 @@ def boundaries_of_an_earlier_micro_batch():
 
 
 def router_loss_pooled_over_the_forward():
-    call = causal_lm.RouterLoss.__call__
+    call = router_loss.RouterLoss.__call__
 
     def pooled(self, batch):
         flat = {name: getattr(batch, name).reshape(1, -1) for name in ("input_ids", "labels", "document_ids")}
         return call(self, replace(batch, **flat))
 
-    causal_lm.RouterLoss.__call__ = pooled
+    router_loss.RouterLoss.__call__ = pooled
 
 
 def ignored_rows_counted():
-    loss = causal_lm.linear_cross_entropy
-    causal_lm.linear_cross_entropy = lambda hidden, weight, labels, **options: loss(
+    loss = loss_patch.linear_cross_entropy
+    loss_patch.linear_cross_entropy = lambda hidden, weight, labels, **options: loss(
         hidden, weight, labels.clamp(min=0), **options
     )
 
 
 def scale_of_the_logits_applied_twice():
-    loss = causal_lm.linear_cross_entropy
-    causal_lm.linear_cross_entropy = lambda *args, scale, **options: loss(*args, scale=scale**2, **options)
+    loss = loss_patch.linear_cross_entropy
+    loss_patch.linear_cross_entropy = lambda *args, scale, **options: loss(*args, scale=scale**2, **options)
 
 
 def last_microbatch_only():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise.models import dropout
+from shardwise.models.patches import dropout
 from shardwise.models.tensor_splits import attention, base, jet_block
 from shardwise.parallel import ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
 from shardwise.parallel.reduce import sum_gradients, sum_over

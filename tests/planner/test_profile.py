@@ -19,7 +19,7 @@ from shardwise.assembly.profiles import Measured, Profile, needs_gradient, path_
 from shardwise.config import Lora, Parallel, RunConfig, UserError, known_keys
 from shardwise.interfaces import Mesh, Part
 from shardwise.models.counts import count_model
-from shardwise.models.experts import ONE_BY_ONE
+from shardwise.models.patches.experts import ONE_BY_ONE
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner import profile
 from shardwise.schedule.orders import Pipeline

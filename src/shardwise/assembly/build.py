@@ -18,8 +18,8 @@ from shardwise.assembly.loss_scale import LossScale
 from shardwise.assembly.optimizer import is_decayed, make_lr_schedule, make_optimizer
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
-from shardwise.models import load, lora, lora_forward
-from shardwise.models.causal_lm import CausalLM, loss_of_run
+from shardwise.models import load, lora
+from shardwise.models.causal_lm import CausalLM
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
 from shardwise.models.names import hf_name, is_adapter
@@ -96,9 +96,6 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     parameters = _sizes(hf)
     notes = _notes(cfg, spec)
     counts = None if notes else count_model(hf, spec)
-    if cfg.lora and cfg.lora.merged:
-        copied = lora_forward.merged_bytes(hf, cfg.training.precision)
-        notes += (f"lora.merged: a second copy of the weights that have adapters takes {copied:,} bytes on each rank",)
     cut = None if facts.pipeline is None else _cut(cfg, mesh, facts, facts.pipeline, counts)
     if cfg.parallel.tp > 1:
         notes += _not_dealt_out(plan.undealt_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh)
@@ -119,7 +116,6 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
         make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
         from_portable=lambda name, held, portable: fill(held, portable),
     )
-    kernels = use_kernels(nn.ModuleList(pm.parts), cfg, facts, mesh.device)
     pm = order.apply(pm, mesh, cfg, spec, load_parts)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
     lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step)
@@ -137,21 +133,9 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
         loss_scale=loss_scale,
         positions=facts.positions,
         cut=cut,
-        kernels=kernels,
+        kernels=facts.kernels,
         notes=notes,
     )
-
-
-def use_kernels(parts: nn.Module, cfg: RunConfig, facts: Description, device: torch.device) -> dict[str, str]:
-    """Let the parts of a run's model compute with the kernels that it asks for; what `loss` and `lora` came to.
-
-    Before a strategy wraps the parts. A profile calls it as a run does, so that it times what the run computes.
-    """
-    kernels = {"loss": loss_of_run(cfg, facts.family, device)}
-    if cfg.lora:
-        asked = cfg.lora.kernel if facts.has_plain_adapters else "peft"
-        kernels["lora"] = lora_forward.use_lora_kernel(parts, asked, device, cfg.training.precision)
-    return kernels
 
 
 def _cut(cfg: RunConfig, mesh: Mesh, facts: Description, pipeline: Pipeline, counts: ModelCounts | None) -> Cut:

@@ -16,10 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shardwise import rules
 from shardwise.config import RunConfig
 from shardwise.layouts import Facts, axis_sizes
-from shardwise.models import causal_lm, load, lora, lora_forward
-from shardwise.models.experts import choose_product
+from shardwise.models import load, lora
 from shardwise.models.facts import facts_of
 from shardwise.models.families import Family, family_of, spec_of
+from shardwise.models.patches import lora_kernel
+from shardwise.models.patches.loss import loss_of_run
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.process.world import device_type
@@ -40,8 +41,8 @@ class Description:
     """How many positions the model has learned; None: it takes any number."""
     coverage: lora.Coverage | None
     """What LoRA adapts; None without LoRA."""
-    has_plain_adapters: bool
-    """Whether there are adapters that a kernel in kernels/lora_linear computes."""
+    kernels: Mapping[str, str]
+    """What `training.loss` and `lora.kernel` come to on the device; empty where none was given."""
     pipeline: Pipeline | None
     notes: tuple[str, ...]
     """What whoever reads the result must know."""
@@ -62,13 +63,9 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     facts = facts_of(hf, spec, family)
     rules.check(cfg, Facts(num_ranks, facts))
-    if device is not None:
-        causal_lm.loss_of_run(cfg, family, device)
-        if cfg.lora and facts.has_plain_adapters:
-            lora_forward.kernel_for(hf, cfg.lora.kernel, device, cfg.training.precision)
     notes = _beyond_positions(cfg, hf.config, facts.num_positions)
-    if product := choose_product(hf, spec, family, cfg.parallel.tp):
-        notes += (product,)
+    if reason := facts.odd_experts(cfg.parallel.tp):
+        notes += (f"experts run one after the other, which is slower: {reason}",)
     return Description(
         hf=hf,
         spec=spec,
@@ -76,10 +73,19 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
         sizes=axis_sizes(cfg, num_ranks),
         positions=facts.num_positions,
         coverage=coverage,
-        has_plain_adapters=facts.has_plain_adapters,
+        kernels={} if device is None else _kernels(cfg, hf, family, device),
         pipeline=pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None,
         notes=notes,
     )
+
+
+def _kernels(cfg: RunConfig, hf: PreTrainedModel, family: Family, device: torch.device) -> dict[str, str]:
+    kernels = {"loss": loss_of_run(cfg, family, device)}
+    if cfg.lora:
+        kernels["lora"] = "peft"
+        if lora_kernel.has_plain_layers(hf):
+            kernels["lora"], _ = lora_kernel.kernel_for(hf, cfg.lora.kernel, device, cfg.training.precision)
+    return kernels
 
 
 def _beyond_positions(cfg: RunConfig, hf_config: PretrainedConfig, learned: int | None) -> tuple[str, ...]:

@@ -1,12 +1,14 @@
-"""The order in which strategies are applied."""
+"""The one order in which everything is done to a model between `meta` and training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.models.causal_lm import CausalLM
+from shardwise.models.patches import PATCHES, Patch
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel import (
     accumulate,
@@ -15,50 +17,74 @@ from shardwise.parallel import (
     ddp,
     fsdp1,
     fsdp2,
-    merged,
     offload,
     pipeline_parallel,
     tensor_parallel,
     zero,
 )
 
+Apply = Callable[[ParallelModel, Mesh, RunConfig, ModelSpec], ParallelModel]
 Load = Callable[[ParallelModel], None]
 
-ORDER: tuple[tuple[str, Any], ...] = (
-    ("tensor", tensor_parallel.apply),  # cuts the weights that all others then wrap
-    ("compile", compile.apply),  # inside checkpointing, which runs compiled layers again
-    ("activation checkpointing", activation_checkpoint.apply),  # inside the wrappers, so that their hooks lie outside
-    ("fsdp1", fsdp1.apply),  # gives memory to one unit of a model on meta after the other, and shards it
-    ("fsdp2", fsdp2.apply),  # shards a model on meta: no rank ever holds it whole
-    ("load", None),  # weights go into whatever each rank holds now
-    ("offload", offload.apply),  # copies real shards
-    ("ddp", ddp.apply),  # wraps real weights
-    ("zero1", zero.apply),  # the optimizer's shards are views into real weights
-    ("zero2", zero.apply),
-    ("merged adapters", merged.apply),  # from real weights; around whatever runs a step
-    ("float32 accumulation", accumulate.apply),  # changes what the wrappers hand over, and to whom
-    ("pipeline", pipeline_parallel.apply),  # runs the stages that all others have made ready
+
+class Entry(NamedTuple):
+    """Something that is done to a model."""
+
+    name: str
+    is_asked: Callable[[RunConfig], bool]
+    apply: Apply
+
+
+def _patched(patch: Patch) -> Apply:
+    def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
+        for part in pm.parts:
+            assert isinstance(part, CausalLM)
+            patch(part, cfg, mesh.device)
+        return pm
+
+    return apply
+
+
+def _data(*names: str) -> Callable[[RunConfig], bool]:
+    return lambda cfg: cfg.parallel.data in names
+
+
+BEFORE_LOADING = (
+    # What replaces forwards comes first: the strategies wrap or share what it has left.
+    *(Entry(name, lambda cfg: True, _patched(patch)) for name, patch in PATCHES),
+    # Cuts the weights that all others then wrap.
+    Entry("tensor", lambda cfg: cfg.parallel.tp > 1, tensor_parallel.apply),
+    # Inside checkpointing, which runs compiled layers again.
+    Entry("compile", lambda cfg: cfg.training.compile != "none", compile.apply),
+    # Inside the wrappers, so that their hooks lie outside.
+    Entry("activation checkpointing", lambda cfg: cfg.training.checkpointing != "none", activation_checkpoint.apply),
+    # Gives memory to one unit of a model on meta after the other, and shards it.
+    Entry("fsdp1", _data("fsdp1"), fsdp1.apply),
+    # Shards a model on meta: no rank ever holds it whole.
+    Entry("fsdp2", _data("fsdp2"), fsdp2.apply),
 )
+AFTER_LOADING = (
+    # Copies real shards.
+    Entry("offload", lambda cfg: cfg.parallel.offload != "none", offload.apply),
+    # Wraps real weights.
+    Entry("ddp", _data("ddp"), ddp.apply),
+    # The optimizer's shards are views into real weights.
+    Entry("zero", _data("zero1", "zero2"), zero.apply),
+    # Changes what the wrappers hand over, and to whom.
+    Entry("float32 accumulation", lambda cfg: cfg.training.accumulation == "float32", accumulate.apply),
+    # Runs the stages that all others have made ready.
+    Entry("pipeline", lambda cfg: cfg.parallel.pp > 1, pipeline_parallel.apply),
+)
+ORDER = (*BEFORE_LOADING, *AFTER_LOADING)
+"""Weights go into whatever each rank holds between the two."""
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: Load) -> ParallelModel:
-    """Apply every strategy that the run asks for, in ORDER."""
-    asked = {"activation checkpointing", "load", cfg.parallel.data}
-    if cfg.parallel.offload != "none":
-        asked.add("offload")
-    if cfg.training.compile != "none":
-        asked.add("compile")
-    if cfg.training.accumulation == "float32":
-        asked.add("float32 accumulation")
-    if cfg.lora and cfg.lora.merged:
-        asked.add("merged adapters")
-    if cfg.parallel.tp > 1:
-        asked.add("tensor")
-    if cfg.parallel.pp > 1:
-        asked.add("pipeline")
-    for name, strategy in ORDER:
-        if name == "load":
-            load(pm)
-        elif name in asked:
-            pm = strategy(pm, mesh, cfg, spec)
+    """Do to a model on `meta` everything that the run asks for, in ORDER, and load its weights on the way."""
+    for entries, then in ((BEFORE_LOADING, load), (AFTER_LOADING, None)):
+        for entry in entries:
+            if entry.is_asked(cfg):
+                pm = entry.apply(pm, mesh, cfg, spec)
+        if then is not None:
+            then(pm)
     return pm

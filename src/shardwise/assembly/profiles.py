@@ -147,7 +147,7 @@ def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_proces
         "schema": SCHEMA_VERSION,
         "units": sorted(set(keys)),
         "model": {k: v for k, v in hf.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")},
-        # By models/experts.py, which may choose another product for a tensor-parallel rank's share.
+        # By models/patches/experts.py, which may choose another product for a tensor-parallel rank's share.
         "experts": hf.config._experts_implementation,
         "run": {key: v for key, v in values.items() if key not in NOT_TIMED and key.partition(".")[0] not in NOT_TIMED},
         "machine": {k: facts[k] for k in machine} | {name: version(name) for name in KERNEL_PACKAGES},

@@ -15,9 +15,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from shardwise.config import Model
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, Family, family_of, spec_of, unproven_note
-from shardwise.models.isolation import TOKENWISE
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import reach
+from shardwise.models.patches.isolation import TOKENWISE
 from shardwise.rules import offered_layouts
 
 _LEGEND = (

@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import IGNORED, Batch, Part
-from shardwise.kernels.linear_cross_entropy import Kernel, kernel_of, linear_cross_entropy
-from shardwise.models.attention import use_kernel
-from shardwise.models.dropout import DropoutState, replace_dropouts
-from shardwise.models.experts import choose_product
-from shardwise.models.families import FAMILIES, Family
-from shardwise.models.forget_gate import use_finite_gates
-from shardwise.models.isolation import isolate, with_documents
-from shardwise.models.router_loss import RouterLoss, routers_of
+from shardwise.models.dtypes import autocast_dtype
+from shardwise.models.families import Family
+from shardwise.models.patches.dropout import DropoutState
+from shardwise.models.patches.isolation import with_documents
+from shardwise.models.patches.router_loss import RouterLoss, routers_of
 from shardwise.models.spec import ModelSpec
-
-KERNELS: dict[str, Kernel] = {"auto": "auto", "chunked": "torch", "triton": "triton"}
-"""By `training.loss`."""
 
 Inputs = dict[str, torch.Tensor]
 """`input_ids` [B, T], or `inputs_embeds` [B, T, D] in their place: what transformers' models take."""
 
 
-def autocast_dtype(precision: str) -> torch.dtype | None:
-    """The dtype of matrix products by `training.precision`; None: that of what is multiplied."""
-    return None if precision == "float32" else getattr(torch, precision)
-
-
-def loss_of_run(cfg: RunConfig, family: Family, device: torch.device) -> str:
-    """Return what `training.loss` comes to on a device: chunked, triton or plain.
-
-    Raises UserError where Triton is asked for and cannot run.
-    """
-    if cfg.training.loss == "plain" or family.model_type not in FAMILIES:
-        return "plain"  # what a family that is not listed does to its logits is not known
-    return "triton" if kernel_of(KERNELS[cfg.training.loss], device) == "triton" else "chunked"
-
-
 class CausalLM(Part):
-    """A model that takes a Batch and returns its summed loss.
+    """A model that takes a Batch and returns its summed loss, or a pipeline stage of one.
 
-    Embedding and head are never used outside (fsdp, pipelines).
+    What `models/patches` changes in it is done after it is made. Embedding and head are never used outside (fsdp,
+    pipelines).
     """
 
     def __init__(
@@ -57,20 +33,14 @@ class CausalLM(Part):
         super().__init__()
         self.hf = hf
         self.spec = spec
+        self.family = family
         self.autocast_dtype = autocast_dtype(cfg.training.precision)
         self.dropout = DropoutState(cfg.training.seed)
-        replace_dropouts(hf, self.dropout)
-        use_kernel(hf, spec, cfg.model.sdpa_backend)
-        choose_product(hf, spec, family, cfg.parallel.tp)
-        use_finite_gates(hf)
-        self.isolated = cfg.data.packing == "isolated"
-        if self.isolated:
-            isolate(hf, spec, family, self.dropout)
-        self.router_loss = _router_loss(hf, whole or hf, family, cfg.model.router_aux_loss_coef)
-        # What a family that is not known does to its logits is not known either.
-        self.chunked_loss = cfg.training.loss != "plain" and family.model_type in FAMILIES
-        if self.chunked_loss and spec.last:
-            _give_loss(hf.get_submodule(spec.head), *_scale_and_softcap(hf.config, family), KERNELS[cfg.training.loss])
+        self.num_routers = len(routers_of(whole or hf, family))
+        """Of the whole model: a stage adds its routers' share of the router loss."""
+        self.isolated = False
+        self.router_loss: RouterLoss | None = None
+        self.loss_in_head = False
 
     def forward(self, batch: Batch, return_logits: bool = False) -> torch.Tensor:
         """The loss summed over target tokens (scalar, float32), in training plus the router loss; or logits [B, T, V].
@@ -92,7 +62,7 @@ class CausalLM(Part):
 
     def loss_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
         """The summed loss, in training plus the router loss (scalar, float32)."""
-        if self.chunked_loss:
+        if self.loss_in_head:
             hidden = self.hidden_of(batch, inputs)
             with self._autocast(batch):
                 # Through the module, never by its weight: what PEFT and fsdp2 do to the head, they do in its call.
@@ -114,48 +84,3 @@ class CausalLM(Part):
     def _autocast(self, batch: Batch) -> torch.autocast:
         device = batch.input_ids.device.type
         return torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
-
-
-def _give_loss(head: nn.Module, scale: float, softcap: float | None, kernel: Kernel) -> None:
-    """Let the linear of a head, or both copies that PEFT's `modules_to_save` holds, take labels and return the loss."""
-    linears: list[Any] = [module for module in head.modules() if isinstance(module, nn.Linear)]
-    for module in linears:
-        module.vocabulary = None  # which rows of the weight this rank has, if others have the others
-        module.forward = _logits_or_loss(module, scale, softcap, kernel)
-
-
-def _logits_or_loss(linear: Any, scale: float, softcap: float | None, kernel: Kernel) -> Callable[..., torch.Tensor]:
-    logits = linear.forward
-
-    def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        if labels is None:
-            return logits(hidden)
-        return linear_cross_entropy(
-            hidden.flatten(0, -2),
-            linear.weight,
-            labels.flatten(),
-            bias=linear.bias,
-            scale=scale,
-            softcap=softcap,
-            ignore_index=IGNORED,
-            vocabulary=linear.vocabulary,
-            kernel=kernel,
-        )
-
-    return forward
-
-
-def _scale_and_softcap(config: PretrainedConfig, family: Family) -> tuple[float, float | None]:
-    """What transformers' model does to its head's output before the loss."""
-    scale = 1.0
-    if family.logits_multiplied_by is not None:
-        scale *= getattr(config, family.logits_multiplied_by)
-    if family.logits_divided_by is not None:
-        scale /= getattr(config, family.logits_divided_by)
-    return scale, None if family.logits_capped_by is None else getattr(config, family.logits_capped_by)
-
-
-def _router_loss(hf: PreTrainedModel, whole: PreTrainedModel, family: Family, coefficient: float) -> RouterLoss | None:
-    if coefficient == 0.0:
-        return None
-    return RouterLoss(routers_of(hf, family), coefficient, num_layers=len(routers_of(whole, family)))

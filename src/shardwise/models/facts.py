@@ -8,9 +8,9 @@ from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
 
 from shardwise.layouts import ModelFacts
-from shardwise.models import experts, lora_forward, router_loss
 from shardwise.models.families import FAMILIES, Family
-from shardwise.models.isolation import TOKENWISE
+from shardwise.models.patches import experts, lora_kernel, router_loss
+from shardwise.models.patches.isolation import TOKENWISE
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_splits import plan
 
@@ -35,7 +35,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
             kind for kind in kinds if kind not in TOKENWISE and kind not in family.token_mixers
         ),
         trains_in_16_bits=any(p.requires_grad and p.dtype != torch.float32 for p in hf.parameters()),
-        has_plain_adapters=lora_forward.has_plain_layers(hf),
+        has_plain_adapters=lora_kernel.has_plain_layers(hf),
         has_expert_adapters=any(isinstance(module, ParamWrapper) for module in hf.modules()),
         saved_layers=_saved_layers(hf, spec),
         blocks=tuple(family.splits),

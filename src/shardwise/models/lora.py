@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, UserError
-from shardwise.models.dropout import stable_seed
 from shardwise.models.families import Family, family_of
 from shardwise.models.families.base import ATTENTION
 from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.patches.dropout import stable_seed
 from shardwise.models.spec import LayerSpec, ModelSpec
 
 

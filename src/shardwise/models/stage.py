@@ -20,17 +20,9 @@ from transformers import PreTrainedModel
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
 from shardwise.models.causal_lm import CausalLM, Inputs
+from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.families import FAMILIES, Family, family_of
 from shardwise.models.spec import ModelSpec
-
-
-def hidden_dtype(cfg: RunConfig) -> torch.dtype:
-    """Return the dtype of hidden states between layers, in every listed family: that of the weights, autocast or not.
-
-    The residual sum adds the output of products, in the dtype of autocast, to embeddings. (float16 products of bfloat16
-    weights add up in float32, but not yet after the embedding: a rule refuses them in a pipeline.)
-    """
-    return getattr(torch, cfg.model.dtype)
 
 
 class Stage(CausalLM):

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
-from shardwise.models.dropout import DropoutState
 from shardwise.models.lora import adapter_layers
+from shardwise.models.patches.dropout import DropoutState
 from shardwise.models.spec import ModelSpec
 
 _aten = torch.ops.aten
@@ -98,7 +98,7 @@ def _recomputed(
             dropout.batch, dropout.rows, dropout.tokens = held
             return forward(*args, **kwargs)
 
-        # No global random state is used in a layer (see models/dropout.py), so none is saved.
+        # No global random state is used in a layer (see models/patches/dropout.py), so none is saved.
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
     return wrapped

@@ -23,9 +23,9 @@ from shardwise import interfaces
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel
 from shardwise.layouts import HALVING, num_microbatches
+from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import Stage as Part
-from shardwise.models.stage import hidden_dtype
 from shardwise.parallel.pipeline_stage import Clock, Stage, errors_as_they_are
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import of_every_rank

@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.kernels.linear_cross_entropy import Vocabulary
 from shardwise.models.causal_lm import CausalLM
-from shardwise.models.dropout import SlotDropout
 from shardwise.models.names import in_use
+from shardwise.models.patches.dropout import SlotDropout
 from shardwise.models.tensor_splits.base import BlockSplit, Rows
 from shardwise.models.tensor_splits.plan import rows_in
 from shardwise.parallel.place import local

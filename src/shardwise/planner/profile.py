@@ -20,11 +20,10 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.pipelining import _backward
 
 from shardwise.assembly import order
-from shardwise.assembly.build import run_in_turn, use_kernels
+from shardwise.assembly.build import run_in_turn
 from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.profiles import Measured, Profile, needs_gradient, num_busy, path_of, unit_keys, write
 from shardwise.config import Parallel, RunConfig
@@ -230,7 +229,6 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]
     pm = ParallelModel(
         tuple(made), run_in_turn, torch.optim.SGD, from_portable=lambda name, held, full: fill(held, full)
     )
-    use_kernels(nn.ModuleList(made), cfg, facts, mesh.device)
     order.apply(pm, mesh, replace(cfg, parallel=Parallel()), spec, load_parts)
     shape = (cfg.training.micro_batch_size, cfg.data.sequence_length)
     generator = torch.Generator().manual_seed(cfg.training.seed)

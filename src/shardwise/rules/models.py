@@ -108,7 +108,7 @@ RULES = (
             f"data.packing isolated: {model.family} adds positions before its first layer, where they run on from one "
             "document to the next; use concat or none"
         ),
-        "tests/models/test_isolation.py::test_positions_added_before_the_first_layer_are_refused",
+        "tests/models/patches/test_isolation.py::test_positions_added_before_the_first_layer_are_refused",
     ),
     _rule(
         "isolated documents in kinds without proof",
@@ -117,7 +117,7 @@ RULES = (
             f"data.packing isolated: no test shows that {model.family}'s layers "
             f"({', '.join(sorted(model.kinds_without_isolation))}) keep documents apart; use concat or none"
         ),
-        "tests/models/test_isolation.py::test_every_kind_of_layer_would_leak",
+        "tests/models/patches/test_isolation.py::test_every_kind_of_layer_would_leak",
     ),
     _rule(
         "router loss without routers",

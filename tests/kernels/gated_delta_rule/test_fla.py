@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardwise.models  # noqa: F401  # registers Jet-Nemotron
 from shardwise.kernels.gated_delta_rule import gated_delta_rule, naive
-from shardwise.models.isolation import documents_of
+from shardwise.models.patches.isolation import documents_of
 from tests.kernels.gated_delta_rule.test_chunked import inputs, run
-from tests.models.test_isolation import LENGTHS, packed
+from tests.models.patches.test_isolation import LENGTHS, packed
 from tests.models.tiny import CONFIGS, relative_error
 
 # fla-core 0.4.2, fla/ops/gated_delta_rule/{chunk,fused_recurrent}.py, without annotations.

@@ -59,8 +59,8 @@ class Family:
     positions: str | None = None
     """A learned embedding of positions that is added to that of tokens."""
     token_mixers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """From layer kinds to the modules of a layer that carry something from one token to the next, where they
-    are proven to keep documents apart (tests/models/test_isolation.py); `data.packing: isolated` refuses the others."""
+    """From layer kinds to the modules of a layer that carry something from one token to the next, where they are proven
+    to keep documents apart (tests/models/patches/test_isolation.py); `data.packing: isolated` refuses the others."""
     cut: Cut = Cut()
     """Where it differs from a base model that only runs its layers on the embeddings it is given."""
     splits: Mapping[str, SplitBlock | None] = field(default_factory=lambda: SPLITS)

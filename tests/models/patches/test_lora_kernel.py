@@ -15,12 +15,12 @@ from shardwise.config import Lora, UserError
 from shardwise.kernels import lora_linear
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.metrics.memory import PeakMemory
-from shardwise.models import lora_forward
-from shardwise.models.dropout import DropoutState, replace_dropouts
 from shardwise.models.lora import adapter_layers
-from shardwise.models.lora_forward import SHARING, backend_of, use_lora_kernel
+from shardwise.models.patches import lora_kernel
+from shardwise.models.patches.dropout import DropoutState, replace_dropouts
+from shardwise.models.patches.lora_kernel import SHARING, backend_of, use_lora_kernel
 from tests.kernels.lora_linear.cases import worst
-from tests.models.test_dropout import batch
+from tests.models.patches.test_dropout import batch
 from tests.models.tiny import PLAIN, tiny, tokens, with_adapters
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ def calls(monkeypatch) -> list[int]:
         found.append(len(linears))
         return lora_linear.lora_linear(x, linears, drop, backend)
 
-    monkeypatch.setattr(lora_forward, "lora_linear", noting)
+    monkeypatch.setattr(lora_kernel, "lora_linear", noting)
     return found
 
 
@@ -225,7 +225,7 @@ def test_a_kernel_that_cannot_run_here_is_refused():
 
 
 def test_dtypes_that_a_kernel_does_not_multiply_are_refused_before_a_forward(monkeypatch):
-    monkeypatch.setattr(lora_forward, "_why_not", lambda kernel, device: None)  # as on a GPU
+    monkeypatch.setattr(lora_kernel, "_why_not", lambda kernel, device: None)  # as on a GPU
     with pytest.raises(
         UserError, match=r"cuda.* here is float32; set training\.precision to bfloat16, or lora\.kernel"
     ):

@@ -11,17 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
-from shardwise.models.dropout import DropoutState
 from shardwise.models.families import Family
 from shardwise.models.names import in_use
+from shardwise.models.patches.dropout import DropoutState
 from shardwise.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from shardwise.models.causal_lm import CausalLM
 
 TOKENWISE = ("mlp", "moe")
 """Layer kinds that carry nothing from one token to the next."""
@@ -80,6 +84,13 @@ def documents_of(document_ids: torch.Tensor) -> Documents | None:
             taken += longest
     places = torch.arange(document_ids.numel()) + torch.tensor(shifts).repeat_interleave(torch.tensor(lengths))
     return Documents(places.to(document_ids.device, non_blocking=True), tuple(shapes))
+
+
+def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
+    """Keep documents apart in every mixer of a part, with `data.packing: isolated`."""
+    if cfg.data.packing == "isolated":
+        part.isolated = True
+        isolate(part.hf, part.spec, part.family, part.dropout)
 
 
 def isolate(hf: PreTrainedModel, spec: ModelSpec, family: Family, state: DropoutState) -> None:

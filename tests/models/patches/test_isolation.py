@@ -17,10 +17,11 @@ from shardwise.config import Lora
 from shardwise.interfaces import Batch
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
-from shardwise.models.dropout import DropoutState, SlotDropout
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of
-from shardwise.models.isolation import TOKENWISE, documents_of, isolate
+from shardwise.models.patches import patch
+from shardwise.models.patches.dropout import DropoutState, SlotDropout
+from shardwise.models.patches.isolation import TOKENWISE, documents_of, isolate
 from shardwise.parallel.activation_checkpoint import recompute
 from tests.models.tiny import relative_error, with_adapters
 from tests.parity.harness import Cell, run_config
@@ -52,7 +53,7 @@ def model(family: str, packing: str = "isolated", dropout: float | None = None) 
     else:
         hf, _ = with_adapters(cfg.model, Lora(r=4, dropout=dropout))
     hf.set_experts_implementation("eager")  # grouped products know no float64
-    return CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg)
+    return patch(CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg), cfg, torch.device("cpu"))
 
 
 def packed(lengths: tuple[tuple[int, ...], ...] | list[tuple[int, ...]] = LENGTHS, seed: int = 0) -> Batch:

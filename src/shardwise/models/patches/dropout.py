@@ -5,12 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
 from shardwise.kernels.dropout import Dropout, hash32
+
+if TYPE_CHECKING:
+    from shardwise.models.causal_lm import CausalLM
 
 
 def stable_seed(*parts: object) -> int:
@@ -29,7 +34,7 @@ class DropoutState:
     rows: torch.Tensor | None = None  # [B] int32: a seed for each of them
     tokens: torch.Tensor | None = None  # [B, T] int32: and for each of their tokens
     unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """In a mixer that sees one document per row: from [B, T, ...] to those rows (see models/isolation.py)."""
+    """In a mixer that sees one document per row: from [B, T, ...] to those rows (see models/patches/isolation.py)."""
 
     def start(self, batch: Batch) -> None:
         """From here on, `batch` is computed."""
@@ -83,6 +88,11 @@ class SlotDropout(nn.Module):
         places, num_rows = x.flatten(0, -2).shape[0], len(state.rows)
         assert places % num_rows == 0, f"{self.name}: {tuple(x.shape)} does not hold {num_rows} whole rows"
         return state.seeds(places // num_rows).flatten() ^ self.salt
+
+
+def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
+    """Let every dropout of a part draw its masks by row."""
+    replace_dropouts(part.hf, part.dropout)
 
 
 def replace_dropouts(model: nn.Module, state: DropoutState) -> None:

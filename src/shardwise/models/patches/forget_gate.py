@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shardwise.config import RunConfig
+
+if TYPE_CHECKING:
+    from shardwise.models.causal_lm import CausalLM
+
 GATES = ("KimiLinearForgetGate", "Glm5NextTextForgetGate")
 """transformers' classes that compute `where(g > 20, g, log(1 + exp(g)))`: from 89 on, where exp overflows, the branch
 that is not taken has the gradient 0 times infinity, which is NaN."""
+
+
+def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
+    """Let every such gate of a part compute torch's softplus."""
+    use_finite_gates(part.hf)
 
 
 def use_finite_gates(hf: nn.Module) -> None:

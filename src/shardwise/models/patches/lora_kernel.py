@@ -13,18 +13,21 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.config import UserError
+from shardwise.config import RunConfig, UserError
 from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.lora_linear import Backend, Linear, lora_linear, merge, merged_lora_linear
-from shardwise.models.causal_lm import autocast_dtype
-from shardwise.models.dropout import SlotDropout
+from shardwise.models.dtypes import autocast_dtype
+from shardwise.models.patches.dropout import SlotDropout
+
+if TYPE_CHECKING:
+    from shardwise.models.causal_lm import CausalLM
 
 SHARING = frozenset(
     (
@@ -39,6 +42,12 @@ than they need, and compute the same."""
 
 Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
 """As `lora.kernel` has it."""
+
+
+def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
+    """Let the plain adapters of a part compute with the kernel that `lora.kernel` asks for."""
+    if cfg.lora and has_plain_layers(part.hf):
+        use_lora_kernel(part.hf, cfg.lora.kernel, device, cfg.training.precision)
 
 
 def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device, precision: str = "float32") -> str:

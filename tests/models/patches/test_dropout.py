@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardwise.interfaces import Batch
-from shardwise.models.dropout import DropoutState, SlotDropout, replace_dropouts, stable_seed
+from shardwise.models.patches.dropout import DropoutState, SlotDropout, replace_dropouts, stable_seed
 
 
 def batch(slots: tuple[int, ...], step: int = 1) -> Batch:

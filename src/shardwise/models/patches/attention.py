@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shardwise.config import UserError
+from shardwise.config import RunConfig, UserError
 from shardwise.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from shardwise.models.causal_lm import CausalLM
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -19,6 +22,11 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 _NO_KERNEL = ("No viable backend", "No available kernel")  # what torch says on a CPU, on a GPU
+
+
+def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
+    """Let every layer's attention run on the kernel `model.sdpa_backend` alone (`auto`: what torch chooses)."""
+    use_kernel(part.hf, part.spec, cfg.model.sdpa_backend)
 
 
 def use_kernel(hf: nn.Module, spec: ModelSpec, name: str) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from shardwise.config import RunConfig
 from shardwise.interfaces import IGNORED, Batch
 from shardwise.models.families import Family
+
+if TYPE_CHECKING:
+    from shardwise.models.causal_lm import CausalLM
 
 
 def routers_of(hf: PreTrainedModel, family: Family) -> list[nn.Module]:
@@ -16,6 +22,13 @@ def routers_of(hf: PreTrainedModel, family: Family) -> list[nn.Module]:
     # Not what a copy in `modules_to_save` replaces: that is never called.
     named = ((name, module) for name, module in hf.named_modules() if ".original_module" not in name)
     return [module for _, module in named if type(module).__name__ == family.router]
+
+
+def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
+    """Let a part compute its routers' share of the load-balancing loss, with `model.router_aux_loss_coef`."""
+    coefficient = cfg.model.router_aux_loss_coef
+    if coefficient:
+        part.router_loss = RouterLoss(routers_of(part.hf, part.family), coefficient, part.num_routers)
 
 
 class RouterLoss:

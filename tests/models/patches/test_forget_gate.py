@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from shardwise.assembly.build import build
-from shardwise.models.forget_gate import GATES, use_finite_gates
 from shardwise.models.load import load_whole, read_config
+from shardwise.models.patches.forget_gate import GATES, use_finite_gates
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
@@ -51,7 +51,7 @@ def test_equals_transformers_for_ordinary_inputs(gates: tuple[Any, nn.Module], s
 def test_stays_finite_where_transformers_does_not(gates: tuple[Any, nn.Module]) -> None:
     hidden = hidden_of(gates[0], 200.0)
     assert all(tensor.isfinite().all() for tensor in value_and_gradients(gates[1], hidden))
-    # Once transformers has mended this, models/forget_gate.py can go.
+    # Once transformers has mended this, models/patches/forget_gate.py can go.
     assert any(tensor.isnan().any() for tensor in value_and_gradients(gates[0], hidden))
 
 

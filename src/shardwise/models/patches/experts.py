@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
+import torch
 from transformers import PreTrainedModel
 
+from shardwise.config import RunConfig
 from shardwise.models.families import Family
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_splits import plan
+
+if TYPE_CHECKING:
+    from shardwise.models.causal_lm import CausalLM
 
 ROW_BYTES = 16
 """What torch's grouped product wants the rows of its operands to be a multiple of."""
@@ -17,16 +23,13 @@ GROUPED, ONE_BY_ONE = "grouped_mm", "eager"
 """transformers' names of the two."""
 
 
-def choose_product(hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int) -> str | None:
-    """Let the experts of a model run one by one where torch's grouped product cannot take a rank's share of them.
+def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
+    """Let the experts of a part run one by one where torch's grouped product cannot take a rank's share of them.
 
-    transformers' own loop computes the same. `num_ranks`: of `tp`. Return a note on it, None where nothing changed.
+    transformers' own loop computes the same.
     """
-    reason = why_one_by_one(hf, spec, family, num_ranks)
-    if reason is None:
-        return None
-    hf.set_experts_implementation(ONE_BY_ONE)
-    return f"experts run one after the other, which is slower: {reason}"
+    if why_one_by_one(part.hf, part.spec, part.family, cfg.parallel.tp):
+        part.hf.set_experts_implementation(ONE_BY_ONE)
 
 
 def why_one_by_one(hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int) -> str | None:

@@ -1,0 +1,48 @@
+"""What replaces a forward of transformers, in the order in which it is done.
+
+Each patch is a function `apply(part, cfg, device)`, which asks the run file itself whether there is anything to do. A
+forward is replaced rather than a module wrapped: names stay, and LoRA, checkpointing and sharding see what they always
+see. A later patch wraps what an earlier one has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.config import RunConfig
+from shardwise.models.patches import (
+    attention,
+    dropout,
+    experts,
+    forget_gate,
+    isolation,
+    lora_kernel,
+    loss,
+    router_loss,
+)
+
+if TYPE_CHECKING:
+    from shardwise.models.causal_lm import CausalLM
+
+Patch = Callable[["CausalLM", RunConfig, torch.device], None]
+
+PATCHES: tuple[tuple[str, Patch], ...] = (
+    ("dropout masks by row", dropout.apply),
+    ("attention kernel", attention.apply),
+    ("experts one by one", experts.apply),
+    ("finite forget gates", forget_gate.apply),
+    ("isolated documents", isolation.apply),  # around mixers, whose dropouts it tells of their rows
+    ("router loss", router_loss.apply),
+    ("loss in the head", loss.apply),
+    ("LoRA kernel", lora_kernel.apply),  # inside mixers and blocks; replaces what PEFT computes
+)
+
+
+def patch(part: CausalLM, cfg: RunConfig, device: torch.device) -> CausalLM:
+    """Apply all patches to a part of a model, before a strategy does anything to it, and return it."""
+    for _, apply in PATCHES:
+        apply(part, cfg, device)
+    return part

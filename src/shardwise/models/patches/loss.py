@@ -1,0 +1,79 @@
+"""The head computes the loss itself, so that its logits never lie in memory together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from shardwise.config import RunConfig
+from shardwise.interfaces import IGNORED
+from shardwise.kernels.linear_cross_entropy import Kernel, kernel_of, linear_cross_entropy
+from shardwise.models.families import FAMILIES, Family
+
+if TYPE_CHECKING:
+    from shardwise.models.causal_lm import CausalLM
+
+KERNELS: dict[str, Kernel] = {"auto": "auto", "chunked": "torch", "triton": "triton"}
+"""By `training.loss`."""
+
+
+def loss_of_run(cfg: RunConfig, family: Family, device: torch.device) -> str:
+    """Return what `training.loss` comes to on a device: chunked, triton or plain.
+
+    Raises UserError where Triton is asked for and cannot run.
+    """
+    if cfg.training.loss == "plain" or family.model_type not in FAMILIES:
+        return "plain"  # what a family that is not listed does to its logits is not known
+    return "triton" if kernel_of(KERNELS[cfg.training.loss], device) == "triton" else "chunked"
+
+
+def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
+    """Let the head of a part that has it return the loss where it is given labels, unless `training.loss` is plain."""
+    # What a family that is not listed does to its logits is not known.
+    part.loss_in_head = cfg.training.loss != "plain" and part.family.model_type in FAMILIES
+    if part.loss_in_head and part.spec.last:
+        head = part.hf.get_submodule(part.spec.head)
+        _give_loss(head, *_scale_and_softcap(part.hf.config, part.family), KERNELS[cfg.training.loss])
+
+
+def _give_loss(head: nn.Module, scale: float, softcap: float | None, kernel: Kernel) -> None:
+    """Let the linear of a head, or both copies that PEFT's `modules_to_save` holds, take labels and return the loss."""
+    linears: list[Any] = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    for module in linears:
+        module.vocabulary = None  # which rows of the weight this rank has, if others have the others
+        module.forward = _logits_or_loss(module, scale, softcap, kernel)
+
+
+def _logits_or_loss(linear: Any, scale: float, softcap: float | None, kernel: Kernel) -> Callable[..., torch.Tensor]:
+    logits = linear.forward
+
+    def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if labels is None:
+            return logits(hidden)
+        return linear_cross_entropy(
+            hidden.flatten(0, -2),
+            linear.weight,
+            labels.flatten(),
+            bias=linear.bias,
+            scale=scale,
+            softcap=softcap,
+            ignore_index=IGNORED,
+            vocabulary=linear.vocabulary,
+            kernel=kernel,
+        )
+
+    return forward
+
+
+def _scale_and_softcap(config: PretrainedConfig, family: Family) -> tuple[float, float | None]:
+    """What transformers' model does to its head's output before the loss."""
+    scale = 1.0
+    if family.logits_multiplied_by is not None:
+        scale *= getattr(config, family.logits_multiplied_by)
+    if family.logits_divided_by is not None:
+        scale /= getattr(config, family.logits_divided_by)
+    return scale, None if family.logits_capped_by is None else getattr(config, family.logits_capped_by)
