@@ -117,6 +117,18 @@ def already_portable(name: str, held: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class ParameterFacts:
+    """What a strategy tells others of a parameter that the optimizer holds, beside its placements as a DTensor."""
+
+    sharded_axes: tuple[str, ...] = ()
+    """Mesh axes over which a plain tensor is cut into disjoint parts."""
+    counted: tuple[tuple[int, int, int], ...] | None = None
+    """Of rows that several ranks hold, the ranges (dim, start, length) that the norm counts on this rank; None: all."""
+    is_copy: bool = False
+    """Whether another rank holds the same parameter and counts it."""
+
+
+@dataclass(frozen=True)
 class ParallelModel:
     """A model as one rank sees it. Strategies replace or extend these fields; the loop has no branch on them."""
 
@@ -141,6 +153,8 @@ class ParallelModel:
     """The most likely token after one row [1, T], the same on every rank; a collective where weights are split."""
     events: Callable[[], Sequence[Event]] = tuple
     """What this rank of a pipeline did in the latest training step, in seconds from its start."""
+    parameter_facts: dict[nn.Parameter, ParameterFacts] = field(default_factory=dict)
+    """Of the parameters that have any; strategies add to it."""
     flat: tuple[nn.Parameter, ...] = ()
     """What a strategy keeps the named parameters in, with their gradients, if they are views."""
 

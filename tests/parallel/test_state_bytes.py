@@ -56,7 +56,7 @@ def measure(cell: Cell) -> Measured:
     after_backward = state_bytes(job.pm.stored(), job.optimizer)["gradients"]
     for reduce in job.pm.reduce_grads:
         reduce()
-    clip_by_global_norm(job.trainable(), mesh, 1.0)
+    clip_by_global_norm(job.trainable(), mesh, job.pm.parameter_facts, 1.0)
     job.optimizer.step()
     return Measured(state_bytes(job.pm.stored(), job.optimizer), after_backward, shapes, sum(elements))
 

@@ -68,10 +68,9 @@ def flat_mean_instead_of_sum():
 def norm_of_this_ranks_flat_pieces_only():
     pieces = flat._pieces
 
-    def unmarked(part, flat_parameters):
-        found = pieces(part, flat_parameters)
-        for parameter in part.parameters():
-            parameter.sharded_axes = ()
+    def unmarked(pm, part, flat_parameters):
+        found = pieces(pm, part, flat_parameters)
+        pm.parameter_facts.clear()
         return found
 
     flat._pieces = unmarked
@@ -160,12 +159,12 @@ def local_token_count():
 
 
 def clip_by_the_local_norm():
-    gradients.sharded_axes = lambda tensor: ()
+    gradients.sharded_axes = lambda tensor, facts: ()
 
 
 def replicas_counted_again_in_the_norm():
     sharded = gradients.sharded_axes
-    gradients.sharded_axes = lambda tensor: ("dp_replicate", *sharded(tensor))
+    gradients.sharded_axes = lambda tensor, facts: ("dp_replicate", *sharded(tensor, facts))
 
 
 def stale_gradient_kept():
@@ -187,19 +186,19 @@ def schedule_that_stands_still():
 
 def never_clipped():
     clip = step.clip_by_global_norm
-    step.clip_by_global_norm = lambda parameters, mesh, max_norm, loss_scale: clip(parameters, mesh, None, loss_scale)
+    step.clip_by_global_norm = lambda parameters, mesh, facts, most, scale: clip(parameters, mesh, facts, None, scale)
 
 
 def loss_scale_not_divided_out():
     clip = step.clip_by_global_norm
-    step.clip_by_global_norm = lambda parameters, mesh, max_norm, loss_scale: clip(parameters, mesh, max_norm, 1.0)
+    step.clip_by_global_norm = lambda parameters, mesh, facts, most, scale: clip(parameters, mesh, facts, most, 1.0)
 
 
 def overflow_seen_by_one_rank_only():
     overflown = gradients.global_norm
 
-    def partly(parameters, mesh):
-        norm = overflown(parameters, mesh)
+    def partly(parameters, mesh, facts):
+        norm = overflown(parameters, mesh, facts)
         return norm if dist.get_rank() == 1 else torch.nan_to_num(norm, nan=1.0, posinf=1.0)
 
     gradients.global_norm = partly

@@ -22,9 +22,9 @@ def _norms() -> tuple[float, float, float]:
     plain = nn.Parameter(torch.zeros(2))  # whole on every rank: counts once
     plain.grad = torch.tensor([12.0, 0.0])
     unused = nn.Parameter(torch.zeros(2))
-    before = global_norm([sharded, plain, unused], mesh).item()
-    returned = clip_by_global_norm([sharded, plain, unused], mesh, max_norm=1.3).item()
-    return before, returned, global_norm([sharded, plain], mesh).item()
+    before = global_norm([sharded, plain, unused], mesh, {}).item()
+    returned = clip_by_global_norm([sharded, plain, unused], mesh, {}, max_norm=1.3).item()
+    return before, returned, global_norm([sharded, plain], mesh, {}).item()
 
 
 def test_norm_counts_a_shard_once_and_a_replica_once():
@@ -37,10 +37,10 @@ def _small() -> tuple[float, list[float]]:
     mesh = Mesh(init_device_mesh("cpu", (1,) * 5, mesh_dim_names=Mesh.AXES), torch.device("cpu"))
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([0.3, 0.4])
-    clip_by_global_norm([parameter], mesh, max_norm=1.0)
+    clip_by_global_norm([parameter], mesh, {}, max_norm=1.0)
     unclipped = parameter.grad.tolist()
     parameter.grad *= 100
-    return clip_by_global_norm([parameter], mesh, max_norm=None).item(), unclipped
+    return clip_by_global_norm([parameter], mesh, {}, max_norm=None).item(), unclipped
 
 
 def test_small_gradients_and_no_limit_are_left_alone():
@@ -53,7 +53,7 @@ def _long() -> float:
     mesh = Mesh(init_device_mesh("cpu", (1,) * 5, mesh_dim_names=Mesh.AXES), torch.device("cpu"))
     parameter = nn.Parameter(torch.zeros(1024, 4097))
     parameter.grad = torch.full_like(parameter, 0.1)
-    return global_norm([parameter], mesh).item()
+    return global_norm([parameter], mesh, {}).item()
 
 
 def test_the_norm_of_a_long_gradient_is_not_lost_in_rounding():

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.interfaces import Mesh, ParallelModel, Part
+from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts, Part
 from shardwise.parallel.place import cut, full_tensor, shard_dim
 from shardwise.parallel.reduce import sum_over
 
@@ -31,7 +31,7 @@ def portable(
 
     Portable is a DTensor cut along `dp_shard`, as under fsdp2.
     """
-    pieces = _pieces(part, flat)
+    pieces = _pieces(pm, part, flat)
 
     def to_portable(name: str, held: torch.Tensor) -> torch.Tensor:
         piece = pieces.get(name)
@@ -55,7 +55,7 @@ def portable(
     return to_portable, from_portable
 
 
-def _pieces(part: Part, flat: Sequence[Any]) -> dict[str, Piece]:
+def _pieces(pm: ParallelModel, part: Part, flat: Sequence[Any]) -> dict[str, Piece]:
     names = {parameter: name for name, parameter in part.hf.named_parameters()}
     pieces = {}
     for flat_parameter in flat:
@@ -65,7 +65,7 @@ def _pieces(part: Part, flat: Sequence[Any]) -> dict[str, Piece]:
             start = info.intra_param_start_idx if info.in_shard else 0
             stop = info.intra_param_end_idx + 1 if info.in_shard else 0
             pieces[names[parameter]] = Piece(shape, start, stop)
-            parameter.sharded_axes = ("dp_shard",)  # see gradients.sharded_axes
+            pm.parameter_facts[parameter] = ParameterFacts(sharded_axes=("dp_shard",))
     return pieces
 
 

@@ -21,7 +21,7 @@ from torch.distributed import pipelining
 
 from shardwise import interfaces
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.interfaces import Batch, Mesh, ParallelModel, ParameterFacts
 from shardwise.layouts import HALVING, num_microbatches
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.spec import ModelSpec
@@ -192,8 +192,9 @@ def _tie(pm: ParallelModel, mesh: Mesh, spec: ModelSpec) -> ParallelModel:
     def make_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         if rank:
             for other_name, parameter in named:
-                # The first stage has it too, so the norm does not count this one.
-                parameter.__dict__["is_copy"] = other_name == name
+                if other_name == name:  # the first stage has it too
+                    known = pm.parameter_facts.get(parameter, ParameterFacts())
+                    pm.parameter_facts[parameter] = replace(known, is_copy=True)
         return pm.make_optimizer(named)
 
     return replace(pm, reduce_grads=(*pm.reduce_grads, add_up), make_optimizer=make_optimizer)

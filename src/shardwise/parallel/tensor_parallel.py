@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.config import RunConfig
-from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_splits.base import BlockSplit, Cut
@@ -53,8 +53,8 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     def make_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         for name, parameter in named:
             if name in found.reordered and (cut := found.reordered[name]).rows.shared:
-                counted = [(cut.dim, *range_) for range_ in cut.rows.counted(axis.rank)]
-                parameter.__dict__["counted_rows"] = counted
+                counted = tuple((cut.dim, *rows) for rows in cut.rows.counted(axis.rank))
+                pm.parameter_facts[parameter] = ParameterFacts(counted=counted)
         return pm.make_optimizer(named)
 
     def to_portable(name: str, held: torch.Tensor) -> torch.Tensor:

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.interfaces import Mesh
+from shardwise.interfaces import Mesh, ParameterFacts
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import sum_over
 
+Facts = Mapping[nn.Parameter, ParameterFacts]
+PLAIN = ParameterFacts()
 
-def sharded_axes(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The mesh axes over which a tensor is cut into disjoint parts (along the others it is replicated).
 
-    A strategy that cuts parameters without DTensor says so in their attribute `sharded_axes`.
-    """
-    if not isinstance(tensor, DTensor):
-        return getattr(tensor, "sharded_axes", ())
-    names = tensor.device_mesh.mesh_dim_names
+def sharded_axes(parameter: torch.Tensor, facts: ParameterFacts) -> tuple[str, ...]:
+    """Return the mesh axes over which a parameter is cut into disjoint parts; along the others it is replicated."""
+    if not isinstance(parameter, DTensor):
+        return facts.sharded_axes
+    names = parameter.device_mesh.mesh_dim_names
     assert names is not None
-    return tuple(name for name, placement in zip(names, tensor.placements) if isinstance(placement, Shard))
+    return tuple(name for name, placement in zip(names, parameter.placements) if isinstance(placement, Shard))
 
 
-def counted(parameter: nn.Parameter) -> list[torch.Tensor]:
-    """What this rank counts of its gradient. Of rows that several ranks hold, one counts them.
-
-    A strategy that deals rows out so says in the attribute `counted_rows` which ones this rank counts: (dim, start,
-    length) of each range.
-    """
+def counted(parameter: nn.Parameter, facts: ParameterFacts) -> list[torch.Tensor]:
+    """Return what this rank counts of a parameter's gradient: of rows that several ranks hold, one counts each."""
     assert parameter.grad is not None
     gradient = local(parameter.grad)
-    rows = getattr(parameter, "counted_rows", None)
-    return [gradient] if rows is None else [gradient.narrow(*range_) for range_ in rows]
+    return [gradient] if facts.counted is None else [gradient.narrow(*rows) for rows in facts.counted]
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -48,17 +43,18 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([piece.float().square().sum() for piece in pieces]).sum()
 
 
-def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
-    """The 2-norm of all gradients together (scalar, float32), equal on every rank.
+def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, facts: Facts) -> torch.Tensor:
+    """Return the 2-norm of all gradients together (scalar, float32), equal on every rank.
 
-    Squares are added up on each rank per set of sharded axes and summed over just these axes, so that a shard counts
-    once and a replica is not counted again; stages of a pipeline hold disjoint parameters, but for a tied weight, of
-    which one is marked `is_copy`.
+    `facts`: see ParallelModel.parameter_facts. Squares are added up on each rank per set of sharded axes and summed
+    over just these axes, so that a shard counts once and a replica is not counted again. Stages of a pipeline hold
+    disjoint parameters, except a tied weight, which one of its two stages counts.
     """
     gradients: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None and not getattr(parameter, "is_copy", False):
-            gradients.setdefault(sharded_axes(parameter), []).extend(counted(parameter))
+        known = facts.get(parameter, PLAIN)
+        if parameter.grad is not None and not known.is_copy:
+            gradients.setdefault(sharded_axes(parameter, known), []).extend(counted(parameter, known))
     total = torch.zeros((), device=mesh.device)
     for axes in sorted(gradients):
         squares = torch.zeros((), device=mesh.device)
@@ -71,7 +67,7 @@ def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor:
 
 @torch.no_grad()
 def clip_by_global_norm(
-    parameters: Iterable[nn.Parameter], mesh: Mesh, max_norm: float | None, loss_scale: float = 1.0
+    parameters: Iterable[nn.Parameter], mesh: Mesh, facts: Facts, max_norm: float | None, loss_scale: float = 1.0
 ) -> torch.Tensor:
     """Divide `loss_scale` out of all gradients and scale them so that their global norm is at most `max_norm`.
 
@@ -79,7 +75,7 @@ def clip_by_global_norm(
     Returns the norm before clipping, without the loss scale.
     """
     parameters = list(parameters)
-    norm = global_norm(parameters, mesh) / loss_scale
+    norm = global_norm(parameters, mesh, facts) / loss_scale
     scale = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
     scale = torch.where(norm.isfinite(), scale, 1.0)
     if max_norm is not None or loss_scale != 1.0:

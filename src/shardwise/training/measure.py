@@ -50,7 +50,8 @@ def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: Run
         pm = replace(job.pm, reduce_grads=(peak.mark, *job.pm.reduce_grads))
         forward_backward(pm, microbatches, mesh, job.loss_scale.scale)
         peak.mark()
-        clip_by_global_norm(job.trainable(), mesh, cfg.optimizer.max_grad_norm, job.loss_scale.scale)
+        facts, max_norm = job.pm.parameter_facts, cfg.optimizer.max_grad_norm
+        clip_by_global_norm(job.trainable(), mesh, facts, max_norm, job.loss_scale.scale)
         job.optimizer.step()
         for hook in hooks:
             hook.remove()

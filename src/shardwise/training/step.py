@@ -56,7 +56,7 @@ def training_step(job: Job, microbatches: Sequence[Batch], mesh: Mesh, max_grad_
     learning rate goes on, so that the rate of a step and its rows are functions of its number alone.
     """
     loss, tokens = forward_backward(job.pm, microbatches, mesh, job.loss_scale.scale)
-    norm = clip_by_global_norm(job.trainable(), mesh, max_grad_norm, job.loss_scale.scale)
+    norm = clip_by_global_norm(job.trainable(), mesh, job.pm.parameter_facts, max_grad_norm, job.loss_scale.scale)
     finite = bool(torch.isfinite(norm))
     result = StepResult(loss.item(), norm.item(), tokens, skipped=not finite)
     if not (torch.isfinite(loss) and job.loss_scale.update(finite)):
