@@ -299,7 +299,10 @@ class Measure(Section):
     memory: bool = True
     """Measure peak memory, in one more step that is not timed and does not train."""
     reverse_microbatches: bool = False
-    """Take a step's micro-batches in reverse order: a noise control, what rounding alone does to a loss curve."""
+    """Take a step's micro-batches in reverse order: they add up in another order, and nothing else differs."""
+    nudge_weights: bool = False
+    """Begin with about half of the weights moved by one unit in their last place (float32): with the key above a noise
+    control, what rounding alone does to a loss curve."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = field(default_factory=list)
     """Experiment trackers; all but TensorBoard must be installed by you."""
 

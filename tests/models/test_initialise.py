@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.config import UserError
+from shardwise.models.initialise import nudged
 from shardwise.models.load import build_meta, read_config, weights
 from tests.models.tiny import PLAIN, TINY, entries, on_meta, same, tiny
 
@@ -66,3 +67,16 @@ def test_a_parameter_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(type(built), "_init_weights", PreTrainedModel._init_weights)  # knows no stacks of experts
     with pytest.raises(UserError, match=r"no rule for the initial values of model\.layers\.0\.linear_attn\.dt_bias"):
         entries(tiny("tiny-qwen3_next"))
+
+
+def test_nudged_weights_are_off_by_one_unit_in_the_last_place() -> None:
+    value = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    value[0] = 0.0
+    moved = nudged(value, seed=0, name="a.weight")
+    units = (moved.view(torch.int32) - value.view(torch.int32)).abs()
+    assert units.max() == 1
+    assert 0.3 < units.float().mean() < 0.9
+    assert moved[0] == 0.0
+    assert torch.equal(moved, nudged(value, seed=0, name="a.weight"))
+    assert not torch.equal(moved, nudged(value, seed=0, name="b.weight"))
+    assert torch.equal(nudged(value.bfloat16(), seed=0, name="a.weight"), value.bfloat16())

@@ -22,6 +22,7 @@ from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
+from shardwise.models.initialise import nudged
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import stages
@@ -222,6 +223,8 @@ def _fill_part(pm: ParallelModel, part: Part, cfg: RunConfig, state: State) -> N
     )
     filled = set()
     for name, full in initial:  # one at a time
+        if cfg.measure.nudge_weights:
+            full = nudged(full, cfg.training.seed, name)
         pm.from_portable(name, targets[name], full)
         filled.add(name)
         beat()

@@ -37,6 +37,7 @@ _NEVER_VARIED = {
     "measure.memory": "all cells are measured alike",
     "measure.warmup_steps": "all cells are measured alike",
     "measure.reverse_microbatches": "it is what the controls of the losses vary",
+    "measure.nudge_weights": "it is what the controls of the losses vary",
 }
 _SHOWN = (
     *("model.path", "model.dtype", "lora", "lora.r", "lora.targets", "data.train", "data.sequence_length"),

@@ -100,10 +100,7 @@ def _matching(cells: Sequence[Cell], patterns: Sequence[str], option: str) -> li
 def _tell_unchecked(out: Path, sweep: Sweep, selected: Sequence[Cell]) -> None:
     """Say before the start what will lack a verdict on its losses, or what it is set against."""
     if names := uncontrolled(sweep.cells, selected):
-        _tell(
-            f"unchecked for want of a control: {_listed(names)}; a reference has one if it is a valid run with 3 rows "
-            "of training.global_batch_size or more for each of its processes"
-        )
+        _tell(f"unchecked for want of a control: {_listed(names)}; a reference has one if it is a valid run")
     if names := [name for name in left_out(sweep.cells, selected) if not (out / name / RECORD).exists()]:
         _tell(f"--only leaves out what losses and speeds are set against: {_listed(names)}; run them too, now or later")
 

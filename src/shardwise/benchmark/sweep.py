@@ -221,33 +221,20 @@ def _equal(group: str, cells: list[Cell], axes: tuple[Axis, ...], weak: bool) ->
     return fairness.check_group(valid, varied, weak) if valid else {}
 
 
+NOISE = ("measure.reverse_microbatches", "measure.nudge_weights")
+"""Switches that change only how a run rounds: its sums over micro-batches, and all that its weights reach."""
+
+
 def _controls(cells: list[Cell], taken: set[str], out: Path) -> list[Cell]:
     """For each cell that another's losses are checked against: the same once more, but for how its sums are rounded."""
     wanted = {cell.plan.reference for cell in cells}
     controls = []
     for cell in cells:
-        other = None if cell.refusal else _other_rounding(cell)
-        if cell.plan.id in wanted and other is not None:
+        if cell.plan.id in wanted and not cell.refusal:
             control_id = _unique(f"control-{cell.plan.id}", taken)
             plan = replace(cell.plan, id=control_id, reference=cell.plan.id, control=True)
-            controls.append(_resolve(plan, _applied(cell.run, other), out))
+            controls.append(_resolve(plan, _applied(cell.run, dict.fromkeys(NOISE, True)), out))
     return controls
-
-
-def _other_rounding(cell: Cell) -> dict[str, Any] | None:
-    """Settings under which the same step adds up in another order, None where there is no other.
-
-    Micro-batches in reverse order; a + b = b + a exactly, so there have to be three, or else they are made smaller.
-    """
-    training, parallel = cell.run["training"], cell.run["parallel"]
-    # Ranks of one pipeline, and those that share layers, have the same rows.
-    rows = training["global_batch_size"] * parallel["pp"] * parallel["tp"] // cell.plan.nproc
-    size = training["micro_batch_size"]
-    settings = {"measure.reverse_microbatches": not cell.run["measure"]["reverse_microbatches"]}
-    if rows >= 3 * size:
-        return settings
-    smaller = next((divisor for divisor in range(size - 1, 0, -1) if size % divisor == 0), None)
-    return settings | {"training.micro_batch_size": smaller} if smaller else None
 
 
 def _positive(data: dict[str, Any], key: str, default: Any, kind: Any, where: str = "") -> Any:

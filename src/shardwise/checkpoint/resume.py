@@ -18,7 +18,10 @@ from shardwise.run_file import parse_config
 MAY_DIFFER = frozenset(
     (
         "parallel",
-        "measure",
+        "measure.warmup_steps",
+        "measure.memory",
+        "measure.reverse_microbatches",
+        "measure.trackers",
         "data.train",  # what is in it is compared by the loaders, and so is the tokenizer
         "model.path",  # what is in it is compared by its fingerprint
         "model.tokenizer",

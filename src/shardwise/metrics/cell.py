@@ -36,7 +36,7 @@ class CellPlan:
     nproc: int
     group: str  # cells of one group were given equal work
     reference: str | None  # id of the cell whose losses its own must equal, None for that cell itself or where none is
-    control: bool = False  # the reference again, micro-batches in the other order: how far rounding alone moves a loss
+    control: bool = False  # the reference again, rounded otherwise: how far rounding alone moves a loss
     baseline: str | None = None  # id of the cell that its speed is set against; None for that cell itself
     timed: bool = True  # else it has losses and bytes alone, as of more processes than there are cores
 

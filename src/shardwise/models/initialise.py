@@ -32,6 +32,19 @@ def random_weights(
             yield from (pair for pair in _values_of(skeleton, path, module, own, seed) if pair[0] in chosen)
 
 
+def nudged(value: torch.Tensor, seed: int, name: str) -> torch.Tensor:
+    """Return a weight of which each element is off by one rounding to float32, up or down: x (1 +- 2^-24), rounded.
+
+    About half of the elements move, by one unit in the last place. The signs are a function of (seed, name). What is
+    stored in fewer bits stays as it is.
+    """
+    if value.dtype != torch.float32:
+        return value
+    generator = torch.Generator().manual_seed(stable_seed("nudge", seed, name))
+    signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
+    return (value.double() * (1 + signs * 2.0**-24)).float()
+
+
 def initialise_buffers(skeleton: PreTrainedModel) -> None:
     """Give every buffer of a model on meta (rope tables) its true value on the CPU, by the family's own rules."""
     for path, module in skeleton.named_modules():

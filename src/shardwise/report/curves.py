@@ -63,8 +63,8 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
         "Left: the loss of every step. Curves of cells that do the same work lie on one another; the broad pale one is "
         "the reference. Right: the largest difference at any step from the loss of the reference, in units of the "
         "tolerance; a cell beyond the line is wrong. The noise control is the reference with its micro-batches in "
-        "another order, and the tolerance is ten times what that alone does. A reference of other numerics is measured "
-        "against the baseline, as closely as its format allows.",
+        "reverse and its weights moved by a rounding, and the tolerance is ten times what that alone does. A reference "
+        "of other numerics is measured against the baseline, as closely as its format allows.",
         figure,
     )
 
