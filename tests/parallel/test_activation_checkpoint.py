@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise.assembly.build import Job, build
-from shardwise.assembly.describe import check
+from shardwise.assembly.describe import describe
 from shardwise.config import UserError
 from shardwise.interfaces import Batch
 from shardwise.metrics.memory import PeakMemory
@@ -119,7 +119,7 @@ def test_a_kind_that_the_model_has_not():
     cfg = run_config(Cell("qwen3_5_text", "single", "full"))
     cfg = replace(cfg, training=replace(cfg.training, checkpointing=["full_attention", "mamba2"]))
     with pytest.raises(UserError, match="names mamba2, but this model's layers are of the kinds full_attention, ga"):
-        check(cfg, 1)
+        describe(cfg, 1)
     with pytest.raises(UserError, match="empty list"):
         replace(cfg.training, checkpointing=[])
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwise.assembly import profiles as profile_store
 from shardwise.assembly.build import build as build_run
 from shardwise.assembly.costs import COUNTED, costs_of
-from shardwise.assembly.describe import check
+from shardwise.assembly.describe import describe
 from shardwise.assembly.profiles import Measured, Profile, needs_gradient, path_of, unit_keys
 from shardwise.config import Lora, Parallel, RunConfig, UserError, known_keys
 from shardwise.interfaces import Mesh, Part
@@ -40,7 +40,7 @@ def measured(cfg: RunConfig) -> tuple[Profile, tuple[str, ...]]:
     """On this rank, with others if there are."""
     alike = replace(cfg, parallel=replace(cfg.parallel, pp=1, schedule="1f1b", data="ddp"))
     mesh: Mesh = build_mesh(alike, torch.device("cpu"))
-    facts = check(cfg, cfg.parallel.pp)
+    facts = describe(cfg, cfg.parallel.pp)
     keys = unit_keys(facts.hf, facts.spec, cfg.parallel.schedule)
     return profile.profile_units(cfg, mesh, facts, keys), keys
 
@@ -108,7 +108,7 @@ def replaced_forwards(parts: Iterable[Part]) -> dict[str, str]:
 def forwards_of_profile_and_run(cfg: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
     one_process = replace(cfg, parallel=Parallel())
     mesh = build_mesh(one_process, torch.device("cpu"))
-    facts = check(cfg, cfg.parallel.pp)
+    facts = describe(cfg, cfg.parallel.pp)
     timed = profile.make_bench(cfg, mesh, facts, list(range(len(facts.spec.layers) + 2))).stages
     return replaced_forwards(timed), replaced_forwards(build_run(one_process, mesh).pm.parts)
 

@@ -48,10 +48,14 @@ def _num_stages(cfg: RunConfig) -> int:
     return cfg.parallel.pp * cfg.parallel.num_virtual
 
 
+def _given_split(cfg: RunConfig) -> list[int]:
+    return [] if isinstance(cfg.parallel.split, str) else cfg.parallel.split
+
+
 def _split_is_another_models(cfg: RunConfig, model: ModelFacts) -> bool:
-    split = cfg.parallel.split
-    if cfg.parallel.pp == 1 or isinstance(split, str):
-        return False
+    split = _given_split(cfg)
+    if cfg.parallel.pp == 1 or not split:
+        return cfg.parallel.split == []
     return len(split) != _num_stages(cfg) or sum(split) != model.num_layers or min(split) < 0
 
 
@@ -108,7 +112,7 @@ RULES = (
             f"data.packing isolated: {model.family} adds positions before its first layer, where they run on from one "
             "document to the next; use concat or none"
         ),
-        "tests/models/patches/test_isolation.py::test_positions_added_before_the_first_layer_are_refused",
+        "a document begins at position 0 only if it stands alone",
     ),
     _rule(
         "isolated documents in kinds without proof",
@@ -146,7 +150,7 @@ RULES = (
             "parallel.data fsdp1: PEFT computes adapters on routed experts over a parameter, and finds a view into a "
             "flat one in its place; use fsdp2, or leave the experts out of lora.targets"
         ),
-        "tests/parallel/test_fsdp1.py::test_what_it_cannot_do_is_said",
+        "PEFT's wrapper registers a parametrization, which needs the parameter itself",
     ),
     _rule(
         "tp with whole layers in modules_to_save",
@@ -233,7 +237,7 @@ RULES = (
     ),
     _rule(
         "an empty stage",
-        lambda cfg, model: cfg.parallel.pp > 1 and 0 in cfg.parallel.split[1:-1],
+        lambda cfg, model: cfg.parallel.pp > 1 and 0 in _given_split(cfg)[1:-1],
         lambda cfg, model: (
             f"the split {cfg.parallel.split} has a stage with nothing in it; only the first (embedding) and the last "
             "(head) can be without a layer"
