@@ -8,7 +8,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from shardwise import config
+from shardwise import config, rules
 from shardwise.benchmark.sweep import read_sweep
 from shardwise.config import UserError
 from shardwise.ranges import RANGES
@@ -118,8 +118,10 @@ def test_every_number_of_a_run_file_has_a_range():
 
 def test_a_step_of_more_tokens_than_any_run_has():
     with pytest.raises(UserError, match="is 16,777,216,000 tokens in a step; give at most 1,000,000,000"):
-        config.RunConfig(
-            config.Model("a"), config.Data("a", sequence_length=2**24), config.Training("a", global_batch_size=1000)
+        rules.check(
+            config.RunConfig(
+                config.Model("a"), config.Data("a", sequence_length=2**24), config.Training("a", global_batch_size=1000)
+            )
         )
 
 

@@ -1,55 +1,70 @@
-"""Write docs/reference/compatibility.md from what is offered and what proves it: `python tools/compatibility.py`."""
+"""Write docs/reference/compatibility.md from the rulebook: `python tools/compatibility.py`."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
-from shardwise.assembly.order import COMPATIBLE, LAYOUTS, REFUSED, UNPROVEN, proofs
+from shardwise.layouts import NAMES
+from shardwise.models.families import FAMILIES
+from shardwise.rules import RULES, offered_layouts
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "compatibility.md"
 HEAD = """\
-# Which layout trains which family
+# What may run together
 
 A layout is named by its parts: `pp` pipeline; `ddp`, `zero1`, `zero2`, `fsdp1`, `fsdp2`, `hsdp` (fsdp2 with replicas)
-over the data; `tp` tensor and `sp` sequence parallelism. A family may run under a layout if two tests prove that it
-computes what one process computes, with LoRA and in full: losses, gradients, gradient norm, weights after three steps
-and what is left on disk ([how](../concepts/parity.md)). Everything else is refused before memory is taken.
+over the data; `tp` tensor and `sp` sequence parallelism.
 
-The table names the two tests: the family's name comes first, the number of processes last. They run on CPUs; of `jamba`
-under `pp-tp`:
+**Layouts.** Every listed family may run under each of these {num_offered} layouts, and the parity matrix proves each of
+them for each family, with LoRA and in full ([how](../concepts/parity.md), [results](../../results/parity.json)):
 
-    python -m tests.parity --out proof.json --only jamba-pp-tp-1f1b-{lora,full}-4p
+{offered}
 
-A test's last outcome is the row of its name in [`results/parity.json`](../../results/parity.json). That has more rows:
-other numbers of processes, each of a pipeline's schedules, and variants such as checkpointing. Each axis has two ranks
-or more, but for `hsdp` in a pipeline, where two replicas have one shard each (llama's `pp-hsdp` has two).
+Listed families: {families}. A family that is not listed runs under the layouts without `pp` and `tp`. Not offered:
+{others}.
 
-The tests of one family are printed in full by `shardwise models FAMILY`.
+To prove a layout on your machine, in a checkout, for instance of `jamba` under `pp-tp` on four processes:
 
-This page is written by `tools/compatibility.py`.
+    python -m tests.parity --out proof.json --only jamba-pp-tp-1f1b
+
+**Rules.** `shardwise` refuses a run before it takes memory where one of these rules forbids it, in one line with a way
+out. The rules stand in `src/shardwise/rules/`.
 """
+TITLES = {
+    "run file": "On the run file alone",
+    "grid": "On the number of processes",
+    "step": "On the micro-batches of a step",
+    "model": "On the model",
+}
 
 
 def page() -> str:
-    """The whole page."""
-    lines = [HEAD, "| layout | proven by FAMILY-... | families |", "|---|---|---|"]
-    for layout in LAYOUTS:
-        tests = {name: proofs(name)[layout].removeprefix(f"{name}-") for name in COMPATIBLE if layout in proofs(name)}
-        for test in dict.fromkeys(filter(None, tests.values())):
-            families = [name for name in tests if tests[name] == test]
-            lines.append(
-                f"| {layout} | `{test}` | {', '.join(families) if set(COMPATIBLE) - set(families) else 'all'} |"
-            )
-    others = ", ".join(layout for layout in LAYOUTS if layout in UNPROVEN)
-    lines += [
+    """Return the whole page."""
+    offered = offered_layouts()
+    head = HEAD.format(
+        num_offered=len(offered),
+        offered=", ".join(f"`{name}`" for name in offered),
+        families=", ".join(f"`{name}`" for name in FAMILIES),
+        others=", ".join(f"`{name}`" for name in NAMES if name not in offered),
+    )
+    paragraphs = head.strip().split("\n\n")
+    lines = [
+        "\n\n".join(
+            part if part.startswith(" ") else textwrap.fill(part, 120, break_on_hyphens=False) for part in paragraphs
+        ),
         "",
-        f"All: {', '.join(COMPATIBLE)}.",
-        "",
-        f"Other families run under what asks nothing of a model's inside: {others}.",
     ]
-    lines += ["", "## Not offered", "", "| layout | why, and what to use |", "|---|---|"]
-    lines += [f"| {layout} | {why} |" for layout, why in REFUSED.items()]
-    return "\n".join(lines) + "\n"
+    for group, rules in RULES.items():
+        lines += [f"## {TITLES[group]}", "", "| rule | why |", "|---|---|"]
+        lines += [f"| {rule.name} | {_linked(rule.why)} |" for rule in rules]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _linked(why: str) -> str:
+    """Return a reason with its test in code quotes."""
+    return " ".join(f"`{word}`" if word.startswith("tests/") else word for word in why.split())
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def parallel_of(layout: str) -> Parallel:
     parts = layout.split("-")
     data = next((part for part in parts if part not in ("pp", "tp", "sp")), "single")
     return Parallel(
-        data="fsdp2" if data == "hsdp" else data,
+        data="fsdp2" if data == "hsdp" else data,  # ty: ignore[invalid-argument-type]  # a part of a name
         dp_replicate=2 if data == "hsdp" else 1,
         pp=2 if "pp" in parts else 1,
         tp=2 if "tp" in parts else 1,

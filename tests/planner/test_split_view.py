@@ -148,7 +148,7 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
         ),
         (["tiny.yaml", "--nproc=3"], "parallel.pp is 2, which does not divide the 3 processes; use --nproc 2"),
         (["tiny.yaml", "--training.global_batch_size=1"], "1f1b on 2 ranks needs 2 micro-batches or more, not 1"),
-        (["other.yaml"], "pp is not proven for gemma; use one of "),
+        (["other.yaml"], "pp is not offered for gemma"),
         (["tiny.yaml", "-o", "tiny.yaml"], "--out tiny.yaml: cannot write there (File exists); give another folder"),
         (
             ["tiny.yaml", "--profile", "-o", "tiny.yaml/cut"],
