@@ -1,9 +1,10 @@
-"""Count what a training step sends under each layout, and write docs/concepts/communication.md from it.
+"""Count what a training step sends under each layout, and write results/communication.json and .md from it.
 
     PYTHONPATH=. python tools/communication.py [--page-only]
 
-Counted are the collectives and the bytes that each is given, and beside them stand those of the closed formulas in
-tests/communication_formulas.py. A page alone is written from what results/communication.json holds already.
+The tool counts collectives and the bytes that each is given, beside those of the closed formulas in
+tests/communication_formulas.py. `--page-only` writes the page from what results/communication.json
+holds already. docs/concepts/communication.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardwise.metrics.hardware import environment
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "communication.json"
-PAGE = ROOT / "docs" / "concepts" / "communication.md"
+PAGE = ROOT / "results" / "communication.md"
 NUM_RANKS, ROWS, MICRO_ROWS = 4, 8, 2
 ALONE = {
     "ddp": ("2 r Φt", "1 + 2"),
@@ -42,51 +43,17 @@ KINDS = ("all-reduce", "reduce-scatter", "all-gather", "send")
 PAPER = {"ddp": 2, "zero1": 2, "zero2": 2, "fsdp2": 3}
 """Multiples of the model's size per step, of one micro-batch: Rajbhandari et al., arXiv 1910.02054, section 7."""
 HEAD = """\
-# What each strategy sends
+# What each strategy sends in a training step
 
-Counted, not guessed: a mode that sees every collective of a training step adds up calls and bytes
-([`tests/communication.py`](../../tests/communication.py)), and `tests/parallel/test_communication.py` compares both,
-for each kind of collective and each axis of the mesh, with [closed formulas](../../tests/communication_formulas.py):
-under every layout that is offered, equal to the byte and to the call. A composition sends the sum of what its parts
-send, so there are seven formulas for all layouts; they know the model's shapes and the mesh, and nothing of the run.
-The bytes that leave a rank follow from what goes round a ring of n ranks: with r = (n-1)/n, 2r of what is all-reduced,
-r of what is gathered or reduce-scattered (whole), all of what is sent.
-
-Φ: bytes of all weights, Φt: of the trained ones, Φlast: of the last unit (norm and head), each in float32; m:
-micro-batches that a rank computes in a step; BTD: bytes of a micro-batch's hidden states; blocks: mixers and
-feed-forwards, two a layer; u: units that are gathered together (embedding, layers, norm with head). Gradients of more
-than a bucket (25 MiB in ddp, whose first one is 1 MiB, and in zero) take a call for each.
+[Communication](../docs/concepts/communication.md) explains the symbols and the formulas. `u` is the
+number of units that are gathered together: embedding, layers, norm with head. The `+ 2` to `+ 5` of
+the calls are a few numbers per step: the targets, the loss, the squares of the gradient norm, and
+with `sp` the gradients of what every rank holds whole. Gradients of more than a bucket (25 MiB; the
+first bucket of ddp: 1 MiB) take one call per bucket. Each number is that of the rank that sends most.
 
 """
 FOOT = """
-What this says:
-
-- **ZeRO** up to stage 2 sends what ddp sends; stage 3 sends half as much again, for weights that no rank keeps (a bit
-  less here, as the last unit's backward follows its forward at once). That holds for one micro-batch a step: zero2 and
-  fsdp2 reduce in each one.
-- **LoRA** takes nearly everything from ddp and zero, whose messages are gradients; it takes only those from fsdp2,
-  whose messages are mostly frozen weights: with adapters, ddp sends a small part of what fsdp2 does. And fsdp2
-  gathers even the frozen embedding ahead for a backward that never comes, which is counted here; fsdp1 does not. But
-  fsdp1 keeps a layer's adapters in a flat parameter of their own, and needs more messages for the same bytes.
-- **Tensor parallelism** sends activations, so its bytes grow with tokens and not with weights, and LoRA changes them
-  little: the first block's input wants no gradient, and the factors that are whole on every rank are added up once a
-  step. Sequence parallelism moves as many bytes in other messages, twice as many, and one BTD more to give the
-  embedding its gradient. Two messages of the head are the loss: three numbers per target token, in place of V logits.
-- **A recurrent layer's block** is cut by heads or channels and sends what attention's does, with these exceptions,
-  forwards and backwards: each Mamba layer of Jamba adds up what all channels give together (time step, B and C: R + 2N
-  numbers a token, one message), and each attention layer of Olmo-Hybrid the squares that its two norms over cut
-  features need (one number a token and norm), as Mamba2's gated norm does where it has fewer groups than there are
-  ranks (a number a token and group). Where ranks share heads of keys and values, or groups of B and C, the gradients
-  of these rows are added up once a step, one message each. All of it is in the formulas.
-- **A pipeline** sends least, one BTD each way per cut and micro-batch; a rank between two others sends both. Under it
-  fsdp2 reduces gradients once a step, and leaves weights gathered between a backward and what follows: m + 1 gathers
-  of a unit in place of 2 m.
-- Besides, a few numbers a step (the `+ 2` to `+ 5` of the calls): the targets, the loss, the squares of the norm, and
-  with `sp` the gradients of what is whole on every rank.
-
-Bytes are not time: tensor parallelism waits for each message, while ddp's and fsdp2's overlap with computation.
-Counted on gloo; what NCCL makes of the calls is *unverified*. Written by `tools/communication.py`; the data, with
-versions and commit: [`results/communication.json`](../../results/communication.json).
+The last unit's backward follows its forward at once, so fsdp2 gathers it once: hence 2.94 and not 3.
 """
 
 
@@ -94,10 +61,16 @@ def page(result: dict[str, Any]) -> str:
     """The whole page."""
     rows = {(row["layout"], row["mode"]): row for row in result["rows"]}
     full, lora = result["all_bytes"], result["adapter_bytes"]
+    facts = result["environment"]
     lines = [
-        f"Leaving a rank in a step (of its ranks, the one that sends most): {result['model']}, "
-        f"{result['num_ranks']} processes, {result['global_batch_size']} rows of {result['sequence_length']} tokens, "
-        f"{result['micro_batch_size']} a micro-batch. Φ = {full:,}; with LoRA {full + lora:,}, Φt = {lora:,}.",
+        f"Counted on gloo: {facts['device']}, torch {facts['torch']}, commit {facts['commit'][:7]}. "
+        "Written by `tools/communication.py` from [`communication.json`](communication.json).",
+        "",
+        "## One strategy",
+        "",
+        f"{result['model']}, {result['num_ranks']} processes, {result['global_batch_size']} rows of "
+        f"{result['sequence_length']} tokens, {result['micro_batch_size']} rows per micro-batch. "
+        f"Φ = {full:,} bytes; with LoRA Φ = {full + lora:,} and Φt = {lora:,}.",
         "",
         "| layout | bytes | calls, full | full: derived | counted | calls | LoRA: derived | counted | calls |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
@@ -108,8 +81,11 @@ def page(result: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join((layout, *formulas, *cells))} |")
     lines += [
         "",
-        "Compositions, 1 row a micro-batch; each number is counted, and equals the sum of the parts' formulas. Calls: "
-        "all-reduces + reduce-scatters + all-gathers + sends. Of 8 processes pp-hsdp-tp makes 2 replicas of one shard.",
+        "## Compositions",
+        "",
+        "1 row per micro-batch. Each number is counted, and equals the sum of the parts' formulas. "
+        "Calls: all-reduces + reduce-scatters + all-gathers + sends. "
+        "Of 8 processes pp-hsdp-tp makes 2 replicas of one shard.",
         "",
         "| layout | processes | full: bytes | calls | LoRA: bytes | calls |",
         "|---|---:|---:|---:|---:|---:|",
@@ -118,7 +94,7 @@ def page(result: dict[str, Any]) -> str:
         both = [rows[layout, mode] for mode in ("full", "lora")]
         cells = [f"{row['counted_bytes']:,} | {' + '.join(map(str, _by_kind(row)))}" for row in both]
         lines.append(f"| {layout} | {both[0]['processes']} | {' | '.join(cells)} |")
-    lines += ["", "ZeRO's own table, one micro-batch a step, in units of r Φ:", ""]
+    lines += ["", "## Beside the table of ZeRO's authors", "", "One micro-batch per step, in units of r Φ.", ""]
     lines += ["| | " + " | ".join(PAPER) + " |", "|---|" + "---:|" * len(PAPER)]
     lines.append("| Rajbhandari et al., section 7 | " + " | ".join(f"{times}" for times in PAPER.values()) + " |")
     unit = full * (result["num_ranks"] - 1) / result["num_ranks"]
