@@ -45,10 +45,10 @@ from shardwise.benchmark.runner import bench
 from shardwise.benchmark.sweep import Sweep, read_sweep
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh
-from shardwise.metrics.cell import CellRecord
-from shardwise.metrics.record import RunRecord
 from shardwise.models.stage import Stage
 from shardwise.parallel.reduce import of_every_rank
+from shardwise.records.cell import CellRecord
+from shardwise.records.record import RunRecord
 from shardwise.report.style import PALETTE, colour, drawing, svg_file, svg_of
 from shardwise.report.verdict import verdicts
 from shardwise.run_file import parse_config

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.cli import main
-from shardwise.metrics.record import RunRecord
 from shardwise.models import load
+from shardwise.records.record import RunRecord
 from shardwise.run_file import load_config
 from shardwise.training.checkpoint import Checkpointer
 from shardwise.training.evaluate import Evaluation

@@ -18,8 +18,8 @@ import torch
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
 from shardwise.metrics.memory import PeakMemory
-from shardwise.metrics.record import RunRecord
 from shardwise.parallel.mesh import build_mesh, mesh_sizes
+from shardwise.records.record import RunRecord
 from shardwise.run_file import load_config
 from shardwise.training.build import build
 from shardwise.training.loop import train

@@ -19,9 +19,9 @@ from peft import PeftModel, get_peft_model_state_dict
 
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.metrics.hardware import PeakFlops
-from shardwise.metrics.record import RunRecord
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
+from shardwise.records.record import RunRecord
 from shardwise.training import build, checkpoint, checkpoint_folder, loop, measure
 from shardwise.training.checkpoint import Checkpointer
 from shardwise.training.resume import Start, find_start

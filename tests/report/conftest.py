@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shardwise.config import Parallel
-from shardwise.metrics.cell import RECORD, RUN_FILE, SWEEP, Axis, CellPlan, CellRecord, SweepRecord
-from shardwise.metrics.record import dumps
+from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, Axis, CellPlan, CellRecord, SweepRecord
+from shardwise.records.record import dumps
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Timeline

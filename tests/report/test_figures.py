@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.metrics.cell import CellRecord, SweepRecord
+from shardwise.records.cell import CellRecord, SweepRecord
 from shardwise.report.figures import draw_all
 from shardwise.report.folder import read_bench
 from shardwise.report.panels import Drawn

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.metrics.cell import Axis, CellPlan
+from shardwise.records.cell import Axis, CellPlan
 from shardwise.report.folder import read_bench
 from shardwise.report.page import write_report
 from tests.report.conftest import MIB, large, pipelines, processes, record, strategies, sweep_of, write

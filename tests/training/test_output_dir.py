@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError
-from shardwise.metrics.record import RunRecord
+from shardwise.records.record import RunRecord
 from shardwise.run_file import parse_config
 from shardwise.training.output_dir import claim, go_on, record_failure
 

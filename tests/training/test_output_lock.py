@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Mesh
-from shardwise.metrics.record import MetricsFile
+from shardwise.records.record import MetricsFile
 from shardwise.training import launch, output_lock
 from shardwise.training.output_lock import LOCK, Lock, locked
 from shardwise.training.world import World

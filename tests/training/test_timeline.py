@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from shardwise.config import Parallel
-from shardwise.metrics.record import PipelineRecord, RunRecord
+from shardwise.records.record import PipelineRecord, RunRecord
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Event, Timeline, simulate
 from shardwise.schedule.split import Split, predict

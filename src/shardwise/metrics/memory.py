@@ -27,7 +27,7 @@ from torch._C._profiler import (
 from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardwise.metrics.memory_parts import Event, Mark, parts_at_peak
+from shardwise.records.memory_parts import Event, Mark, parts_at_peak
 
 _LEFT = "shardwise.left:"  # name of a marker in the profiler's timeline: the block at this address has been freed
 _MARK = "shardwise.mark"  # the same, for a call of `PeakMemory.mark`

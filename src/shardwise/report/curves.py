@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.metrics.cell import Axis
+from shardwise.records.cell import Axis
 from shardwise.report.folder import Bench
 from shardwise.report.panels import (
     BESIDE,

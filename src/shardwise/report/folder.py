@@ -12,8 +12,8 @@ from typing import TypeVar
 import pydantic
 
 from shardwise.config import UserError
-from shardwise.metrics.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
-from shardwise.metrics.record import PipelineRecord
+from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
+from shardwise.records.record import PipelineRecord
 from shardwise.schedule.trace import unpack
 
 T = TypeVar("T")

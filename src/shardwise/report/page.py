@@ -17,8 +17,8 @@ from urllib.parse import quote
 import yaml
 
 from shardwise.config import UserError
-from shardwise.metrics.cell import RECORD
-from shardwise.metrics.record import dumps
+from shardwise.records.cell import RECORD
+from shardwise.records.record import dumps
 from shardwise.report import words
 from shardwise.report.caveats import caveats
 from shardwise.report.curves import AGAINST

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import UserError
-from shardwise.metrics.cell import SweepRecord
+from shardwise.records.cell import SweepRecord
 from shardwise.report.tables import Row
 from shardwise.report.words import is_number, named_values
 

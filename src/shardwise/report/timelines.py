@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pydantic
 
-from shardwise.metrics.record import PipelineRecord
+from shardwise.records.record import PipelineRecord
 from shardwise.report.folder import Bench
 from shardwise.report.panels import NAME
 from shardwise.report.tables import Row, flat, groups_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shardwise.metrics.record import dumps
+from shardwise.records.record import dumps
 from shardwise.training.checkpoint_index import (
     INDEX,
     DamagedError,

@@ -10,9 +10,9 @@ from shardwise.data.loader import build_loaders
 from shardwise.data.text import load_tokenizer
 from shardwise.interfaces import Mesh
 from shardwise.metrics.meter import Meter
-from shardwise.metrics.record import RunRecord
 from shardwise.models import load
 from shardwise.parallel.compile import uncompiled
+from shardwise.records.record import RunRecord
 from shardwise.training.build import State, build
 from shardwise.training.checkpoint import Checkpointer, restore
 from shardwise.training.ending import Stopped

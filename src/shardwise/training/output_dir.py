@@ -9,7 +9,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from shardwise.config import RunConfig, UserError
-from shardwise.metrics.record import RunRecord, Status
+from shardwise.records.record import RunRecord, Status
 from shardwise.training import output_lock
 from shardwise.training.checkpoint_folder import CHECKPOINTS, MANIFEST, METRICS, UNFINISHED, complete
 from shardwise.training.ending import RunError, is_full

@@ -15,7 +15,7 @@ from shardwise.data.state import Counts
 from shardwise.interfaces import Batch, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
-from shardwise.metrics.record import MetricsFile, dumps
+from shardwise.records.record import MetricsFile, dumps
 from shardwise.training import output_dir
 from shardwise.training.build import Job
 from shardwise.training.checkpoint_folder import METRICS

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from shardwise.config import RunConfig, UserError
 from shardwise.metrics.hardware import peak_flops
-from shardwise.metrics.record import dumps
 from shardwise.models.spec import ModelSpec
+from shardwise.records.record import dumps
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import Timeline

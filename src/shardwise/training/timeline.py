@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from shardwise.config import Parallel, RunConfig
 from shardwise.interfaces import Mesh
-from shardwise.metrics.record import PipelineRecord, PipelineStep, dumps
 from shardwise.parallel.reduce import of_every_rank
+from shardwise.records.record import PipelineRecord, PipelineStep, dumps
 from shardwise.schedule.simulate import Event, Timeline
 from shardwise.schedule.split import Split
 from shardwise.schedule.trace import chrome_trace, gantt, pack

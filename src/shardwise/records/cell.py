@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.metrics.record import RunRecord, Status
+from shardwise.records.record import RunRecord, Status
 
 SWEEP, RECORD, RUN_FILE, LOG = "sweep.json", "record.json", "run.yaml", "log.txt"
 WEAK_SCALING = "weak scaling"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from shardwise.config import UserError
-from shardwise.metrics.record import MetricsFile, RunRecord
+from shardwise.records.record import MetricsFile, RunRecord
 
 RECORD = RunRecord(
     status="ok",
@@ -89,5 +89,5 @@ def test_metrics_are_on_disk_line_by_line_and_are_continued(tmp_path):
 
 
 def test_a_record_is_read_without_torch():
-    code = "import sys; from shardwise.metrics.record import RunRecord; assert 'torch' not in sys.modules"
+    code = "import sys; from shardwise.records.record import RunRecord; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
