@@ -21,15 +21,16 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 ARROWS = {
     "models": {"kernels"},
     "parallel": {"models", "kernels", "schedule"},
-    "training": {"models", "data", "parallel", "metrics", "kernels", "schedule", "records"},
+    "training": {"models", "data", "parallel", "metrics", "kernels", "schedule", "drawing", "records"},
     "metrics": {"models", "records"},
     "records": set(),
     "data": set(),
     "kernels": set(),
     "schedule": set(),
+    "drawing": {"schedule"},
     "planner": {"models", "metrics", "schedule"},
     "benchmark": {"planner", "records"},
-    "report": {"records", "schedule"},
+    "report": {"records", "schedule", "drawing"},
     "interfaces": {"schedule"},
 }
 EVERYONE = {"config", "run_file", "interfaces", "ranges"}
@@ -42,6 +43,7 @@ FORBIDDEN = {
     "run_file.py": ("torch", "transformers"),
     "benchmark": ("torch", "transformers"),
     "schedule": ("torch", "transformers", "matplotlib"),
+    "drawing": ("torch", "transformers"),
 }
 
 

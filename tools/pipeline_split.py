@@ -44,19 +44,20 @@ import torch.distributed as dist
 from shardwise.benchmark.runner import bench
 from shardwise.benchmark.sweep import Sweep, read_sweep
 from shardwise.config import RunConfig
+from shardwise.drawing.gantt import gantt_file
+from shardwise.drawing.svg import PALETTE, colour, drawing, svg_file, svg_of
 from shardwise.interfaces import Batch, Mesh
 from shardwise.models.stage import Stage
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.records.cell import CellRecord
 from shardwise.records.record import RunRecord
-from shardwise.report.style import PALETTE, colour, drawing, svg_file, svg_of
 from shardwise.report.verdict import verdicts
 from shardwise.run_file import parse_config
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import Timeline, simulate
+from shardwise.schedule.simulate import simulate
 from shardwise.schedule.split import bound_seconds
-from shardwise.schedule.trace import gantt, unpack
+from shardwise.schedule.timeline import Timeline, unpack
 from shardwise.training import profile
 from shardwise.training.build import build
 from shardwise.training.launch import start_processes
@@ -89,7 +90,7 @@ def main() -> None:
             for name, pipeline in ((name, cells[name].pipeline) for name in SPLITS)
             if pipeline is not None
         }
-        (options.out / "figures" / f"{case}.svg").write_text(gantt(timelines) + "\n", encoding="utf-8")
+        (options.out / "figures" / f"{case}.svg").write_text(gantt_file(timelines) + "\n", encoding="utf-8")
         told = {key: found[case][key] for key in ("ratio", "bound", "slowdown", "corrected_bound", "share_reached")}
         print(case, json.dumps(told), flush=True)
     (options.out / "figures" / "bounds.svg").write_text(bars(found), encoding="utf-8")

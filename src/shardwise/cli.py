@@ -91,7 +91,7 @@ def split(cfg: RunConfig, nproc: int | None, profiled: bool, out: str | None) ->
     from rich.console import Console
     from transformers.utils import logging
 
-    from shardwise.schedule.trace import text_chart
+    from shardwise.drawing.text_chart import text_chart
     from shardwise.training.profile import measure
     from shardwise.training.split_view import FILES, make_folder, plan, stages_table, summary, write_files
 

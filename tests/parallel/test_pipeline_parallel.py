@@ -19,7 +19,7 @@ from shardwise.metrics.memory import PeakMemory
 from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
 from shardwise.schedule.orders import ORDERS, SPLITTING, Pipeline
-from shardwise.schedule.simulate import Event
+from shardwise.schedule.timeline import Event
 from shardwise.training import build
 from shardwise.training.evaluate import evaluate
 from shardwise.training.step import training_step

@@ -14,8 +14,8 @@ from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, Axis, CellPlan, Cell
 from shardwise.records.record import dumps
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import Timeline
 from shardwise.schedule.split import split
+from shardwise.schedule.timeline import Timeline
 from shardwise.training.timeline import describe
 
 MIB = 2**20

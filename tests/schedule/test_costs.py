@@ -47,7 +47,7 @@ def test_nothing_trainable_is_forward_only():
 
 
 def test_the_package_is_a_leaf():
-    modules = ", ".join(f"shardwise.schedule.{name}" for name in ("costs", "orders", "simulate", "split", "trace"))
+    modules = ", ".join(f"shardwise.schedule.{name}" for name in ("costs", "orders", "simulate", "split", "timeline"))
     code = f"import sys, {modules}; print({{'torch', 'transformers', 'matplotlib'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -8,7 +8,8 @@ import pytest
 
 from shardwise.schedule.costs import Cost, effective
 from shardwise.schedule.orders import ORDERS, Pipeline
-from shardwise.schedule.simulate import Timeline, held, in_flight, simulate
+from shardwise.schedule.simulate import held, in_flight, simulate
+from shardwise.schedule.timeline import Timeline
 
 SHAPES = [(1, 4), (2, 4), (3, 6), (4, 8), (4, 16)]
 EXACT = 1e-12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -14,9 +15,9 @@ from pydantic import TypeAdapter
 from shardwise.config import Parallel
 from shardwise.records.record import PipelineRecord, RunRecord
 from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import Event, Timeline, simulate
+from shardwise.schedule.simulate import simulate
 from shardwise.schedule.split import Split, predict
-from shardwise.schedule.trace import unpack
+from shardwise.schedule.timeline import Event, Timeline, unpack
 from shardwise.training import build
 from shardwise.training.output_dir import TIMELINES
 from shardwise.training.split import COUNTED, costs_of
@@ -121,7 +122,16 @@ def test_files(tmp_path):
     assert content["simulator_error_percent"] == told.simulator_error_percent
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["measured", "simulated"]
-    assert "measured" in ElementTree.parse(tmp_path / "timeline.svg").getroot().attrib["aria-label"]
+    svg = ElementTree.parse(tmp_path / "timeline.svg").getroot()
+    assert "measured" in svg.findtext("{http://www.w3.org/2000/svg}title", "")
+
+
+def test_without_matplotlib_the_picture_is_left_out_and_a_line_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    told = describe(Parallel(pp=2), predicted(), "by hand", predicted().timeline, None)
+    write_files(tmp_path, told, predicted().timeline, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["timeline.json", "trace.json"]
+    assert "timeline.svg" in capsys.readouterr().out
 
 
 def test_a_run_without_a_timed_step_draws_nothing(tmp_path):

@@ -14,8 +14,14 @@ from typing import Literal, NamedTuple
 
 from shardwise.config import UserError, nearest
 
-Kind = Literal["F", "B", "I", "W"]  # forward; backward, in one go or as the input's and the weights' gradients
-
+Kind = Literal["F", "B", "I", "W"]
+"""A forward; a whole backward; or one of its halves, the input's and the weights' gradients."""
+KIND_NAMES: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, inputs",
+    "W": "backward, weights",
+}
 
 V_SHAPED = ("zbv", "dualpipe-v")
 """Schedules under which rank r of p holds the stages r and 2p-1-r, and so the first rank both ends of the model."""

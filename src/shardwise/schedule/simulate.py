@@ -11,55 +11,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Action, Kind, Pipeline
+from shardwise.schedule.timeline import Event, Timeline
 
 Floats = npt.NDArray[np.float64]
-
-
-class Event(NamedTuple):
-    """An action and when it ran, in seconds from the start of the step."""
-
-    rank: int
-    chunk: int
-    microbatch: int
-    kind: Kind
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One step of a pipeline, simulated or measured."""
-
-    num_ranks: int
-    events: tuple[Event, ...]
-
-    @property
-    def seconds(self) -> float:
-        """The whole step."""
-        return max((event.end for event in self.events), default=0.0)
-
-    def idle_seconds(self, rank: int) -> float:
-        """What a rank spends on nothing."""
-        return self.seconds - sum(event.end - event.start for event in self.events if event.rank == rank)
-
-    def waits(self, rank: int) -> list[tuple[float, float]]:
-        """From when to when a rank does nothing."""
-        spans = sorted((event.start, event.end) for event in self.events if event.rank == rank)
-        edges = pairwise([(0.0, 0.0), *spans, (self.seconds, self.seconds)])
-        return [(before[1], after[0]) for before, after in edges if after[0] > before[1]]
-
-    def bubble(self, rank: int | None = None) -> float:
-        """The idle share of a rank's time; without a rank of the time of all ranks together."""
-        ranks = range(self.num_ranks) if rank is None else [rank]
-        return sum(self.idle_seconds(r) for r in ranks) / (self.seconds * len(ranks)) if self.seconds else 0.0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from shardwise.schedule.costs import Cost, effective
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import (
     Floats,
-    Timeline,
     Work,
     crosses,
     in_flight,
@@ -31,6 +30,7 @@ from shardwise.schedule.simulate import (
     simulate,
     times,
 )
+from shardwise.schedule.timeline import Timeline
 
 Boundaries = npt.NDArray[np.int64]  # [chunks + 1], from 0 to the number of units
 Mode = Literal["uniform", "parameters", "balanced"]

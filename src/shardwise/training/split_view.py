@@ -14,14 +14,16 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from shardwise.config import RunConfig, UserError
+from shardwise.drawing.gantt import gantt_file
+from shardwise.drawing.perfetto import perfetto_trace
+from shardwise.drawing.svg import require_matplotlib
 from shardwise.metrics.hardware import peak_flops
 from shardwise.models.spec import ModelSpec
 from shardwise.records.record import dumps
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import Timeline
 from shardwise.schedule.split import Split, bound_seconds
-from shardwise.schedule.trace import chrome_trace, gantt
+from shardwise.schedule.timeline import Timeline
 from shardwise.training import preflight
 from shardwise.training.split import COUNTED, choose_split, costs_of, memory_caveat
 from shardwise.training.world import device_type, threads_each
@@ -150,13 +152,14 @@ def write_files(planned: Plan, folder: Path) -> None:
         "splits": {name: _described(split) for name, split in splits.items()},
         "units": [asdict(unit) for unit in planned.units],
     }
-    texts = (dumps(content), gantt(planned.drawn), chrome_trace(planned.drawn))
+    texts = (dumps(content), gantt_file(planned.drawn), perfetto_trace(planned.drawn))
     for name, text in zip(FILES, texts, strict=True):
         (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder for FILES, if need be; UserError where nothing can be written to it."""
+    """Make the folder for FILES, if need be; UserError where no file can be written or drawn."""
+    require_matplotlib()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.config import Parallel, RunConfig
+from shardwise.config import Parallel, RunConfig, UserError
+from shardwise.drawing.gantt import gantt_file
+from shardwise.drawing.perfetto import perfetto_trace
 from shardwise.interfaces import Mesh
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.records.record import PipelineRecord, PipelineStep, dumps
-from shardwise.schedule.simulate import Event, Timeline
 from shardwise.schedule.split import Split
-from shardwise.schedule.trace import chrome_trace, gantt, pack
+from shardwise.schedule.timeline import Event, Timeline, pack
 from shardwise.training.build import Job
 from shardwise.training.output_dir import TIMELINES
 from shardwise.training.split import COUNTED
@@ -104,7 +105,10 @@ def _figures(timeline: Timeline) -> PipelineStep:
 
 
 def write_files(folder: Path, record: PipelineRecord, measured: Timeline | None, simulated: Timeline | None) -> None:
-    """Write TIMELINES into the folder; nothing where there is neither timeline."""
+    """Write TIMELINES into the folder, or nothing where there is neither timeline.
+
+    Without matplotlib, which training does not need, the picture is left out and a line says so.
+    """
     named = {"measured": measured, "simulated": simulated}
     timelines = {name: timeline for name, timeline in named.items() if timeline is not None}
     if not timelines:
@@ -113,6 +117,10 @@ def write_files(folder: Path, record: PipelineRecord, measured: Timeline | None,
     del content["events"]  # packed; here they are whole
     for name, timeline in timelines.items():
         content[name]["events"] = timeline.events
-    texts = (dumps(content), chrome_trace(timelines), gantt(timelines))
-    for name, text in zip(TIMELINES, texts, strict=True):
+    texts = [dumps(content), perfetto_trace(timelines)]
+    try:
+        texts.append(gantt_file(timelines))
+    except UserError as error:
+        print(f"{TIMELINES[-1]} is not drawn: {error}", flush=True)
+    for name, text in zip(TIMELINES, texts):
         (folder / name).write_text(text + "\n", encoding="utf-8")
