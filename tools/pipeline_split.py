@@ -61,7 +61,6 @@ from shardwise.schedule.timeline import Timeline, unpack
 from shardwise.training import profile
 from shardwise.training.build import build
 from shardwise.training.launch import start_processes
-from shardwise.training.split import COUNTED
 from shardwise.training.split_view import plan
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +109,7 @@ def measured_bench(path: Path, runs: Path) -> tuple[Sweep, dict[str, CellRecord]
     sweep = read_sweep(path, runs)
     for cell in sweep.cells:
         cfg = parse_config(cell.run, str(path))
-        if plan(cfg).source.startswith(COUNTED):
+        if not plan(cfg).source.is_measured:
             print(f"measuring the units of {cell.plan.id}", flush=True)
             measure(cfg, profiles)
     records = {record.cell["id"]: record for record in bench(path, runs)}
@@ -270,7 +269,7 @@ def result(case: str, sweep: Sweep, runs: Path, records: dict[str, CellRecord]) 
         "head_in_layers": round(units[-1].seconds / statistics.mean(layers), 2),
         "layers_slowest_over_fastest": round(max(layers) / min(layers), 2),
         "splits": {name: of_split(records[name], rounds[name], predicted[name], corrected[name]) for name in SPLITS},
-        "costs": cut.source,
+        "costs": str(cut.source),
         "unit_seconds": {
             unit.name: [round(unit.forward_seconds, 6), round(unit.backward_seconds, 6)] for unit in units
         },

@@ -61,16 +61,16 @@ def random_model(draw: random.Random, layers: int) -> list[Cost]:
 
 
 def named_limit(error: UserError) -> float:
-    """The number that an error tells to copy."""
+    """Return the limit that the error proposes, in GiB."""
     return float(str(error).partition("set parallel.memory_limit_gib to ")[2].removesuffix(" or more"))
 
 
-def test_what_a_chunk_has_in_words():
+def test_the_contents_of_a_chunk_in_words():
     pipeline = Pipeline("gpipe", 4, 4)
     cut = predict(model(1.0, 1.0, 1.0, 1.0, 1.0), (0, 1, 2, 5, 7), pipeline)
-    assert [cut.held(chunk) for chunk in range(4)] == [["embedding"], ["0"], ["1-3"], ["4", "head"]]
+    assert [cut.contents(chunk) for chunk in range(4)] == [["embedding"], ["0"], ["1-3"], ["4", "head"]]
     cut = predict(model(1.0, 1.0), (0, 3, 4), Pipeline("gpipe", 2, 4))
-    assert [cut.held(chunk) for chunk in range(2)] == [["embedding", "0-1"], ["head"]]
+    assert [cut.contents(chunk) for chunk in range(2)] == [["embedding", "0-1"], ["head"]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -223,9 +223,9 @@ def test_memory_counts_what_is_in_flight():
 @pytest.mark.parametrize(
     ("mode", "p", "what"),
     [
-        ("balanced", 5, "5 pipeline stages .* more than the model's 4 layers"),
-        ("uniform", 5, "more than the model's 4 layers"),
-        ([2, 2], 3, "does not cover the model; give 3 numbers of layers that add up to 4"),
+        ("balanced", 5, "5 pipeline stages .* 4 layers"),
+        ("uniform", 5, "4 layers"),
+        ([2, 2], 3, "3 numbers of layers that add up to 4"),
         ([2, 1, 0], 3, "add up to 4"),
         ([5, -1, 0], 3, "add up to 4"),
         ([2, 0, 2], 3, "a stage with nothing in it"),
@@ -240,10 +240,7 @@ def test_wrong_splits_are_refused(mode, p, what):
 def test_a_split_that_is_given_has_to_meet_the_limit():
     units = [unit(1.0, weight_bytes=10 * MIB)] * 6
     # 30 MiB of weights are 0.0292969 GiB, and 20 MiB are 0.01953125.
-    told = (
-        r"the uniform split takes 0\.02929\d GiB on a rank and the limit is 0\.01953125; .* let the split be balanced"
-    )
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=r"0\.02929\d GiB .* 0\.01953125; .*balanced"):
         split("uniform", units, Pipeline("1f1b", 2, 8), limit_bytes=20 * MIB)
 
 

@@ -14,13 +14,14 @@ from pydantic import TypeAdapter
 
 from shardwise.config import Parallel
 from shardwise.records.record import PipelineRecord, RunRecord
+from shardwise.schedule.costs import COUNTED, CostSource
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import simulate
 from shardwise.schedule.split import Split, predict
 from shardwise.schedule.timeline import Event, Timeline, unpack
 from shardwise.training import build
 from shardwise.training.output_dir import TIMELINES
-from shardwise.training.split import COUNTED, costs_of
+from shardwise.training.split import costs_of
 from shardwise.training.timeline import MOST_STEPS, Recorder, describe, write_files
 from tests.distributed import run_ranks
 from tests.integration.conftest import make_corpus
@@ -147,7 +148,7 @@ def test_the_measured_step_is_small_in_a_record():
     assert len(json.dumps(told.events)) < 6000
 
 
-@pytest.mark.parametrize("costs", [COUNTED, "measured on this machine"])
+@pytest.mark.parametrize("costs", [COUNTED, CostSource("of this machine", num_processes=2)])
 def test_a_run_leaves_its_timeline(tmp_path, monkeypatch, costs):
     monkeypatch.setattr(build, "costs_of", lambda *args, **more: (costs_of(*args, **more)[0], costs))
     make_corpus(tmp_path)
@@ -157,7 +158,7 @@ def test_a_run_leaves_its_timeline(tmp_path, monkeypatch, costs):
     record = run_on(2, cfg)
     assert record.pipeline is not None
     told = TypeAdapter(PipelineRecord).validate_python(record.pipeline)
-    assert (told.layers, told.costs) == ([1, 1, 1, 1], costs)
+    assert (told.layers, told.costs) == ([1, 1, 1, 1], str(costs))
     assert (told.simulated is None) == (told.simulator_error_percent is None) == (costs == COUNTED)
     # 2 of 3 steps are warm-up. Each rank has done what its schedule says, one after the other.
     events = unpack(told.events or []).events

@@ -58,15 +58,12 @@ def pack(timeline: Timeline) -> list[str]:
     Each rank has a line. It lists `kind chunk micro-batch start end` of each event, in whole
     microseconds.
     """
-    return [
-        ", ".join(
-            f"{event.kind} {event.chunk} {event.microbatch} "
-            f"{event.start * 1e6:.0f} {event.end * 1e6:.0f}"
-            for event in timeline.events
-            if event.rank == rank
-        )
-        for rank in range(timeline.num_ranks)
-    ]
+    lines: list[list[str]] = [[] for _ in range(timeline.num_ranks)]
+    for event in timeline.events:
+        microseconds = f"{event.start * 1e6:.0f} {event.end * 1e6:.0f}"
+        entry = f"{event.kind} {event.chunk} {event.microbatch} {microseconds}"
+        lines[event.rank].append(entry)
+    return [", ".join(line) for line in lines]
 
 
 def unpack(lines: Sequence[str]) -> Timeline:

@@ -21,7 +21,6 @@ from shardwise.schedule.split import Split
 from shardwise.schedule.timeline import Event, Timeline, pack
 from shardwise.training.build import Job
 from shardwise.training.output_dir import TIMELINES
-from shardwise.training.split import COUNTED
 
 MOST_STEPS = 50
 """As many steps are kept, the last ones: some 10 kB each."""
@@ -71,8 +70,8 @@ def record_timeline(cfg: RunConfig, mesh: Mesh, job: Job, recorder: Recorder) ->
     split, costs = job.cut.split, job.cut.source
     measured = recorder.median_step(mesh.dense.get_group("pp"))
     # Costs that are no times of this machine, or of whole layers where ranks have shares, tell nothing about seconds.
-    simulated = None if costs == COUNTED or cfg.parallel.tp > 1 else split.timeline
-    pipeline = describe(cfg.parallel, split, costs, measured, simulated)
+    simulated = split.timeline if costs.is_measured and cfg.parallel.tp == 1 else None
+    pipeline = describe(cfg.parallel, split, str(costs), measured, simulated)
     if dist.get_rank() == 0:
         write_files(Path(cfg.training.output_dir), pipeline, measured, simulated)
     return {"pipeline": asdict(pipeline)}
