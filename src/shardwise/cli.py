@@ -135,7 +135,7 @@ def report(folder: str | None, out: str | None, compared: list[str] | None) -> i
 
 def merge(model: str, adapter: str, out: str) -> int:
     """Merge an adapter into its model; write a folder that transformers loads, with the tokenizer of either."""
-    from shardwise.data.text import find_tokenizer
+    from shardwise.data.tokenizer import find_tokenizer
     from shardwise.models.adapter import merge_adapter
 
     tokenizer = find_tokenizer(adapter, model) if Path(adapter).is_dir() else None  # refused below

@@ -138,9 +138,9 @@ def test_special_tokens_that_packing_needs(tokenizer: PreTrainedTokenizerFast) -
     none, concat = Data(train="unused", packing="none"), Data(train="unused", packing="concat")
     assert Encoder.of(only_eos, concat).fill == 1
     assert Encoder.of(only_pad, none).fill == 0
-    with pytest.raises(UserError, match=r"^data\.packing concat joins documents by eos_token, which the tokenizer lac"):
+    with pytest.raises(UserError, match=r"^data\.packing concat .* eos_token"):
         Encoder.of(only_pad, concat)
-    with pytest.raises(UserError, match=r"^the tokenizer has neither pad_token nor eos_token to fill up rows with; "):
+    with pytest.raises(UserError, match=r"pad_token .* eos_token .*; "):
         Encoder.of(bare, none)
 
 

@@ -209,8 +209,7 @@ def test_state_of_other_data_is_refused(
         other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
     train = write_corpus(change.pop("texts", ["abc"] * 5))
     cfg = run_config(train, **{**keys, **change})
-    message = f"^the data of this run is not that of the checkpoint: {name}; restore it, or start a new run$"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"checkpoint: {name}; "):
         build_loaders(cfg, other, range(cfg.training.global_batch_size), state)
 
 
@@ -251,5 +250,5 @@ def test_a_resumed_run_may_change_how_the_batch_is_read(
 
 
 def test_a_state_that_lacks_a_slot_is_refused():
-    with pytest.raises(UserError, match="where slot 1 of the batch is"):
+    with pytest.raises(UserError, match="slot 1 of the batch"):
         starts({"step": 1, "read_from": {}, "slots": {"0": {}}}, {}, range(2))

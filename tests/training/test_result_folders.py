@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from shardwise.cli import main
 from shardwise.config import Model, UserError
-from shardwise.data.text import load_tokenizer
+from shardwise.data.tokenizer import load_tokenizer
 from shardwise.models.load import load_whole, read_config
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.build import build

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.config import RunConfig
 from shardwise.data.loader import build_loaders
-from shardwise.data.text import load_tokenizer
+from shardwise.data.tokenizer import load_tokenizer
 from shardwise.interfaces import Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.models import load
