@@ -12,16 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.metrics import memory
-from shardwise.metrics.memory import (
-    PeakMemory,
-    _on_cpu,
-    _tensors,
+from shardwise.metrics import cpu_allocations
+from shardwise.metrics.live_tensors import (
+    collectable_tensors,
+    cpu_tensors,
     freeze_imports,
-    memory_in_use,
-    state_bytes,
-    tensor_bytes,
+    live_tensors,
 )
+from shardwise.metrics.memory import PeakMemory, memory_in_use, state_bytes, tensor_bytes
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -211,7 +209,7 @@ def _fsdp2_steps() -> tuple[list[int], int, int]:
             model(x).sum().backward()
             model.zero_grad()
             time.sleep(0.2)  # gloo's threads let go of their last buffers
-        mistakes.append(peak.exit_bytes - tensor_bytes(_on_cpu(_tensors())))
+        mistakes.append(peak.exit_bytes - tensor_bytes(cpu_tensors(live_tensors())))
     return mistakes, weights, rise(peak)
 
 
@@ -238,16 +236,42 @@ def _ddp_step() -> list[tuple[int, int]]:
 
 
 def test_operators_are_not_recorded(monkeypatch):
-    # They would be twenty times as many events as allocations are, all of which Python looks at.
-    events = []
-    read = memory._disable_profiler
-    monkeypatch.setattr(memory, "_disable_profiler", lambda: events.append(read()) or events[0])
+    # They are twenty times as many as allocations, and Python would look at each of them.
+    names = set()
+    raw_events = cpu_allocations._Profiler.raw_events
+
+    def watched(profiler):
+        events = raw_events(profiler)
+        names.update(event.name for event in events)
+        return events
+
+    monkeypatch.setattr(cpu_allocations._Profiler, "raw_events", watched)
     x = nn.Parameter(kib(4))
     with PeakMemory(CPU) as peak:
         x.exp().sum().backward()
     assert rise(peak) >= 8 * KIB
-    names = {event.name for event in memory._events(events[0].experimental_event_tree())}
-    assert names == {"[memory]", memory._MARK}
+    assert names == {"[memory]", cpu_allocations._MARK}
+
+
+def test_without_torchs_private_calls_bytes_are_sampled_and_a_warning_says_so(monkeypatch):
+    def missing(profiler):
+        raise ImportError("no such name")
+
+    monkeypatch.setattr(cpu_allocations._Profiler, "__init__", missing)
+    kept, left = kib(8), kib(2)
+    with pytest.warns(UserWarning, match="lower bound.*no such name"):
+        peak = PeakMemory(CPU, lambda: {"weights": [kept]})
+    with peak:
+        grown = kib(4)
+        peak.mark(ends_forward=True)
+        del left
+        temporary = kib(16)  # no mark sees it
+        del temporary
+    assert rise(peak) == 4 * KIB
+    assert growth(peak) == 2 * KIB
+    assert (peak.parts["weights"], peak.parts["activations"]) == (8 * KIB, 4 * KIB)
+    assert sum(peak.parts.values()) == peak.peak_bytes
+    del grown
 
 
 def _frozen() -> tuple[int, int, int]:
@@ -258,7 +282,7 @@ def _frozen() -> tuple[int, int, int]:
     with PeakMemory(CPU) as peak:
         kept.grad = kib(8)
         del left
-    hidden = sum(tensor is kept for tensor in memory._unfrozen_tensors())
+    hidden = sum(tensor is kept for tensor in collectable_tensors())
     return hidden, before.entry_bytes - peak.exit_bytes, growth(peak)
 
 

@@ -97,7 +97,7 @@ def _cost(
         unit, cfg.data.sequence_length, cfg.training.micro_batch_size, cfg.training.checkpointing
     )
     forward, weights = flops.forward, flops.weight_gradient
-    inputs = flops.input_gradient + flops.again
+    inputs = flops.input_gradient + flops.recomputed
     if unit.kind == "head" and cfg.training.loss != "plain":
         # The chunked loss takes the gradients in its forward; its backward only scales them.
         forward, inputs, weights = forward + inputs + weights, 0.0, 0.0
