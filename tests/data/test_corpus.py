@@ -148,11 +148,11 @@ def test_plain_text_is_no_dialogue(tmp_path: Path) -> None:
 def test_csv_is_rows_whether_a_file_or_its_folder_is_named(tmp_path: Path, name: str, sep: str) -> None:
     content = f'id{sep}text\n1{sep}"a{sep}b\nc"\n2{sep}d\n'
     path = write(tmp_path / "folder" / name, content)
-    named, matched = (open_corpus(entry, data()) for entry in (str(path), str(path.parent / "*.[cT][sS][vV]")))
-    assert texts(named) == [f"a{sep}b\nc", "d"]
-    assert named.where(1) == f"{path}: row 1"
+    by_name, by_glob = (open_corpus(entry, data()) for entry in (str(path), str(path.parent / "*.[cT][sS][vV]")))
+    assert texts(by_name) == [f"a{sep}b\nc", "d"]
+    assert by_name.where(1) == f"{path}: row 1"
     if name == "a.csv":
-        assert texts(matched) == texts(open_corpus(str(path.parent), data())) == texts(named)
+        assert texts(by_glob) == texts(open_corpus(str(path.parent), data())) == texts(by_name)
     with pytest.raises(UserError, match=rf"^{path}: no column 'prompt', only id, text; .*data\.format"):
         open_corpus(str(path), data(format="completion"))
     bad = write(tmp_path / name, f'text\n"a{sep}\n')

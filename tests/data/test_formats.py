@@ -124,7 +124,7 @@ def test_template_that_rewrites_the_beginning_is_refused(tokenizer: PreTrainedTo
     ["{% generation %}", "{%- generation -%}", "{%+ generation %}", "{%generation%}", "{%-\n generation +%}"],
 )
 def test_marks_are_found_as_jinja_reads_them(tokenizer: PreTrainedTokenizerFast, mark: str) -> None:
-    # Without the mark this template would be refused: it writes the beginning otherwise than the whole.
+    # Without the mark this template is refused: it renders a beginning differently from the whole.
     words = "{{ message.content }}"
     template = LAST_TURN_DIFFERS.replace(words, mark + words + "{% endgeneration %}")
     text = marked(chat_tokenizer(tokenizer, template), dialogue("hi", "yes", "and?", "no"))
@@ -236,8 +236,8 @@ def test_what_the_assistant_says_is_what_is_learnt(
     text = marked(chat_tokenizer(tokenizer, template), dialogue(*turns))
     ends = {CHATML: "<|im_end|>", MARKED: "<|im_end|>", HEADERS: "<|eot_id|>", INST: "<eos>"}
     begins = {INST: " "}
-    said = [turn.strip() if template is HEADERS else turn for turn in turns[1::2]]
-    assert re.findall("«([^»]*)»", text) == [begins.get(template, "") + turn + ends[template] for turn in said]
+    spoken = [turn.strip() if template is HEADERS else turn for turn in turns[1::2]]
+    assert re.findall("«([^»]*)»", text) == [begins.get(template, "") + turn + ends[template] for turn in spoken]
 
 
 @pytest.mark.parametrize(

@@ -86,14 +86,14 @@ def test_ranks_and_micro_batches_share_one_global_batch(
     texts, batch_size = case
     keys = {"packing": packing, "sequence_length": sequence_length, "seed": seed, "global_batch_size": batch_size}
     train = write_corpus(texts)
-    whole = train_rows(run_config(train, **keys), tokenizer, range(batch_size), 4)
-    assert [[(row[0], row[1]) for row in rows] for rows in whole] == [
+    expected = train_rows(run_config(train, **keys), tokenizer, range(batch_size), 4)
+    assert [[(row[0], row[1]) for row in rows] for rows in expected] == [
         [(step, slot) for slot in range(batch_size)] for step in (1, 2, 3, 4)
     ]
     ranks = over_ranks(batch_size, data.draw(divisors(batch_size)))
     cfg = run_config(train, micro_batch_size=data.draw(divisors(len(ranks[0]))), **keys)
     parts = [train_rows(cfg, tokenizer, slots, 4) for slots in ranks]
-    assert [[row for part in parts for row in part[step]] for step in range(4)] == whole
+    assert [[row for part in parts for row in part[step]] for step in range(4)] == expected
 
 
 @given(case=corpora(), packing=packings, sequence_length=lengths, num_ranks=st.sampled_from([1, 2]))

@@ -44,13 +44,13 @@ def test_mixture_is_the_same_on_any_number_of_ranks_and_resumes(
 ) -> None:
     train = [write_corpus([f"the a {i}" * (i % 5) for i in range(30)]), write_corpus([f"b {i}" for i in range(7)])]
     cfg = run_config(train, weights=[1, 5], sequence_length=8, global_batch_size=4, workers=workers)
-    whole = [rows_of(batches) for batches in islice(build_loaders(cfg, tokenizer, range(4)).train, 12)]
+    expected = [rows_of(batches) for batches in islice(build_loaders(cfg, tokenizer, range(4)).train, 12)]
     first = [build_loaders(cfg, tokenizer, slots) for slots in over_ranks(4, 2)]
     steps = [[row for loaders in first for row in rows_of(next(loaders.train))] for _ in range(7)]
     state = json.loads(json.dumps(merge_states(loaders.state() for loaders in first)))
     then = build_loaders(cfg, tokenizer, range(4), state)
     steps += [rows_of(batches) for batches in islice(then.train, 5)]
-    assert steps == whole
+    assert steps == expected
     for loaders in [*first, then]:
         loaders.train.close()
 

@@ -99,9 +99,10 @@ def test_concat_predicts_each_token_of_the_joined_stream_but_the_first_once(
     assert [token for row in rows for token in targets(batch_of([row]))] == stream[1:]
     for index, row in enumerate(rows):
         start = index * sequence_length
-        held = owners[start : start + sequence_length + 1]
-        assert row[0, : len(held)].tolist() == stream[start : start + sequence_length + 1]
-        assert row[1].tolist() == [owner - held[0] for owner in held] + [-1] * (sequence_length + 1 - len(held))
+        row_owners = owners[start : start + sequence_length + 1]
+        assert row[0, : len(row_owners)].tolist() == stream[start : start + sequence_length + 1]
+        padding = [-1] * (sequence_length + 1 - len(row_owners))
+        assert row[1].tolist() == [owner - row_owners[0] for owner in row_owners] + padding
 
 
 @pytest.mark.parametrize(("packing", "end"), [("none", []), ("concat", [1])])

@@ -245,8 +245,8 @@ def test_fingerprint_looks_at_blocks_of_a_file(tmp_path: Path, size: int) -> Non
 @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.NDJson"])
 def test_json_lines_are_known_by_names_in_any_case(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / name, '{"text": "a"}\n{"text": "b"}\n')
-    (found,) = find_files(str(tmp_path))
-    corpus = index_files([found])
+    (file,) = find_files(str(tmp_path))
+    corpus = index_files([file])
     assert [corpus[i] for i in range(len(corpus))] == [{"text": "a"}, {"text": "b"}]
     assert corpus.where(1) == f"{path}:2"
 

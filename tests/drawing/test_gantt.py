@@ -25,14 +25,14 @@ def drawn(timelines: dict[str, Timeline]) -> Figure:
 def bars(figure: Figure) -> list[tuple[float, float, float, str, float]]:
     """Return begin, end, middle of the row, colour and opacity of each bar."""
     (axes,) = figure.axes
-    found = []
+    shown = []
     for collection in axes.collections:
         fill = collection.get_facecolor()[0]
         for path in collection.get_paths():
             box = path.get_extents()
             place = box.x0, box.x1, round((box.y0 + box.y1) / 2, 6)
-            found.append((*place, to_hex(fill), float(fill[3])))
-    return found
+            shown.append((*place, to_hex(fill), float(fill[3])))
+    return shown
 
 
 def test_every_action_is_a_bar_in_its_ranks_row_on_one_time_axis():

@@ -61,7 +61,7 @@ def test_state_bytes_of_adamw():
 
 def test_what_was_alive_before_counts_at_entry():
     keep = kib(8)
-    keep.grad = kib(8)  # found through the tensor, though no Python variable holds it
+    keep.grad = kib(8)  # reached through the tensor alone
     with PeakMemory(CPU) as before:
         pass
     del keep
@@ -215,7 +215,7 @@ def _fsdp2_steps() -> tuple[list[int], int, int]:
 
 def test_fsdp2_in_two_processes():
     for mistakes, weights, peak in run_ranks(2, _fsdp2_steps):
-        assert mistakes == [0, 0]  # entry plus all allocations and frees is what is found at exit
+        assert mistakes == [0, 0]  # entry plus all allocations and frees are the bytes at exit
         assert weights == 16 * KIB  # half of 32
         assert peak >= 16 * KIB  # one layer gathered
 
@@ -226,7 +226,7 @@ def _ddp_step() -> list[tuple[int, int]]:
     x = torch.ones(4, 64)
     figures = []
     for set_to_none in (False, True):
-        for _ in range(2):  # the buckets are made anew after the first step
+        for _ in range(2):  # the first step makes new buckets
             wrapped(x).sum().backward()
             model.zero_grad(set_to_none=set_to_none)
         with PeakMemory(CPU) as peak:
@@ -287,7 +287,7 @@ def _frozen() -> tuple[int, int, int]:
 
 
 def test_tensors_that_were_frozen_count():
-    # In a process of its own, which has nothing else to collect.
+    # In a separate process, which has nothing else to collect.
     assert run_ranks(1, _frozen) == [(0, -6 * KIB, 6 * KIB)]
 
 
@@ -298,6 +298,6 @@ def test_buckets_of_ddp_count_although_only_their_gradients_show_them():
 
 def test_memory_in_use_grows_with_what_is_touched():
     before = memory_in_use(torch.device("cpu"))
-    held = torch.ones(2**26, dtype=torch.uint8)
+    touched = torch.ones(2**26, dtype=torch.uint8)
     assert 2**25 < memory_in_use(torch.device("cpu")) - before < 2**27
-    del held
+    del touched

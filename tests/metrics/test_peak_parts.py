@@ -79,10 +79,10 @@ def test_without_marks_all_is_temporary():
 
 
 class Allocator:
-    """CUDA's caching allocator as far as it is asked: it rounds up to 512 bytes and keeps a history."""
+    """A stand-in for CUDA's caching allocator, which rounds up to 512 bytes and keeps a history."""
 
     def __init__(self) -> None:
-        self.history = [{"action": "alloc", "addr": 1, "size": 100}]  # of somebody who recorded before
+        self.history = [{"action": "alloc", "addr": 1, "size": 100}]  # from an earlier recording
         self.alive = self.peak = 512
         self.counts = {"allocation.all.allocated": 7, "allocation.all.freed": 6}
 
@@ -123,6 +123,6 @@ def test_the_history_of_cuda(monkeypatch):
         allocator.free(1024, 700)
         allocator.alloc(1024, 1100)
     assert (peak.entry_bytes, peak.exit_bytes, peak.peak_bytes) == (512, 512 + 1024 + 1536, 3072)
-    # Of the 600 and 1100 that were asked for inside, the 600 were kept by the forward.
+    # Of the 600 and 1100 requested bytes inside, the forward kept the 600.
     assert without_temporary(peak.parts) == parts(activations=600)
     assert sum(peak.parts.values()) == peak.peak_bytes

@@ -11,9 +11,9 @@ def parts(weights: int = 0, gradients: int = 0, optimizer: int = 0, activations:
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "activations": activations}
 
 
-def without_temporary(found: dict[str, int] | None) -> dict[str, int]:
-    assert found is not None
-    return {part: size for part, size in found.items() if part != "temporary"}
+def without_temporary(sizes: dict[str, int] | None) -> dict[str, int]:
+    assert sizes is not None
+    return {part: size for part, size in sizes.items() if part != "temporary"}
 
 
 def timeline(*entries: Event | Mark | int) -> list[Event | Mark]:
@@ -56,6 +56,6 @@ NOTHING_NEW = BEGIN
 )
 def test_blocks_alive_at_the_peak(events, peak, expected):
     entries = timeline(BEGIN, *events, Mark({}))
-    found = parts_at_peak(entries, 100, peak)
-    assert without_temporary(found) == expected
-    assert found["temporary"] == peak - sum(expected.values())
+    sizes = parts_at_peak(entries, 100, peak)
+    assert without_temporary(sizes) == expected
+    assert sizes["temporary"] == peak - sum(expected.values())

@@ -37,9 +37,9 @@ def test_a_record_survives_strict_json(tmp_path):
     assert data["tokens_per_second"] == 12.5
     assert data["mfu"] is None  # not measured: null, not 0
 
-    found = RunRecord.read(path)
-    assert repr(found) == repr(RECORD)  # by repr, since nan != nan
-    assert found.config == {"data": {"train": "nan"}}  # a user's own string stays one
+    again = RunRecord.read(path)
+    assert repr(again) == repr(RECORD)  # by repr, since nan != nan
+    assert again.config == {"data": {"train": "nan"}}  # a user's own string stays one
 
 
 def test_writing_is_all_or_nothing(tmp_path):

@@ -136,8 +136,8 @@ class _ExactRecorder:
         gc.collect()
         tensors = live_tensors()
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
-        found = storages(cpu_tensors(tensors))
-        at_entry = {key: storage for key, storage in found.items() if storage.data_ptr()}
+        cpu_storages = storages(cpu_tensors(tensors))
+        at_entry = {key: storage for key, storage in cpu_storages.items() if storage.data_ptr()}
         del tensors
         self._entry_sizes = {s.data_ptr(): s.nbytes() for s in at_entry.values()}
         self._finalizers = {
@@ -193,8 +193,8 @@ class _ExactRecorder:
         They lie in the buckets of DistributedDataParallel, which were there before; see PeakMemory.
         """
         tensors = [tensor for reference in self._tensors if (tensor := reference()) is not None]
-        found = storages(cpu_tensors(gradients(tensors))).values()
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in found}
+        cpu_storages = storages(cpu_tensors(gradients(tensors))).values()
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in cpu_storages}
         unseen = sizes.keys() - self._entry_sizes.keys() - allocated
         return sum(sizes[address] for address in unseen)
 
@@ -256,5 +256,5 @@ class _SampledRecorder:
 
     def _alive(self) -> dict[int, int]:
         """Return the bytes of each storage in CPU memory by its address."""
-        found = storages(cpu_tensors(live_tensors())).values()
-        return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+        cpu_storages = storages(cpu_tensors(live_tensors())).values()
+        return {storage.data_ptr(): storage.nbytes() for storage in cpu_storages if storage.nbytes()}
