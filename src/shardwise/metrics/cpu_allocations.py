@@ -257,4 +257,4 @@ class _SampledRecorder:
     def _alive(self) -> dict[int, int]:
         """Return the bytes of each storage in CPU memory by its address."""
         cpu_storages = storages(cpu_tensors(live_tensors())).values()
-        return {storage.data_ptr(): storage.nbytes() for storage in cpu_storages if storage.nbytes()}
+        return {s.data_ptr(): s.nbytes() for s in cpu_storages if s.nbytes()}

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return the storages behind tensors, each once, by their address in C++."""
-    all_storages = (plain.untyped_storage() for tensor in tensors for plain in plain_tensors(tensor))
-    return {storage._cdata: storage for storage in all_storages}
+    plain = (part for tensor in tensors for part in plain_tensors(tensor))
+    return {storage._cdata: storage for storage in (t.untyped_storage() for t in plain)}
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
