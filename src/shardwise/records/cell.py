@@ -43,7 +43,7 @@ class CellPlan:
     reference: str | None
     """The id of the cell whose losses must be equal; None for that cell, or without one."""
     control: bool = False
-    """Whether it repeats the reference with its micro-batches in the other order.
+    """Whether it repeats the reference with other rounding.
 
     It shows how far rounding alone changes a loss.
     """
