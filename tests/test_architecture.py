@@ -21,30 +21,33 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 ARROWS = {
     "models": {"kernels"},
     "parallel": {"models", "kernels", "schedule"},
-    "process": {"metrics"},
-    "metrics": {"models"},
+    "records": set(),
+    "process": {"records"},
+    "metrics": {"models", "records"},
     "data": set(),
     "kernels": set(),
     "schedule": set(),
+    "drawing": {"schedule"},
     "assembly": {"process", "models", "parallel", "metrics", "kernels", "schedule"},
-    "checkpoint": {"assembly", "process", "models", "data", "parallel", "metrics"},
-    "planner": {"assembly", "process", "models", "parallel", "metrics", "schedule", "checkpoint"},
-    "training": {"planner", "checkpoint", "assembly", "process", "models", "data", "parallel", "metrics", "schedule"},
+    "checkpoint": {"assembly", "process", "models", "data", "parallel", "records"},
+    "planner": {"assembly", "process", "models", "parallel", "metrics", "schedule", "checkpoint", "drawing", "records"},
+    "training": {"planner", "checkpoint", "assembly", "process", "models", "data", "parallel", "metrics", "records"},
     "launch": {"training", "planner", "checkpoint", "assembly", "process", "parallel", "metrics"},
-    "benchmark": {"metrics"},
-    "report": {"metrics", "schedule"},
+    "benchmark": {"records"},
+    "report": {"records", "schedule", "drawing"},
     "interfaces": {"schedule"},
 }
 EVERYONE = {"config", "run_file", "interfaces", "ranges", "layouts", "rules"}
 FREE = {"cli", "__main__", "__init__"}
 FORBIDDEN = {
     "models": ("torch.distributed",),
-    "metrics/record.py": ("torch", "transformers", "shardwise.models"),
+    "records": ("torch", "transformers"),
     "config.py": ("torch", "transformers"),
     "ranges.py": ("torch", "transformers"),
     "run_file.py": ("torch", "transformers"),
     "benchmark": ("torch", "transformers"),
     "schedule": ("torch", "transformers", "matplotlib"),
+    "drawing": ("torch", "transformers"),
 }
 
 

@@ -15,8 +15,8 @@ from shardwise.interfaces import Batch
 from shardwise.parallel.mesh import build_mesh
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import Event, Timeline, simulate
-from shardwise.schedule.trace import pack
+from shardwise.schedule.simulate import simulate
+from shardwise.schedule.timeline import Event, Timeline, pack
 from tests.distributed import run_ranks
 from tests.parity.layouts import PROVEN
 from tests.report.conftest import strategies, write

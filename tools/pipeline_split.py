@@ -42,26 +42,26 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import build
-from shardwise.assembly.costs import COUNTED
 from shardwise.benchmark.runner import bench
 from shardwise.benchmark.sweep import Sweep, read_sweep
 from shardwise.config import RunConfig
+from shardwise.drawing.gantt import gantt_file
+from shardwise.drawing.svg import PALETTE, colour, drawing, svg_file, svg_of
 from shardwise.interfaces import Batch, Mesh
 from shardwise.launch.local import start_processes
-from shardwise.metrics.cell import CellRecord
-from shardwise.metrics.record import RunRecord
 from shardwise.models.stage import Stage
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.planner import profile
 from shardwise.planner.split_view import plan
-from shardwise.report.style import PALETTE, colour, drawing, svg_file, svg_of
+from shardwise.records.cell import CellRecord
+from shardwise.records.record import RunRecord
 from shardwise.report.verdict import verdicts
 from shardwise.run_file import parse_config
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import Timeline, simulate
+from shardwise.schedule.simulate import simulate
 from shardwise.schedule.split import bound_seconds
-from shardwise.schedule.trace import gantt, unpack
+from shardwise.schedule.timeline import Timeline, unpack
 
 ROOT = Path(__file__).parents[1]
 SPLITS = ("uniform", "balanced")
@@ -89,7 +89,7 @@ def main() -> None:
             for name, pipeline in ((name, cells[name].pipeline) for name in SPLITS)
             if pipeline is not None
         }
-        (options.out / "figures" / f"{case}.svg").write_text(gantt(timelines) + "\n", encoding="utf-8")
+        (options.out / "figures" / f"{case}.svg").write_text(gantt_file(timelines) + "\n", encoding="utf-8")
         told = {key: found[case][key] for key in ("ratio", "bound", "slowdown", "corrected_bound", "share_reached")}
         print(case, json.dumps(told), flush=True)
     (options.out / "figures" / "bounds.svg").write_text(bars(found), encoding="utf-8")
@@ -109,7 +109,7 @@ def measured_bench(path: Path, runs: Path) -> tuple[Sweep, dict[str, CellRecord]
     sweep = read_sweep(path, runs)
     for cell in sweep.cells:
         cfg = parse_config(cell.run, str(path))
-        if plan(cfg).source.startswith(COUNTED):
+        if not plan(cfg).source.is_measured:
             print(f"measuring the units of {cell.plan.id}", flush=True)
             measure(cfg, profiles)
     records = {record.cell["id"]: record for record in bench(path, runs)}
@@ -269,7 +269,7 @@ def result(case: str, sweep: Sweep, runs: Path, records: dict[str, CellRecord]) 
         "head_in_layers": round(units[-1].seconds / statistics.mean(layers), 2),
         "layers_slowest_over_fastest": round(max(layers) / min(layers), 2),
         "splits": {name: of_split(records[name], rounds[name], predicted[name], corrected[name]) for name in SPLITS},
-        "costs": cut.source,
+        "costs": str(cut.source),
         "unit_seconds": {
             unit.name: [round(unit.forward_seconds, 6), round(unit.backward_seconds, 6)] for unit in units
         },

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline_split import check, measured_bench, middle, ratios, read_rounds
 
-from shardwise.metrics.cell import CellRecord
+from shardwise.records.cell import CellRecord
 from shardwise.run_file import parse_config
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline

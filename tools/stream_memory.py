@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, Model, RunConfig, Training
 from shardwise.data.loader import build_loaders
-from shardwise.data.text import load_tokenizer
+from shardwise.data.tokenizer import load_tokenizer
 from shardwise.metrics.hardware import environment
 
 BOUND = 150 * 10**6

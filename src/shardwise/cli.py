@@ -90,9 +90,9 @@ def split(cfg: RunConfig, nproc: int | None, profiled: bool, out: str | None) ->
     from rich.console import Console
     from transformers.utils import logging
 
+    from shardwise.drawing.text_chart import text_chart
     from shardwise.planner.profile import measure
     from shardwise.planner.split_view import FILES, make_folder, plan, stages_table, summary, write_files
-    from shardwise.schedule.trace import text_chart
 
     logging.set_verbosity_error()
     if out is not None:
@@ -134,7 +134,7 @@ def report(folder: str | None, out: str | None, compared: list[str] | None) -> i
 
 def merge(model: str, adapter: str, out: str) -> int:
     """Merge an adapter into its model; write a folder that transformers loads, with the tokenizer of either."""
-    from shardwise.data.text import find_tokenizer
+    from shardwise.data.tokenizer import find_tokenizer
     from shardwise.models.adapter import merge_adapter
 
     tokenizer = find_tokenizer(adapter, model) if Path(adapter).is_dir() else None  # refused below

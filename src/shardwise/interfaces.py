@@ -19,7 +19,7 @@ from shardwise.layouts import AXES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from shardwise.schedule.simulate import Event
+    from shardwise.schedule.timeline import Event
 
 IGNORED = -100
 """The label of a position that has no target; cross entropy skips it."""

@@ -19,7 +19,7 @@ from shardwise.models.counts import count_model
 from shardwise.models.families import spec_of
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import materialise
-from shardwise.schedule.costs import Cost
+from shardwise.schedule.costs import COUNTED, Cost
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 LENGTH = 24
@@ -59,7 +59,7 @@ def test_flops_of_the_units_are_those_of_the_model(model, adapters, checkpointin
     units, source = costs_of(cfg, hf, spec, counts, 2, flops_per_second=10.0)
     step = 2 * LENGTH * hardware_flops_per_token(counts, LENGTH, 2, checkpointing)
     assert sum(unit.seconds for unit in units) == pytest.approx(step / 10.0)
-    assert (len(units), source) == (len(spec.layers) + 2, "counted FLOPs")
+    assert (len(units), source) == (len(spec.layers) + 2, COUNTED)
     assert costs_of(cfg, hf, spec, None, 2, flops_per_second=10.0)[0] == units  # where the run has no counts
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwise.benchmark.cells import NOT_TIMED, CellState, cell_record
 from shardwise.benchmark.sweep import Cell
-from shardwise.metrics.cell import CellPlan, CellRecord, Round
-from shardwise.metrics.record import RunRecord, Status
+from shardwise.records.cell import CellPlan, CellRecord, Round
+from shardwise.records.record import RunRecord, Status
 
 PLAN = CellPlan("ddp", {"strategy": "ddp"}, 2, "all cells", "single")
 

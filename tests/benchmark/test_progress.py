@@ -11,8 +11,8 @@ import pytest
 from shardwise.benchmark.cells import CellState
 from shardwise.benchmark.progress import duration, result_table, time_left
 from shardwise.benchmark.sweep import Cell
-from shardwise.metrics.cell import CellPlan, CellRecord, Round
-from shardwise.metrics.record import Status
+from shardwise.records.cell import CellPlan, CellRecord, Round
+from shardwise.records.record import Status
 
 
 def state(*seconds: float, control: bool = False, status: Status = "ok") -> CellState:

@@ -19,7 +19,7 @@ import pytest
 
 from shardwise.benchmark.runner import bench
 from shardwise.config import UserError
-from shardwise.metrics.cell import CellRecord
+from shardwise.records.cell import CellRecord
 from tests.benchmark.sweeps import STRATEGIES, ends, sweep_file
 from tests.distributed import PATIENCE
 from tests.integration.conftest import make_corpus

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.checkpoint.output_dir import claim, go_on, record_failure
 from shardwise.config import Data, Model, RunConfig, Training, UserError
-from shardwise.metrics.record import RunRecord
+from shardwise.records.record import RunRecord
 from shardwise.run_file import parse_config
 
 

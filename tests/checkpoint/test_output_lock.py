@@ -22,8 +22,8 @@ from shardwise.checkpoint.output_lock import LOCK, Lock, locked
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import Mesh
 from shardwise.launch import local as launch
-from shardwise.metrics.record import MetricsFile
 from shardwise.process.world import World
+from shardwise.records.record import MetricsFile
 from tests.distributed import PATIENCE
 from tests.launch.test_local import config, no_launcher
 from tests.lock_holder import hold

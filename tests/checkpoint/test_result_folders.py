@@ -15,7 +15,7 @@ from shardwise.assembly.build import build
 from shardwise.checkpoint.export import save_result
 from shardwise.cli import main
 from shardwise.config import Model, UserError
-from shardwise.data.text import load_tokenizer
+from shardwise.data.tokenizer import load_tokenizer
 from shardwise.models.load import load_whole, read_config
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.evaluate import encode_prompt

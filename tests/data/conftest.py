@@ -26,7 +26,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_fork_server_left() -> Iterator[None]:
-    # A process forked from this one later would take the fork server for its own child, and fail to start workers.
+    # A process that is forked from this one would take the fork server for its child, and could not start workers.
     # The server ends when its workers have ended; the traceback of a failed test can keep some alive.
     yield
     for process in multiprocessing.active_children():

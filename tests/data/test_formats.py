@@ -82,9 +82,7 @@ def test_inst_style(tokenizer: PreTrainedTokenizerFast) -> None:
     assert (
         marked(tokenizer, dialogue("hi", "hello!", "and?", "no"), packing="concat") == expected
     )  # ends with it already
-    with pytest.raises(
-        BadDocument, match=r"^the chat template refuses it \(roles must alternate user/assistant\); mend"
-    ):
+    with pytest.raises(BadDocument, match=r"\(roles must alternate user/assistant\); "):
         marked(tokenizer, dialogue("hi", "hello!", system="be brief"))
 
 
@@ -115,10 +113,7 @@ def test_dialogue_without_the_assistant_has_no_target(tokenizer: PreTrainedToken
 
 
 def test_template_that_rewrites_the_beginning_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    message = (
-        "^the tokenizer's chat template writes the beginning of a dialogue otherwise than the whole, so the "
-        r"assistant's turns cannot be found; mark them in it by {% generation %} and {% endgeneration %}$"
-    )
+    message = "assistant's turns cannot be found; .*{% generation %} and {% endgeneration %}$"
     with pytest.raises(UserError, match=message) as caught:
         marked(chat_tokenizer(tokenizer, LAST_TURN_DIFFERS), dialogue("hi", "yes", "and?", "no"))
     assert not isinstance(caught.value, BadDocument)  # no document is to blame, so none may be left out for it
@@ -129,7 +124,7 @@ def test_template_that_rewrites_the_beginning_is_refused(tokenizer: PreTrainedTo
     ["{% generation %}", "{%- generation -%}", "{%+ generation %}", "{%generation%}", "{%-\n generation +%}"],
 )
 def test_marks_are_found_as_jinja_reads_them(tokenizer: PreTrainedTokenizerFast, mark: str) -> None:
-    # Without the mark this template would be refused: it writes the beginning otherwise than the whole.
+    # Without the mark this template is refused: it renders a beginning differently from the whole.
     words = "{{ message.content }}"
     template = LAST_TURN_DIFFERS.replace(words, mark + words + "{% endgeneration %}")
     text = marked(chat_tokenizer(tokenizer, template), dialogue("hi", "yes", "and?", "no"))
@@ -183,23 +178,20 @@ def test_whatever_a_template_raises_is_of_the_document(
     tokenizer: PreTrainedTokenizerFast, words: str, extra: Any
 ) -> None:
     messages = [{"role": "user", "content": "a", "x": extra}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(BadDocument, match=r"^the chat template refuses it \("):
+    with pytest.raises(BadDocument, match=r"chat template refuses it \("):
         marked(chat_tokenizer(tokenizer, words + CHATML), {"messages": messages})
 
 
 def test_a_header_that_would_be_learnt_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     template = CHATML.replace("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "")
-    message = (
-        r"^the tokenizer's chat template writes '<\|im_start\|>assistant' before what the assistant says, and not for "
-        "add_generation_prompt, so it would be learnt; let it do so, or mark the assistant's turns by {% generation %}"
-    )
+    message = r"'<\|im_start\|>assistant' .* add_generation_prompt, .*{% generation %}"
     with pytest.raises(UserError, match=message) as caught:
         marked(chat_tokenizer(tokenizer, template), dialogue("hi", "yes"))
     assert not isinstance(caught.value, BadDocument)
 
 
 def test_template_that_is_not_jinja(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match=r"^the tokenizer's chat template is not valid Jinja \(.*\); mend it$"):
+    with pytest.raises(UserError, match=r"not valid Jinja \(.*\); "):
         marked(chat_tokenizer(tokenizer, "{{ 'no end }}"), dialogue("hi", "yes"))
 
 
@@ -244,35 +236,31 @@ def test_what_the_assistant_says_is_what_is_learnt(
     text = marked(chat_tokenizer(tokenizer, template), dialogue(*turns))
     ends = {CHATML: "<|im_end|>", MARKED: "<|im_end|>", HEADERS: "<|eot_id|>", INST: "<eos>"}
     begins = {INST: " "}
-    said = [turn.strip() if template is HEADERS else turn for turn in turns[1::2]]
-    assert re.findall("«([^»]*)»", text) == [begins.get(template, "") + turn + ends[template] for turn in said]
+    spoken = [turn.strip() if template is HEADERS else turn for turn in turns[1::2]]
+    assert re.findall("«([^»]*)»", text) == [begins.get(template, "") + turn + ends[template] for turn in spoken]
 
 
 @pytest.mark.parametrize(
     ("record", "reason", "message"),
     [
-        (
-            {"text": "a"},
-            "missing field",
-            "no field 'messages'; its fields are text; mend or remove the line, or set data",
-        ),
-        ({"messages": "hi"}, "bad chat", "field 'messages' is not a list of objects; mend or remove the line"),
-        ({"messages": []}, "bad chat", "field 'messages' is not a list of objects; mend or remove the line"),
-        ({"messages": [{"role": "user"}]}, "bad chat", "message 1 has no field 'content'; mend or remove the line"),
+        ({"text": "a"}, "missing field", r"no field 'messages'; .* text; .*data\.format"),
+        ({"messages": "hi"}, "bad chat", "'messages' is not a list of objects; "),
+        ({"messages": []}, "bad chat", "'messages' is not a list of objects; "),
+        ({"messages": [{"role": "user"}]}, "bad chat", "message 1 has no field 'content'; "),
         (
             {"messages": [{"role": "user", "content": ["hi"]}]},
             "wrong type",
-            "field 'content' of message 1 holds a list, not a string; mend or remove the line",
+            "'content' of message 1 .*list, not a string; ",
         ),
         (
             {"messages": [{"role": "assistant", "content": "a"}]},
             "bad chat",
-            "the dialogue begins with the assistant; mend",
+            "begins with the assistant; ",
         ),
     ],
 )
 def test_broken_chat(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], reason: str, message: str) -> None:
-    with pytest.raises(BadDocument, match=f"^{re.escape(message)}") as caught:
+    with pytest.raises(BadDocument, match=message) as caught:
         marked(chat_tokenizer(tokenizer, CHATML), record)
     assert caught.value.reason == reason
 
@@ -310,7 +298,5 @@ def test_fields_that_only_other_rows_have_are_left_out(tokenizer: PreTrainedToke
 
 
 def test_what_a_format_takes_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(
-        UserError, match=r"^data\.format chat takes a tokenizer with one chat template; give it a chat_t"
-    ):
+    with pytest.raises(UserError, match=r"^data\.format chat .* chat_template"):
         Encoder.of(chat_tokenizer(tokenizer, None), Data(train="unused", format="chat"))

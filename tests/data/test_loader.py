@@ -86,14 +86,14 @@ def test_ranks_and_micro_batches_share_one_global_batch(
     texts, batch_size = case
     keys = {"packing": packing, "sequence_length": sequence_length, "seed": seed, "global_batch_size": batch_size}
     train = write_corpus(texts)
-    whole = train_rows(run_config(train, **keys), tokenizer, range(batch_size), 4)
-    assert [[(row[0], row[1]) for row in rows] for rows in whole] == [
+    expected = train_rows(run_config(train, **keys), tokenizer, range(batch_size), 4)
+    assert [[(row[0], row[1]) for row in rows] for rows in expected] == [
         [(step, slot) for slot in range(batch_size)] for step in (1, 2, 3, 4)
     ]
     ranks = over_ranks(batch_size, data.draw(divisors(batch_size)))
     cfg = run_config(train, micro_batch_size=data.draw(divisors(len(ranks[0]))), **keys)
     parts = [train_rows(cfg, tokenizer, slots, 4) for slots in ranks]
-    assert [[row for part in parts for row in part[step]] for step in range(4)] == whole
+    assert [[row for part in parts for row in part[step]] for step in range(4)] == expected
 
 
 @given(case=corpora(), packing=packings, sequence_length=lengths, num_ranks=st.sampled_from([1, 2]))
@@ -289,7 +289,7 @@ def test_bad_document_is_the_same_one_line_from_workers(
     path.write_text('{"text": "fine"}\n' * 20 + '{"content": "not fine"}\n' + '{"text": "fine"}\n' * 20)
     cfg = run_config(str(path), workers=workers, sequence_length=4, global_batch_size=4)
     batches = build_loaders(cfg, tokenizer, range(4)).train
-    message = rf"^{path}:21: no field 'text'; set data.text_field to one of the line's fields: content$"
+    message = rf"^{path}:21: no field 'text'; .*data\.text_field .* content$"
     with pytest.raises(UserError, match=message):  # noqa: PT012
         for _ in range(100):  # 41 documents of 5 tokens are 13 steps of 4 x 4 targets
             next(batches)
@@ -317,7 +317,7 @@ def test_corpus_too_small_for_the_slots(
     batch_size: int,
 ) -> None:
     cfg = run_config(write_corpus(texts), packing="none", global_batch_size=batch_size)
-    message = rf"slot 0 of training.global_batch_size {batch_size} finds .* {len(texts)} documents; it has read \d+ one"
+    message = rf"slot 0 of training.global_batch_size {batch_size} .* {len(texts)} documents; .* \d+"
     with pytest.raises(UserError, match=message):
         next(build_loaders(cfg, tokenizer, range(batch_size)).train)
 
@@ -334,9 +334,7 @@ def test_validation_files_that_are_trained_on(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     path = write_corpus(["abc"])
-    with pytest.raises(
-        UserError, match=rf"^data\.validation: {path} is in data\.train too; take it out of one of them$"
-    ):
+    with pytest.raises(UserError, match=rf"^data\.validation: {path} is in data\.train too"):
         build_loaders(run_config(path, validation=[path]), tokenizer, range(1))
 
 
@@ -357,7 +355,7 @@ def test_validation_without_a_target(
     cfg = run_config(write_corpus(["abc"]), validation=write_corpus(["", "x"]), packing="none")
     loaders = build_loaders(cfg, tokenizer, range(1))
     assert loaders.validation is not None
-    with pytest.raises(UserError, match=r"^data\.validation: no document has anything to predict \(left out: 2 no tar"):
+    with pytest.raises(UserError, match=r"^data\.validation: no document .*\(left out: 2 no target\)"):
         list(loaders.validation)
 
 
@@ -372,8 +370,6 @@ def test_micro_batches_that_do_not_divide(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     cfg = run_config(write_corpus(["abc"]), global_batch_size=8, micro_batch_size=3)
-    message = (
-        r"^training\.micro_batch_size 3 does not divide the 4 rows that a rank takes of training\.global_batch_size"
-    )
+    message = r"^training\.micro_batch_size 3 .* 4 rows .* training\.global_batch_size 8"
     with pytest.raises(UserError, match=message):
         build_loaders(cfg, tokenizer, range(4, 8))

@@ -44,13 +44,13 @@ def test_mixture_is_the_same_on_any_number_of_ranks_and_resumes(
 ) -> None:
     train = [write_corpus([f"the a {i}" * (i % 5) for i in range(30)]), write_corpus([f"b {i}" for i in range(7)])]
     cfg = run_config(train, weights=[1, 5], sequence_length=8, global_batch_size=4, workers=workers)
-    whole = [rows_of(batches) for batches in islice(build_loaders(cfg, tokenizer, range(4)).train, 12)]
+    expected = [rows_of(batches) for batches in islice(build_loaders(cfg, tokenizer, range(4)).train, 12)]
     first = [build_loaders(cfg, tokenizer, slots) for slots in over_ranks(4, 2)]
     steps = [[row for loaders in first for row in rows_of(next(loaders.train))] for _ in range(7)]
     state = json.loads(json.dumps(merge_states(loaders.state() for loaders in first)))
     then = build_loaders(cfg, tokenizer, range(4), state)
     steps += [rows_of(batches) for batches in islice(then.train, 5)]
-    assert steps == whole
+    assert steps == expected
     for loaders in [*first, then]:
         loaders.train.close()
 
@@ -76,11 +76,9 @@ def test_weights_that_cannot_be_kept(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     one, two = write_corpus(["ab"]), write_corpus(["cd", "ef", "gh"])
-    with pytest.raises(UserError, match=rf"^data\.weights: {one} is in two entries of data\.train; take it out of one"):
+    with pytest.raises(UserError, match=rf"^data\.weights: {one} is in two entries of data\.train"):
         build_loaders(run_config([one, two, one], weights=[1, 1, 1]), tokenizer, range(8))
-    with pytest.raises(
-        UserError, match=r"^data\.validation: a share of 0\.75 cannot be held out of one document, whic"
-    ):
+    with pytest.raises(UserError, match=r"^data\.validation: .* 0\.75 .* one document"):
         build_loaders(run_config([one, two], weights=[1, 1], validation=0.75), tokenizer, range(8))
 
 
@@ -88,7 +86,5 @@ def test_dialogues_cannot_be_shared_by_rows(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     cfg = run_config(write_corpus(["ab"] * 3), format="completion", text_field="text", global_batch_size=4)
-    with pytest.raises(
-        UserError, match=r"^data\.train: 3 documents are fewer than the 4 rows of training\.global_batch"
-    ):
+    with pytest.raises(UserError, match=r"^data\.train: 3 documents .* 4 rows"):
         build_loaders(cfg, tokenizer, range(4))

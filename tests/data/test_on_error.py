@@ -20,16 +20,12 @@ from tests.data.test_text import write
 MakeConfig = Callable[..., RunConfig]
 
 BAD = [
-    ('{"text": "a"', "not JSON", "not JSON .*; mend or remove the line"),
-    ('["a"]', "not JSON", "a JSON list, not an object; mend or remove the line"),
-    (
-        '{"content": "a", "id": 1}',
-        "missing field",
-        "no field 'text'; set data.text_field to one of the line's fields: content, id",
-    ),
-    ('{"text": null}', "wrong type", "field 'text' holds a NoneType, not a string; mend or remove the line"),
-    (r'{"text": "\ud800"}', "not UTF-8", "field 'text' escapes half a surrogate pair; mend or remove the line"),
-    (b'{"text": "\xff"}', "not UTF-8", r"not UTF-8 \(byte 11\); convert the file, for example with iconv"),
+    ('{"text": "a"', "not JSON", "not JSON .*; "),
+    ('["a"]', "not JSON", "a JSON list, not an object; "),
+    ('{"content": "a", "id": 1}', "missing field", r"no field 'text'; .*data\.text_field .*content, id"),
+    ('{"text": null}', "wrong type", "field 'text' .*NoneType, not a string; "),
+    (r'{"text": "\ud800"}', "not UTF-8", "field 'text' .*surrogate pair; "),
+    (b'{"text": "\xff"}', "not UTF-8", r"not UTF-8 \(byte 11\); .*iconv"),
 ]
 
 
@@ -45,7 +41,7 @@ def test_bad_line_is_named_by_file_and_line_or_left_out(
     fail, skip = (Data(train=str(path), on_error=on_error) for on_error in ("fail", "skip"))
     corpus = open_corpus(str(path), fail)
     assert isinstance(read_document(corpus, 0, Encoder.of(tokenizer, fail), SlotState()), Document)
-    with pytest.raises(UserError, match=f"^{path}:3: {problem}$"):  # the blank line 2 counts as a line
+    with pytest.raises(UserError, match=f"^{path}:3: {problem}"):  # the blank line 2 counts as a line
         read_document(corpus, 1, Encoder.of(tokenizer, fail), SlotState())
     assert read_document(corpus, 1, Encoder.of(tokenizer, skip), SlotState()) == reason
     assert isinstance(read_document(corpus, 2, Encoder.of(tokenizer, skip), SlotState()), Document)
@@ -54,7 +50,7 @@ def test_bad_line_is_named_by_file_and_line_or_left_out(
 def test_text_file_that_is_not_utf8(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write(tmp_path / "a.txt", b"gr\xfc\xdfe")
     data = Data(train=str(path))
-    with pytest.raises(UserError, match=rf"^{path}: not UTF-8 \(byte 3\); convert the file, for example with iconv$"):
+    with pytest.raises(UserError, match=rf"^{path}: not UTF-8 \(byte 3\); .*iconv"):
         read_document(open_corpus(str(path), data), 0, Encoder.of(tokenizer, data), SlotState())
 
 
@@ -189,14 +185,12 @@ def test_a_template_is_tried_before_a_run_begins(
     chat = chat_tokenizer(tokenizer, "{% for i in range(10**9) %}{% endfor %}")
     path = chat_file(tmp_path / "a.jsonl", "user bot", "", "user assistant")
     cfg = run_config(path, format="chat", global_batch_size=2, on_error=on_error)
-    with pytest.raises(UserError, match="role 'bot'" if line == 1 else "template asks for too much"):
+    with pytest.raises(UserError, match="role 'bot'" if line == 1 else "template needs too much"):
         build_loaders(cfg, chat, range(2))
 
 
 def test_nothing_but_bad_lines(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig) -> None:
     path = str(write(tmp_path / "a.jsonl", "bad\n" * 3))
     cfg = run_config(path, on_error="skip", global_batch_size=1)
-    with pytest.raises(
-        UserError, match=r"3 documents; it has read 104 one after the other, .* left out 104 not JSON; give "
-    ):
+    with pytest.raises(UserError, match=r"3 documents; .* 104 .* left out 104 not JSON; "):
         next(build_loaders(cfg, tokenizer, range(1)).train)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import UserError
-from shardwise.data.order import ROUNDS, Group, Order, _hash, draws, permuted, split
+from shardwise.data.order import ROUNDS, Group, Order, _hash, draws, permute, split
 
 MASK = 2**64 - 1
 
@@ -21,7 +21,7 @@ def splitmix64(state: int) -> int:
 
 
 def place(x: int, size: int, seed: int, epoch: int, group: int) -> int:
-    """What `permuted` documents, in Python's integers, one number at a time."""
+    """Compute `permute` as its docstring describes it, in Python's integers, for one number."""
     key = splitmix64(splitmix64(splitmix64(seed & MASK) ^ epoch) ^ group)
     for number in range(ROUNDS):
         round_key = splitmix64(key ^ number)
@@ -37,18 +37,18 @@ keys = {"seed": st.integers(-(2**70), 2**70), "epoch": st.integers(0, 2**40), "g
 
 @given(size=sizes, **keys)
 @settings(deadline=None, max_examples=200, derandomize=True)
-def test_permuted_is_a_permutation_of_any_size(size: int, seed: int, epoch: int, group: int) -> None:
-    assert sorted(permuted(np.arange(size), size, seed, epoch, group).tolist()) == list(range(size))
+def test_permute_is_a_permutation_of_any_size(size: int, seed: int, epoch: int, group: int) -> None:
+    assert sorted(permute(np.arange(size), size, seed, epoch, group).tolist()) == list(range(size))
 
 
 @given(size=st.integers(1, 2**62), numbers=st.lists(st.integers(0, 2**62), max_size=5), **keys)
 @settings(deadline=None, max_examples=200, derandomize=True)
-def test_permuted_is_integer_arithmetic(size: int, numbers: list[int], seed: int, epoch: int, group: int) -> None:
+def test_permute_is_integer_arithmetic(size: int, numbers: list[int], seed: int, epoch: int, group: int) -> None:
     numbers = [number % size for number in numbers]
     expected = [place(number, size, seed, epoch, group) for number in numbers]
-    assert permuted(np.array(numbers, np.int64), size, seed, epoch, group).tolist() == expected
+    assert permute(np.array(numbers, np.int64), size, seed, epoch, group).tolist() == expected
     epochs = np.full(len(numbers), epoch)
-    assert permuted(np.array(numbers, np.int64), size, seed, epochs, group).tolist() == expected
+    assert permute(np.array(numbers, np.int64), size, seed, epochs, group).tolist() == expected
 
 
 def test_hash_is_splitmix64() -> None:
@@ -58,12 +58,12 @@ def test_hash_is_splitmix64() -> None:
 
 def test_permutation_is_pinned() -> None:
     # Not derived: the value at the first release. A change of it changes the batches of everybody's runs.
-    assert permuted(np.arange(8), 8, 0, 1, 0).tolist() == [0, 5, 2, 6, 3, 1, 4, 7]
+    assert permute(np.arange(8), 8, 0, 1, 0).tolist() == [0, 5, 2, 6, 3, 1, 4, 7]
 
 
 def test_permutation_is_a_function_of_seed_epoch_and_group() -> None:
     drawn = {
-        tuple(permuted(np.arange(50), 50, seed, epoch, group).tolist())
+        tuple(permute(np.arange(50), 50, seed, epoch, group).tolist())
         for seed in (0, 1, -1)
         for epoch in (0, 1, 2)
         for group in (0, 1, 2)
@@ -76,7 +76,7 @@ def test_permutation_of_few_is_uniform(size: int) -> None:
     # Each of size! orders in 500 of 500 * size! epochs; standard deviation below sqrt(500) = 22.4.
     num_orders = {3: 6, 4: 24}[size]
     numbers, epochs = np.tile(np.arange(size), 500 * num_orders), np.repeat(np.arange(500 * num_orders), size)
-    counts = Counter(map(tuple, permuted(numbers, size, 0, epochs, 0).reshape(-1, size).tolist()))
+    counts = Counter(map(tuple, permute(numbers, size, 0, epochs, 0).reshape(-1, size).tolist()))
     assert len(counts) == num_orders
     assert all(abs(count - 500) < 5 * 22.4 for count in counts.values())
 
@@ -87,7 +87,7 @@ def test_where_blocks_land_is_uniform() -> None:
     # deviation of sqrt(2 * 3969) = 89.
     size, counts = 64 * 64, np.zeros((64, 64))
     for seed in range(64):
-        np.add.at(counts, (np.arange(size) // 64, permuted(np.arange(size), size, seed, 1, 0) // 64), 1)
+        np.add.at(counts, (np.arange(size) // 64, permute(np.arange(size), size, seed, 1, 0) // 64), 1)
     chi_square = ((counts - 64) ** 2 / 64).sum()
     assert abs(chi_square - 3969) < 5 * 89
 
@@ -98,7 +98,7 @@ def test_neighbours_do_not_stay_together() -> None:
     # 5000), 40 over all seeds, with deviation sqrt(40) = 6.3.
     size, adjacent = 5000, 0
     for seed in range(20):
-        after = permuted(np.arange(size), size, seed, 1, 0)
+        after = permute(np.arange(size), size, seed, 1, 0)
         assert abs(np.corrcoef(np.arange(size), after)[0, 1]) < 5 / size**0.5
         assert abs(np.corrcoef(after[:-1], after[1:])[0, 1]) < 5 / size**0.5
         adjacent += np.count_nonzero(abs(np.diff(after)) == 1)
@@ -107,7 +107,7 @@ def test_neighbours_do_not_stay_together() -> None:
 
 def test_seeds_and_epochs_are_independent() -> None:
     # Two random permutations agree in one place on average, with deviation 1: 41 over 41 pairs, with sqrt(41) = 6.4.
-    orders = [permuted(np.arange(1000), 1000, seed, epoch, 0) for seed in (0, 1) for epoch in range(1, 22)]
+    orders = [permute(np.arange(1000), 1000, seed, epoch, 0) for seed in (0, 1) for epoch in range(1, 22)]
     agree = sum(np.count_nonzero(one == two) for one, two in itertools.pairwise(orders))
     assert abs(agree - 41) < 5 * 6.4
 
@@ -141,9 +141,7 @@ def test_split_of_each_group() -> None:
 
 @pytest.mark.parametrize("sizes", [[1], [5, 1]])
 def test_split_of_one_document(sizes: list[int]) -> None:
-    with pytest.raises(
-        UserError, match=r"^data\.validation: a share of 0\.5 cannot be held out of one document, .*, or 0$"
-    ):
+    with pytest.raises(UserError, match=r"^data\.validation: .* 0\.5 .* one document"):
         split(sizes, 0.5)
 
 
@@ -160,13 +158,13 @@ def test_draws_are_proportional_at_any_time_and_never_fewer(weights: list[float]
     assert all(abs(count - share) <= len(weights) / 2 for count, share in zip(counts, exact))
 
 
-def whole(order: Order, epoch: int) -> list[int]:
+def epoch_of(order: Order, epoch: int) -> list[int]:
     return list(order.read(epoch, range(len(order))))
 
 
 def test_without_weights_an_epoch_holds_each_document_once() -> None:
     order = Order((Group(0, 4, range(4)), Group(4, 300, range(300))), None, seed=2)
-    epochs = [whole(order, epoch) for epoch in (1, 2, 3)]
+    epochs = [epoch_of(order, epoch) for epoch in (1, 2, 3)]
     assert all(sorted(epoch) == list(range(304)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 3
 
@@ -184,7 +182,7 @@ def test_with_weights_each_group_is_read_through_before_it_is_read_again(
     numbers = np.split(np.arange(ends[-1]), ends[:-1])
     order = Order(split([size for size, _ in groups], 0.0)[0], tuple(weight for _, weight in groups), seed)
     size = len(order)
-    epochs = [np.array(whole(order, epoch)) for epoch in (1, 2, 3)]
+    epochs = [np.array(epoch_of(order, epoch)) for epoch in (1, 2, 3)]
     # What slots take of an epoch, place by place, is the epoch.
     for slot in range(min(num_slots, size)):
         places = range(slot, size, num_slots)
@@ -201,7 +199,7 @@ def test_weights_by_hand() -> None:
     # Documents 0-5 and 6-7, weights 1 : 3, so of the 8 draws of an epoch 2 and 6: the first group is read through once
     # in three epochs, the second one three times in each.
     order = Order((Group(0, 6, range(6)), Group(6, 2, range(2))), (1.0, 3.0), seed=0)
-    epochs = [whole(order, epoch) for epoch in (1, 2, 3)]
+    epochs = [epoch_of(order, epoch) for epoch in (1, 2, 3)]
     assert sorted(document for epoch in epochs for document in epoch if document < 6) == list(range(6))
     for epoch in epochs:
         assert [epoch.count(document) for document in (6, 7)] == [3, 3]

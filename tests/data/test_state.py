@@ -60,10 +60,10 @@ def test_resume_goes_on_exactly_on_any_number_of_ranks(
     texts, batch_size = case
     train = write_corpus([*texts, "the cat"])
     cfg = run_config(train, packing=packing, sequence_length=max(sequence_length, 2), global_batch_size=batch_size)
-    whole, end = read(cfg, tokenizer, 1, before + 3)
+    expected, end = read(cfg, tokenizer, 1, before + 3)
     first, state = read(cfg, tokenizer, data.draw(divisors(batch_size)), before)
     then, then_state = read(cfg, tokenizer, data.draw(divisors(batch_size)), 3, state)
-    assert first + then == whole
+    assert first + then == expected
     assert then_state == end
     assert (state["step"], then_state["step"]) == (before, before + 3)
 
@@ -80,9 +80,9 @@ def test_what_workers_have_read_ahead_is_not_in_the_state(
     cfg, cfg_then = (
         run_config(train, workers=w, sequence_length=16, global_batch_size=6) for w in (workers, workers_then)
     )
-    whole, _ = read(cfg, tokenizer, 1, 12)
+    expected, _ = read(cfg, tokenizer, 1, 12)
     first, state = read(cfg, tokenizer, 1, 5)
-    assert first + read(cfg_then, tokenizer, 2, 7, state)[0] == whole
+    assert first + read(cfg_then, tokenizer, 2, 7, state)[0] == expected
 
 
 def test_resume_reads_no_earlier_document(
@@ -209,8 +209,7 @@ def test_state_of_other_data_is_refused(
         other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
     train = write_corpus(change.pop("texts", ["abc"] * 5))
     cfg = run_config(train, **{**keys, **change})
-    message = f"^the data of this run is not that of the checkpoint: {name}; restore it, or start a new run$"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"checkpoint: {name}; "):
         build_loaders(cfg, other, range(cfg.training.global_batch_size), state)
 
 
@@ -242,14 +241,14 @@ def test_a_resumed_run_may_change_how_the_batch_is_read(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     cfg = run_config(write_corpus(["abc" * 9] * 5), sequence_length=4, global_batch_size=4)
-    whole, _ = read(cfg, tokenizer, 1, 4)
+    expected, _ = read(cfg, tokenizer, 1, 4)
     _, state = read(cfg, tokenizer, 1, 2)
     then = replace(cfg, data=replace(cfg.data, workers=1), training=replace(cfg.training, micro_batch_size=2, steps=7))
     loaders = build_loaders(then, tokenizer, range(4), state)
-    assert [rows_of(batches) for batches in islice(loaders.train, 2)] == whole[2:]
+    assert [rows_of(batches) for batches in islice(loaders.train, 2)] == expected[2:]
     loaders.train.close()
 
 
 def test_a_state_that_lacks_a_slot_is_refused():
-    with pytest.raises(UserError, match="where slot 1 of the batch is"):
+    with pytest.raises(UserError, match="slot 1 of the batch"):
         starts({"step": 1, "read_from": {}, "slots": {"0": {}}}, {}, range(2))

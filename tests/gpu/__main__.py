@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise installed
 
-from shardwise.metrics.record import dumps  # noqa: E402
+from shardwise.records.record import dumps  # noqa: E402
 from tests.gpu.timing import (  # noqa: E402
     Deadline,
     comparisons,

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.cli import main
 from shardwise.interfaces import Evaluation
-from shardwise.metrics.record import RunRecord
 from shardwise.models import load
+from shardwise.records.record import RunRecord
 from shardwise.run_file import load_config
 from tests.command import run_command
 from tests.distributed import PATIENCE

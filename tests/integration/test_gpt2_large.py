@@ -20,8 +20,8 @@ from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
 from shardwise.layouts import axis_sizes
 from shardwise.metrics.memory import PeakMemory
-from shardwise.metrics.record import RunRecord
 from shardwise.parallel.mesh import build_mesh
+from shardwise.records.record import RunRecord
 from shardwise.run_file import load_config
 from shardwise.training.loop import train
 from shardwise.training.measure import measure_memory

@@ -24,9 +24,9 @@ from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.metrics.hardware import PeakFlops
-from shardwise.metrics.record import RunRecord
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
+from shardwise.records.record import RunRecord
 from shardwise.training import loop, measure
 from shardwise.training.step import training_step
 from tests.checkpoint.test_checkpointer import NoLoader, equal, values

@@ -11,7 +11,7 @@ import yaml
 
 from shardwise.cli import main
 from shardwise.config import Parallel
-from shardwise.metrics.record import RunRecord
+from shardwise.records.record import RunRecord
 from tests.integration.test_train import config, replace_measure, run_on
 
 PROMPT = "the state of"

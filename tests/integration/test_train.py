@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training, UserError
-from shardwise.metrics.record import RunRecord
 from shardwise.parallel.mesh import build_mesh
+from shardwise.records.record import RunRecord
 from shardwise.training import loop
 from shardwise.training.loop import train
 from tests import compiling  # noqa: F401  (what forked processes then need not import)

@@ -124,7 +124,7 @@ def test_selective_checkpointing_matches_the_counter(family, checkpointing):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_lora_everywhere_matches_the_counter(family, checkpointing):
     model, spec = build(family)
-    # Where PEFT renames targets (qwen3_next) it adapts fewer linears than asked for; the count goes by what is there.
+    # Where PEFT renames targets (qwen3_next) it adapts fewer linears than requested. The count takes those.
     add_lora(model, linears(model), EXPERTS.get(family, []))
     counts = check(model, spec, checkpointing)
     # With its B at zero an adapter's A has a gradient of zero, but the products are run all the same.

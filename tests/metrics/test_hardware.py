@@ -25,11 +25,11 @@ def gpu_name(monkeypatch):
 
 
 def test_environment_names_versions_and_machine():
-    found = environment()
-    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert found["shardwise"] == shardwise.__version__
-    assert found["cpu_count"] >= 1
-    assert found["device"]
+    facts = environment()
+    assert facts["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert facts["shardwise"] == shardwise.__version__
+    assert facts["cpu_count"] >= 1
+    assert facts["device"]
 
 
 def test_commit_of_a_checkout_that_tracks_this_package(tmp_path, monkeypatch):
@@ -62,9 +62,9 @@ def test_published_peaks(gpu_name):
     gpu_name("NVIDIA H100 PCIe")
     assert peak_flops(CUDA, torch.bfloat16).flops_per_second == 756e12
     assert peak_flops(CUDA, torch.float16).flops_per_second == 756e12
-    found = peak_flops(CUDA, torch.float32)
-    assert found.flops_per_second == 51.2e12
-    assert found.source == "published dense float32 peak of NVIDIA H100 PCIe"
+    peak = peak_flops(CUDA, torch.float32)
+    assert peak.flops_per_second == 51.2e12
+    assert peak.source == "published dense float32 peak of NVIDIA H100 PCIe"
 
 
 @pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA GB200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Some GPU"])
@@ -88,13 +88,13 @@ def test_a_cpu_is_measured(monkeypatch):
     # A clock that gains a second with every look: each product takes one second, so 256 x 256 is 2 * 256^3 FLOP/s, and
     # there is no time for a larger one.
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: float(next(clock)))
-    found = measured_flops(CPU, torch.float32, seconds=10)
-    assert found.flops_per_second == 2 * 256**3
-    assert found.source.startswith("measured here: 256 x 256 matrix product in float32 on ")
+    peak = measured_flops(CPU, torch.float32, seconds=10)
+    assert peak.flops_per_second == 2 * 256**3
+    assert peak.source.startswith("measured here: 256 x 256 matrix product in float32 on ")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_measured_peak_is_above_what_a_product_reaches(dtype):
-    found = peak_flops(CPU, dtype)
-    assert found.flops_per_second > 1e8  # a scalar loop in C does about 1e9
-    assert "CPU threads" in found.source
+    peak = peak_flops(CPU, dtype)
+    assert peak.flops_per_second > 1e8  # a scalar loop in C does about 1e9
+    assert "CPU threads" in peak.source

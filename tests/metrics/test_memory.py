@@ -12,16 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.metrics import memory
-from shardwise.metrics.memory import (
-    PeakMemory,
-    _on_cpu,
-    _tensors,
+from shardwise.metrics import cpu_allocations
+from shardwise.metrics.live_tensors import (
+    collectable_tensors,
+    cpu_tensors,
     freeze_imports,
-    memory_in_use,
-    state_bytes,
-    tensor_bytes,
+    live_tensors,
 )
+from shardwise.metrics.memory import PeakMemory, memory_in_use, state_bytes, tensor_bytes
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -63,7 +61,7 @@ def test_state_bytes_of_adamw():
 
 def test_what_was_alive_before_counts_at_entry():
     keep = kib(8)
-    keep.grad = kib(8)  # found through the tensor, though no Python variable holds it
+    keep.grad = kib(8)  # reached through the tensor alone
     with PeakMemory(CPU) as before:
         pass
     del keep
@@ -211,13 +209,13 @@ def _fsdp2_steps() -> tuple[list[int], int, int]:
             model(x).sum().backward()
             model.zero_grad()
             time.sleep(0.2)  # gloo's threads let go of their last buffers
-        mistakes.append(peak.exit_bytes - tensor_bytes(_on_cpu(_tensors())))
+        mistakes.append(peak.exit_bytes - tensor_bytes(cpu_tensors(live_tensors())))
     return mistakes, weights, rise(peak)
 
 
 def test_fsdp2_in_two_processes():
     for mistakes, weights, peak in run_ranks(2, _fsdp2_steps):
-        assert mistakes == [0, 0]  # entry plus all allocations and frees is what is found at exit
+        assert mistakes == [0, 0]  # entry plus all allocations and frees are the bytes at exit
         assert weights == 16 * KIB  # half of 32
         assert peak >= 16 * KIB  # one layer gathered
 
@@ -228,7 +226,7 @@ def _ddp_step() -> list[tuple[int, int]]:
     x = torch.ones(4, 64)
     figures = []
     for set_to_none in (False, True):
-        for _ in range(2):  # the buckets are made anew after the first step
+        for _ in range(2):  # the first step makes new buckets
             wrapped(x).sum().backward()
             model.zero_grad(set_to_none=set_to_none)
         with PeakMemory(CPU) as peak:
@@ -238,16 +236,42 @@ def _ddp_step() -> list[tuple[int, int]]:
 
 
 def test_operators_are_not_recorded(monkeypatch):
-    # They would be twenty times as many events as allocations are, all of which Python looks at.
-    events = []
-    read = memory._disable_profiler
-    monkeypatch.setattr(memory, "_disable_profiler", lambda: events.append(read()) or events[0])
+    # They are twenty times as many as allocations, and Python would look at each of them.
+    names = set()
+    raw_events = cpu_allocations._Profiler.raw_events
+
+    def watched(profiler):
+        events = raw_events(profiler)
+        names.update(event.name for event in events)
+        return events
+
+    monkeypatch.setattr(cpu_allocations._Profiler, "raw_events", watched)
     x = nn.Parameter(kib(4))
     with PeakMemory(CPU) as peak:
         x.exp().sum().backward()
     assert rise(peak) >= 8 * KIB
-    names = {event.name for event in memory._events(events[0].experimental_event_tree())}
-    assert names == {"[memory]", memory._MARK}
+    assert names == {"[memory]", cpu_allocations._MARK}
+
+
+def test_without_torchs_private_calls_bytes_are_sampled_and_a_warning_says_so(monkeypatch):
+    def missing(profiler):
+        raise ImportError("no such name")
+
+    monkeypatch.setattr(cpu_allocations._Profiler, "__init__", missing)
+    kept, left = kib(8), kib(2)
+    with pytest.warns(UserWarning, match="lower bound.*no such name"):
+        peak = PeakMemory(CPU, lambda: {"weights": [kept]})
+    with peak:
+        grown = kib(4)
+        peak.mark(ends_forward=True)
+        del left
+        temporary = kib(16)  # no mark sees it
+        del temporary
+    assert rise(peak) == 4 * KIB
+    assert growth(peak) == 2 * KIB
+    assert (peak.parts["weights"], peak.parts["activations"]) == (8 * KIB, 4 * KIB)
+    assert sum(peak.parts.values()) == peak.peak_bytes
+    del grown
 
 
 def _frozen() -> tuple[int, int, int]:
@@ -258,12 +282,12 @@ def _frozen() -> tuple[int, int, int]:
     with PeakMemory(CPU) as peak:
         kept.grad = kib(8)
         del left
-    hidden = sum(tensor is kept for tensor in memory._unfrozen_tensors())
+    hidden = sum(tensor is kept for tensor in collectable_tensors())
     return hidden, before.entry_bytes - peak.exit_bytes, growth(peak)
 
 
 def test_tensors_that_were_frozen_count():
-    # In a process of its own, which has nothing else to collect.
+    # In a separate process, which has nothing else to collect.
     assert run_ranks(1, _frozen) == [(0, -6 * KIB, 6 * KIB)]
 
 
@@ -274,6 +298,6 @@ def test_buckets_of_ddp_count_although_only_their_gradients_show_them():
 
 def test_memory_in_use_grows_with_what_is_touched():
     before = memory_in_use(torch.device("cpu"))
-    held = torch.ones(2**26, dtype=torch.uint8)
+    touched = torch.ones(2**26, dtype=torch.uint8)
     assert 2**25 < memory_in_use(torch.device("cpu")) - before < 2**27
-    del held
+    del touched

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.assembly import profiles as profile_store
 from shardwise.assembly.build import build as build_run
-from shardwise.assembly.costs import COUNTED, costs_of
+from shardwise.assembly.costs import costs_of
 from shardwise.assembly.describe import describe
 from shardwise.assembly.profiles import Measured, Profile, needs_gradient, path_of, unit_keys
 from shardwise.config import Lora, Parallel, RunConfig, UserError, known_keys
@@ -22,6 +22,7 @@ from shardwise.models.counts import count_model
 from shardwise.models.patches.experts import ONE_BY_ONE
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner import profile
+from shardwise.schedule.costs import COUNTED, CostSource
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import predict
 from tests.assembly.test_costs import LENGTH, build, config, tiny
@@ -188,7 +189,7 @@ def test_a_run_finds_its_profile_and_another_does_not(tmp_path, monkeypatch):
     path = path_of(cfg, hf, keys, 2)
     profile_store.write(made_up(keys), path)
     units, source = costs_of(cfg, hf, spec, counts, 2)
-    assert source == f"profile {path.stem}, 2 processes"
+    assert source == CostSource(path.stem, num_processes=2)
     layer = units[2]
     assert (layer.forward_seconds, layer.input_seconds, layer.weight_seconds) == (2.0, 4.0, 1.0)
     assert layer.split_seconds == 2.0  # 4 + 3 apart, 5 together
@@ -273,11 +274,11 @@ def test_a_profile_is_for_as_many_busy_processes_as_measured_it(tmp_path, monkey
     assert files[2] == files[3]  # of 8, only 4 are busy at a time
     profile_store.write(made_up(keys), files[0])
     sources = [costs_of(cfg, hf, spec, None, processes)[1] for processes in (2, 3)]
-    assert sources == [f"profile {files[0].stem}, 2 processes", COUNTED]
+    assert sources == [CostSource(files[0].stem, num_processes=2), COUNTED]
 
 
-def cut_by(cfg: RunConfig) -> str:
-    """What a run is cut by, where profiles of 2 and of 3 processes are kept."""
+def cut_by(cfg: RunConfig) -> int:
+    """How many processes the profile had that a run is cut by, where profiles of 2 and of 3 processes are kept."""
     hf, spec = build(cfg)
     keys = unit_keys(hf, spec, "1f1b")
     if dist.get_rank() == 0:
@@ -285,14 +286,14 @@ def cut_by(cfg: RunConfig) -> str:
             profile_store.write(replace(made_up(keys), num_processes=processes), path_of(cfg, hf, keys, processes))
     cut = build_run(cfg, build_mesh(cfg, torch.device("cpu"))).cut
     assert cut is not None
-    return cut.source.partition(", ")[2]
+    return cut.source.num_processes
 
 
 def test_a_run_takes_the_profile_of_its_own_number_of_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     monkeypatch.setattr(profile_store, "num_cores", lambda: 4)
     for pp in (2, 3):
-        assert run_ranks(pp, cut_by, config(tiny("llama"), pp=pp)) == [f"{pp} processes"] * pp
+        assert run_ranks(pp, cut_by, config(tiny("llama"), pp=pp)) == [pp] * pp
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 0}', '{"schema_version": 3, "units": {"a": {}}}'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, replace
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -12,15 +13,16 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from shardwise.assembly import build
-from shardwise.assembly.costs import COUNTED, costs_of
+from shardwise.assembly.costs import costs_of
 from shardwise.checkpoint.output_dir import TIMELINES
 from shardwise.config import Parallel
-from shardwise.metrics.record import PipelineRecord, RunRecord
 from shardwise.planner.timeline import MOST_STEPS, Recorder, describe, write_files
+from shardwise.records.record import PipelineRecord, RunRecord
+from shardwise.schedule.costs import COUNTED, CostSource
 from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import Event, Timeline, simulate
+from shardwise.schedule.simulate import simulate
 from shardwise.schedule.split import Split, predict
-from shardwise.schedule.trace import unpack
+from shardwise.schedule.timeline import Event, Timeline, unpack
 from tests.distributed import run_ranks
 from tests.integration.conftest import make_corpus
 from tests.integration.test_train import config, run_on
@@ -121,7 +123,16 @@ def test_files(tmp_path):
     assert content["simulator_error_percent"] == told.simulator_error_percent
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["measured", "simulated"]
-    assert "measured" in ElementTree.parse(tmp_path / "timeline.svg").getroot().attrib["aria-label"]
+    svg = ElementTree.parse(tmp_path / "timeline.svg").getroot()
+    assert "measured" in svg.findtext("{http://www.w3.org/2000/svg}title", "")
+
+
+def test_without_matplotlib_the_picture_is_left_out_and_a_line_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    told = describe(Parallel(pp=2), predicted(), "by hand", predicted().timeline, None)
+    write_files(tmp_path, told, predicted().timeline, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["timeline.json", "trace.json"]
+    assert "timeline.svg" in capsys.readouterr().out
 
 
 def test_a_run_without_a_timed_step_draws_nothing(tmp_path):
@@ -137,7 +148,7 @@ def test_the_measured_step_is_small_in_a_record():
     assert len(json.dumps(told.events)) < 6000
 
 
-@pytest.mark.parametrize("costs", [COUNTED, "measured on this machine"])
+@pytest.mark.parametrize("costs", [COUNTED, CostSource("of this machine", num_processes=2)])
 def test_a_run_leaves_its_timeline(tmp_path, monkeypatch, costs):
     monkeypatch.setattr(build, "costs_of", lambda *args, **more: (costs_of(*args, **more)[0], costs))
     make_corpus(tmp_path)
@@ -147,7 +158,7 @@ def test_a_run_leaves_its_timeline(tmp_path, monkeypatch, costs):
     record = run_on(2, cfg)
     assert record.pipeline is not None
     told = TypeAdapter(PipelineRecord).validate_python(record.pipeline)
-    assert (told.layers, told.costs) == ([1, 1, 1, 1], costs)
+    assert (told.layers, told.costs) == ([1, 1, 1, 1], str(costs))
     assert (told.simulated is None) == (told.simulator_error_percent is None) == (costs == COUNTED)
     # 2 of 3 steps are warm-up. Each rank has done what its schedule says, one after the other.
     events = unpack(told.events or []).events

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from shardwise.config import Parallel
-from shardwise.metrics.cell import RECORD, RUN_FILE, SWEEP, Axis, CellPlan, CellRecord, SweepRecord
-from shardwise.metrics.record import dumps
 from shardwise.planner.timeline import describe
+from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, Axis, CellPlan, CellRecord, SweepRecord
+from shardwise.records.record import dumps
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import Timeline
 from shardwise.schedule.split import split
+from shardwise.schedule.timeline import Timeline
 
 MIB = 2**20
 PLACE = {

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.metrics.cell import CellRecord, SweepRecord
+from shardwise.drawing.svg import drawing
+from shardwise.records.cell import CellRecord, SweepRecord
 from shardwise.report.figures import draw_all
 from shardwise.report.folder import read_bench
 from shardwise.report.panels import Drawn
-from shardwise.report.style import drawing
 from shardwise.report.tables import make_rows
 from tests.report.conftest import LOSSES, processes, strategies, write
 

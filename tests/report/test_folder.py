@@ -57,7 +57,7 @@ def test_a_broken_cell_is_a_row_with_its_reason(strategies_folder):
     (strategies_folder / "pp" / "round-1").mkdir(parents=True)
     found = states(strategies_folder)
     assert found["ddp"][0] == found["fsdp2"][0] == "unreadable"
-    assert "not a record, since not JSON" in found["ddp"][1]
+    assert "not JSON" in found["ddp"][1]
     assert "schema version 99" in found["fsdp2"][1]
     assert found["pp"] == ("not run", "1 of 3 rounds begun, none recorded")
     page = write_report(strategies_folder).read_text()

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from shardwise.metrics.cell import CellPlan
+from shardwise.records.cell import CellPlan
 from shardwise.report.caveats import caveats
 from shardwise.report.folder import Bench
 from shardwise.report.headline import in_short

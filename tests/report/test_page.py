@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.metrics.cell import Axis, CellPlan
+from shardwise.records.cell import Axis, CellPlan
 from shardwise.report.folder import read_bench
 from shardwise.report.page import write_report
 from tests.report.conftest import MIB, large, pipelines, processes, record, strategies, sweep_of, write
@@ -154,8 +154,8 @@ def test_light_and_dark(browser, page_file):
 
 def test_pipelines_follow_the_theme(browser, tmp_path):
     path = write_report(write(tmp_path / "bench", *pipelines()))
-    read = """() => [...document.querySelectorAll('figure#timelines svg.gantt rect')].slice(0, 3)
-                       .map(rect => getComputedStyle(rect).fill)"""
+    read = """() => [...document.querySelectorAll('figure#timelines [id^=timelines-legend] path')]
+                       .map(path => getComputedStyle(path).fill)"""
     with open_page(browser, path, color_scheme="light") as page:
         assert page.evaluate(read) == ["rgb(42, 111, 176)", "rgb(214, 122, 0)", "rgb(218, 222, 228)"]
         page.locator("#theme").click()

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from shardwise.metrics.cell import WEAK_SCALING, Axis, CellPlan
+from shardwise.records.cell import WEAK_SCALING, Axis, CellPlan
 from shardwise.report.caveats import caveats
 from shardwise.report.folder import Bench
 from shardwise.report.tables import (

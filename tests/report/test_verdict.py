@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from shardwise.metrics.cell import CellPlan
+from shardwise.records.cell import CellPlan
 from shardwise.report.folder import Bench
 from shardwise.report.tables import make_rows
 from shardwise.report.verdict import coarse, departure, spacing, tolerance

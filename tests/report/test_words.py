@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from shardwise.metrics.cell import Axis, CellPlan, SweepRecord
+from shardwise.records.cell import Axis, CellPlan, SweepRecord
 from shardwise.report import words
 
 

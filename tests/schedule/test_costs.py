@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from shardwise.layouts import HALVING
-from shardwise.schedule.costs import Cost, effective
+from shardwise.schedule.costs import COUNTED, Cost, CostSource, effective
 from shardwise.schedule.orders import ORDERS
 
 FROZEN = Cost("layers.0", 1.0, 2.0, 0.0, 10, 7, weight_bytes=100, parameters=50, trainable=False, split_seconds=0.5)
@@ -39,6 +40,14 @@ def test_below_the_lowest_trainable_unit_is_no_backward(schedule):
     assert units[1:] == (TRAINED, FROZEN)  # above it gradients pass through what is frozen
 
 
+def test_the_source_of_costs_in_words():
+    assert str(COUNTED) == "counted FLOPs"
+    assert str(replace(COUNTED, rate="2 TFLOP/s")) == "counted FLOPs at 2 TFLOP/s"
+    measured = CostSource("abc", num_processes=2)
+    assert (str(measured), measured.is_measured) == ("profile abc, 2 processes", True)
+    assert not COUNTED.is_measured
+
+
 def test_schedules_know_each_other():
     assert set(HALVING) <= set(ORDERS)
 
@@ -48,7 +57,7 @@ def test_nothing_trainable_is_forward_only():
 
 
 def test_the_package_is_a_leaf():
-    modules = ", ".join(f"shardwise.schedule.{name}" for name in ("costs", "orders", "simulate", "split", "trace"))
+    modules = ", ".join(f"shardwise.schedule.{name}" for name in ("costs", "orders", "simulate", "split", "timeline"))
     code = f"import sys, {modules}; print({{'torch', 'transformers', 'matplotlib'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

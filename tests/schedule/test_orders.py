@@ -1,4 +1,4 @@
-"""The orders against torch's own: what its schedule objects list, or run where their list is only a drawing."""
+"""The orders against those that torch's schedules list, or run where they only draw their list."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ import pytest
 
 from shardwise.schedule.costs import Cost, effective
 from shardwise.schedule.orders import ORDERS, Pipeline
-from shardwise.schedule.simulate import Timeline, held, in_flight, simulate
+from shardwise.schedule.simulate import in_flight, kept_microbatches, simulate
+from shardwise.schedule.timeline import Timeline
 
 SHAPES = [(1, 4), (2, 4), (3, 6), (4, 8), (4, 16)]
 EXACT = 1e-12
@@ -66,10 +67,10 @@ def test_in_flight(p, m):
     for v in (1, 2, 3):
         for rank in range(p):
             # The forwards that go ahead (one round for each chunk but the last, and two for each rank above), and one.
-            together = held(Pipeline("interleaved-1f1b", p, m, v), rank).sum(axis=1).max()
+            together = kept_microbatches(Pipeline("interleaved-1f1b", p, m, v), rank).sum(axis=1).max()
             assert together == min((v - 1) * p + 2 * (p - 1 - rank) + 1, v * m)
     # ZB-V keeps what 1F1B keeps at the most, p micro-batches of a rank's share: 2p chunks of half the size.
-    assert max(held(Pipeline("zbv", p, m, 2), 0).sum(axis=1)) == 2 * p
+    assert max(kept_microbatches(Pipeline("zbv", p, m, 2), 0).sum(axis=1)) == 2 * p
 
 
 def test_messages_take_their_time():

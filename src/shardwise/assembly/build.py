@@ -30,7 +30,7 @@ from shardwise.models.tensor_splits import plan
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.process.watchdog import beat, paused
-from shardwise.schedule.costs import Cost
+from shardwise.schedule.costs import Cost, CostSource
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split
 
@@ -52,16 +52,16 @@ class Cut:
     pipeline: Pipeline
     split: Split
     units: tuple[Cost, ...]  # what the split is of
-    source: str  # of the costs
+    source: CostSource
 
     def __str__(self) -> str:
         pipeline, split = self.pipeline, self.split
-        held = [[", ".join(split.held(chunk)) for chunk in pipeline.chunks_of(r)] for r in range(pipeline.num_ranks)]
+        ranks = [[", ".join(split.contents(c)) for c in pipeline.chunks_of(r)] for r in range(pipeline.num_ranks)]
         head = (
             f"pipeline: {pipeline.schedule}, {pipeline.num_microbatches} micro-batches, cut by {self.source}; "
             f"predicted bubble {split.timeline.bubble():.1%}"
         )
-        return "\n".join([head, *(f"  rank {rank}: {' | '.join(chunks)}" for rank, chunks in enumerate(held))])
+        return "\n".join([head, *(f"  rank {rank}: {' | '.join(chunks)}" for rank, chunks in enumerate(ranks))])
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,9 @@ from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.counts import ModelCounts, Unit, Weight, count_model, unit_modules
 from shardwise.models.families.base import SOFTMAX
 from shardwise.models.spec import ModelSpec
-from shardwise.schedule.costs import Cost
+from shardwise.schedule.costs import COUNTED, Cost, CostSource
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split, split
-
-COUNTED = "counted FLOPs"
-"""Where costs come from whose seconds are no times of this machine."""
 
 
 def costs_of(
@@ -32,7 +29,7 @@ def costs_of(
     num_processes: int,
     num_shards: int = 1,
     flops_per_second: float = 1.0,
-) -> tuple[tuple[Cost, ...], str]:
+) -> tuple[tuple[Cost, ...], CostSource]:
     """What one micro-batch costs in each unit of a model, bottom up, and where that is known from.
 
     `hf`: the whole model with its adapters, on any device (`meta` too). `counts`: of it, where the run has any.
@@ -57,7 +54,7 @@ def costs_of(
     profile = read(path)
     if profile is None:
         return tuple(costs), COUNTED
-    return with_measured(tuple(costs), keys, profile), f"profile {path.stem}, {profile.num_processes} processes"
+    return with_measured(tuple(costs), keys, profile), CostSource(path.stem, profile.num_processes)
 
 
 def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int) -> Split:
@@ -68,11 +65,11 @@ def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int)
     return split(parallel.split, units, pipeline, limit)
 
 
-def memory_caveat(spec: ModelSpec, source: str) -> str | None:
+def memory_caveat(spec: ModelSpec, source: CostSource) -> str | None:
     """What is wrong with the memory of a split by these costs, in words; None where nothing is known to be."""
     plain = (*SOFTMAX.values(), "mlp", "moe")
     recurrent = [kind for kind in dict.fromkeys(layer.kind for layer in spec.layers) if kind not in plain]
-    if not source.startswith(COUNTED) or not recurrent:
+    if source.is_measured or not recurrent:
         return None
     return (
         f"memory is counted too low, without what {' and '.join(recurrent)} layers keep within; "
@@ -101,7 +98,7 @@ def _cost(
         unit, cfg.data.sequence_length, cfg.training.micro_batch_size, cfg.training.checkpointing
     )
     forward, weights = flops.forward, flops.weight_gradient
-    inputs = flops.input_gradient + flops.again
+    inputs = flops.input_gradient + flops.recomputed
     if unit.kind == "head" and cfg.training.loss != "plain":
         # The chunked loss takes the gradients in its forward; its backward only scales them.
         forward, inputs, weights = forward + inputs + weights, 0.0, 0.0

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.benchmark.sweep import Cell
-from shardwise.metrics.cell import CellPlan, CellRecord, Round
-from shardwise.metrics.record import RunRecord
+from shardwise.records.cell import CellPlan, CellRecord, Round
+from shardwise.records.record import RunRecord
 
 NOT_TIMED = "run for its losses and bytes, not timed (timed: false in the sweep)"
 

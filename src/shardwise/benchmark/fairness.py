@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from shardwise.config import UserError, known_keys, nearest
-from shardwise.metrics.cell import Axis
+from shardwise.records.cell import Axis
 
 NPROC, GLOBAL_BATCH = "nproc", "training.global_batch_size"
 TIMED = "timed"

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.benchmark.cells import CellState
-from shardwise.metrics.cell import CellPlan, CellRecord
+from shardwise.records.cell import CellPlan, CellRecord
 
 MIB = 2**20
 

@@ -25,8 +25,8 @@ from shardwise.benchmark.process import Run, runs
 from shardwise.benchmark.progress import Display
 from shardwise.benchmark.sweep import Cell, Sweep, left_out, read_sweep, uncontrolled
 from shardwise.config import UserError
-from shardwise.metrics.cell import LOG, RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
-from shardwise.metrics.record import RunRecord, Status, dumps
+from shardwise.records.cell import LOG, RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
+from shardwise.records.record import RunRecord, Status, dumps
 
 WEIGHTS = ("model", "checkpoints")
 """What a round leaves that may be large and tells nothing of speed or memory."""

@@ -15,8 +15,8 @@ from typing import Any
 from shardwise.benchmark import fairness
 from shardwise.benchmark.fairness import GLOBAL_BATCH, NPROC, TIMED
 from shardwise.config import Training, UserError, known_keys, nearest
-from shardwise.metrics.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
 from shardwise.ranges import shown
+from shardwise.records.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
 from shardwise.run_file import parse_config, read_yaml
 
 KEYS = ("title", "base", "set", "nproc", "rounds", "memory_rounds", "timeout_seconds", "reference", "axes")

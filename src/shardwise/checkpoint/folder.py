@@ -22,7 +22,7 @@ from shardwise.checkpoint.index import (
     read_file,
     read_index,
 )
-from shardwise.metrics.record import dumps
+from shardwise.records.record import dumps
 
 FORMAT = 3
 CHECKPOINTS, MANIFEST, METRICS, BEST = "checkpoints", "checkpoint.json", "metrics.jsonl", "best"

@@ -12,9 +12,9 @@ from shardwise.checkpoint import output_lock
 from shardwise.checkpoint.folder import CHECKPOINTS, MANIFEST, METRICS, UNFINISHED, complete
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError
-from shardwise.metrics.record import RunRecord, Status
 from shardwise.process.ending import RunError, is_full
 from shardwise.process.world import World
+from shardwise.records.record import RunRecord, Status
 
 RECORD = "record.json"
 TIMELINES = ("timeline.json", "trace.json", "timeline.svg")

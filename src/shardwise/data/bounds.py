@@ -1,4 +1,4 @@
-"""Bounds on the time and memory of a call into code that comes with a model, such as a chat template."""
+"""Limits on the time and memory of foreign code, such as the chat template of a model."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from types import FrameType
 from shardwise.config import UserError
 
 CPU_SECONDS = 5.0
-"""Hundreds of times what any chat template takes. CPU time, so that a busy machine refuses none."""
+"""Hundreds of times what a chat template takes. CPU time, so that no busy machine refuses one."""
 MEMORY_BYTES = 1 << 30
 
 
-class _TookTooLong(BaseException):
-    """Not an Exception, which Jinja would take for a mistake in an expression and try again."""
+class _TimeLimit(BaseException):
+    """The time is up. Not an Exception, which Jinja would treat as an error of an expression."""
 
 
 @contextlib.contextmanager
-def bounded(what: str) -> Generator[None]:
-    """Raise UserError, which names `what`, where the body takes more than CPU_SECONDS or MEMORY_BYTES.
+def bounded(name: str) -> Generator[None]:
+    """Run the body within CPU_SECONDS and MEMORY_BYTES; UserError with `name` where it takes more.
 
-    The bounds are the process's, so call it while other threads are idle. Outside of the main thread, which alone gets
-    signals, there is none on the time; where there is no /proc, none on the memory.
+    The limits hold for the whole process, so call it while other threads are idle. The time has a
+    limit only in the main thread, which alone gets signals, and memory only where there is a /proc.
     """
+    advice = "for one row; change it, or use another one"
     try:
-        with _less_memory(), _less_time():
+        with _memory_limit(), _time_limit():
             yield
-    except _TookTooLong:
-        raise UserError(f"{what} takes more than {CPU_SECONDS:g} s for one row; mend it, or use another") from None
+    except _TimeLimit:
+        raise UserError(f"{name} takes more than {CPU_SECONDS:g} s {advice}") from None
     except MemoryError:
         size = f"{MEMORY_BYTES / 2**30:g} GiB"
-        raise UserError(f"{what} takes more than {size} for one row; mend it, or use another") from None
+        raise UserError(f"{name} takes more than {size} {advice}") from None
 
 
 @contextlib.contextmanager
-def _less_memory() -> Generator[None]:
-    pages = Path("/proc/self/statm")
-    if not pages.exists():
+def _memory_limit() -> Generator[None]:
+    """Limit the address space to MEMORY_BYTES more than the process has now."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(pages.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
+    limit = int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY_BYTES
     if soft == resource.RLIM_INFINITY or limit < soft:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
@@ -55,9 +57,11 @@ def _less_memory() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _less_time() -> Generator[None]:
+def _time_limit() -> Generator[None]:
+    """Raise _TimeLimit in the body after CPU_SECONDS."""
+
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise _TookTooLong
+        raise _TimeLimit
 
     if threading.current_thread() is not threading.main_thread():
         yield

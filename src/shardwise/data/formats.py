@@ -1,4 +1,4 @@
-"""From the fields of a document to tokens, and which of them are targets."""
+"""From the fields of a document to its tokens, and which of the tokens are targets."""
 
 from __future__ import annotations
 
@@ -23,53 +23,61 @@ Encoded = tuple[list[int], list[bool]]
 """Tokens, and whether each is a target."""
 
 Piece = tuple[int, int]
-"""One of so many equal pieces of a document's characters, counted from 0."""
+"""(number, of how many): one of several equal pieces of a document's characters, from 0."""
 
-WHOLE: Piece = (0, 1)
+ALL: Piece = (0, 1)
+"""The whole document as one piece."""
 
 NO_TARGET = "no target"
-"""Why a document is left out that has nothing to predict; it is no mistake, whatever `data.on_error` says."""
+"""The reason to leave out a document without a target. It is no mistake, whatever `on_error` is."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""The roles of a dialogue that any chat template may write; a template can know others (`known_roles`)."""
+"""The roles that every chat template may handle. A template can have others (`known_roles`)."""
 
 MOST_CHARACTERS = 1_000_000
-"""What a chat template may add to a dialogue; and a hundred times the dialogue."""
+"""A chat template may write so many characters more than a hundred times those of the dialogue."""
 
 LIST_TOKENS = ("string", "comma")
-"""What a list of strings in a template is made of, as Jinja's lexer names it."""
+"""The tokens of a list of strings in a template, by the names of Jinja's lexer."""
+
+_CORRECT_LINE = "correct or remove the line"
+_MARK_TURNS = "mark the assistant's turns in it with {% generation %} and {% endgeneration %}"
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """From documents to rows: the tokenizer, what is a target, and how rows are packed."""
+    """Turns documents into rows, by the tokenizer, the format and the packing of a run."""
 
     tokenizer: PreTrainedTokenizerBase
     data: Data
-    fill: int  # token that fills up a row
+    fill: int  # the token of padding
     end_of_text: int | None
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, data: Data) -> Encoder:
-        """An encoder for `data.format` and `data.packing`; UserError if the tokenizer lacks what they take."""
+        """Make the encoder of a run; UserError where the tokenizer lacks what it needs."""
         pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         if data.packing != "none" and eos is None:
-            raise UserError(
-                f"data.packing {data.packing} joins documents by eos_token, which the tokenizer lacks; use none"
-            )
+            need = f"data.packing {data.packing} joins documents with eos_token"
+            raise UserError(f"{need}, which the tokenizer lacks; use none")
         fill = pad if pad is not None else eos
         if fill is None:
-            raise UserError("the tokenizer has neither pad_token nor eos_token to fill up rows with; give it one")
+            raise UserError("the tokenizer has no pad_token and no eos_token to pad rows; add one")
         if data.format != "text" and not tokenizer.is_fast:
-            raise UserError(f"data.format {data.format} takes a fast tokenizer, which knows where its tokens are")
+            raise UserError(
+                f"data.format {data.format} needs a fast tokenizer, which knows the characters of "
+                "each token; use another tokenizer"
+            )
         if data.format == "chat" and not isinstance(tokenizer.chat_template, str):
-            raise UserError("data.format chat takes a tokenizer with one chat template; give it a chat_template")
+            need = "data.format chat needs a tokenizer with one chat template"
+            raise UserError(f"{need}; set its chat_template")
         return cls(tokenizer, data, fill, eos)
 
     def check(self, record: Record) -> None:
-        """Render a dialogue once within bounds on time, memory and size, before any is read without them.
+        """Render one dialogue within limits on time, memory and size.
 
-        UserError where the chat template goes beyond them; BadDocument as from `document`.
+        Call it once before dialogues are rendered without these limits. UserError where the chat
+        template exceeds one; BadDocument as from `document`.
         """
         if self.data.format != "chat":
             return
@@ -78,14 +86,17 @@ class Encoder:
         with bounded("the tokenizer's chat template"):
             text = _rendered(lambda: self.tokenizer.apply_chat_template(messages, tokenize=False))
         if len(text) > MOST_CHARACTERS + 100 * len(str(messages)):
-            raise UserError(f"the tokenizer's chat template writes {len(text):,} characters for one row; mend it")
+            raise UserError(
+                f"the tokenizer's chat template writes {len(text):,} characters for one row; "
+                "change it, or use another one"
+            )
 
-    def document(self, record: Record, start: SlotState, piece: Piece = WHOLE) -> Document:
-        """The tokens of a document, or of a piece of a text, that begins at `start`.
+    def document(self, record: Record, start: SlotState, piece: Piece = ALL) -> Document:
+        """Return the tokens of a document, or of a piece of a text, that begins at `start`.
 
-        After a text or a dialogue stands the end-of-text token, where documents are joined; it is a target after a
-        text. With `isolated` packing the first token of a document is no target: it would be predicted from the
-        document before. BadDocument where the fields cannot be used.
+        Where documents are joined, the end-of-text token follows a text or dialogue. After a text
+        it is a target. With `isolated` packing the first token of a document is no target, since it
+        would be predicted from the document before. BadDocument where the fields cannot be used.
         """
         match self.data.format:
             case "text":
@@ -105,7 +116,7 @@ class Encoder:
         return Document(np.array(tokens, np.int32), mask, start)
 
     def why_no_target(self, record: Record) -> str:
-        """Return the reason to count for a document that was encoded and has nothing to predict."""
+        """Return the reason by which to count a document that has no target."""
         if self.data.format == "chat":
             roles = {message["role"] for message in record["messages"]}
             if "assistant" not in roles:
@@ -113,42 +124,46 @@ class Encoder:
         return NO_TARGET
 
     def rows(self, documents: Iterable[Document]) -> Iterator[Row]:
-        """The rows of these documents."""
+        """Pack these documents into rows."""
         pack = pack_none if self.data.packing == "none" else pack_joined
         return pack(documents, self.data.sequence_length, self.fill)
 
 
 def text_of(record: Record, field: str) -> str:
-    """The string in a field of a document; BadDocument where there is none that a tokenizer takes."""
+    """Return a field of a document; BadDocument where it is no string for a tokenizer."""
     if field not in record:
         way_out = f"set data.text_field to one of the line's fields: {', '.join(record)}"
         if field in ("prompt", "completion", "messages"):
-            way_out = f"its fields are {', '.join(record)}; mend or remove the line, or set data.format"
+            way_out = f"its fields are {', '.join(record)}; {_CORRECT_LINE}, or set data.format"
         raise BadDocument("missing field", f"no field {field!r}; {way_out}")
     return _string(record[field], f"field {field!r}")
 
 
-def _string(value: Any, what: str) -> str:
+def _string(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise BadDocument("wrong type", f"{what} holds a {type(value).__name__}, not a string; mend or remove the line")
+        kind = type(value).__name__
+        message = f"{name} is a {kind}, not a string; {_CORRECT_LINE}"
+        raise BadDocument("wrong type", message)
     try:
-        value.encode()  # JSON can escape half a surrogate pair, which no tokenizer takes
+        value.encode()  # JSON can escape half of a surrogate pair, which no tokenizer accepts
     except UnicodeEncodeError:
-        raise BadDocument("not UTF-8", f"{what} escapes half a surrogate pair; mend or remove the line") from None
+        message = f"{name} escapes half of a surrogate pair; {_CORRECT_LINE}"
+        raise BadDocument("not UTF-8", message) from None
     return value
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
-    """The tokens of a text, with the special tokens that the tokenizer itself adds; none for no text."""
+    """Encode a text; all tokens are targets. An empty text has none, not even special tokens."""
     tokens = _tokenize(tokenizer, text)["input_ids"] if text else []
     return tokens, [True] * len(tokens)
 
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, record: Record) -> Encoded:
-    """Prompt and completion as one text; a token that holds a character of the completion is a target.
+    """Encode prompt and completion as one text.
 
-    So is the end-of-text token, with which a completion ends whatever the packing: without it a model would not learn
-    to stop. An empty completion has no target.
+    The targets are the tokens with characters of the completion. A completion ends with the
+    end-of-text token, whatever the packing. That is a target too: from it a model learns to stop.
+    An empty completion has no target.
     """
     prompt, completion = text_of(record, "prompt"), text_of(record, "completion")
     encoded = _tokenize(tokenizer, prompt + completion, return_offsets_mapping=True)
@@ -162,53 +177,86 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, record: Record) -> Enc
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, record: Record) -> Encoded:
-    """A dialogue as the tokenizer's chat template writes it; what the assistant says is a target.
+    """Encode a dialogue with the tokenizer's chat template; the assistant's words are targets.
 
-    That is what the template itself marks as generated. One that marks nothing is asked for the beginnings of the
-    dialogue: what it adds to a generation prompt for a turn of the assistant, down to the mark of the turn's end but
-    without white space after it. UserError where it does not write a beginning as the beginning of the whole, and where
-    it writes the assistant's header after the generation prompt: nobody could say where the words begin.
+    A template can mark what is generated, and then these tokens are the targets. For a template
+    without marks, `_assistant_spans` finds the words. UserError where it cannot.
     """
     template: Any = tokenizer.chat_template
     messages = _messages(record, known_roles(template))
     if _marks_turns(template):
-        options: Any = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        encoded = _rendered(lambda: tokenizer.apply_chat_template(messages, **options, verbose=False))
+        encoded = _rendered(
+            lambda: tokenizer.apply_chat_template(
+                messages,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                verbose=False,
+            )
+        )
         return encoded["input_ids"], [mark == 1 for mark in encoded["assistant_masks"]]
+    text, spans = _assistant_spans(tokenizer, messages)
+    encoded = _tokenize(tokenizer, text, add_special_tokens=False, return_offsets_mapping=True)
+    targets = [
+        any(start < span_end and span_start < end for span_start, span_end in spans)
+        for start, end in encoded["offset_mapping"]
+    ]
+    return encoded["input_ids"], targets
+
+
+def _assistant_spans(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Record],
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render a dialogue, and find the characters (start, end) of each turn of the assistant.
+
+    For each such turn the template renders the dialogue before it, with a generation prompt, and
+    the dialogue up to its end. The turn is the difference, with the mark of its end but without
+    white space after it.
+
+    UserError where the template renders the beginning of a dialogue differently from the whole
+    dialogue, or has no generation prompt and writes the assistant's header into the difference.
+    Then nobody can tell where the words begin.
+    """
 
     def render(messages: list[Record], prompt: bool = False) -> str:
-        return _rendered(lambda: tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+        apply = tokenizer.apply_chat_template
+        return _rendered(lambda: apply(messages, tokenize=False, add_generation_prompt=prompt))
 
-    whole, spans = render(messages), []
+    text = render(messages)
+    spans: list[tuple[int, int]] = []
     for turn, message in enumerate(messages):
-        if message["role"] == "assistant":
-            if turn == 0:
-                raise BadDocument("bad chat", "the dialogue begins with the assistant; mend or remove the line")
-            before, after = render(messages[:turn], prompt=True), render(messages[: turn + 1])
-            if not (whole.startswith(after) and after.startswith(before)):
-                raise UserError(
-                    "the tokenizer's chat template writes the beginning of a dialogue otherwise than the whole, so the "
-                    "assistant's turns cannot be found; mark them in it by {% generation %} and {% endgeneration %}"
-                )
-            added = after[len(before) :]
-            header = added[: max(added.find(message["content"].strip()), 0)].strip()
-            if header and before == render(messages[:turn]):
-                raise UserError(
-                    f"the tokenizer's chat template writes {header[:40]!r} before what the assistant says, and not for "
-                    "add_generation_prompt, so it would be learnt; let it do so, or mark the assistant's turns by "
-                    "{% generation %} and {% endgeneration %}"
-                )
-            spans.append((len(before), len(after.rstrip())))
-    encoded = _tokenize(tokenizer, whole, add_special_tokens=False, return_offsets_mapping=True)
-    held = [any(start < end and begin < stop for begin, end in spans) for start, stop in encoded["offset_mapping"]]
-    return encoded["input_ids"], held
+        if message["role"] != "assistant":
+            continue
+        if turn == 0:
+            problem = f"the dialogue begins with the assistant; {_CORRECT_LINE}"
+            raise BadDocument("bad chat", problem)
+        before, after = render(messages[:turn], prompt=True), render(messages[: turn + 1])
+        if not (text.startswith(after) and after.startswith(before)):
+            raise UserError(
+                "the tokenizer's chat template renders the beginning of a dialogue differently "
+                "from the whole dialogue, so the assistant's turns cannot be found; "
+                f"{_MARK_TURNS}"
+            )
+        added = after[len(before) :]
+        header = added[: max(added.find(message["content"].strip()), 0)].strip()
+        if header and before == render(messages[:turn]):
+            raise UserError(
+                f"the tokenizer's chat template writes {header[:40]!r} before the words of the "
+                "assistant, but not with add_generation_prompt, so the model would learn to write "
+                f"it; let add_generation_prompt write it, or {_MARK_TURNS}"
+            )
+        spans.append((len(before), len(after.rstrip())))
+    return text, spans
 
 
 @functools.cache
 def _marks_turns(template: str) -> bool:
-    """Whether `{% generation %}` stands in a chat template, other than in a comment or a raw text."""
-    tokens = itertools.pairwise(_template_tokens(template))
-    return any(a.type == "block_begin" and (b.type, b.value) == ("name", "generation") for a, b in tokens)
+    """Return whether a chat template has `{% generation %}` outside of comments and raw text."""
+    for token, after in itertools.pairwise(_template_tokens(template)):
+        if token.type == "block_begin" and (after.type, after.value) == ("name", "generation"):
+            return True
+    return False
 
 
 def _template_tokens(template: str) -> list[Any]:
@@ -218,56 +266,67 @@ def _template_tokens(template: str) -> list[Any]:
     try:
         return list(jinja2.Environment().lexer.tokenize(template))
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"the tokenizer's chat template is not valid Jinja ({error}); mend it") from None
+        what = f"the tokenizer's chat template is not valid Jinja ({error})"
+        raise UserError(f"{what}; correct it") from None
 
 
 @functools.cache
 def known_roles(template: str) -> tuple[str, ...]:
-    """Return ROLES and the strings that a chat template compares something with, by `==` or by `in` and a list.
+    """Return ROLES, and the strings with which a chat template compares by `==` or `in` a list.
 
-    Any other role would be written into the text as it is, and what it says would not be learnt.
+    A template writes any other role into the text as it is, and its words are never targets.
     """
     compared: list[str] = []
     before, in_list = "", False
     for token in _template_tokens(template):
         if token.type == "string" and (in_list or before == "eq"):
             compared.append(token.value)
-        in_list = before == "in" if token.type in ("lbracket", "lparen") else in_list and token.type in LIST_TOKENS
+        opens_list = before == "in" and token.type in ("lbracket", "lparen")
+        in_list = opens_list or (in_list and token.type in LIST_TOKENS)
         before = token.value if token.type == "name" else token.type
     return (*ROLES, *sorted(set(compared) - set(ROLES)))
 
 
 def _messages(record: Record, roles: Sequence[str]) -> list[Record]:
-    messages = record.get("messages")
+    """Return the messages of a dialogue; BadDocument where they cannot be used."""
     if "messages" not in record:
         text_of(record, "messages")
-    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
-        raise BadDocument("bad chat", "field 'messages' is not a list of objects; mend or remove the line")
+    messages = record["messages"]
+    is_list = isinstance(messages, list) and len(messages) > 0
+    if not is_list or not all(isinstance(message, dict) for message in messages):
+        problem = f"field 'messages' is not a list of objects; {_CORRECT_LINE}"
+        raise BadDocument("bad chat", problem)
     for number, message in enumerate(messages, 1):
         for field in ("role", "content"):
             if message.get(field) is None:
-                raise BadDocument("bad chat", f"message {number} has no field {field!r}; mend or remove the line")
+                problem = f"message {number} has no field {field!r}; {_CORRECT_LINE}"
+                raise BadDocument("bad chat", problem)
             _string(message[field], f"field {field!r} of message {number}")
     if unknown := sorted({message["role"] for message in messages} - set(roles)):
         names = ", ".join(repr(role[:40]) for role in unknown[:5])
         raise BadDocument(
             "unknown role",
-            f"nobody knows the role {names}, so nothing of what it says would be learnt; rename it to one of "
-            f"{', '.join(roles)}",
+            f"unknown role {names}, whose words the model would never learn; "
+            f"rename it to one of {', '.join(roles)}; or {_CORRECT_LINE}",
         )
-    # A table has a null in each row for a field that only other rows have; a template would take it for given.
-    return [{field: value for field, value in message.items() if value is not None} for message in messages]
+    # A table has null for a field that only other rows have. A template would take it as given.
+    return [{key: value for key, value in m.items() if value is not None} for m in messages]
 
 
 def _rendered(render: Callable[[], Any]) -> Any:
+    """Return the result of a chat template; UserError or BadDocument where it raises."""
     try:
         return render()
-    except (MemoryError, OverflowError) as error:  # Jinja's sandbox raises the latter for a long range
+    except (MemoryError, OverflowError) as error:  # Jinja raises the latter for a long range
         what = f"{type(error).__name__}: {error}".rstrip(": ")
-        raise UserError(f"the tokenizer's chat template asks for too much ({what}); mend it") from None
-    except Exception as error:  # what a template may make Jinja raise is anything
-        raise BadDocument("bad chat", f"the chat template refuses it ({error}); mend or remove the line") from None
+        raise UserError(
+            f"the tokenizer's chat template needs too much ({what}); change it, or use another one"
+        ) from None
+    except Exception as error:  # a template can raise anything in Jinja
+        problem = f"the chat template refuses it ({error}); {_CORRECT_LINE}"
+        raise BadDocument("bad chat", problem) from None
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> Any:
-    return tokenizer(text, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options)
+    options |= {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    return tokenizer(text, **options)

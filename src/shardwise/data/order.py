@@ -1,4 +1,8 @@
-"""In which order documents are read: functions of (seed, epoch) alone, computed where they are asked for."""
+"""The order in which documents are read: a function of (seed, epoch) alone.
+
+Nothing is stored for it: the document at a place is computed when it is read, so memory does not
+grow with the documents, and a resume begins at once (docs/decisions/008-index-permutation.md).
+"""
 
 from __future__ import annotations
 
@@ -12,32 +16,44 @@ import numpy as np
 from shardwise.config import UserError
 
 METHOD = "swap-or-not, 32 rounds"
-"""What a saved place in an epoch means; another name for each change of the order."""
+"""The name of the order, which checkpoints keep. A change of the order needs another name."""
 
 ROUNDS = 32
-CHUNK = 256  # documents that are drawn at a time: many enough for numpy, few enough for any memory
+CHUNK = 256  # documents that are computed together: enough for numpy to be fast
 
 
-def permuted(numbers: np.ndarray, size: int, seed: int, epoch: int | np.ndarray, group: int) -> np.ndarray:
-    """Where a permutation of 0 .. size-1, a function of (seed, epoch, group) alone, takes these numbers: int64.
+def permute(
+    numbers: np.ndarray,
+    size: int,
+    seed: int,
+    epoch: int | np.ndarray,
+    group: int,
+) -> np.ndarray:
+    """Return where a permutation of 0 .. size-1 takes these numbers, int64 of the same shape.
 
-    The swap-or-not shuffle (Hoang, Morris, Rogaway: An Enciphering Scheme Based on a Card Shuffle, CRYPTO 2012): each
-    round pairs x with pivot - x (modulo size), and swaps a pair or does not, by a bit that is drawn for the pair. Each
-    number is moved in half of the rounds, to any place; so two numbers are moved by all rounds together, and keep their
-    distance, with a chance of 2^-ROUNDS. `epoch` may be an array of the same shape: an epoch for each number.
+    The permutation is a function of (seed, epoch, group) alone. `epoch` may be an array that gives
+    each number an epoch of its own.
+
+    It is the swap-or-not shuffle (Hoang, Morris, Rogaway: An Enciphering Scheme Based on a Card
+    Shuffle, CRYPTO 2012). Each round pairs x with pivot - x (modulo size), and draws for each pair
+    whether to swap it. Two numbers keep their distance in a round that moves both or neither, which
+    is every second one. So they keep it through all rounds with a probability of 2^-ROUNDS.
     """
     x, n = numbers.astype(np.uint64), np.uint64(size)
     key = _hash(_hash(_hash(np.zeros(1, np.uint64), seed % 2**64), epoch), group)
     for number in range(ROUNDS):
         round_key = _hash(key, number)
-        pair = (round_key % n + n - x) % n
-        swap = _hash(round_key, np.maximum(x, pair)) >> np.uint64(63)
-        x = np.where(swap == 1, pair, x)
+        partner = (round_key % n + n - x) % n
+        swap = _hash(round_key, np.maximum(x, partner)) >> np.uint64(63)
+        x = np.where(swap == 1, partner, x)
     return x.astype(np.int64)
 
 
 def _hash(key: np.ndarray, part: int | np.ndarray) -> np.ndarray:
-    """The key and one more part in one: what splitmix64 (Steele, Lea, Flood, OOPSLA 2014) gives at key ^ part."""
+    """Return a key of `key` and `part`: the output of splitmix64 in the state key ^ part.
+
+    Source: Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
+    """
     z = (key ^ np.asarray(part, np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -46,7 +62,10 @@ def _hash(key: np.ndarray, part: int | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Group:
-    """Some of the `size` documents from number `begin` on: those at these places of an order drawn by the seed."""
+    """Some of the `size` documents from number `begin` on.
+
+    The seed gives all of them an order. The group has the documents at `places` of that order.
+    """
 
     begin: int
     size: int
@@ -57,19 +76,21 @@ class Group:
 
 
 def split(sizes: Sequence[int], share: float) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
-    """Part groups of documents of these sizes, which lie one after the other, into (train, validation).
+    """Split groups of documents of these sizes, one behind the other, into (train, validation).
 
-    Of each group this share is held out, rounded and kept between one document and all but one; none if it is 0.
-    UserError for a group of one document.
+    The share of each group is held out, rounded, but at least one document and never all of them.
+    A share of 0 holds out nothing. UserError for a group of one document.
     """
     train, validation = [], []
     for index, size in enumerate(sizes):
         if share and size < 2:
             raise UserError(
-                f"data.validation: a share of {share} cannot be held out of one document, which is all that data.train "
-                "(with data.weights, an entry of it) has; give validation files of their own, or 0"
+                f"data.validation: a share of {share} cannot be held out of one document, and "
+                "data.train, or with data.weights an entry of it, has no more; give validation "
+                "files, or 0"
             )
-        begin, held_out = sum(sizes[:index]), min(max(round(share * size), 1), size - 1) if share else 0
+        begin = sum(sizes[:index])
+        held_out = min(max(round(share * size), 1), size - 1) if share else 0
         train.append(Group(begin, size, range(held_out, size)))
         validation.append(Group(begin, size, range(held_out)))
     return tuple(train), tuple(validation)
@@ -79,47 +100,58 @@ def split(sizes: Sequence[int], share: float) -> tuple[tuple[Group, ...], tuple[
 class Order:
     """Which document stands at which of the `len(order)` places of an epoch.
 
-    An epoch holds as many documents as the groups have, drawn from them in proportion to the weights: a group gives all
-    its documents once, in an order of its own, before it gives one again, and goes on in the next epoch where it
-    stopped. So with a group's size for its weight an epoch holds each document once.
+    An epoch has as many documents as all groups together. They are drawn from the groups in
+    proportion to the weights. A group gives each of its documents once, in an order of its own,
+    before it gives one again. In the next epoch it continues where it stopped. So if the weights
+    are the sizes of the groups, an epoch has each document once.
     """
 
     groups: tuple[Group, ...]
-    weights: tuple[float, ...] | None  # none: the sizes
+    weights: tuple[float, ...] | None  # None: the sizes of the groups
     seed: int
 
     def __len__(self) -> int:
         return sum(map(len, self.groups))
 
     def read(self, epoch: int, places: range) -> Iterator[int]:
-        """The documents at these places of an epoch, which is counted from 1; a few at a time are drawn."""
+        """Yield the documents at these places of an epoch. Epochs are counted from 1."""
         for begin in range(0, len(places), CHUNK):
-            yield from self._documents(epoch, np.array(places[begin : begin + CHUNK])).tolist()
+            chunk = np.array(places[begin : begin + CHUNK])
+            yield from self._documents(epoch, chunk).tolist()
 
     def _documents(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Return the documents at these places, int64 [places]."""
         size, weights = len(self), self.weights or [len(group) for group in self.groups]
-        before, after = (draws(total, weights) for total in (size * (epoch - 1), size * epoch))
-        drawn = permuted(places, size, self.seed, epoch, group=0)
-        documents, begin = np.empty_like(drawn), 0
+        before, after = draws(size * (epoch - 1), weights), draws(size * epoch, weights)
+        # The draws of an epoch stand one group behind the other, and are then shuffled.
+        unshuffled = permute(places, size, self.seed, epoch, group=0)
+        documents, begin = np.empty_like(unshuffled), 0
         for index, (first, last) in enumerate(zip(before, after)):
-            mine = (begin <= drawn) & (drawn < begin + last - first)
-            documents[mine] = self._drawn_from(index, drawn[mine] - begin + first)
+            of_group = (begin <= unshuffled) & (unshuffled < begin + last - first)
+            documents[of_group] = self._drawn(index, unshuffled[of_group] - begin + first)
             begin += last - first
         return documents
 
-    def _drawn_from(self, index: int, numbers: np.ndarray) -> np.ndarray:
-        """The documents that a group's draws of these numbers, counted from 0 through all epochs, give."""
+    def _drawn(self, index: int, numbers: np.ndarray) -> np.ndarray:
+        """Return the documents that a group gives in its draws `numbers`, int64 [numbers].
+
+        Draws are counted from 0, over all epochs. Each len(group) draws are a round, which gives
+        each document once.
+        """
         group = self.groups[index]
         rounds, places = np.divmod(numbers, len(group))
-        places = group.places.start + permuted(places, len(group), self.seed, rounds + 1, index + 1)
-        return group.begin + permuted(places, group.size, self.seed, 0, index + 1)  # no round is 0
+        # Round r has the permutation of epoch r + 1; that of epoch 0 decides what is held out.
+        places = permute(places, len(group), self.seed, rounds + 1, index + 1)
+        places += group.places.start
+        return group.begin + permute(places, group.size, self.seed, 0, index + 1)
 
 
 def draws(total: int, weights: Sequence[float]) -> list[int]:
-    """How many of the first `total` draws come from each group: proportional to the weights, and `total` in all.
+    """Return how many of the first `total` draws each group gives, in proportion to its weight.
 
-    Each group takes its rounded share of what the groups before it have left. So a count never falls as `total` grows,
-    and differs from the exact share by half a draw per group at most, for any `total`.
+    The numbers add up to `total`. Each group takes its rounded share of what the groups before it
+    leave. So a number never falls as `total` grows, and differs from the exact share by at most
+    half a draw per group.
     """
     counts, rest = [], sum(map(Fraction, weights))
     for weight in map(Fraction, weights):

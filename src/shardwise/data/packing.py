@@ -1,9 +1,12 @@
-"""From documents to rows of one length, and from rows to batches.
+"""Pack documents into rows of one length, and rows into batches.
 
-A row is an int32 array [3, sequence_length + 1]: the tokens; for each the number of its document within the row
-(counted from 0), or -1 where the row is filled up; and whether it is a target, 1 or 0. Each row begins with the last
-token of the row before it (of the same document, or of the joined stream), so every token but the first one stands once
-where it can be predicted. A row in which nothing is predicted is left out: nothing would be learnt from it.
+A row is an int32 array [3, T+1] with T = `data.sequence_length`. row[0] are tokens. row[1] are the
+numbers of their documents within the row, counted from 0, or -1 where the row is padded. row[2] is
+1 where a token is a target, else 0.
+
+Each row begins with the last token of the row before it (of the same document, or of the joined
+stream). So every token except the first is exactly once at a position where it can be predicted. A
+row without a target is dropped, since nothing is learnt from it.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ import torch
 from shardwise.data.state import SlotState
 from shardwise.interfaces import IGNORED, Batch
 
-FILLED = -1
-"""The document number of a position that holds no document."""
+PADDING = -1
+"""The document number of a position without a document."""
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """The tokens of a document, or what is left of them, and where they begin in the stream of a slot."""
+    """The tokens of a document, or the rest of them, and their place in the stream of a slot."""
 
     tokens: np.ndarray  # [tokens] int32
     targets: np.ndarray  # [tokens] bool
@@ -33,22 +36,22 @@ class Document:
         return len(self.tokens)
 
     def after(self, count: int) -> Document:
-        """The document without its first `count` tokens."""
+        """Return the document without its first `count` tokens."""
         start = replace(self.start, token=self.start.token + count)
         return Document(self.tokens[count:], self.targets[count:], start)
 
     def end(self) -> SlotState:
-        """Where the document after this one begins."""
+        """Return the state of the slot at the next document."""
         start = self.start
         return replace(start, place=start.place + 1, token=0, documents=start.documents + 1)
 
 
 Row = tuple[np.ndarray, SlotState]
-"""A row [3, T+1], and where the next one of its slot begins."""
+"""A row [3, T+1], and the state of its slot behind it."""
 
 
 def pack_none(documents: Iterable[Document], sequence_length: int, fill: int) -> Iterator[Row]:
-    """Rows of one document each; a long document goes on in the next row, its last row is filled up."""
+    """Yield rows of one document each. A long document takes several; its last one is padded."""
     for document in documents:
         while len(document) > 1:
             row, rest = _row([document], sequence_length, fill), document.after(sequence_length)
@@ -58,31 +61,34 @@ def pack_none(documents: Iterable[Document], sequence_length: int, fill: int) ->
 
 
 def pack_joined(documents: Iterable[Document], sequence_length: int, fill: int) -> Iterator[Row]:
-    """Full rows of the documents' tokens joined; only the last row of all, if there is one, is filled up."""
-    held: list[Document] = []  # what no row has begun after yet
-    size = 0  # tokens in them
+    """Yield rows of the joined tokens of all documents. Only the very last row can be padded."""
+    waiting: list[Document] = []  # behind the start of the last row
+    num_tokens = 0  # in them
     for document in documents:
-        held.append(document)
-        size += len(document)
-        while size > sequence_length:
-            row = _row(held, sequence_length, fill)
-            held, size = _drop(held, sequence_length), size - sequence_length
+        waiting.append(document)
+        num_tokens += len(document)
+        while num_tokens > sequence_length:
+            row = _row(waiting, sequence_length, fill)
+            waiting = _without(waiting, sequence_length)
+            num_tokens -= sequence_length
             if row[2, 1:].any():
-                yield row, held[0].start
-    row = _row(held, sequence_length, fill)
+                yield row, waiting[0].start
+    row = _row(waiting, sequence_length, fill)
     if row[2, 1:].any():
-        yield row, held[-1].end()
+        yield row, waiting[-1].end()
 
 
-def _drop(documents: list[Document], count: int) -> list[Document]:
+def _without(documents: list[Document], count: int) -> list[Document]:
+    """Remove the first `count` tokens."""
     for index, document in enumerate(documents):
         if count < len(document):
             return [document.after(count), *documents[index + 1 :]]
         count -= len(document)
-    raise AssertionError("a row keeps the last token for the next one")
+    raise AssertionError("a row leaves its last token to the next one")
 
 
 def _row(documents: list[Document], sequence_length: int, fill: int) -> np.ndarray:
+    """Return the first T+1 tokens of these documents as a row [3, T+1]."""
     row, end = empty_row(sequence_length, fill), 0
     for number, document in enumerate(documents):
         start, end = end, min(end + len(document), sequence_length + 1)
@@ -93,22 +99,22 @@ def _row(documents: list[Document], sequence_length: int, fill: int) -> np.ndarr
 
 
 def empty_row(sequence_length: int, fill: int) -> np.ndarray:
-    """A row [3, T+1] that holds no document: no position of it has a target."""
+    """Return a row [3, T+1] of padding, which has no target."""
     row = np.zeros((3, sequence_length + 1), np.int32)
-    row[0], row[1] = fill, FILLED
+    row[0], row[1] = fill, PADDING
     return row
 
 
 def to_batch(rows: np.ndarray, slots: Iterable[int], step: int) -> Batch:
-    """The batch of rows [B, 3, T+1] of these B slots; this is where labels are shifted.
+    """Return the batch of rows [B, 3, T+1] of B slots. Labels are shifted here and nowhere else.
 
     A position has a target if the token after it is one.
     """
-    tokens, owners, targets = torch.from_numpy(rows).long().unbind(dim=1)
+    tokens, document_ids, targets = torch.from_numpy(rows).long().unbind(dim=1)
     return Batch(
         input_ids=tokens[:, :-1].contiguous(),
         labels=torch.where(targets[:, 1:] == 1, tokens[:, 1:], IGNORED),
-        document_ids=owners[:, :-1].contiguous(),
+        document_ids=document_ids[:, :-1].contiguous(),
         slots=tuple(slots),
         step=step,
     )

@@ -1,4 +1,4 @@
-"""Where a run is in its data: saved with a checkpoint, checked and taken up again at a resume."""
+"""The position of a run in its data: saved with a checkpoint, and restored by a resume."""
 
 from __future__ import annotations
 
@@ -19,44 +19,50 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LoaderState = dict[str, Any]
-"""Plain data, safe for JSON: `step` (the last one handed out), `read_from` (what the batches are a function of) and
-`slots` (the fields of SlotState by slot number, which is a string)."""
+"""Plain data, safe for JSON.
+
+`step` is the last step whose batches were given out. `read_from` names everything that the batches
+depend on. `slots` has the fields of SlotState by the number of the slot, as a string.
+"""
 
 NUM_DOCUMENTS = "documents to train on"
 
 
 @dataclass(frozen=True)
 class SlotState:
-    """Where a slot's next row begins: a place in its share of an epoch, and a token of the document there."""
+    """Where the next row of a slot begins: a place in its share of an epoch, and a token there."""
 
     epoch: int = 1
     place: int = 0
     token: int = 0
     documents: int = 0
-    """How many the slot has read before that one, over all epochs, those that were left out among them."""
+    """The number of documents that the slot has finished, over all epochs.
+
+    Documents that were left out count too.
+    """
     skipped: Mapping[str, int] = field(default_factory=dict)
     """How many of them were left out, by reason."""
 
     @property
     def begun(self) -> int:
-        """How many documents the slot has read, or begun to read."""
+        """The number of documents that the slot has finished or begun."""
         return self.documents + (self.token > 0)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Rows that were handed out, and documents that were read for them, each as often as it was."""
+    """Rows that were given out, and documents that were read for them, repetitions included."""
 
     rows: int
     begun: int
-    """Documents of which a row has had a token."""
+    """Documents of which at least one token was in a row."""
     finished: int
-    """Documents that were read to their end; those that were left out among them."""
+    """Documents that were read to their end, or left out."""
     skipped: Mapping[str, int]
-    """How many of those were left out, by reason."""
+    """How many documents were left out, by reason."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counts as the record of a run has them."""
+        """Return the counts in the form of a run's record."""
         return {
             "rows": self.rows,
             "documents_begun": self.begun,
@@ -66,27 +72,32 @@ class Counts:
         }
 
     def __str__(self) -> str:
-        left_out = f", {sum(self.skipped.values()):,} left out ({describe(self.skipped)})" if self.skipped else ""
-        return f"{self.rows:,} rows; documents: {self.begun:,} begun, {self.finished:,} finished{left_out}"
+        text = f"{self.rows:,} rows; documents: {self.begun:,} begun, {self.finished:,} finished"
+        if not self.skipped:
+            return text
+        return f"{text}, {sum(self.skipped.values()):,} left out ({describe(self.skipped)})"
 
 
 def describe(skipped: Mapping[str, int]) -> str:
-    """The reasons why documents were left out, with their numbers."""
+    """Return in words how many documents were left out for which reason."""
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items())) or "none"
 
 
 def counts(state: LoaderState) -> Counts:
     """Return what all slots of a state have read up to its step.
 
-    Where there are fewer documents than slots, slots share a document and read a piece of it each (`TrainStream`). It
-    is begun with the first of its pieces, finished with the last, and left out where each of them was.
+    Where there are fewer documents than slots, several slots share a document and each reads a
+    piece of it (`TrainStream`). The document is begun with the first of its pieces, finished with
+    the last one, and left out if each piece was left out.
     """
     sharing: dict[int, list[SlotState]] = {}
     for slot, fields in state["slots"].items():
-        sharing.setdefault(int(slot) % state["read_from"][NUM_DOCUMENTS], []).append(SlotState(**fields))
+        document = int(slot) % state["read_from"][NUM_DOCUMENTS]
+        sharing.setdefault(document, []).append(SlotState(**fields))
     skipped = Counter[str]()
     for slots in sharing.values():
-        skipped += functools.reduce(operator.and_, [Counter(slot.skipped) for slot in slots])  # of each the smallest
+        # `&` takes the smaller count of each reason.
+        skipped += functools.reduce(operator.and_, [Counter(slot.skipped) for slot in slots])
     return Counts(
         state["step"] * len(state["slots"]),
         sum(max(slot.begun for slot in slots) for slots in sharing.values()),
@@ -96,49 +107,67 @@ def counts(state: LoaderState) -> Counts:
 
 
 def merge_states(states: Iterable[LoaderState]) -> LoaderState:
-    """The state of the whole global batch from those of all ranks, which have handed out the same step."""
+    """Return the state of the global batch from the states of all ranks after the same step."""
     first, *others = states
     slots = dict(first["slots"])
     for state in others:
-        assert (state["step"], state["read_from"]) == (first["step"], first["read_from"]), "ranks are not in step"
+        same = (state["step"], state["read_from"]) == (first["step"], first["read_from"])
+        assert same, "the ranks are not at the same step of the same data"
         slots.update(state["slots"])
     return {**first, "slots": slots}
 
 
-def loader_state(step: int, read_from: dict[str, Any], slots: Mapping[int, SlotState]) -> LoaderState:
-    """The state after `step`, of these slots."""
-    return {"step": step, "read_from": read_from, "slots": {str(slot): asdict(at) for slot, at in slots.items()}}
+def loader_state(
+    step: int,
+    read_from: dict[str, Any],
+    slots: Mapping[int, SlotState],
+) -> LoaderState:
+    """Return the state of these slots after `step`."""
+    saved = {str(slot): asdict(position) for slot, position in slots.items()}
+    return {"step": step, "read_from": read_from, "slots": saved}
 
 
-def starts(state: LoaderState | None, read_from: dict[str, Any], slots: range) -> tuple[int, dict[int, SlotState]]:
-    """The step that was handed out last, and where each slot goes on; without a state, the beginning.
+def starts(
+    state: LoaderState | None,
+    read_from: dict[str, Any],
+    slots: range,
+) -> tuple[int, dict[int, SlotState]]:
+    """Return the last step of a state, and where each slot continues.
 
-    UserError for a state that was saved by a run with other data.
+    Without a state it is step 0 and the beginning of the data. UserError for the state of a run
+    with other data.
     """
     if state is None:
         return 0, {slot: SlotState() for slot in slots}
     saved = state["read_from"]
     changed = [name for name in read_from if saved.get(name) != read_from[name]]
     if changed:
-        what = ", ".join(f"{name} (was {saved.get(name)}, is {read_from[name]})" for name in changed)
-        raise UserError(f"the data of this run is not that of the checkpoint: {what}; restore it, or start a new run")
+        changes = [f"{name} (was {saved.get(name)}, is {read_from[name]})" for name in changed]
+        raise UserError(
+            "the data of this run is not the data of the checkpoint: "
+            f"{', '.join(changes)}; restore it, or start a new run"
+        )
     if missing := [slot for slot in slots if str(slot) not in state["slots"]]:
         raise UserError(
-            f"the checkpoint does not say where slot {missing[0]} of the batch is; take another, or start anew"
+            f"the checkpoint has no position in the data for slot {missing[0]} of the batch; use "
+            "another checkpoint, or start a new run"
         )
     return state["step"], {slot: SlotState(**state["slots"][str(slot)]) for slot in slots}
 
 
 def read_from(
-    cfg: RunConfig, corpus: Corpus, validation: Corpus | None, num_documents: int, tokenizer: PreTrainedTokenizerBase
+    cfg: RunConfig,
+    corpus: Corpus,
+    validation: Corpus | None,
+    num_documents: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """What the batches of a run, and of an evaluation, are a function of, under the names that an error shows."""
+    """Return everything that batches and evaluations depend on, by its name in error messages."""
+    held_out = None if validation is corpus else validation
     return {
         NUM_DOCUMENTS: num_documents,
         "the text of data.train": corpus.fingerprint(),
-        "the text of data.validation": (
-            None if validation is None or validation is corpus else validation.fingerprint()
-        ),
+        "the text of data.validation": None if held_out is None else held_out.fingerprint(),
         "training.seed": cfg.training.seed,
         "training.global_batch_size": cfg.training.global_batch_size,
         "data.sequence_length": cfg.data.sequence_length,
@@ -152,7 +181,11 @@ def read_from(
 
 
 def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # the fast ones' whole pipeline; slow ones have none
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
-    special = json.dumps([tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.chat_template])
-    return hashlib.blake2b((vocabulary + special).encode(), digest_size=8).hexdigest()
+    """Return a short hash of the vocabulary, the rules and the special tokens."""
+    # Fast tokenizers have a backend with all their rules. Slow ones have none.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    tokens = tokenizer.get_vocab().items()
+    rules = json.dumps(sorted(tokens)) if backend is None else backend.to_str()
+    special = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
+    content = rules + json.dumps(special)
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Parquet files and `datasets`: rows by number out of memory-mapped Arrow files."""
+"""Parquet and CSV files and `datasets`: rows by number out of memory-mapped Arrow files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLIT = "train"
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The rows of a `datasets.Dataset` by number; a pickle of it holds the path of its files, not their rows."""
+    """The rows of a `datasets.Dataset` by number. A pickle has the paths of its files, no rows."""
 
     rows: Any
     name: str
@@ -31,48 +31,53 @@ class Table:
         return self.rows[document]
 
     def where(self, document: int) -> str:
-        """The row, counted from 0."""
+        """Return the number of the row, counted from 0, behind the name of the table."""
         return f"{self.name}: row {document}"
 
     def fingerprint(self) -> str:
-        """A short hash of the number of rows and of 16 of them."""
+        """Return a short hash of the number of rows and of at least 16 rows."""
         sample = [self.rows[i] for i in range(0, len(self), max(len(self) // 16, 1))]
         content = json.dumps([len(self), sample], default=str, sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 def is_dataset_folder(path: Path) -> bool:
-    """Whether `datasets` must read this folder: it saved it, its README describes it, or it holds no file of ours."""
+    """Return whether `datasets` must read this folder.
+
+    It must if it saved the folder, if the folder's README describes a dataset, or if there are
+    tables but no file with one of SUFFIXES.
+    """
     if not path.is_dir():
         return False
-    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+    if _was_saved_by_datasets(path):
         return True
     readme = path / "README.md"
-    if readme.is_file() and re.match(
-        rb"---\s.*?^(configs|dataset_info):", readme.read_bytes(), re.DOTALL | re.MULTILINE
-    ):
+    described = rb"---\s.*?^(configs|dataset_info):"
+    flags = re.DOTALL | re.MULTILINE
+    if readme.is_file() and re.match(described, readme.read_bytes(), flags):
         return True
     files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
-    return bool(files) and not any(suffix(file) in SUFFIXES for file in files) and any(map(_is_data, files))
+    suffixes = {suffix(file) for file in files}
+    return not suffixes & SUFFIXES and bool(suffixes & {".csv", ".tsv", ".arrow", ".json"})
 
 
-def _is_data(file: Path) -> bool:
-    return suffix(file) in (".csv", ".tsv", ".arrow", ".json")
+def _was_saved_by_datasets(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def is_dataset_name(entry: str) -> bool:
-    """Whether an entry that is no path can be the name of a dataset on the hub: `owner/name`, no suffix of ours."""
+    """Return whether an entry can name a dataset on the hub: it is `owner/name`, and no file."""
     path = expanded(entry)
     is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", entry) is not None
     return is_name and not path.exists() and suffix(path) not in SUFFIXES
 
 
 def open_parquet(path: Path, fields: Sequence[str]) -> Table:
-    """The rows of a Parquet file with these columns.
+    """Open these columns of a Parquet file.
 
-    A row cannot be read from Parquet without decoding its whole row group. So `datasets` copies the columns, batch by
-    batch, into an Arrow file in its cache once, and rows are read from there. UserError for a file that is not Parquet
-    and for a column that is not there.
+    To read one row of Parquet, its whole row group must be decoded. So `datasets` copies the
+    columns once, batch by batch, into an Arrow file in its cache, and rows are read from there.
+    UserError for a file that is not Parquet, and for a column that does not exist.
     """
     datasets = _datasets(str(path))
     import pyarrow.parquet
@@ -87,43 +92,54 @@ def open_parquet(path: Path, fields: Sequence[str]) -> Table:
     except UserError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{path}: cannot be read as Parquet ({error}); mend or remove it") from None
+        message = f"{path}: cannot be read as Parquet ({error}); repair or remove it"
+        raise UserError(message) from None
 
 
 def open_csv(path: Path, fields: Sequence[str]) -> Table:
-    """The rows of a CSV or TSV file, whose first line names the columns; read through `datasets`, as in a folder."""
+    """Open these columns of a CSV or TSV file, whose first line has their names.
+
+    `datasets` reads it, as it reads a folder of such files.
+    """
     datasets = _datasets(str(path))
     separator = "\t" if suffix(path) == ".tsv" else ","
     files = {"data_files": str(path), "sep": separator, "split": SPLIT}
     try:
         loaded = _quietly(lambda: datasets.load_dataset("csv", **files))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or error  # what datasets says itself is only that it failed
-        raise UserError(f"{path}: cannot be read as {suffix(path)[1:].upper()} ({cause}); mend or remove it") from None
+        cause = error.__cause__ or error  # the error of datasets itself has no details
+        kind = suffix(path)[1:].upper()
+        message = f"{path}: cannot be read as {kind} ({cause}); repair or remove it"
+        raise UserError(message) from None
     _check_fields(str(path), loaded.column_names, fields)
     return Table(loaded.select_columns(list(fields)), str(path))
 
 
 def open_dataset(entry: str, fields: Sequence[str], key: str = "data.train") -> Table:
-    """The rows of a dataset: a folder that `save_to_disk` wrote, a folder or a hub name that `load_dataset` takes.
+    """Open these columns of a dataset.
 
-    UserError (naming `key`) where it cannot be loaded, has several splits but none named `train`, or lacks a field.
+    It is a folder that `save_to_disk` wrote, or a folder or hub name for `load_dataset`. UserError,
+    which names `key`, where it cannot be loaded, has several splits but no `train`, or lacks a
+    field.
     """
     datasets = _datasets(entry)
     path = expanded(entry)
     try:
-        if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        if _was_saved_by_datasets(path):
             loaded = datasets.load_from_disk(str(path))
         else:
-            loaded = _quietly(lambda: datasets.load_dataset(str(path) if path.exists() else entry))
+            source = str(path) if path.exists() else entry
+            loaded = _quietly(lambda: datasets.load_dataset(source))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        what = f"datasets cannot load it ({error})"
-        way_out = "give existing files, folders or glob patterns, or the name or folder of a dataset"
-        raise UserError(f"{key}: {entry}: {what}; {way_out}") from None
+        raise UserError(
+            f"{key}: {entry}: datasets cannot load it ({error}); give existing files, folders or "
+            "glob patterns, or the name or folder of a dataset"
+        ) from None
     if isinstance(loaded, dict):
         if SPLIT not in loaded:
             raise UserError(
-                f"{key}: {entry} has no split {SPLIT}, only {', '.join(loaded)}; save the one you mean alone"
+                f"{key}: {entry} has no split {SPLIT}, only {', '.join(loaded)}; save the split to "
+                "train on in a folder of its own"
             )
         loaded = loaded[SPLIT]
     _check_fields(entry, loaded.column_names, fields)
@@ -134,21 +150,23 @@ def _check_fields(name: str, columns: Sequence[str], fields: Sequence[str]) -> N
     for field in fields:
         if field not in columns:
             raise UserError(
-                f"{name}: no column {field!r}, only {', '.join(columns)}; set data.format and data.text_field to what "
-                "it holds"
+                f"{name}: no column {field!r}, only {', '.join(columns)}; set data.format and "
+                "data.text_field to fit them"
             )
 
 
 def _datasets(name: str) -> Any:
+    """Import `datasets`, which is optional and slow to import."""
     try:
-        import datasets  # optional, and slow to import
+        import datasets
     except ImportError:
-        raise UserError(f"{name}: reading it takes the package datasets; pip install 'shardwise[data]'") from None
+        need = f"{name}: to read it needs datasets, which is not installed"
+        raise UserError(f"{need}; pip install 'shardwise[data]'") from None
     return datasets
 
 
 def _quietly(load: Callable[[], Any]) -> Any:
-    """Load without a progress bar, which each rank would draw into the run's own."""
+    """Load without the progress bar that each rank would draw into the run's own one."""
     import datasets
 
     if not datasets.is_progress_bar_enabled():

@@ -1,4 +1,4 @@
-"""Text files: which files, which documents in them, and the tokenizer. The text itself is never kept in memory."""
+"""Text files: which files there are, and the documents in them. No text is kept in memory."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
-from shardwise.config import Model, UserError
+from shardwise.config import UserError
 from shardwise.ranges import shown
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 STRIDE = 32
-"""Of so many documents the place of one is kept: little to keep, and little to read past."""
+"""The index has the place of every 32nd document: a small index, and little to read past."""
 
 SAMPLES, BLOCK = 18, 4096
-"""A fingerprint looks at so many blocks of so many bytes of each file: at all of it up to 72 KiB."""
+"""A fingerprint reads so many blocks of so many bytes of a file: all of it up to 72 KiB."""
 
 Record = dict[str, Any]
 """A document as it is stored: its fields by name."""
 
 
 class BadDocument(UserError):
-    """A document that cannot be used, and the kind of mistake; `data.on_error` says what follows."""
+    """A document that cannot be used. `data.on_error` decides whether it stops the run.
+
+    `reason` names the kind of mistake; documents that are left out are counted by it.
+    """
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -47,50 +47,57 @@ SUFFIXES = frozenset({
     ".py", ".c", ".h", ".cpp", ".cu", ".go", ".java", ".js", ".rs", ".sh", ".ts",
 })
 # fmt: on
-"""What is taken from a folder; a file that is named, or that a glob pattern matches, may have any suffix."""
+"""The files that are read from a folder. A file given by name or glob may have any suffix."""
+
+
+_EXISTING = "give existing files, folders or glob patterns"
 
 
 def expanded(entry: str) -> Path:
-    """The path that an entry is; a `~name` of nobody stays as it is, as in a shell."""
+    """Return an entry as a path, with `~` expanded. A `~name` that is no user's stays as it is."""
     return Path(os.path.expanduser(entry))
 
 
 def suffix(path: Path) -> str:
-    """By what a file's name says what it is: its ending in lower case."""
+    """Return the suffix of a file's name in lower case, which decides how the file is read."""
     return path.suffix.lower()
 
 
 def find_files(patterns: str | Sequence[str], key: str = "data.train") -> list[Path]:
-    """The files that these files, folders and glob patterns (`**` for any depth) stand for, sorted, each once.
+    """Return the files of these files, folders and glob patterns, sorted, each file once.
 
-    A folder gives its files with one of SUFFIXES, at any depth, without hidden ones. Order and identity go by the
-    resolved path, so the way a path is spelt does not change the order of the documents. UserError (naming `key`)
-    for a pattern that gives no file.
+    `**` matches folders at any depth. Of a folder, all files with one of SUFFIXES are read, at any
+    depth, except hidden ones. Files are sorted and compared by their resolved paths, so the order
+    of documents does not depend on how a path is spelt. UserError, which names `key`, for a pattern
+    without a file.
     """
-    found: dict[Path, Path] = {}
+    files_by_path: dict[Path, Path] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         path = expanded(pattern)
-        # A path that exists is taken literally, even where it holds a `[` or `*`.
+        # A path that exists is taken literally, even where it contains a `[` or `*`.
         matches = [path] if path_exists(path, key) else _glob(path, key)
-        files = [file for match in matches for file in (_files_below(match) if match.is_dir() else [match])]
+        files: list[Path] = []
+        for match in matches:
+            files += _files_below(match) if match.is_dir() else [match]
         if not files:
-            what = "holds no file of text, JSONL or Parquet" if path.is_dir() else "matches no file"
-            raise UserError(f"{key}: {pattern} {what}; give existing files, folders or glob patterns")
+            what = "has no file of text, JSONL or Parquet" if path.is_dir() else "matches no file"
+            raise UserError(f"{key}: {pattern} {what}; {_EXISTING}")
         for file in files:
-            _check_kind(file)
-        found.update((file.resolve(), file) for file in files)
-    if not found:
-        raise UserError(f"{key} is an empty list; give existing files, folders or glob patterns")
-    return [found[resolved] for resolved in sorted(found)]
+            _check_regular(file)
+        files_by_path.update((file.resolve(), file) for file in files)
+    if not files_by_path:
+        raise UserError(f"{key} is an empty list; {_EXISTING}")
+    return [files_by_path[resolved] for resolved in sorted(files_by_path)]
 
 
 def path_exists(path: Path, key: str) -> bool:
-    """Whether there is something at a path; UserError (naming `key`) where the system does not say."""
+    """Return whether a path exists; UserError, which names `key`, where the system cannot tell."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except (OSError, ValueError) as error:  # no permission, a name that is too long, a link to itself, a null byte
+    except (OSError, ValueError) as error:
+        # No permission, a name that is too long, a link to itself, or a null byte.
         reason = error.strerror if isinstance(error, OSError) else error
         what = f"{key}: {shown(str(path))}: cannot be read ({reason})"
         raise UserError(f"{what}; check the path and its permissions") from None
@@ -105,26 +112,37 @@ def _glob(pattern: Path, key: str) -> list[Path]:
 
 
 def _check_circles(folder: Path, above: frozenset[str], what: str) -> None:
-    """UserError where links lead from a folder into one above it: `glob` would follow them, each time in all ways."""
+    """Check that no link below a folder leads to a folder above the link.
+
+    `glob` would follow such links again and again, in every combination. UserError, which begins
+    with `what`.
+    """
     real = os.path.realpath(folder)
     if real in above:
-        raise UserError(f"{what} goes in a circle: {folder} is a link to a folder above it; name its folders singly")
+        link = f"{folder} is a link to a folder above it"
+        raise UserError(f"{what} runs in a circle: {link}; list its folders one by one")
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir() and not entry.name.startswith("."):
                 _check_circles(Path(entry.path), above | {real}, what)
 
 
-def _check_kind(file: Path) -> None:
-    """UserError for what is no regular file: it cannot be read more than once, or never ends."""
+def _check_regular(file: Path) -> None:
+    """Check that a file is regular; UserError for one that never ends or can be read only once."""
     try:
         mode = file.stat().st_mode
     except OSError as error:
-        _unreadable(file, error)
-    if not stat.S_ISREG(mode):
-        kinds = {stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
-        what = next((kind for is_kind, kind in kinds.items() if is_kind(mode)), "no file")
-        raise UserError(f"{file}: {what}, which cannot be read at any place and again; write it to a file first")
+        _raise_unreadable(file, error)
+    if stat.S_ISREG(mode):
+        return
+    kind = "no regular file"
+    if stat.S_ISFIFO(mode):
+        kind = "a pipe"
+    elif stat.S_ISSOCK(mode):
+        kind = "a socket"
+    elif stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        kind = "a device"
+    raise UserError(f"{file}: {kind}, which cannot be read twice; write it to a file first")
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -139,13 +157,16 @@ def _files_below(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, eq=False)
 class TextFiles:
-    """The documents of text files by number; of every STRIDE-th its place is kept, from which others are looked for."""
+    """The documents of text files by number.
+
+    The index has the place of every STRIDE-th document. The others are found from there.
+    """
 
     files: tuple[Path, ...]
-    ends: np.ndarray  # [files] int64: how many documents there are up to the end of each file
-    offsets: np.ndarray  # [documents / STRIDE, rounded up] int64: the byte of its file where each STRIDE-th one begins
-    sizes: np.ndarray  # [files] int64: the bytes of each file when it was indexed
-    text_field: str  # the name of the one field that a document of plain text has
+    ends: np.ndarray  # [files] int64: the number of documents up to the end of each file
+    offsets: np.ndarray  # [documents / STRIDE, rounded up] int64: first byte, in its file
+    sizes: np.ndarray  # [files] int64: bytes of each file when it was indexed
+    text_field: str  # the name of the only field of a plain text
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -156,122 +177,143 @@ class TextFiles:
             return _object(_decode(raw)) if is_jsonl(path) else {self.text_field: _decode(raw)}
         except BadDocument:
             if path.stat().st_size != self.sizes[self.files.index(path)]:
-                raise UserError(f"{path}: the file has changed since the run began; start again") from None
+                message = f"{path}: the file has changed since the run began; start again"
+                raise UserError(message) from None
             raise
 
     def where(self, document: int) -> str:
-        """The file and line of a document, for an error; it reads the file up to there."""
+        """Return the file and line of a document, for an error; this reads the file up to there."""
         path, offset, _ = self._read(document)
         return f"{path}:{_line_number(path, offset)}" if is_jsonl(path) else str(path)
 
     def fingerprint(self) -> str:
-        """A short hash of the kept places, and of each file's size and a sample of its bytes (`_sample`)."""
-        content = hashlib.blake2b(self.ends.tobytes() + self.offsets.tobytes(), digest_size=8)
+        """Return a short hash of the index, the files' sizes, and samples of their bytes."""
+        places = self.ends.tobytes() + self.offsets.tobytes()
+        content = hashlib.blake2b(places, digest_size=8)
         for path in self.files:
             try:
                 for part in _sample(path):
                     content.update(part)
             except OSError as error:
-                _unreadable(path, error)
+                _raise_unreadable(path, error)
         return content.hexdigest()
 
     def _read(self, document: int) -> tuple[Path, int, bytes]:
-        """The file of a document, the byte where it begins there, and its bytes."""
+        """Return the file of a document, its first byte there, and its bytes."""
         index = int(np.searchsorted(self.ends, document, side="right"))
         path, first = self.files[index], int(self.ends[index - 1]) if index else 0
-        kept = document // STRIDE * STRIDE
-        begin, offset = (kept, int(self.offsets[kept // STRIDE])) if kept > first else (first, 0)
+        indexed = document // STRIDE * STRIDE
+        begin, offset = first, 0
+        if indexed > first:
+            begin, offset = indexed, int(self.offsets[indexed // STRIDE])
         try:
             if is_jsonl(path):
-                ended = offset, b""  # what a file gives that has become shorter
-                return path, *next(itertools.islice(_lines(path, offset), document - begin, None), ended)
+                # A file that has become shorter gives an empty document.
+                nothing = offset, b""
+                lines = itertools.islice(_lines(path, offset), document - begin, None)
+                return path, *next(lines, nothing)
             return path, 0, path.read_bytes()
         except OSError as error:
-            _unreadable(path, error)
+            _raise_unreadable(path, error)
 
 
 def _sample(path: Path) -> Iterator[bytes]:
-    """The size of a file, and SAMPLES blocks of it, evenly spaced from the first to the last."""
+    """Yield the size of a file and SAMPLES blocks of it, evenly spaced from first to last."""
     size = path.stat().st_size
     yield str(size).encode()
+    last = max(size - BLOCK, 0)
     with path.open("rb") as file:
-        for place in sorted({max(size - BLOCK, 0) * i // (SAMPLES - 1) for i in range(SAMPLES)}):
+        for place in sorted({last * i // (SAMPLES - 1) for i in range(SAMPLES)}):
             file.seek(place)
             yield file.read(BLOCK)
 
 
 def _object(line: str) -> Record:
+    """Return the JSON object of a line; BadDocument where it is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadDocument("not JSON", f"not JSON ({error}); mend or remove the line") from None
+        message = f"not JSON ({error}); correct or remove the line"
+        raise BadDocument("not JSON", message) from None
     if not isinstance(record, dict):
-        raise BadDocument("not JSON", f"a JSON {type(record).__name__}, not an object; mend or remove the line")
+        kind = type(record).__name__
+        message = f"a JSON {kind}, not an object; correct or remove the line"
+        raise BadDocument("not JSON", message)
     return record
 
 
 def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
-    """Find the documents of these files: each line of a JSONL file that is not blank; any other file as a whole.
+    """Find the documents of these files.
 
-    Text is not checked here but when a document is read. UserError for a file that cannot be read, for one that by its
-    first bytes is not text, for `.json` (one value, not a document a line), and for JSON lines under another name,
-    which nobody means as one text.
+    A JSONL file has a document in each line that is not blank. Any other file is one document. Its
+    text is checked when the document is read. UserError for a file that cannot be read, or whose
+    first bytes show that it is not text; for `.json`, which has one value and not one per line; and
+    for JSON lines under another name, which nobody wants to read as one text.
     """
     files, count = tuple(files), 0
     ends, offsets, sizes = array("q"), array("q"), array("q")
     for path in files:
         if suffix(path) == ".json":
-            raise UserError(f"{path}: .json is not read; rename it to .jsonl if it holds one object a line")
+            way_out = "rename it to .jsonl if it has one object per line"
+            raise UserError(f"{path}: .json is not read; {way_out}")
         try:
             _check_text(path)
             if not is_jsonl(path) and _begins_with_json_lines(path):
                 raise UserError(
-                    f"{path}: its lines are JSON objects, but by its name it is one text; let the name end in .jsonl"
+                    f"{path}: its lines are JSON objects, but a file of this name is read as one "
+                    "text; rename it to .jsonl"
                 )
             sizes.append(path.stat().st_size)
-            starts = (start for start, _ in _lines(path)) if is_jsonl(path) else range(min(sizes[-1], 1))
+            if is_jsonl(path):
+                starts: Iterable[int] = (start for start, _ in _lines(path))
+            else:
+                starts = range(min(sizes[-1], 1))
             for start in starts:
                 if count % STRIDE == 0:
                     offsets.append(start)
                 count += 1
         except OSError as error:
-            _unreadable(path, error)
+            _raise_unreadable(path, error)
         ends.append(count)
-    return TextFiles(files, *(np.frombuffer(places, np.int64) for places in (ends, offsets, sizes)), text_field)
+    arrays = (np.frombuffer(numbers, np.int64) for numbers in (ends, offsets, sizes))
+    return TextFiles(files, *arrays, text_field)
 
 
-# fmt: off
+_AS_ROWS = "write its documents as JSONL or Parquet"
+_SAVED = "give the folder that datasets saved it in, or write JSONL or Parquet"
+_CONVERT = "convert it, as with iconv -f UTF-16 -t UTF-8"
+_BZIP2 = ("compressed by bzip2", "decompress it, as with bzip2 -d")
+
 FIRST_BYTES = {
     b"\x1f\x8b": ("compressed by gzip", "decompress it, as with gzip -d"),
     b"PK\x03\x04": ("a zip archive", "unpack it"),
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", "decompress it, as with zstd -d"),
     b"\xfd7zXZ\x00": ("compressed by xz", "decompress it, as with xz -d"),
     b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
-    **{b"BZh%d1AY&SY" % level: ("compressed by bzip2", "decompress it, as with bzip2 -d") for level in range(1, 10)},
-    b"PAR1\x15": ("Parquet", "let its name end in .parquet"),
-    b"ARROW1\x00\x00": ("an Arrow file", "give the folder that datasets saved it in, or write JSONL or Parquet"),
-    b"\xff\xff\xff\xff": ("an Arrow stream", "give the folder that datasets saved it in, or write JSONL or Parquet"),
-    **{bytes([0x80, protocol]): ("a pickle", "write its documents as JSONL or Parquet") for protocol in range(2, 6)},
-    b"SQLite format 3\x00": ("an SQLite database", "write its rows as JSONL or Parquet"),
+    **{b"BZh%d1AY&SY" % level: _BZIP2 for level in range(1, 10)},
+    b"PAR1\x15": ("Parquet", "rename it to .parquet"),
+    b"ARROW1\x00\x00": ("an Arrow file", _SAVED),
+    b"\xff\xff\xff\xff": ("an Arrow stream", _SAVED),
+    **{bytes([0x80, protocol]): ("a pickle", _AS_ROWS) for protocol in range(2, 6)},
+    b"SQLite format 3\x00": ("an SQLite database", _AS_ROWS),
     b"%PDF-": ("a PDF", "write its text to a file"),
-    b"\xff\xfe": ("UTF-16 text", "convert it, as with iconv -f UTF-16 -t UTF-8"),
-    b"\xfe\xff": ("UTF-16 text", "convert it, as with iconv -f UTF-16 -t UTF-8"),
+    b"\xff\xfe": ("UTF-16 text", _CONVERT),
+    b"\xfe\xff": ("UTF-16 text", _CONVERT),
 }
-# fmt: on
-"""How files begin that are given for text by mistake: what they are, and what to do."""
+"""The first bytes of files that are given as text by mistake: their kind, and what to do."""
 
 
 def _check_text(path: Path) -> None:
-    """UserError where a file is by its first bytes no text in UTF-8, whatever its name."""
+    """Check that the first bytes of a file are no other format's, whatever its name."""
     with path.open("rb") as file:
         head = file.read(16)
-    for first, (what, way_out) in FIRST_BYTES.items():
+    for first, (kind, way_out) in FIRST_BYTES.items():
         if head.startswith(first):
-            raise UserError(f"{path}: by its first bytes {what}, not UTF-8 text; {way_out}")
+            raise UserError(f"{path}: by its first bytes {kind}, not UTF-8 text; {way_out}")
 
 
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """The lines from this byte of the file on that are not blank, each with the byte where it begins."""
+    """Yield the lines of a file from this byte on, without blank ones: (first byte, line)."""
     with path.open("rb") as file:
         file.seek(offset)
         for line in file:
@@ -291,7 +333,7 @@ def _begins_with_json_lines(path: Path) -> bool:
 
 
 def _line_number(path: Path, offset: int) -> int:
-    # Counted only when an error needs it: an index of line numbers would be as large as the index of offsets.
+    # Counted when an error needs it: an index of line numbers would be as large as that of offsets.
     number = 1
     with path.open("rb") as file:
         while chunk := file.read(min(offset, 1 << 20)):
@@ -301,52 +343,20 @@ def _line_number(path: Path, offset: int) -> int:
 
 
 def is_jsonl(path: Path) -> bool:
-    """Whether the file holds a document a line, by its name."""
+    """Return whether the name of a file says that each of its lines is a document."""
     return suffix(path) in (".jsonl", ".ndjson")
 
 
 def _decode(raw: bytes) -> str:
     try:
-        return raw.decode("utf-8-sig")  # some editors begin a file with a byte order mark, which is no text
+        # "-sig" drops the byte order mark with which some editors begin a file.
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        message = f"not UTF-8 (byte {error.start + 1}); convert the file, for example with iconv"
+        way_out = "convert the file, for example with iconv"
+        message = f"not UTF-8 (byte {error.start + 1}); {way_out}"
         raise BadDocument("not UTF-8", message) from None
 
 
-def _unreadable(path: Path, error: OSError) -> NoReturn:
-    raise UserError(f"{path}: cannot read the file ({error.strerror}); check the path and its permissions") from None
-
-
-def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer in `model.tokenizer`, or else in `model.path`; a local folder is read without asking the hub.
-
-    UserError where there is none, or one without a vocabulary (transformers builds that from a bare `config.json`).
-    """
-    from transformers import AutoTokenizer  # here, so that indexing and packing do without transformers
-
-    source = model.tokenizer or model.path
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": Path(source).is_dir()}
-    way_out = "set model.tokenizer to a folder or hub id that has one"
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
-    except Exception as error:  # what a file may make transformers and tokenizers raise is anything
-        what = f"{type(error).__name__}: {str(error)[:200]}"
-        where = "" if Path(source).is_dir() else "is no folder here, and from the hub "
-        raise UserError(f"{source}: {where}no tokenizer could be loaded ({what}); {way_out}") from None
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise UserError(f"{source}: no tokenizer files here, or an empty vocabulary; {way_out}")
-    return tokenizer
-
-
-def find_tokenizer(*sources: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the first of these folders or hub ids that has one; UserError if it cannot be loaded."""
-    from transformers.utils import cached_file
-
-    for source in sources:
-        for name in ("tokenizer_config.json", "tokenizer.json"):
-            try:
-                cached_file(source, name)
-            except OSError:
-                continue
-            return load_tokenizer(Model(source))
-    return None
+def _raise_unreadable(path: Path, error: OSError) -> NoReturn:
+    what = f"{path}: cannot read the file ({error.strerror})"
+    raise UserError(f"{what}; check the path and its permissions") from None

@@ -249,7 +249,7 @@ def _run_group(cfg: RunConfig, main: Callable[..., None], nproc: int, method: st
 
 def _process_main(nproc: int, train: Train | None, lock: Lock | None, cfg: RunConfig, rank: int, folder: str) -> None:
     start_in_group()
-    from shardwise.metrics.memory import freeze_imports
+    from shardwise.metrics.live_tensors import freeze_imports
 
     freeze_imports()  # what was inherited is not looked through whenever this process collects its own garbage
     import torch

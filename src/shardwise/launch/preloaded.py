@@ -32,7 +32,7 @@ def main() -> None:
     for module in MODULES:
         importlib.import_module(module)
     gc.enable()
-    from shardwise.metrics.memory import freeze_imports
+    from shardwise.metrics.live_tensors import freeze_imports
 
     gc.collect()
     freeze_imports()

@@ -1,6 +1,7 @@
 """FLOPs per token of a training step: of the model (for MFU) and of the hardware (for HFU).
 
-Both are sums over what `models/counts.py` reads off the model. Convention, recorded with every figure: CONVENTION.
+Both are sums over what `models/counts.py` finds in the model. CONVENTION says what is counted; the
+record keeps it beside every figure.
 """
 
 from __future__ import annotations
@@ -11,26 +12,35 @@ from typing import Literal
 from shardwise.models.counts import ModelCounts, Unit, Weight
 
 CONVENTION = (
-    "A multiply-add is 2 FLOPs; products only, lookups 0. Per weight and token: 2 forward, 2 if its input needs a "
-    "gradient, 2 if it is trainable (experts by top_k / E). MFU: causal attention N(K+V)(T+1), delta rules 7NKV, "
-    "generated convolutions 2WC, Mamba's scans 5NPS forward, twice that backward. HFU: what transformers' torch code "
-    "runs: fused causal attention with scores computed again in the backward, chunked and padded recurrences, "
+    "A multiply-add is 2 FLOPs; products only, lookups 0. Per weight and token: 2 forward, 2 if "
+    "its input needs a gradient, 2 if it is trainable (experts by top_k / E). MFU: causal "
+    "attention N(K+V)(T+1), delta rules 7NKV, generated convolutions 2WC, Mamba's scans 5NPS "
+    "forward, twice that backward. HFU: what transformers' torch code runs: fused causal "
+    "attention with scores computed again in the backward, chunked and padded recurrences, "
     "recomputed layers."
 )
 
+Checkpointing = Literal["none", "full", "operators"] | list[str]
+"""`training.checkpointing` of a run; a list has kinds of layers."""
+
 
 def model_flops_per_token(counts: ModelCounts, sequence_length: int) -> float:
-    """FLOPs per token that one training step of this model takes at least, forward and backward.
+    """Return the FLOPs per token that a training step of this model needs, forward and backward.
 
-    A linear y = W x of n elements costs 2n in the forward, 2n for dx = W^T dy and 2n for dW = dy x^T. The last is
-    left out where W is frozen and the one before where nothing at or below x is trainable. So: 6n trained in full, 4n
-    frozen, 2n below the lowest trainable weight, 4n for that weight itself, 6n for the factors of LoRA. A core's
-    operands are activations, so its backward is two products per forward product, 3 times the forward, frozen or not,
-    and none below the lowest trainable weight. The head counts on every position, with a target or without.
+    A linear y = W x with n elements in W costs 2n in the forward, 2n for dx = W^T dy, and 2n for
+    dW = dy x^T. dW is not needed where W is frozen, and dx where nothing at or below x is
+    trainable. So a weight costs 6n trained in full, 4n frozen, 2n below the lowest trainable
+    weight, 4n as that weight itself, and 6n as a factor of LoRA.
 
-    Within the unit of the lowest trainable weight a gradient is counted wherever something at an earlier stage of
-    the unit is trainable (`counts._STAGES`). There parallel branches share a stage and a core has one backward
-    for all of its inputs: an adapter on one branch only is counted up to a few products of one layer too high.
+    The operands of a core are activations. So its backward has two products for each product of the
+    forward, whether weights are frozen or not, and the core costs 3 times its forward; below the
+    lowest trainable weight it has no backward. The head counts at every position, with a target or
+    without.
+
+    In the unit of the lowest trainable weight, a gradient counts where something at an earlier
+    stage of the unit is trainable (`counts._STAGES`). Parallel branches share a stage there, and a
+    core has one backward for all of its inputs. So an adapter on one branch alone counts too high,
+    by a few products of one layer at most.
     """
     total = 0.0
     for unit in counts.units:
@@ -44,102 +54,116 @@ def hardware_flops_per_token(
     counts: ModelCounts,
     sequence_length: int,
     micro_batch_size: int,
-    checkpointing: Literal["none", "full", "operators"] | list[str],
+    checkpointing: Checkpointing,
 ) -> float:
-    """FLOPs per token that the same step runs on one process, with recomputation.
+    """Return the FLOPs per token that the same step runs on one process, with recomputation.
 
-    Against the model's FLOPs:
+    They differ from the model's FLOPs in these points:
 
-    - cores as executed (see `models/cores.py`);
-    - `checkpointing: full` runs every layer's forward once more, a list of kinds those layers', less its last product
-      where nothing after that is saved (`counts._ends_layer`). A layer with nothing trainable at or below it saves
-      nothing for a backward, so its checkpoint is never opened and it runs once. Embedding and head are not
-      checkpointed. `operators` runs only B of each adapter, and PEFT's folding, again;
-    - PEFT adapts a stack of experts (or a router) by folding: in each forward it adds B A, of 2 r n FLOPs for a
-      stack of n elements, to the whole stack, and torch's parametrization evaluates that once more to check its shape;
-      the backward has two such products. They are spread over the micro-batch's tokens. The gradients of A and B come
-      through that of the stack, 2 n per token and active share, and the low-rank products themselves, which the
-      model's FLOPs count, are not run.
+    - Cores count as they are executed (see `models/cores.py`).
+    - `checkpointing: full` runs the forward of every layer again, and a list of kinds that of these
+      layers. The last product does not run again where nothing after it is saved
+      (`counts._ends_layer`). A layer with nothing trainable at or below it saves nothing for a
+      backward, so it runs once. Embedding and head are not checkpointed. `operators` runs only B
+      of each adapter again, and the folding of PEFT.
+    - PEFT adapts a stack of experts (or a router) by folding. Each forward adds B A to the whole
+      stack, 2 r n FLOPs for a stack of n elements, and torch's parametrization evaluates that once
+      more to check its shape. The backward has two such products. They are spread over the tokens
+      of the micro-batch. The gradients of A and B come through the gradient of the stack, 2 n per
+      token and active share. The low-rank products, which the model's FLOPs count, do not run.
 
-    The head counts on positions without a target too, which the chunked loss skips: how many there are is the data's
-    affair, and not known here.
+    The head counts at positions without a target too. The chunked loss skips these, but their
+    number depends on the data and is not known here.
 
-    Left out: the K - 1 columns of padding that a convolution computes and drops; under `operators`, what a core
-    computes elementwise (`models/cores.py`), which is run again.
+    Not counted are the K - 1 columns of padding that a convolution computes and drops, and, under
+    `operators`, the elementwise part of a core (`models/cores.py`), which runs again.
     """
-    units = (unit_flops_per_token(unit, sequence_length, micro_batch_size, checkpointing) for unit in counts.units)
-    return sum(unit.total for unit in units)
+    total = 0.0
+    for unit in counts.units:
+        flops = unit_flops_per_token(unit, sequence_length, micro_batch_size, checkpointing)
+        total += flops.total
+    return total
 
 
 @dataclass(frozen=True)
 class UnitFlops:
-    """What the hardware runs for one unit, in FLOPs per token, by the pass it runs them in."""
+    """The FLOPs per token that the hardware runs for one unit, by pass."""
 
     forward: float
-    input_gradient: float  # of the unit's input, and of whatever lies between; a core's whole backward
+    input_gradient: float
+    """Gradients of the unit's input and of activations inside; the whole backward of a core."""
     weight_gradient: float
-    again: float  # the forward that a checkpoint runs in the backward
+    recomputed: float
+    """The forward that a checkpoint runs again in the backward."""
 
     @property
     def total(self) -> float:
-        """All of them."""
-        return self.forward + self.input_gradient + self.weight_gradient + self.again
+        """The FLOPs of all passes."""
+        return self.forward + self.input_gradient + self.weight_gradient + self.recomputed
 
 
 def unit_flops_per_token(
     unit: Unit,
     sequence_length: int,
     micro_batch_size: int,
-    checkpointing: Literal["none", "full", "operators"] | list[str],
+    checkpointing: Checkpointing,
 ) -> UnitFlops:
-    """What `hardware_flops_per_token` adds up."""
-    layer = unit.backward and unit.kind not in ("embed", "head")
-    again = layer and (unit.kind in checkpointing if isinstance(checkpointing, list) else checkpointing == "full")
-    low_rank_again = again or (layer and checkpointing == "operators")
-    passes = [_executed(weight, again, low_rank_again, sequence_length * micro_batch_size) for weight in unit.weights]
-    passes.append(_executed_core(unit, again, sequence_length))
-    return UnitFlops(*(sum(each) for each in zip(*passes, strict=True)))
+    """Return the part of one unit in `hardware_flops_per_token`."""
+    is_layer = unit.backward and unit.kind not in ("embed", "head")
+    if isinstance(checkpointing, list):
+        rerun = is_layer and unit.kind in checkpointing
+    else:
+        rerun = is_layer and checkpointing == "full"
+    low_rank_rerun = rerun or (is_layer and checkpointing == "operators")
+    tokens = sequence_length * micro_batch_size
+    passes = [_executed(weight, rerun, low_rank_rerun, tokens) for weight in unit.weights]
+    passes.append(_executed_core(unit, rerun, sequence_length))
+    return UnitFlops(*(sum(flops) for flops in zip(*passes, strict=True)))
 
 
 def utilization(
-    flops_per_token: float, tokens_per_second: float, peak_flops_per_second: float, num_devices: int
+    flops_per_token: float,
+    tokens_per_second: float,
+    peak_flops_per_second: float,
+    num_devices: int,
 ) -> float:
-    """Share of the peak of all devices together that was used: MFU from model FLOPs, HFU from hardware FLOPs.
+    """Return the used share of the peak of all devices together.
 
-    `tokens_per_second` is global; `peak_flops_per_second` is one device's.
+    It is MFU for model FLOPs and HFU for hardware FLOPs. `tokens_per_second` is global;
+    `peak_flops_per_second` is that of one device.
     """
     return flops_per_token * tokens_per_second / (peak_flops_per_second * num_devices)
 
 
 def _passes(weight: Weight) -> int:
+    """Return the FLOPs of a weight per element and token."""
     return 2 + 2 * weight.input_gradient + 2 * weight.trainable
 
 
 _Passes = tuple[float, float, float, float]  # the fields of UnitFlops
 
 
-def _executed(weight: Weight, again: bool, low_rank_again: bool, tokens: int) -> _Passes:
+def _executed(weight: Weight, rerun: bool, low_rank_rerun: bool, tokens: int) -> _Passes:
+    """Return the FLOPs per token of a weight. `rerun`: its layer's forward runs again."""
     if weight.folded:
         return 0.0, 0.0, 0.0, 0.0
     weight_gradient = weight.trainable or weight.fold_rank > 0
-    rerun = weight.rerun and (low_rank_again if ".lora_B." in weight.name else again)
+    is_rerun = weight.rerun and (low_rank_rerun if ".lora_B." in weight.name else rerun)
     product = 2 * weight.active * weight.numel
-    fold = 4 * weight.fold_rank * weight.numel / tokens  # evaluated twice; two products in its backward
+    # B A is evaluated twice, and has two products in its backward.
+    fold = 4 * weight.fold_rank * weight.numel / tokens
     return (
         product + fold,
         product * weight.input_gradient,
         product * weight_gradient + fold,
-        product * rerun + fold * (weight.rerun and low_rank_again),
+        product * is_rerun + fold * (weight.rerun and low_rank_rerun),
     )
 
 
-def _executed_core(unit: Unit, again: bool, sequence_length: int) -> _Passes:
+def _executed_core(unit: Unit, rerun: bool, sequence_length: int) -> _Passes:
+    """Return the FLOPs per token of a unit's core."""
     if unit.core is None:
         return 0.0, 0.0, 0.0, 0.0
     forward = unit.core.executed_forward(sequence_length)
-    return (
-        forward,
-        unit.core.executed_backward(sequence_length) if unit.core_gradient else 0.0,
-        0.0,
-        forward if again else 0.0,
-    )
+    backward = unit.core.executed_backward(sequence_length) if unit.core_gradient else 0.0
+    return forward, backward, 0.0, forward if rerun else 0.0

@@ -1,4 +1,4 @@
-"""Where a run ran, and how many FLOPs a second its device could do at best."""
+"""The machine of a run: its versions and devices, and the peak rate of a device in FLOP/s."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 
 from shardwise import __version__
 
-# Dense peaks in TFLOP/s, without sparsity, from NVIDIA's datasheets: (bfloat16 = float16 with float32 accumulation,
-# float32 on CUDA cores). Keys are whole names as torch gives them: part of a name would also match slices of a GPU
-# (MIG), other boards of the same chip (NVL, D, laptop) and other chips (L40 for L4, GB200 for B200), which differ.
+# Dense peaks in TFLOP/s, without sparsity, from NVIDIA's datasheets: (bfloat16 = float16 with
+# float32 accumulation, float32 on CUDA cores). Keys are full names as torch returns them. A part of
+# a name would also match slices of a GPU (MIG), other boards with the same chip (NVL, D, laptop)
+# and other chips (L40 for L4, GB200 for B200), whose peaks differ.
 _PUBLISHED = {
     "NVIDIA A100-SXM4-40GB": (312.0, 19.5),
     "NVIDIA A100-SXM4-80GB": (312.0, 19.5),
@@ -36,51 +37,59 @@ _PUBLISHED = {
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """The denominator of MFU and HFU, per device."""
+    """The peak rate of one device, the denominator of MFU and HFU."""
 
     flops_per_second: float
-    source: str
+    source: str  # where the figure comes from, in words
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> PeakFlops:
-    """The published dense peak of a known GPU; for a CPU or an unknown GPU the best matrix product measured here.
+    """Return the published dense peak of a known GPU; else measure the best matrix product here.
 
-    float32 has a published peak as long as TF32 is off; with TF32 on, products run faster than it, so it is measured.
+    The published peak of float32 holds while TF32 is off. With TF32 products are faster, so they
+    are measured.
     """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         half = dtype in (torch.bfloat16, torch.float16)
-        plain_float32 = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-        if name in _PUBLISHED and (half or plain_float32):
+        tf32_is_off = torch.get_float32_matmul_precision() == "highest"
+        if name in _PUBLISHED and (half or (dtype == torch.float32 and tf32_is_off)):
             teraflops = _PUBLISHED[name][0 if half else 1]
-            return PeakFlops(teraflops * 1e12, f"published dense {dtype} peak of {name}".replace("torch.", ""))
+            source = f"published dense {dtype} peak of {name}".replace("torch.", "")
+            return PeakFlops(teraflops * 1e12, source)
     return measured_flops(device, dtype)
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.4) -> PeakFlops:
-    """The fastest of the square matrix products that fit in about `seconds`, random data, at this process's threads.
+    """Return the rate of the fastest of several square matrix products, in about `seconds`.
 
-    Sizes double from 256 to at most 8192 as long as a few products of the next size fit: where a dtype has no fast
-    path, one product of a fixed size could take longer than the whole measurement.
+    Their data are random, and they use the threads of this process. Sizes double from 256 up to
+    8192, as long as a few products of the next size fit. A fixed size would not do: where a dtype
+    has no fast path, one product of it can take longer than the whole measurement.
     """
-    size, best, best_size = 256, 0.0, 0
+    size, best_rate, best_size = 256, 0.0, 0
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         # Random, since a GPU multiplies zeros faster than data.
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         a @ b
-        fastest = min(_seconds_of_product(a, b) for _ in range(3))
-        if 2 * size**3 / fastest > best:
-            best, best_size = 2 * size**3 / fastest, size
-        if size < 8192 and time.perf_counter() + 4 * 8 * fastest < end:
+        fastest_seconds = min(_seconds_of_product(a, b) for _ in range(3))
+        if 2 * size**3 / fastest_seconds > best_rate:
+            best_rate, best_size = 2 * size**3 / fastest_seconds, size
+        if size < 8192 and time.perf_counter() + 4 * 8 * fastest_seconds < end:
             size *= 2
-    where = f"{torch.get_num_threads()} CPU threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    source = f"measured here: {best_size} x {best_size} matrix product in {dtype} on {where}".replace("torch.", "")
-    return PeakFlops(best, source)
+    where = f"{torch.get_num_threads()} CPU threads"
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    product = f"{best_size} x {best_size} matrix product in {dtype}".replace("torch.", "")
+    return PeakFlops(best_rate, f"measured here: {product} on {where}")
 
 
 def environment(device: torch.device | None = None) -> dict[str, Any]:
-    """Versions, device and commit: what a figure must be quoted with. `device`: default a GPU where there is one."""
+    """Return versions, device and commit, which belong to every figure.
+
+    `device` is by default a GPU where there is one.
+    """
     on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
         "shardwise": __version__,
@@ -97,26 +106,30 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree this runs from, with `+changes` where it has any; None outside a checkout."""
+    """Return the commit of the source tree that runs, or None outside of a checkout.
+
+    It ends with `+changes` where the library has uncommitted changes.
+    """
     here = Path(__file__)
     try:
-        # The first fails where this file is not tracked: a virtual environment may lie in another project's checkout.
-        # `-- ..` asks for changes to the library only: a run's own output must not mark its code as changed.
-        _, head, changes = (
-            subprocess.run(command, cwd=here.parent, capture_output=True, text=True, check=True).stdout.strip()
-            for command in (
-                ["git", "ls-files", "--error-unmatch", here.name],
-                ["git", "rev-parse", "HEAD"],
-                ["git", "status", "--porcelain", "--", ".."],
-            )
+        # The first command fails where this file is not tracked, as in a virtual environment that
+        # lies in the checkout of another project. `-- ..` limits the last one to the library: the
+        # output of a run must not mark its code as changed.
+        commands = (
+            ["git", "ls-files", "--error-unmatch", here.name],
+            ["git", "rev-parse", "HEAD"],
+            ["git", "status", "--porcelain", "--", ".."],
         )
+        options: Any = {"cwd": here.parent, "capture_output": True, "text": True, "check": True}
+        outputs = [subprocess.run(command, **options).stdout.strip() for command in commands]
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("+changes" if changes else "")
+    _, head, changes = outputs
+    return f"{head}+changes" if changes else head
 
 
 def version(name: str) -> str | None:
-    """The installed version of a package; None where it is not installed."""
+    """Return the installed version of a package, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -128,7 +141,8 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def _seconds_of_product(a: torch.Tensor, b: torch.Tensor) -> float:

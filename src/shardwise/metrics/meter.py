@@ -1,4 +1,4 @@
-"""Time per step and tokens per second, with the warm-up left out of every figure."""
+"""Time per step and tokens per second, without the warm-up."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ import torch
 
 
 class Meter:
-    """Times steps: `start()` before, `stop(tokens)` after; on CUDA both wait for the device first."""
+    """Measures the time of steps: call `start()` before a step and `stop(tokens)` after it.
+
+    On CUDA both wait for the device first.
+    """
 
     def __init__(self, warmup_steps: int) -> None:
         self.warmup_steps = warmup_steps
-        self.seconds: list[float] = []  # of every step, warm-up included
-        self.tokens: list[int] = []
+        self.seconds: list[float] = []  # of every step, also of the warm-up
+        self.tokens: list[int] = []  # target tokens of every step, over all ranks
         self._start: float | None = None
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         _wait_for_device()
         self._start = time.perf_counter()
 
     def stop(self, tokens: int) -> None:
-        """A step of `tokens` target tokens over all ranks has ended."""
+        """End a step of `tokens` target tokens over all ranks."""
         assert self._start is not None, "stop() without start()"
         _wait_for_device()
         self.seconds.append(time.perf_counter() - self._start)
@@ -31,22 +34,23 @@ class Meter:
         self.tokens.append(tokens)
 
     def tokens_per_second(self) -> float | None:
-        """Tokens over seconds of the timed steps together; None before the first."""
+        """Return all tokens over all seconds of the timed steps, or None before the first one."""
         seconds = sum(self.seconds[self.warmup_steps :])
         return sum(self.tokens[self.warmup_steps :]) / seconds if seconds else None
 
     def step_seconds(self) -> dict[str, float] | None:
-        """Mean, percentiles and maximum of the timed steps, and their number; None if none was timed."""
+        """Return mean, percentiles, maximum and number of the timed steps, or None without any."""
         timed = self.seconds[self.warmup_steps :]
         if not timed:
             return None
-        # Inclusive: of one value every percentile is that value.
-        cuts = statistics.quantiles(timed, n=10, method="inclusive") if len(timed) > 1 else timed * 9
+        deciles = timed * 9  # of one value, every percentile is that value
+        if len(timed) > 1:
+            deciles = statistics.quantiles(timed, n=10, method="inclusive")
         return {
             "mean": statistics.fmean(timed),
-            "p10": cuts[0],
+            "p10": deciles[0],
             "p50": statistics.median(timed),
-            "p90": cuts[8],
+            "p90": deciles[8],
             "max": max(timed),
             "steps": len(timed),
         }

@@ -30,7 +30,7 @@ from shardwise.parallel.pipeline_stage import Clock, Stage, errors_as_they_are
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import Event
+from shardwise.schedule.timeline import Event
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": pipelining.ScheduleGPipe,

@@ -13,18 +13,20 @@ import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
-from shardwise.assembly.costs import COUNTED, choose_split, costs_of, memory_caveat
+from shardwise.assembly.costs import choose_split, costs_of, memory_caveat
 from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig, UserError
+from shardwise.drawing.gantt import gantt_file
+from shardwise.drawing.perfetto import perfetto_trace
+from shardwise.drawing.svg import require_matplotlib
 from shardwise.metrics.hardware import peak_flops
-from shardwise.metrics.record import dumps
 from shardwise.models.spec import ModelSpec
 from shardwise.process.world import device_type, threads_each
-from shardwise.schedule.costs import Cost
+from shardwise.records.record import dumps
+from shardwise.schedule.costs import Cost, CostSource
 from shardwise.schedule.orders import Pipeline
-from shardwise.schedule.simulate import Timeline
 from shardwise.schedule.split import Split, bound_seconds
-from shardwise.schedule.trace import chrome_trace, gantt
+from shardwise.schedule.timeline import Timeline
 
 FILES = ("split.json", "split.svg", "trace.json")
 
@@ -37,8 +39,7 @@ class Plan:
     spec: ModelSpec
     pipeline: Pipeline
     units: tuple[Cost, ...]
-    source: str
-    """Of the costs."""
+    source: CostSource
     chosen: Split
     others: dict[str, Split]
     """`uniform` and `parameters`, whatever memory they take."""
@@ -80,8 +81,8 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
     peak = peak_flops(device, torch.bfloat16 if in_16_bits else torch.float32)
     units, source = costs_of(cfg, hf, spec, None, world, facts.sizes["dp_shard"], peak.flops_per_second)
-    if source == COUNTED:
-        source += f" at {peak.flops_per_second / 1e12:.3g} TFLOP/s ({peak.source})"
+    if not source.is_measured:
+        source = replace(source, rate=f"{peak.flops_per_second / 1e12:.3g} TFLOP/s ({peak.source})")
     chosen = choose_split(cfg, units, pipeline.num_microbatches)
 
     def other(name: Any) -> Split:
@@ -106,7 +107,7 @@ def stages_table(planned: Plan) -> Table:
         table.add_row(
             str(chunk),
             str(rank),
-            "\n".join(split.held(chunk)),
+            "\n".join(split.contents(chunk)),
             _kinds(planned, chunk),
             _seconds(cost.forward_seconds + cost.stage_seconds),
             _seconds(cost.backward_seconds),
@@ -130,7 +131,7 @@ def summary(planned: Plan) -> Iterator[str]:
     bound = bound_seconds(planned.units, planned.pipeline)
     yield f"no split can beat {_seconds(bound)} ({bound / seconds:.0%} of this step)"
     yield f"costs: {planned.source}"
-    if planned.source.startswith(COUNTED):
+    if not planned.source.is_measured:
         yield "shares are worth more than seconds here; shardwise split --profile measures this machine"
     yield from planned.notes
 
@@ -143,20 +144,21 @@ def write_files(planned: Plan, folder: Path) -> None:
         "num_ranks": planned.pipeline.num_ranks,
         "num_virtual": planned.pipeline.num_virtual,
         "num_microbatches": planned.pipeline.num_microbatches,
-        "costs": planned.source,
+        "costs": str(planned.source),
         "notes": planned.notes,
         "chosen": planned.name,
         "bound_seconds": bound_seconds(planned.units, planned.pipeline),
         "splits": {name: _described(split) for name, split in splits.items()},
         "units": [asdict(unit) for unit in planned.units],
     }
-    texts = (dumps(content), gantt(planned.drawn), chrome_trace(planned.drawn))
+    texts = (dumps(content), gantt_file(planned.drawn), perfetto_trace(planned.drawn))
     for name, text in zip(FILES, texts, strict=True):
         (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder for FILES, if need be; UserError where nothing can be written to it."""
+    """Make the folder for FILES, if need be; UserError where no file can be written or drawn."""
+    require_matplotlib()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

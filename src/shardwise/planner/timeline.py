@@ -12,15 +12,15 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.assembly.build import Job
-from shardwise.assembly.costs import COUNTED
 from shardwise.checkpoint.output_dir import TIMELINES
-from shardwise.config import Parallel, RunConfig
+from shardwise.config import Parallel, RunConfig, UserError
+from shardwise.drawing.gantt import gantt_file
+from shardwise.drawing.perfetto import perfetto_trace
 from shardwise.interfaces import Mesh
-from shardwise.metrics.record import PipelineRecord, PipelineStep, dumps
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.schedule.simulate import Event, Timeline
+from shardwise.records.record import PipelineRecord, PipelineStep, dumps
 from shardwise.schedule.split import Split
-from shardwise.schedule.trace import chrome_trace, gantt, pack
+from shardwise.schedule.timeline import Event, Timeline, pack
 
 MOST_STEPS = 50
 """As many steps are kept, the last ones: some 10 kB each."""
@@ -70,8 +70,8 @@ def record_timeline(cfg: RunConfig, mesh: Mesh, job: Job, recorder: Recorder) ->
     split, costs = job.cut.split, job.cut.source
     measured = recorder.median_step(mesh.dense.get_group("pp"))
     # Costs that are no times of this machine, or of whole layers where ranks have shares, tell nothing about seconds.
-    simulated = None if costs == COUNTED or cfg.parallel.tp > 1 else split.timeline
-    pipeline = describe(cfg.parallel, split, costs, measured, simulated)
+    simulated = split.timeline if costs.is_measured and cfg.parallel.tp == 1 else None
+    pipeline = describe(cfg.parallel, split, str(costs), measured, simulated)
     if dist.get_rank() == 0:
         write_files(Path(cfg.training.output_dir), pipeline, measured, simulated)
     return {"pipeline": asdict(pipeline)}
@@ -104,7 +104,10 @@ def _figures(timeline: Timeline) -> PipelineStep:
 
 
 def write_files(folder: Path, record: PipelineRecord, measured: Timeline | None, simulated: Timeline | None) -> None:
-    """Write TIMELINES into the folder; nothing where there is neither timeline."""
+    """Write TIMELINES into the folder, or nothing where there is neither timeline.
+
+    Without matplotlib, which training does not need, the picture is left out and a line says so.
+    """
     named = {"measured": measured, "simulated": simulated}
     timelines = {name: timeline for name, timeline in named.items() if timeline is not None}
     if not timelines:
@@ -113,6 +116,10 @@ def write_files(folder: Path, record: PipelineRecord, measured: Timeline | None,
     del content["events"]  # packed; here they are whole
     for name, timeline in timelines.items():
         content[name]["events"] = timeline.events
-    texts = (dumps(content), chrome_trace(timelines), gantt(timelines))
-    for name, text in zip(TIMELINES, texts, strict=True):
+    texts = [dumps(content), perfetto_trace(timelines)]
+    try:
+        texts.append(gantt_file(timelines))
+    except UserError as error:
+        print(f"{TIMELINES[-1]} is not drawn: {error}", flush=True)
+    for name, text in zip(TIMELINES, texts):
         (folder / name).write_text(text + "\n", encoding="utf-8")

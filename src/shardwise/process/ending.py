@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.config import UserError
-from shardwise.metrics.record import Status
+from shardwise.records.record import Status
 
 USER_ERROR, OUT_OF_MEMORY, FAILED = 2, 3, 1
 """Exit codes."""

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.metrics.cell import Axis
+from shardwise.drawing.svg import colour
+from shardwise.records.cell import Axis
 from shardwise.report.folder import Bench
 from shardwise.report.panels import (
     BESIDE,
@@ -26,7 +27,7 @@ from shardwise.report.panels import (
     speed,
     whole_steps,
 )
-from shardwise.report.style import Look, colour, looks
+from shardwise.report.style import Look, looks
 from shardwise.report.tables import Row, number_of, scaling_kind
 from shardwise.report.words import axis_name, named_values
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardwise.drawing.svg import colour
 from shardwise.report.curves import against, losses
 from shardwise.report.folder import Bench
 from shardwise.report.panels import (
@@ -27,7 +28,7 @@ from shardwise.report.panels import (
     settle,
     speed,
 )
-from shardwise.report.style import HATCHES, Look, colour, looks
+from shardwise.report.style import HATCHES, Look, looks
 from shardwise.report.tables import (
     MEMORY_PARTS,
     Row,

@@ -12,9 +12,9 @@ from typing import TypeVar
 import pydantic
 
 from shardwise.config import UserError
-from shardwise.metrics.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
-from shardwise.metrics.record import PipelineRecord
-from shardwise.schedule.trace import unpack
+from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
+from shardwise.records.record import PipelineRecord
+from shardwise.schedule.timeline import unpack
 
 T = TypeVar("T")
 FOLDER = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,200}")

@@ -17,8 +17,9 @@ from urllib.parse import quote
 import yaml
 
 from shardwise.config import UserError
-from shardwise.metrics.cell import RECORD
-from shardwise.metrics.record import dumps
+from shardwise.drawing.svg import css_variables, drawing, png_of, svg_file, svg_of
+from shardwise.records.cell import RECORD
+from shardwise.records.record import dumps
 from shardwise.report import words
 from shardwise.report.caveats import caveats
 from shardwise.report.curves import AGAINST
@@ -26,7 +27,6 @@ from shardwise.report.figures import NAMES, draw_all
 from shardwise.report.folder import Bench, read_bench
 from shardwise.report.headline import in_short
 from shardwise.report.panels import Drawn
-from shardwise.report.style import css_variables, drawing, png_of, svg_file, svg_of
 from shardwise.report.tables import (
     Row,
     counts,
@@ -72,11 +72,11 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
             drawn, pipelines = draw_all(bench, rows), charts(bench, rows)
             _clear(figures, {figure.name for figure in [*drawn, *pipelines]})
             svgs = {figure.name: svg_of(figure.figure, figure.name) for figure in drawn}
+            svgs |= {chart.name: chart.svg() for chart in pipelines}
+            for name, svg in svgs.items():
+                (figures / f"{name}.svg").write_text(svg_file(svg), encoding="utf-8")
             for figure in drawn:
-                (figures / f"{figure.name}.svg").write_text(svg_file(svgs[figure.name]), encoding="utf-8")
                 (figures / f"{figure.name}.png").write_bytes(png_of(figure.figure))
-        for chart in pipelines:
-            (figures / f"{chart.name}.svg").write_text(chart.svg(standalone=True), encoding="utf-8")
         place = quote(figures.name)
         page.with_suffix(".md").write_text(markdown(bench, rows, drawn, pipelines, place), encoding="utf-8")
         _write_whole(page, html(template, bench, rows, drawn, svgs, pipelines, place))
@@ -155,7 +155,7 @@ def html(
             for name, cells in groups_of(rows).items()
         ],
         figures={figure.name: {"drawn": figure, "svg": safe(svgs[figure.name])} for figure in drawn},
-        pipelines=[{"chart": chart, "svg": safe(chart.svg(standalone=False))} for chart in pipelines],
+        pipelines=[{"chart": chart, "svg": safe(svgs[chart.name])} for chart in pipelines],
         pipeline_head=(WORDS, FIGURES),
         costs=sorted({run.pipeline.costs for chart in pipelines for run in chart.runs}),
         rows=[(row, _details(row, bench)) for row in rows],

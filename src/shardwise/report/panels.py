@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.report.style import Look, colour
+from shardwise.drawing.svg import colour
+from shardwise.report.style import Look
 from shardwise.report.tables import Row
 from shardwise.report.words import byte_unit, number, printable
 

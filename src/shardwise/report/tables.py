@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-from shardwise.metrics.cell import Axis, CellPlan, CellRecord, SweepRecord
-from shardwise.metrics.record import Status
+from shardwise.records.cell import Axis, CellPlan, CellRecord, SweepRecord
+from shardwise.records.record import Status
 from shardwise.report.folder import Bench
 from shardwise.report.verdict import Verdict, setting, verdicts
 from shardwise.report.words import label_of

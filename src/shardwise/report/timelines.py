@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import pydantic
 
-from shardwise.metrics.record import PipelineRecord
+from shardwise.drawing.gantt import gantt_svg
+from shardwise.records.record import PipelineRecord
 from shardwise.report.folder import Bench
 from shardwise.report.panels import NAME
 from shardwise.report.tables import Row, flat, groups_of
 from shardwise.report.words import group_title, percent, printable, seconds
-from shardwise.schedule.simulate import Timeline
-from shardwise.schedule.trace import gantt, unpack
+from shardwise.schedule.timeline import Timeline, unpack
 
 TIMELINES = "timelines"
 """How the names of these charts begin."""
@@ -67,9 +67,10 @@ class Chart:
     title: str  # what sets these cells apart from those of other charts
     runs: list[Run]
 
-    def svg(self, standalone: bool) -> str:
-        """See `schedule.trace.gantt`."""
-        return gantt({printable(run.row.name, NAME): run.timeline for run in self.runs}, standalone)
+    def svg(self) -> str:
+        """Draw the pipelines (see `gantt_svg`)."""
+        timelines = {printable(run.row.name, NAME): run.timeline for run in self.runs}
+        return gantt_svg(timelines, self.name)
 
 
 def charts(bench: Bench, rows: Sequence[Row]) -> list[Chart]:

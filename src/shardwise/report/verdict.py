@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.metrics.cell import CellPlan, CellRecord, SweepRecord
+from shardwise.records.cell import CellPlan, CellRecord, SweepRecord
 from shardwise.report.words import scientific
 
 NOISE_FACTOR = 10.0

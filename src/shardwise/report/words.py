@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from shardwise.metrics.cell import WEAK_SCALING, Axis, CellPlan, SweepRecord
+from shardwise.records.cell import WEAK_SCALING, Axis, CellPlan, SweepRecord
 
 NOTHING = "–"
 """Stands where nothing was measured."""

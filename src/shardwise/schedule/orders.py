@@ -1,8 +1,8 @@
-"""In which order each rank runs its forwards and backwards: the schedules of `torch.distributed.pipelining`.
+"""The order of forwards and backwards on each rank, for the schedules of torch's pipelining.
 
-GPipe arXiv 1811.06965, 1F1B and interleaved 1F1B arXiv 2104.04473, looped BFS arXiv 2211.05953, interleaved zero bubble
-(ZB1P) and ZB-V arXiv 2401.10241, DualPipe-V arXiv 2412.19437. The orders are those that torch runs, in its own details;
-tests compare them.
+GPipe: arXiv 1811.06965. 1F1B and interleaved 1F1B: arXiv 2104.04473. Looped BFS: arXiv 2211.05953.
+Interleaved zero bubble (ZB1P) and ZB-V: arXiv 2401.10241. DualPipe-V: arXiv 2412.19437. The orders
+are those that torch runs, in all details; tests compare them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,29 @@ from typing import Literal, NamedTuple
 
 from shardwise.layouts import V_SHAPED, least_microbatches, microbatches_left_over, virtual_stages_of
 
-Kind = Literal["F", "B", "I", "W"]  # forward; backward, in one go or as the input's and the weights' gradients
+Kind = Literal["F", "B", "I", "W"]
+"""A forward; a whole backward; or one of its halves, the input's and the weights' gradients."""
+KIND_NAMES: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, inputs",
+    "W": "backward, weights",
+}
 
 
 class Action(NamedTuple):
-    """One piece of work of a rank. A chunk is what other texts call a virtual stage."""
+    """One piece of work of a rank. A chunk is also called a virtual stage."""
 
     chunk: int
     kind: Kind
     microbatch: int
     joined: bool = False
-    """Runs as a pair with the action after it: what it sends leaves only when both are done."""
+    """Whether it forms a pair with the next action: its result leaves when both are done."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A schedule on so many ranks and micro-batches, and the link that carries a micro-batch between ranks."""
+    """A schedule with its numbers of ranks and micro-batches, and the link between ranks."""
 
     schedule: str
     num_ranks: int
@@ -48,24 +55,26 @@ class Pipeline:
 
     @property
     def v_shaped(self) -> bool:
-        """Rank r holds chunks r and 2p-1-r; otherwise r, r+p, r+2p, ..."""
+        """Whether rank r has chunks r and 2p-1-r; otherwise it has r, r+p, r+2p, ..."""
         return self.schedule in V_SHAPED
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of the model over all ranks."""
+        """Chunks of the model, over all ranks."""
         return self.num_ranks * self.num_virtual
 
     def rank_of(self, chunk: int) -> int:
-        """The rank that holds a chunk."""
-        return min(chunk, self.num_chunks - 1 - chunk) if self.v_shaped else chunk % self.num_ranks
+        """Return the rank that has a chunk."""
+        if self.v_shaped:
+            return min(chunk, self.num_chunks - 1 - chunk)
+        return chunk % self.num_ranks
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
-        """The chunks that a rank holds, from the embedding's side."""
+        """Return the chunks of a rank, from the embedding up."""
         return tuple(chunk for chunk in range(self.num_chunks) if self.rank_of(chunk) == rank)
 
     def order(self, rank: int) -> list[Action]:
-        """What a rank does, one after the other."""
+        """Return the actions of a rank in the order in which it runs them."""
         return ORDERS[self.schedule](self, rank)
 
 
@@ -82,29 +91,30 @@ def _looped_bfs(pipeline: Pipeline, rank: int) -> list[Action]:
 
 def _one_forward_one_backward(pipeline: Pipeline, rank: int) -> list[Action]:
     m = range(pipeline.num_microbatches)
-    warm = pipeline.num_ranks - 1 - rank
-    return _alternate([Action(rank, "F", i) for i in m], [Action(rank, "B", i) for i in m], warm)
+    warmup = pipeline.num_ranks - 1 - rank
+    return _alternate([Action(rank, "F", i) for i in m], [Action(rank, "B", i) for i in m], warmup)
 
 
-def _alternate(forwards: list[Action], backwards: list[Action], warm: int) -> list[Action]:
-    """`warm` forwards first; then a forward and a backward by turns, and what is left of the backwards."""
-    actions = forwards[:warm]
+def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """Return `warmup` forwards, then a forward and a backward in turn, then further backwards."""
+    actions = forwards[:warmup]
     for i, backward in enumerate(backwards):
-        actions += [*forwards[warm + i : warm + i + 1], backward]
+        actions += [*forwards[warmup + i : warmup + i + 1], backward]
     return actions
 
 
 def _in_rounds(pipeline: Pipeline, rank: int) -> tuple[list[Action], list[Action], int]:
-    """All forwards and all backwards in their orders, and how many forwards the last rank is ahead.
+    """Return all forwards, all backwards, and how many forwards the last rank runs ahead.
 
-    Micro-batches go in rounds of about `num_ranks`; each round passes through all of a rank's chunks.
+    Micro-batches go in rounds of about `num_ranks`. Each round passes all chunks of a rank.
     """
     p, m = pipeline.num_ranks, pipeline.num_microbatches
     size = m // max(1, m // p)
     rounds = [range(start, start + size) for start in range(0, m, size)]
     chunks = pipeline.chunks_of(rank)
-    forwards = [Action(chunk, "F", i) for microbatches in rounds for chunk in chunks for i in microbatches]
-    backwards = [Action(chunk, "B", i) for microbatches in rounds for chunk in reversed(chunks) for i in microbatches]
+    forwards = [Action(c, "F", i) for microbatches in rounds for c in chunks for i in microbatches]
+    down = chunks[::-1]
+    backwards = [Action(c, "B", i) for microbatches in rounds for c in down for i in microbatches]
     return forwards, backwards, (len(chunks) - 1) * size
 
 
@@ -114,7 +124,7 @@ def _interleaved(pipeline: Pipeline, rank: int) -> list[Action]:
 
 
 def _interleaved_zero_bubble(pipeline: Pipeline, rank: int) -> list[Action]:
-    """Fewer forwards ahead, and each weight gradient `rank` backwards late: it fills what would be a bubble."""
+    """Run fewer forwards ahead, and each weight gradient `rank` backwards late, to fill bubbles."""
     forwards, backwards, ahead = _in_rounds(pipeline, rank)
     inputs = [backward._replace(kind="I") for backward in backwards]
     weights = deque(backward._replace(kind="W") for backward in backwards)
@@ -130,99 +140,102 @@ def _interleaved_zero_bubble(pipeline: Pipeline, rank: int) -> list[Action]:
 
 
 class _Writer:
-    """Writes a V-shaped order down, for a rank's two chunks, 0 and 1; knows each one's next micro-batch."""
+    """Writes a V-shaped order for a rank's two chunks, 0 and 1, and counts their micro-batches."""
 
     def __init__(self, pipeline: Pipeline, rank: int) -> None:
         self.actions: list[Action] = []
-        self.pending: deque[Action] = deque()  # the weight gradients whose input gradients are written
+        # Weight gradients whose input gradients are in the order already.
+        self.pending: deque[Action] = deque()
         self.forwards, self.backwards = [0, 0], [0, 0]
         self._chunks = pipeline.chunks_of(rank)
 
-    def forward(self, *which: int, joined: bool = False) -> None:
-        """The next forward of each of these chunks."""
-        for local in which:
-            self.actions.append(Action(self._chunks[local], "F", self.forwards[local], joined))
+    def forward(self, *local_chunks: int, joined: bool = False) -> None:
+        """Append the next forward of each of these chunks."""
+        for local in local_chunks:
+            action = Action(self._chunks[local], "F", self.forwards[local], joined)
+            self.actions.append(action)
             self.forwards[local] += 1
 
-    def backward(self, *which: int) -> None:
-        """The next backward of each, in one go."""
-        for local in which:
+    def backward(self, *local_chunks: int) -> None:
+        """Append the next whole backward of each of these chunks."""
+        for local in local_chunks:
             self.actions.append(Action(self._chunks[local], "B", self.backwards[local]))
             self.backwards[local] += 1
 
-    def inputs(self, *which: int) -> None:
-        """The next input gradient of each; its weight gradient is pending then."""
-        for local in which:
+    def inputs(self, *local_chunks: int) -> None:
+        """Append the next input gradient of each, which makes its weight gradient pending."""
+        for local in local_chunks:
             self.actions.append(Action(self._chunks[local], "I", self.backwards[local]))
             self.pending.append(self.actions[-1]._replace(kind="W"))
             self.backwards[local] += 1
 
     def weight(self) -> None:
-        """The oldest weight gradient that is pending, if any."""
+        """Append the oldest pending weight gradient, if there is one."""
         if self.pending:
             self.actions.append(self.pending.popleft())
 
     def joined(self, forward: int, backward: int) -> None:
-        """A forward and a backward whose results leave together."""
+        """Append a forward and a backward whose results leave together."""
         self.forward(forward, joined=True)
         self.backward(backward)
 
 
 def _zbv(pipeline: Pipeline, rank: int) -> list[Action]:
     p = pipeline.num_ranks
-    full = max(2 * p - 1, pipeline.num_microbatches)  # the order is that of a full pipeline, less what there is not
-    todo = _Writer(pipeline, rank)
-    todo.forward(*[0] * (2 * (p - rank) - 1))
-    todo.forward(*[1, 0] * rank)
+    # The order is that of a full pipeline, without the micro-batches that do not exist.
+    full = max(2 * p - 1, pipeline.num_microbatches)
+    order = _Writer(pipeline, rank)
+    order.forward(*[0] * (2 * (p - rank) - 1))
+    order.forward(*[1, 0] * rank)
     for _ in range(p - rank):
-        todo.forward(1)
-        todo.inputs(1)
-        todo.weight()
-    while todo.forwards[1] < full:
-        if todo.forwards[0] < full:
-            todo.forward(0)
-        todo.inputs(0)
-        todo.weight()
-        todo.forward(1)
-        todo.inputs(1)
-        todo.weight()
-    todo.inputs(*[0, 1] * rank)
-    late = [action for action in todo.pending if action.chunk > rank]
-    todo.pending = deque(action for action in todo.pending if action.chunk == rank)
+        order.forward(1)
+        order.inputs(1)
+        order.weight()
+    while order.forwards[1] < full:
+        if order.forwards[0] < full:
+            order.forward(0)
+        order.inputs(0)
+        order.weight()
+        order.forward(1)
+        order.inputs(1)
+        order.weight()
+    order.inputs(*[0, 1] * rank)
+    late = [action for action in order.pending if action.chunk > rank]
+    order.pending = deque(action for action in order.pending if action.chunk == rank)
     for _ in range(p - rank):
-        todo.inputs(0)
-        todo.weight()
-    actions = [*todo.actions, *late, *todo.pending]
+        order.inputs(0)
+        order.weight()
+    actions = [*order.actions, *late, *order.pending]
     return [action for action in actions if action.microbatch < pipeline.num_microbatches]
 
 
 def _dualpipe_v(pipeline: Pipeline, rank: int) -> list[Action]:
     p = pipeline.num_ranks
-    away = p - 1 - rank  # from the bottom of the V
-    todo = _Writer(pipeline, rank)
-    todo.forward(*[0] * (2 * away))
-    todo.forward(*[0, 1] * (rank + 1))
+    away = p - 1 - rank  # distance from the bottom of the V
+    order = _Writer(pipeline, rank)
+    order.forward(*[0] * (2 * away))
+    order.forward(*[0, 1] * (rank + 1))
     for _ in range(away):
-        todo.inputs(1)
-        todo.weight()
-        todo.forward(1)
+        order.inputs(1)
+        order.weight()
+        order.forward(1)
     for i in range(pipeline.num_microbatches - p - away):
         if i == away == 0:
-            todo.forward(0)
-            todo.backward(1)
+            order.forward(0)
+            order.backward(1)
         else:
-            todo.joined(0, 1)
-        todo.joined(1, 0)
+            order.joined(0, 1)
+        order.joined(1, 0)
     for _ in range(away):
-        todo.backward(1)
-        todo.joined(1, 0)
+        order.backward(1)
+        order.joined(1, 0)
     last = [1, 0] * (rank + 1)
-    todo.backward(*last[: rank + 1])
-    todo.inputs(*last[rank + 1 :])
+    order.backward(*last[: rank + 1])
+    order.inputs(*last[rank + 1 :])
     for _ in range(away):
-        todo.weight()
-        todo.inputs(0)
-    return [*todo.actions, *todo.pending]
+        order.weight()
+        order.inputs(0)
+    return [*order.actions, *order.pending]
 
 
 ORDERS: dict[str, Callable[[Pipeline, int], list[Action]]] = {

@@ -1,8 +1,9 @@
-"""When each rank of a pipeline does what, and what it holds meanwhile: a simulator on the costs of its chunks.
+"""A simulator of pipelines: when each rank runs what, and how much memory it needs for that.
 
-A rank does one thing at a time, in its schedule's order, as soon as it is free and what the action needs has come: a
-forward needs the output of the chunk below, a backward the gradient from the chunk above. A message takes latency plus
-bytes over bandwidth, holds up no work on either side and no other message, and takes nothing within a rank.
+A rank runs one action at a time, in the order of its schedule. An action starts as soon as the rank
+is free and its input has arrived: a forward needs the output of the chunk below, a backward the
+gradient from the chunk above. A message takes latency plus bytes over bandwidth. It delays neither
+work nor other messages, and takes no time within a rank.
 """
 
 from __future__ import annotations
@@ -11,60 +12,20 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Action, Kind, Pipeline
+from shardwise.schedule.timeline import Event, Timeline
 
 Floats = npt.NDArray[np.float64]
 
 
-class Event(NamedTuple):
-    """An action and when it ran, in seconds from the start of the step."""
-
-    rank: int
-    chunk: int
-    microbatch: int
-    kind: Kind
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One step of a pipeline, simulated or measured."""
-
-    num_ranks: int
-    events: tuple[Event, ...]
-
-    @property
-    def seconds(self) -> float:
-        """The whole step."""
-        return max((event.end for event in self.events), default=0.0)
-
-    def idle_seconds(self, rank: int) -> float:
-        """What a rank spends on nothing."""
-        return self.seconds - sum(event.end - event.start for event in self.events if event.rank == rank)
-
-    def waits(self, rank: int) -> list[tuple[float, float]]:
-        """From when to when a rank does nothing."""
-        spans = sorted((event.start, event.end) for event in self.events if event.rank == rank)
-        edges = pairwise([(0.0, 0.0), *spans, (self.seconds, self.seconds)])
-        return [(before[1], after[0]) for before, after in edges if after[0] > before[1]]
-
-    def bubble(self, rank: int | None = None) -> float:
-        """The idle share of a rank's time; without a rank of the time of all ranks together."""
-        ranks = range(self.num_ranks) if rank is None else [rank]
-        return sum(self.idle_seconds(r) for r in ranks) / (self.seconds * len(ranks)) if self.seconds else 0.0
-
-
 @dataclass(frozen=True)
 class Work:
-    """The chunks of many splits at once: arrays [chunk, split]."""
+    """The costs of the chunks of many splits: arrays [chunk, split]."""
 
     forward_seconds: Floats
     input_seconds: Floats
@@ -79,7 +40,11 @@ class Work:
 
     @staticmethod
     def of(units: Sequence[Cost], boundaries: npt.NDArray[np.int64]) -> Work:
-        """Chunk c of split s is units[boundaries[s, c]:boundaries[s, c + 1]]."""
+        """Add up the costs of units by chunk.
+
+        `boundaries` [split, chunk + 1]: chunk c of split s is
+        units[boundaries[s, c]:boundaries[s, c + 1]].
+        """
         low, high = boundaries[:, :-1].T, boundaries[:, 1:].T
 
         def total(name: str) -> Floats:
@@ -104,90 +69,109 @@ class Work:
 
     @property
     def seconds(self) -> Floats:
-        """Forward and backward of one micro-batch."""
+        """Forward and backward of one micro-batch: [chunk, split]."""
         return self.forward_seconds + self.input_seconds + self.weight_seconds
 
 
 def simulate(pipeline: Pipeline, chunks: Sequence[Cost]) -> Timeline:
-    """One step of the pipeline; `chunks` from the embedding up, after `costs.effective`."""
-    assert len(chunks) == pipeline.num_chunks, f"{len(chunks)} costs for {pipeline.num_chunks} chunks"
+    """Return one step of the pipeline. `chunks` are its costs, from the embedding up.
+
+    They are sums of units after `costs.effective`.
+    """
+    assert len(chunks) == pipeline.num_chunks, f"{len(chunks)} costs, {pipeline.num_chunks} chunks"
     starts, ends = times(pipeline, Work.of(chunks, np.arange(len(chunks) + 1)[None]))
-    events = (
-        Event(pipeline.rank_of(action.chunk), action.chunk, action.microbatch, action.kind, float(start), float(end))
-        for (action, _, _), start, end in zip(_plan(pipeline), starts[:, 0], ends[:, 0], strict=True)
-        if action.kind == "F" or chunks[action.chunk].backward
-    )
-    return Timeline(pipeline.num_ranks, tuple(sorted(events, key=lambda event: (event.rank, event.start, event.end))))
+    events = []
+    for (action, _, _), start, end in zip(_plan(pipeline), starts[:, 0], ends[:, 0], strict=True):
+        chunk, kind, microbatch, _ = action
+        if kind == "F" or chunks[chunk].backward:
+            rank = pipeline.rank_of(chunk)
+            events.append(Event(rank, chunk, microbatch, kind, float(start), float(end)))
+    events.sort(key=lambda event: (event.rank, event.start, event.end))
+    return Timeline(pipeline.num_ranks, tuple(events))
 
 
 def times(pipeline: Pipeline, work: Work) -> tuple[Floats, Floats]:
-    """Start and end of every action of every split: [action, split], in an order in which each can be computed."""
+    """Return start and end of every action: [action, split], in the order of `_plan`."""
     plan = _plan(pipeline)
     seconds = _seconds(work)
     delay = _delays(pipeline, work)
-    starts = np.zeros((len(plan), work.seconds.shape[1]))
-    ends = np.zeros((len(plan) + 1, work.seconds.shape[1]))  # the last row, index -1, is the start of the step
-    for index, (action, before, needs) in enumerate(plan):
+    num_splits = work.seconds.shape[1]
+    starts = np.zeros((len(plan), num_splits))
+    # The last row, which has index -1, is the start of the step.
+    ends = np.zeros((len(plan) + 1, num_splits))
+    for index, (action, before, source) in enumerate(plan):
         start = ends[before]
-        if needs >= 0:
-            start = np.maximum(start, ends[needs] + delay[action.kind][action.chunk])
+        if source >= 0:
+            start = np.maximum(start, ends[source] + delay[action.kind][action.chunk])
         starts[index] = start
         ends[index] = start + seconds[action.kind][action.chunk]
     return starts, ends[:-1]
 
 
 def _seconds(work: Work) -> dict[Kind, Floats]:
+    """Return how long each kind of action takes: [chunk, split]."""
     fused = work.input_seconds + work.weight_seconds
     inputs, weights = work.input_seconds.copy(), work.weight_seconds + work.split_seconds
-    # The first chunk sends no gradient on: torch leaves its whole backward to where its weights' turn is.
+    # The first chunk sends no gradient: torch runs its whole backward in the place of its weights'.
     inputs[0], weights[0] = 0.0, fused[0]
     return {"F": work.forward_seconds + work.stage_seconds, "B": fused, "I": inputs, "W": weights}
 
 
 def _delays(pipeline: Pipeline, work: Work) -> dict[Kind, Floats]:
-    """How long after its neighbour's result an action may start; -inf where nothing is sent, so nothing is awaited."""
+    """Return how long after the result of its neighbour an action may start: [chunk, split].
+
+    It is -inf where nothing is sent, so that nothing is waited for.
+    """
     last = pipeline.num_chunks - 1
-    # output_bytes from the rank of chunk c to that of c + 1, and as many back as its gradient.
-    message = (
-        pipeline.latency_seconds + work.output_bytes[:last] / pipeline.bytes_per_second + work.output_seconds[:last]
-    )
-    message = np.where(crosses(pipeline), message, 0.0)
+    # output_bytes from the rank of chunk c to the rank of chunk c + 1, and as many bytes back.
+    transfer = work.output_bytes[:last] / pipeline.bytes_per_second
+    message = pipeline.latency_seconds + transfer + work.output_seconds[:last]
+    message = np.where(crosses_ranks(pipeline), message, 0.0)
     forward = np.concatenate([np.zeros_like(message[:1]), message])
     backward = np.where(work.backward[:last], message, -np.inf)
     return {"F": forward, "B": backward, "I": backward}
 
 
-def crosses(pipeline: Pipeline) -> npt.NDArray[np.bool_]:
-    """Whether each chunk but the last is on another rank than the next: [chunk, 1]."""
-    below = range(pipeline.num_chunks - 1)
-    return np.array([[pipeline.rank_of(chunk) != pipeline.rank_of(chunk + 1)] for chunk in below], bool).reshape(-1, 1)
+def crosses_ranks(pipeline: Pipeline) -> npt.NDArray[np.bool_]:
+    """Return whether each chunk except the last has its next chunk on another rank: [chunk, 1]."""
+    ranks = np.array([pipeline.rank_of(chunk) for chunk in range(pipeline.num_chunks)])
+    return (ranks[:-1] != ranks[1:]).reshape(-1, 1)
 
 
 @lru_cache(maxsize=64)
 def _plan(pipeline: Pipeline) -> tuple[tuple[Action, int, int], ...]:
-    """Every action after what it depends on: (action, the rank's action before it, the one it hears from), or -1."""
-    todo = [deque(pipeline.order(rank)) for rank in range(pipeline.num_ranks)]
+    """Return every action of every rank, each after the actions that it depends on.
+
+    Beside an action stand two indices into the plan, -1 for none: the rank's previous action, and
+    the action whose message it waits for.
+    """
+    orders = [deque(pipeline.order(rank)) for rank in range(pipeline.num_ranks)]
     plan: list[tuple[Action, int, int]] = []
-    sent: dict[tuple[bool, int, int], int] = {}  # (forward?, chunk, micro-batch) -> the action after which it leaves
-    before, unsent = [-1] * len(todo), [[] for _ in todo]
-    while any(todo):
-        planned = len(plan)
-        for rank, order in enumerate(todo):
-            while order and ((source := _source(order[0], pipeline.num_chunks)) is None or source in sent):
+    # (forward?, chunk, micro-batch) of a result -> index of the action after which it is sent
+    sent: dict[tuple[bool, int, int], int] = {}
+    before = [-1] * len(orders)
+    unsent: list[list[tuple[bool, int, int]]] = [[] for _ in orders]
+    while any(orders):
+        num_planned = len(plan)
+        for rank, order in enumerate(orders):
+            while order:
+                source = _source(order[0], pipeline.num_chunks)
+                if source is not None and source not in sent:
+                    break
                 action = order.popleft()
-                plan.append((action, before[rank], sent[source] if source else -1))
+                plan.append((action, before[rank], -1 if source is None else sent[source]))
                 before[rank] = len(plan) - 1
                 if action.kind != "W":
                     unsent[rank].append((action.kind == "F", action.chunk, action.microbatch))
                 if not action.joined:
                     sent.update(dict.fromkeys(unsent[rank], before[rank]))
                     unsent[rank].clear()
-        assert len(plan) > planned, f"{pipeline}: every rank waits for another"
+        assert len(plan) > num_planned, f"{pipeline}: every rank waits for another one"
     return tuple(plan)
 
 
 def _source(action: Action, num_chunks: int) -> tuple[bool, int, int] | None:
-    """Whose result an action needs from another chunk."""
+    """Return the result of another chunk that an action needs: (forward?, chunk, micro-batch)."""
     if action.kind == "F":
         return (True, action.chunk - 1, action.microbatch) if action.chunk else None
     if action.kind == "W" or action.chunk == num_chunks - 1:
@@ -196,11 +180,12 @@ def _source(action: Action, num_chunks: int) -> tuple[bool, int, int] | None:
 
 
 @lru_cache(maxsize=64)
-def held(pipeline: Pipeline, rank: int) -> Floats:
-    """Micro-batches whose activations a rank holds in each of its chunks: [moment, chunk of the rank].
+def kept_microbatches(pipeline: Pipeline, rank: int) -> Floats:
+    """Return of how many micro-batches a rank keeps activations: [moment, chunk of the rank].
 
-    From the start of a forward to the end of the backward, or of the weights' gradients where the two run apart. It
-    follows from the order alone. A chunk without a backward holds none: its `activation_bytes` are 0.
+    A chunk keeps them from the start of a forward to the end of the backward, or of the weights'
+    gradients where the two halves run separately. The numbers follow from the order alone; a chunk
+    without a backward has activations of 0 bytes.
     """
     chunks = pipeline.chunks_of(rank)
     now = [0] * len(chunks)
@@ -213,29 +198,38 @@ def held(pipeline: Pipeline, rank: int) -> Floats:
 
 
 def in_flight(pipeline: Pipeline) -> tuple[int, ...]:
-    """The most micro-batches that each chunk holds activations of at a time."""
-    most = {
-        chunk: int(column.max())
-        for rank in range(pipeline.num_ranks)
-        for chunk, column in zip(pipeline.chunks_of(rank), held(pipeline, rank).T, strict=True)
-    }
+    """Return the most micro-batches of which each chunk keeps activations at the same time."""
+    most: dict[int, int] = {}
+    for rank in range(pipeline.num_ranks):
+        columns = kept_microbatches(pipeline, rank).T
+        for chunk, column in zip(pipeline.chunks_of(rank), columns, strict=True):
+            most[chunk] = int(column.max())
     return tuple(most[chunk] for chunk in range(pipeline.num_chunks))
 
 
 def memory_bytes(pipeline: Pipeline, work: Work) -> Floats:
-    """What each rank holds at its peak, of state, activations in flight and messages that were sent: [rank, split]."""
-    message = np.where(crosses(pipeline), work.output_bytes[:-1], 0.0) * kept_messages(pipeline)
+    """Return the peak memory of each rank: [rank, split].
+
+    It is state, activations in flight, and messages that torch keeps after sending them.
+    """
+    crossing_bytes = np.where(crosses_ranks(pipeline), work.output_bytes[:-1], 0.0)
+    message = crossing_bytes * kept_messages(pipeline)
     sent = np.zeros_like(work.output_bytes)
     sent[:-1] += message
     sent[1:] += message * work.backward[:-1]
     ranks = []
     for rank in range(pipeline.num_ranks):
         chunks = list(pipeline.chunks_of(rank))
-        activations = (held(pipeline, rank) @ work.activation_bytes[chunks]).max(axis=0)
-        ranks.append((work.state_bytes + sent)[chunks].sum(axis=0) + activations)
+        kept = kept_microbatches(pipeline, rank) @ work.activation_bytes[chunks]
+        ranks.append((work.state_bytes + sent)[chunks].sum(axis=0) + kept.max(axis=0))
     return np.stack(ranks)
 
 
 def kept_messages(pipeline: Pipeline) -> int:
-    """How many of those that go one way between two chunks torch keeps until the step ends: all, or none."""
-    return 0 if pipeline.schedule in ("gpipe", "1f1b") else pipeline.num_microbatches
+    """Return how many of the messages between two chunks torch keeps until the step ends.
+
+    It keeps all that go one way, or none.
+    """
+    if pipeline.schedule in ("gpipe", "1f1b"):
+        return 0
+    return pipeline.num_microbatches

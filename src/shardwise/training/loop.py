@@ -12,16 +12,16 @@ from shardwise.checkpoint.output_dir import writing
 from shardwise.checkpoint.resume import find_start
 from shardwise.config import RunConfig
 from shardwise.data.loader import build_loaders
-from shardwise.data.text import load_tokenizer
+from shardwise.data.tokenizer import load_tokenizer
 from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.meter import Meter
-from shardwise.metrics.record import RunRecord
 from shardwise.models import load
 from shardwise.parallel.compile import uncompiled
 from shardwise.planner.timeline import Recorder, record_timeline
 from shardwise.process.ending import Stopped
 from shardwise.process.stop import StopRequest
 from shardwise.process.watchdog import beat, paused
+from shardwise.records.record import RunRecord
 from shardwise.training.evaluate import encode_prompt, evaluate, greedy_sample
 from shardwise.training.measure import add_to_record, documents_read, measure_memory, write_record
 from shardwise.training.reporter import Reporter

@@ -21,9 +21,9 @@ from shardwise.metrics.flops import CONVENTION, hardware_flops_per_token, model_
 from shardwise.metrics.hardware import environment, peak_flops
 from shardwise.metrics.memory import PeakMemory, state_bytes, state_tensors
 from shardwise.metrics.meter import Meter
-from shardwise.metrics.record import RunRecord
 from shardwise.models.counts import ModelCounts
 from shardwise.parallel.reduce import of_every_rank
+from shardwise.records.record import RunRecord
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.reporter import Reporter
 from shardwise.training.step import forward_backward

@@ -19,7 +19,7 @@ from shardwise.data.state import Counts
 from shardwise.interfaces import Batch, Evaluation, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
-from shardwise.metrics.record import MetricsFile, dumps
+from shardwise.records.record import MetricsFile, dumps
 from shardwise.training.loggers import Logger, open_loggers
 from shardwise.training.not_finite import explain
 from shardwise.training.progress import Progress

@@ -1,28 +1,18 @@
-"""What a peak is made of, against sums done by hand; KIB is a tensor of 256 float32."""
+"""The parts of a peak that was measured, against sums by hand; KIB is a tensor of 256 float32."""
 
 from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.metrics.memory import PeakMemory, state_tensors
-from shardwise.metrics.memory_parts import Event, Mark, parts_at_peak
+from tests.records.test_memory_parts import parts, without_temporary
 
 CPU = torch.device("cpu")
 KIB = 1024
-
-
-def parts(weights: int = 0, gradients: int = 0, optimizer: int = 0, activations: int = 0) -> dict[str, int]:
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "activations": activations}
-
-
-def without_temporary(found: dict[str, int] | None) -> dict[str, int]:
-    assert found is not None
-    return {part: size for part, size in found.items() if part != "temporary"}
 
 
 def sines(x: torch.Tensor) -> torch.Tensor:
@@ -88,56 +78,11 @@ def test_without_marks_all_is_temporary():
     assert peak.parts == {**parts(), "temporary": peak.peak_bytes}
 
 
-def timeline(*entries: Event | Mark | int) -> list[Event | Mark]:
-    """Integers +address and -address for a block that comes and goes; its size is its address."""
-    alive, result = 100, []
-    for entry in entries:
-        if isinstance(entry, int):
-            alive += entry
-            entry = Event(abs(entry), entry, alive)
-        result.append(entry)
-    return result
-
-
-BEGIN = Mark({10: ("weights", 10), 20: ("optimizer", 20)})
-NOTHING_NEW = BEGIN
-
-
-@pytest.mark.parametrize(
-    ("events", "peak", "expected"),
-    [
-        ((), 100, parts(10, 0, 20)),  # nothing is more than what was there at entry
-        ((+1, -1, Mark({}), +1), 101, parts(10, 0, 20)),
-        ((NOTHING_NEW, +1, +2, -2, Mark({}, ends_forward=True), +3), 104, parts(10, 0, 20, 1)),
-        # 2 is gathered weights; 3 was allocated between micro-batches.
-        ((+3, NOTHING_NEW, +1, +2, Mark({2: ("weights", 2)}, ends_forward=True)), 106, parts(10, 0, 20, 1)),
-        # The first instant with the most; a gradient that a later mark finds was there already, 5 not yet.
-        ((+4, -4, +4, +1, -1, +5, -4, Mark({5: ("gradients", 5)})), 109, parts(10, 5, 20)),
-        ((+4, +1, -1, Mark({4: ("gradients", 4)})), 105, parts(10, 4, 20)),
-        ((+4, +1, -4, -1, +4, Mark({4: ("gradients", 4)})), 105, parts(10, 0, 20)),  # another block at its place
-        # Buckets of DistributedDataParallel: from before, and seen only once they are gradients.
-        ((+4, -4, Mark({7: ("gradients", 7)})), 104, parts(10, 7, 20)),
-        ((Mark({7: ("gradients", 7)}), +4, -4), 104, parts(10, 7, 20)),
-        # A gradient that the forward has made already.
-        ((NOTHING_NEW, +4, Mark({}, ends_forward=True), Mark({4: ("gradients", 4)})), 104, parts(10, 4, 20)),
-        # While a weight is gathered, only the optimizer still shows its shard.
-        ((Mark({10: ("optimizer", 10)}), +4, -4), 104, parts(10, 0, 20)),
-        # A weight that is freed before the peak.
-        ((-10, +15), 105, parts(0, 0, 20)),
-    ],
-)
-def test_blocks_alive_at_the_peak(events, peak, expected):
-    entries = timeline(BEGIN, *events, Mark({}))
-    found = parts_at_peak(entries, 100, peak)
-    assert without_temporary(found) == expected
-    assert found["temporary"] == peak - sum(expected.values())
-
-
 class Allocator:
-    """CUDA's caching allocator as far as it is asked: it rounds up to 512 bytes and keeps a history."""
+    """A stand-in for CUDA's caching allocator, which rounds up to 512 bytes and keeps a history."""
 
     def __init__(self) -> None:
-        self.history = [{"action": "alloc", "addr": 1, "size": 100}]  # of somebody who recorded before
+        self.history = [{"action": "alloc", "addr": 1, "size": 100}]  # from an earlier recording
         self.alive = self.peak = 512
         self.counts = {"allocation.all.allocated": 7, "allocation.all.freed": 6}
 
@@ -178,6 +123,6 @@ def test_the_history_of_cuda(monkeypatch):
         allocator.free(1024, 700)
         allocator.alloc(1024, 1100)
     assert (peak.entry_bytes, peak.exit_bytes, peak.peak_bytes) == (512, 512 + 1024 + 1536, 3072)
-    # Of the 600 and 1100 that were asked for inside, the 600 were kept by the forward.
+    # Of the 600 and 1100 requested bytes inside, the forward kept the 600.
     assert without_temporary(peak.parts) == parts(activations=600)
     assert sum(peak.parts.values()) == peak.peak_bytes

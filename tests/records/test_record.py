@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from shardwise.config import UserError
-from shardwise.metrics.record import MetricsFile, RunRecord
+from shardwise.records.record import MetricsFile, RunRecord
 
 RECORD = RunRecord(
     status="ok",
@@ -37,9 +37,9 @@ def test_a_record_survives_strict_json(tmp_path):
     assert data["tokens_per_second"] == 12.5
     assert data["mfu"] is None  # not measured: null, not 0
 
-    found = RunRecord.read(path)
-    assert repr(found) == repr(RECORD)  # by repr, since nan != nan
-    assert found.config == {"data": {"train": "nan"}}  # a user's own string stays one
+    again = RunRecord.read(path)
+    assert repr(again) == repr(RECORD)  # by repr, since nan != nan
+    assert again.config == {"data": {"train": "nan"}}  # a user's own string stays one
 
 
 def test_writing_is_all_or_nothing(tmp_path):
@@ -89,5 +89,5 @@ def test_metrics_are_on_disk_line_by_line_and_are_continued(tmp_path):
 
 
 def test_a_record_is_read_without_torch():
-    code = "import sys; from shardwise.metrics.record import RunRecord; assert 'torch' not in sys.modules"
+    code = "import sys; from shardwise.records.record import RunRecord; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

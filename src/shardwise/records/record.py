@@ -1,4 +1,7 @@
-"""What a run leaves for other programs: `record.json` at its end and `metrics.jsonl` line by line. Needs no torch."""
+"""The files of a run for other programs: `record.json`, and `metrics.jsonl`, line by line.
+
+This file needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from shardwise.config import UserError
 
 SCHEMA_VERSION = 1
 
-# What may hold NaN or an infinity, written as a string.
+# Fields that may have NaN or infinities, which are written as strings.
 _FIGURES = ("losses", "grad_norms", "eval", "largest_round_difference")
 
 Status = Literal["ok", "oom", "failed", "timeout", "unsupported", "stopped"]
@@ -26,31 +29,33 @@ class PipelineStep:
     """One step of a pipeline, from its first action to its last."""
 
     seconds: float
-    bubble: float  # idle share of all ranks' time
+    bubble: float  # idle share of the time of all ranks
     busy_seconds: list[float]  # of each rank
-    idle_seconds: list[float]
+    idle_seconds: list[float]  # of each rank
 
 
 @dataclass(frozen=True)
 class PipelineRecord:
-    """How a model was cut for a pipeline, and what came of it."""
+    """How a model was cut for a pipeline, and one of its steps."""
 
     schedule: str
-    split: str | list[int]  # as asked for
-    boundaries: list[int]  # chunk c holds units boundaries[c] to boundaries[c + 1]: embedding, layers, head
+    split: str | list[int]  # `parallel.split`
+    boundaries: list[int]
+    """Chunk c has units boundaries[c] to boundaries[c + 1], of embedding, layers and head."""
     layers: list[int]  # of each chunk
-    costs: str  # where the units' costs come from
+    costs: str  # the source of the units' costs
     measured: PipelineStep | None  # the timed step of median length
-    simulated: PipelineStep | None  # None where the costs are no times of this machine
+    simulated: PipelineStep | None  # None where costs are no times of this machine
     simulator_error_percent: float | None  # simulated over measured seconds, less one
-    events: list[str] | None  # of the measured step, a line for each rank: see `schedule.trace.pack`
+    events: list[str] | None  # of the measured step, a line per rank: see `schedule.timeline.pack`
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run: what was asked, where it ran, what was measured. Lists over ranks are in rank order.
+    """One run: its config, its machine, and what was measured.
 
-    Figures that were not measured are None, never 0. Times and rates leave `measure.warmup_steps` steps out.
+    Lists over ranks are in the order of ranks. A figure that was not measured is None, never 0.
+    Times and rates leave out `measure.warmup_steps` steps.
     """
 
     status: Status
@@ -59,29 +64,39 @@ class RunRecord:
     environment: dict[str, Any] = field(default_factory=dict)  # device, versions, commit
     mesh: dict[str, int] = field(default_factory=dict)  # axis -> size
     parameters: dict[str, int] = field(default_factory=dict)  # trainable, frozen, total
-    lora: dict[str, Any] | None = None  # what was adapted, by layer kind
-    kernels: dict[str, str] = field(default_factory=dict)  # what `lora.kernel` and `training.loss` came to
-    losses: list[float] = field(default_factory=list)  # of each step, mean over the global batch's target tokens
-    grad_norms: list[float] = field(default_factory=list)  # of each step, global, before clipping
-    skipped_steps: int = 0  # whose float16 gradients had overflown
+    lora: dict[str, Any] | None = None  # adapted modules, by kind of layer
+    kernels: dict[str, str] = field(default_factory=dict)
+    """The kernels that were used for `lora.kernel` and `training.loss`."""
+    losses: list[float] = field(default_factory=list)
+    """Of each step: the mean over the target tokens of the global batch."""
+    grad_norms: list[float] = field(default_factory=list)
+    """Of each step: global, before clipping."""
+    skipped_steps: int = 0  # steps whose float16 gradients overflowed
     eval: list[dict[str, float]] = field(default_factory=list)  # step, loss, perplexity, tokens
     data: dict[str, Any] | None = None  # train, validation: rows and documents
-    tokens_per_second: float | None = None  # global
-    step_seconds: dict[str, float] | None = None  # mean, p10, p50, p90, max; and steps, how many were timed
-    peak_memory_bytes: list[int] | None = None
-    memory_parts: list[dict[str, int]] | None = None  # state_bytes' three, activations, temporary
-    state_bytes: list[dict[str, int]] | None = None  # weights, gradients, optimizer
+    tokens_per_second: float | None = None  # of all ranks together
+    step_seconds: dict[str, float] | None = None
+    """mean, p10, p50, p90 and max of the timed steps; `steps` is their number."""
+    peak_memory_bytes: list[int] | None = None  # of each rank
+    memory_parts: list[dict[str, int]] | None = None
+    """Of each rank: the parts of its peak (see `memory_parts.PARTS`)."""
+    state_bytes: list[dict[str, int]] | None = None  # of each rank: weights, gradients, optimizer
     mfu: float | None = None
     hfu: float | None = None
-    flops: dict[str, Any] | None = None  # per token (model, hardware), convention, peak and where it comes from
+    flops: dict[str, Any] | None = None
+    """Model and hardware FLOPs per token, their convention, and the peak with its source."""
     pipeline: dict[str, Any] | None = None  # PipelineRecord as plain data
     sample: str | None = None
     notes: list[str] = field(default_factory=list)  # what a reader of these figures must know
-    resumed_from: dict[str, Any] | None = None  # folder, step of a checkpoint; times are of what followed
+    resumed_from: dict[str, Any] | None = None
+    """Folder and step of a checkpoint; times are those of the steps after it."""
     schema_version: int = SCHEMA_VERSION
 
     def write(self, path: str | Path) -> None:
-        """Write strict JSON, all or nothing; NaN and infinities become the strings "nan", "inf" and "-inf"."""
+        """Write strict JSON, all of it or nothing.
+
+        NaN and infinities become the strings "nan", "inf" and "-inf".
+        """
         path = Path(path)
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text(dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -89,28 +104,32 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: str | Path) -> RunRecord:
-        """Read what `write` wrote; UserError where it is not a record of this schema."""
+        """Read a file that `write` wrote; UserError where it is not a record of this schema."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise UserError(f"{path}: cannot read the record ({error.strerror}); give a run's record.json") from None
+            what = f"{path}: cannot read the record ({error.strerror})"
+            raise UserError(f"{what}; give the record.json of a run") from None
         except ValueError as error:
-            raise UserError(f"{path}: not a record, since not JSON ({error}); give a run's record.json") from None
+            what = f"{path}: not a record, since it is not JSON ({error})"
+            raise UserError(f"{what}; give the record.json of a run") from None
         version = content.get("schema_version") if isinstance(content, dict) else None
         if version != SCHEMA_VERSION:
             raise UserError(
-                f"{path}: schema version {version}, but this program reads {SCHEMA_VERSION}; "
-                "run again, or read it with the version of shardwise that wrote it"
+                f"{path}: schema version {version}, but this program reads {SCHEMA_VERSION}; run "
+                "again, or read it with the version of shardwise that wrote it"
             )
         unknown = content.keys() - {f.name for f in dataclasses.fields(cls)}
         missing = {"status", "config"} - content.keys()
         if unknown or missing:
-            raise UserError(f"{path}: not a record ({min(unknown | missing)} is unknown or missing); run again")
-        return cls(**{key: _floats(value) if key in _FIGURES else value for key, value in content.items()})
+            name = min(unknown | missing)
+            raise UserError(f"{path}: not a record ({name} is unknown or missing); run again")
+        figures = {key: _floats(content[key]) for key in _FIGURES if key in content}
+        return cls(**{**content, **figures})
 
 
 class MetricsFile:
-    """`metrics.jsonl`: one JSON object a line, on disk as soon as it is written."""
+    """`metrics.jsonl`: one JSON object per line, which is on disk as soon as it is written."""
 
     def __init__(self, path: str | Path) -> None:
         self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
@@ -128,13 +147,16 @@ class MetricsFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
 
 def dumps(value: Any, indent: int | None = None) -> str:
-    """JSON that every parser reads: NaN and infinities, which JSON has no numbers for, become strings."""
+    """Return JSON that every parser reads: NaN and infinities, not numbers in JSON, are strings."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
@@ -147,7 +169,7 @@ def _finite(value: Any) -> Any:
 
 
 def _floats(value: Any) -> Any:
-    """Undo `_finite` in fields that hold no other strings."""
+    """Undo `_finite` in fields that have no other strings."""
     if isinstance(value, dict):
         return {key: _floats(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,0 +1,55 @@
+"""Load the tokenizer of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.config import Model, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of `model.tokenizer`, or else of `model.path`.
+
+    A local folder is read without a request to the hub. UserError where there is no tokenizer, or
+    one without a vocabulary, which transformers makes from a `config.json` alone.
+    """
+    from transformers import AutoTokenizer
+
+    source = model.tokenizer or model.path
+    is_local = Path(source).is_dir()
+    options: dict[str, Any] = {
+        "trust_remote_code": model.trust_remote_code,
+        "local_files_only": is_local,
+    }
+    way_out = "set model.tokenizer to a folder or hub id that has one"
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # a damaged file can raise anything in transformers
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        where = "" if is_local else "is no folder here, and from the hub "
+        message = f"{source}: {where}no tokenizer could be loaded ({what}); {way_out}"
+        raise UserError(message) from None
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise UserError(f"{source}: no tokenizer files, or an empty vocabulary; {way_out}")
+    return tokenizer
+
+
+def find_tokenizer(*sources: str) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of the first of these folders or hub ids that has one, or return None.
+
+    UserError where it cannot be loaded.
+    """
+    from transformers.utils import cached_file
+
+    for source in sources:
+        for name in ("tokenizer_config.json", "tokenizer.json"):
+            try:
+                cached_file(source, name)
+            except OSError:
+                continue
+            return load_tokenizer(Model(source))
+    return None

@@ -1,0 +1,34 @@
+"""The allocations of a device in a span of time, as all recorders report them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardwise.records.memory_parts import Event
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """Every allocation and free between `start` and `stop` of a recorder, and the bytes in use."""
+
+    events: list[Event | None]  # in order; None stands for a call of `mark`
+    entry_bytes: int
+    exit_bytes: int
+    peak_bytes: int
+
+
+class Recorder(Protocol):
+    """Records the allocations of one device."""
+
+    def start(self) -> None:
+        """Start to record."""
+        ...
+
+    def mark(self) -> None:
+        """Put a mark between the events so far and those that follow."""
+        ...
+
+    def stop(self) -> Allocations:
+        """Stop, and return what was recorded."""
+        ...

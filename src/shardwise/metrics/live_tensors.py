@@ -1,0 +1,77 @@
+"""The tensors of this process that Python can reach, and the storages behind tensors."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from itertools import compress
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Return the storages behind tensors, each once, by their address in C++."""
+    plain = (part for tensor in tensors for part in plain_tensors(tensor))
+    return {storage._cdata: storage for storage in (t.untyped_storage() for t in plain)}
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory of which a tensor consists.
+
+    It is the tensor itself, or the tensors that a subclass wraps, such as the shard of a DTensor.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):
+            yield from plain_tensors(part)
+
+
+def cpu_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors of these tensors and of their gradients that lie in CPU memory."""
+    tensors = list(tensors)
+    for tensor in [*tensors, *gradients(tensors)]:
+        for plain in plain_tensors(tensor):
+            if plain.layout == torch.strided and plain.untyped_storage().device.type == "cpu":
+                yield plain
+
+
+def gradients(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the gradients of these tensors that are set."""
+    return (t.grad for t in tensors if t.is_leaf and t.grad is not None)
+
+
+def live_tensors() -> list[torch.Tensor]:
+    """Return the tensors that Python's garbage collector knows, those in `_FROZEN` included."""
+    frozen = (reference() for reference in _FROZEN)
+    return [*(tensor for tensor in frozen if tensor is not None), *collectable_tensors()]
+
+
+def collectable_tensors() -> list[torch.Tensor]:
+    """Return the tensors that the garbage collector looks at, so without those in `_FROZEN`."""
+    # By type and without a loop in Python. isinstance would ask each of some 400,000 objects for
+    # its class, which some modules answer with a deprecation warning.
+    objects = gc.get_objects()
+    return list(compress(objects, map(_subclasses(torch.Tensor).__contains__, map(type, objects))))
+
+
+def _subclasses(cls: type) -> set[type]:
+    return {cls}.union(*map(_subclasses, cls.__subclasses__()))
+
+
+def freeze_imports() -> None:
+    """Exempt all objects so far from garbage collections, here and in processes forked from here.
+
+    To collect the 400,000 objects of torch and transformers takes 0.3 s. `live_tensors` still
+    returns the tensors among them.
+    """
+    _FROZEN.extend(map(weakref.ref, collectable_tensors()))
+    gc.freeze()
+
+
+_FROZEN: list[weakref.ref[torch.Tensor]] = []
+"""The tensors that `freeze_imports` has hidden from the garbage collector."""
