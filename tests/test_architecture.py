@@ -29,7 +29,7 @@ ARROWS = {
     "schedule": set(),
     "drawing": {"schedule"},
     "assembly": {"process", "models", "parallel", "metrics", "kernels", "schedule"},
-    "checkpoint": {"assembly", "process", "models", "data", "parallel", "records"},
+    "checkpoint": {"assembly", "process", "models", "data", "parallel", "metrics", "records"},
     "planner": {"assembly", "process", "models", "parallel", "metrics", "schedule", "checkpoint", "drawing", "records"},
     "training": {"planner", "checkpoint", "assembly", "process", "models", "data", "parallel", "metrics", "records"},
     "launch": {"training", "planner", "checkpoint", "assembly", "process", "parallel", "metrics"},
