@@ -33,7 +33,6 @@ IN_A_PIPELINE: list[tuple[str, dict[str, dict[str, Any]], str]] = [
     ("llama", {"lora": {"r": 4, "kernel": "triton"}}, "lora.kernel is triton, but "),
     ("llama", {"lora": {"r": 4, "targets": ["nonesuch"]}}, "nonesuch is no linear of this llama"),
     ("llama", {"lora": {"r": 4, "modules_to_save": ["nonesuch"]}}, "no module nonesuch in this llama"),
-    ("llama", {"lora": {"r": 4, "merged": True}}, "lora.merged is for single and ddp"),
     ("gpt2", {"data": {"sequence_length": 4096}}, "has learned only 1024 positions"),
     ("gpt2", {"data": {"packing": "isolated"}}, "gpt2 adds positions before its first layer"),
     ("qwen3_moe", {"lora": {**EXPERTS, "kernel": "torch"}}, "lora.kernel is torch, but no adapter here"),

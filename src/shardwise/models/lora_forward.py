@@ -11,8 +11,7 @@ called with a tensor computes all, and the others hand out what is theirs if the
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, UserError
 from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import Backend, Linear, lora_linear, merge, merged_lora_linear
+from shardwise.kernels.lora_linear import Backend, Linear, lora_linear
 from shardwise.models.causal_lm import autocast_dtype
 from shardwise.models.dropout import SlotDropout
 
@@ -80,39 +79,12 @@ def kernel_for(model: nn.Module, kernel: Kernel, device: torch.device, precision
 def check(model: nn.Module, asked: Lora) -> bool:
     """Whether a model has adapters that a kernel here computes. UserError if it has none and one is asked for."""
     plain = bool(_plain_layers(model))
-    if not plain and (asked.merged or asked.kernel not in ("auto", "peft")):
-        what = "lora.merged is true" if asked.merged else f"lora.kernel is {asked.kernel}"
-        raise UserError(f"{what}, but no adapter here is plain LoRA on a linear, which it is for; leave it out")
+    if not plain and asked.kernel not in ("auto", "peft"):
+        raise UserError(
+            f"lora.kernel is {asked.kernel}, but no adapter here is plain LoRA on a linear, which it is for; "
+            "leave it out"
+        )
     return plain
-
-
-def merged_bytes(model: nn.Module, precision: str) -> int:
-    """What `merged_weights` takes."""
-    weights, dtype = [_linear(layer).weight for layer in _plain_layers(model)], autocast_dtype(precision)
-    return sum(weight.numel() * (dtype or weight.dtype).itemsize for weight in weights)
-
-
-def merged_weights(model: nn.Module, precision: str) -> Callable[[], AbstractContextManager[None]]:
-    """Memory for W + s B A of every layer that `use_lora_kernel` has changed, in the dtype of its products.
-
-    What is returned fills it; within, and nowhere else, the layers compute with it.
-    """
-    layers, dtype = _plain_layers(model), autocast_dtype(precision)
-    weights = [_linear(layer).weight for layer in layers]
-    held = [torch.empty_like(w, dtype=dtype, requires_grad=False) for w in weights]
-
-    @contextmanager
-    def merged() -> Generator[None]:
-        for layer, weight in zip(layers, held):
-            merge(_linear(layer), weight)
-            layer.__dict__["merged_weight"] = weight
-        try:
-            yield
-        finally:
-            for layer in layers:
-                del layer.__dict__["merged_weight"]
-
-    return merged
 
 
 def backend_of(kernel: Kernel, device: torch.device) -> tuple[Kernel, Backend]:
@@ -230,9 +202,6 @@ def _version(x: torch.Tensor) -> int | None:
 
 def _compute(layers: list[PeftLinear], x: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, ...]:
     linears = [_linear(layer) for layer in layers]
-    merged = [layer.__dict__["merged_weight"] for layer in layers if "merged_weight" in layer.__dict__]
-    if len(merged) == len(layers):
-        return merged_lora_linear(x, linears, merged, backend)
     dropouts: list[Any] = [next(iter(layer.lora_dropout.values())) for layer in layers]
     drop = None
     if isinstance(dropouts[0], SlotDropout) and dropouts[0].active:

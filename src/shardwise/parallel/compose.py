@@ -18,7 +18,6 @@ from shardwise.parallel import (
     ddp,
     fsdp1,
     fsdp2,
-    merged,
     offload,
     pipeline_parallel,
     tensor_parallel,
@@ -39,7 +38,6 @@ ORDER: tuple[tuple[str, Any], ...] = (
     ("ddp", ddp.apply),  # wraps real weights
     ("zero1", zero.apply),  # the optimizer's shards are views into real weights
     ("zero2", zero.apply),
-    ("merged adapters", merged.apply),  # from real weights; around whatever runs a step
     ("float32 accumulation", accumulate.apply),  # changes what the wrappers hand over, and to whom
     ("pipeline", pipeline_parallel.apply),  # runs the stages that all others have made ready
 )
@@ -94,20 +92,10 @@ def check(cfg: RunConfig, family: str) -> None:
         if why := REFUSED.get(name) or REFUSED.get(name.removesuffix("-tp")):
             raise UserError(f"{asked} is not offered: {why}")
         raise UserError(f"{asked} is not proven for {family}; use one of {', '.join(sorted(offered))}")
-    if cfg.lora and cfg.lora.merged:
-        _check_merged(cfg)
     if cfg.parallel.tp > 1:
         _check_tensor(cfg)
     if cfg.parallel.pp > 1:
         _check_pipeline(cfg)
-
-
-def _check_merged(cfg: RunConfig) -> None:
-    """Refuse layouts where a rank has no whole weights for long enough, and what is not proven with merged ones."""
-    if (asked := layout(cfg)) not in ("single", "ddp"):
-        raise UserError(f"lora.merged is for single and ddp, not {asked}; set lora.merged to false")
-    if cfg.training.compile != "none":
-        raise UserError("lora.merged is not proven with training.compile; set compile to none, or lora.merged to false")
 
 
 def _check_tensor(cfg: RunConfig) -> None:
@@ -182,8 +170,6 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: 
         asked.add("compile")
     if cfg.training.accumulation == "float32":
         asked.add("float32 accumulation")
-    if cfg.lora and cfg.lora.merged:
-        asked.add("merged adapters")
     if cfg.parallel.tp > 1:
         asked.add("tensor")
     if cfg.parallel.pp > 1:

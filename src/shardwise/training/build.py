@@ -97,9 +97,6 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     parameters = _sizes(hf)
     notes = _notes(cfg, spec)
     counts = None if notes else count_model(hf, spec)
-    if cfg.lora and cfg.lora.merged:
-        copied = lora_forward.merged_bytes(hf, cfg.training.precision)
-        notes += (f"lora.merged: a second copy of the weights that have adapters takes {copied:,} bytes on each rank",)
     cut = None if facts.pipeline is None else _cut(cfg, mesh, facts, facts.pipeline, counts)
     if cfg.parallel.tp > 1:
         notes += _not_dealt_out(plan.undealt_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh)

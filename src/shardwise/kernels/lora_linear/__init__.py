@@ -2,6 +2,5 @@
 
 from shardwise.kernels.lora_linear.backend import Backend
 from shardwise.kernels.lora_linear.fused import Linear, backward_half, lora_linear
-from shardwise.kernels.lora_linear.merged import merge, merged_lora_linear
 
-__all__ = ["Backend", "Linear", "backward_half", "lora_linear", "merge", "merged_lora_linear"]
+__all__ = ["Backend", "Linear", "backward_half", "lora_linear"]
