@@ -7,7 +7,7 @@ tiles. So does the gradient of the input, each sibling's product to the last one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -23,10 +23,6 @@ COLUMN_BYTES = 512
 """Of a row of dy, that one program of `output_gradients` takes."""
 FACTOR_BYTES = 128
 """Of an adapter's rank, that a program takes at once: more would not fit in registers."""
-
-PRODUCTS: Literal["vendor", "fused"] = "vendor"
-"""Whose the product by the weight is. `fused`: ours, with tiles that start with the adapter's part. `vendor`: cuBLAS's,
-which adds to what was written before. Ours saves a pass over the result; which one is faster has not been measured."""
 
 operator: Any = torch.library.custom_op
 
@@ -200,34 +196,12 @@ def _multiply(
     adapter = (_matrix(left), _matrix(right), None if bias is None else bias.contiguous(), drop)
     options = {"SCALE": scale, "BLOCK_R": _adapters(left, rank, None)[2], **_types(left, drop)}
 
-    def tiles(meta: dict[str, int]) -> int:
-        return triton.cdiv(num_rows, meta["BLOCK_M"]) * triton.cdiv(num_features, meta["BLOCK_K"])
+    def programs(meta: dict[str, int]) -> tuple[int]:
+        return (triton.cdiv(num_rows, meta["BLOCK_M"]) * triton.cdiv(num_features, meta["BLOCK_K"]),)
 
-    if PRODUCTS == "vendor":
-        kernels.expand_kernel[lambda meta: (tiles(meta),)](
-            _matrix(out), *adapter, num_rows, num_features, rank, modules, **options
-        )
-        for large_left, large_right in zip(lefts, rights):
-            out.addmm_(large_left, large_right)
-        return
-    turned = all(matrix.stride(0) == 1 for matrix in rights)
-    tma = _copy_engine_takes(lefts) and _copy_engine_takes([matrix.t() for matrix in rights] if turned else rights)
-    if tma:  # descriptors lie in memory that Triton asks for as it launches
-        triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=out.device))
-    most = 2 * torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 3
-    kernels.fused_kernel[lambda meta: (min(tiles(meta), most),)](
-        _matrix(out), tuple(map(_matrix, lefts)), tuple(map(_matrix, rights)), tuple(map(len, rights)), *adapter,
-        num_rows, num_features, rank, modules,
-        LARGE=_types(out)["DOT"], TMA=tma, TURNED=turned, **options,
-    )  # fmt: skip
-
-
-def _copy_engine_takes(matrices: list[torch.Tensor]) -> bool:
-    """Whether the chip has one, for matrices that lie so: rows of neighbours, each at a multiple of 16 bytes."""
-    has_one = not matrices[0].is_cuda or torch.cuda.get_device_capability(matrices[0].device)[0] >= 9
-    return has_one and all(
-        m.stride(1) == 1 and m.stride(0) * m.itemsize % 16 == 0 and m.data_ptr() % 16 == 0 for m in matrices
-    )
+    kernels.expand_kernel[programs](_matrix(out), *adapter, num_rows, num_features, rank, modules, **options)
+    for large_left, large_right in zip(lefts, rights):
+        out.addmm_(large_left, large_right)
 
 
 def _sum(parts: torch.Tensor, total: torch.Tensor, scale: float) -> torch.Tensor:

@@ -108,32 +108,6 @@ def _add_product(
     return total
 
 
-@triton.jit
-def _adapter_tile(
-    left, right, bias, drop, rank, modules, rows, row_inside, features, feature_inside,
-    DOT: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Tile of bias + SCALE sum over modules of keep(left right); left [M, S*R], right [S*R, K]."""
-    total = tl.zeros((BLOCK_M, BLOCK_K), WIDE)
-    if drop is None:
-        total = _add_product(
-            total, left, right, 0, rank, rows, row_inside, features, feature_inside, DOT, WIDE, PRECISION, BLOCK_R
-        )
-    else:
-        for module in range(modules):
-            part = _add_product(
-                tl.zeros((BLOCK_M, BLOCK_K), WIDE),
-                *(left, right, module * rank, rank, rows, row_inside, features, feature_inside),
-                *(DOT, WIDE, PRECISION, BLOCK_R),
-            )
-            total += tl.where(_keep(drop, module, rows, row_inside, features, feature_inside), part, 0.0)
-    total *= SCALE
-    if bias is not None:
-        total += tl.load(bias + features, mask=feature_inside, other=0.0).to(WIDE)[None, :]
-    return total
-
-
 @_tuned(
     ({"BLOCK_M": 64, "BLOCK_K": 64}, 4, 1),
     ({"BLOCK_M": 64, "BLOCK_K": 128}, 4, 1),
@@ -150,67 +124,23 @@ def expand_kernel(
     rows = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     features = tl.program_id(0) % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
     row_inside, feature_inside = rows < num_rows, features < num_features
-    total = _adapter_tile(
-        *(left, right, bias, drop, rank, modules, rows, row_inside, features, feature_inside),
-        *(DOT, WIDE, SCALE, PRECISION, BLOCK_R, BLOCK_M, BLOCK_K),
-    )
-    _put(out, total, rows, row_inside, features, feature_inside)
-
-
-@_tuned(
-    ({"BLOCK_M": 128, "BLOCK_K": 128, "BLOCK_D": 64}, 8, 3),
-    ({"BLOCK_M": 128, "BLOCK_K": 128, "BLOCK_D": 64}, 4, 3),
-    ({"BLOCK_M": 128, "BLOCK_K": 256, "BLOCK_D": 64}, 8, 3),
-    ({"BLOCK_M": 128, "BLOCK_K": 256, "BLOCK_D": 64}, 8, 4),
-)
-@triton.jit
-def fused_kernel(
-    out, lefts, rights, depths, left, right, bias, drop, num_rows, num_features, rank, modules,
-    LARGE: tl.constexpr, TMA: tl.constexpr, TURNED: tl.constexpr,
-    DOT: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, CASE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Tiles of out = bias + SCALE sum over modules of keep(left right) + sum of lefts_i rights_i, in dtype LARGE.
-
-    TMA: the chip's copy engine fetches their tiles, of rights with their rows as columns if these lie so (TURNED). A
-    program takes one tile after the other, 8 blocks of rows at a time: what they read of rights is in L2 meanwhile.
-    """
-    row_blocks, blocks = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_features, BLOCK_K)
-    if TMA:
-        a_tiles, b_tiles = (), ()
-        for i in tl.static_range(len(lefts)):
-            a, b, depth = lefts[i], rights[i], depths[i]
-            a_tiles += (tl.make_tensor_descriptor(a[0], [num_rows, depth], [a[1], 1], [BLOCK_M, BLOCK_D]),)
-            if TURNED:
-                b_tiles += (tl.make_tensor_descriptor(b[0], [num_features, depth], [b[2], 1], [BLOCK_K, BLOCK_D]),)
-            else:
-                b_tiles += (tl.make_tensor_descriptor(b[0], [depth, num_features], [b[1], 1], [BLOCK_D, BLOCK_K]),)
-    for place in range(tl.program_id(0), row_blocks * blocks, tl.num_programs(0)):
-        group = place // (8 * blocks) * 8
-        height = tl.minimum(row_blocks - group, 8)
-        first_row = (group + place % (8 * blocks) % height) * BLOCK_M
-        first_feature = place % (8 * blocks) // height * BLOCK_K
-        rows, features = first_row + tl.arange(0, BLOCK_M), first_feature + tl.arange(0, BLOCK_K)
-        row_inside, feature_inside = rows < num_rows, features < num_features
-        total = _adapter_tile(
-            *(left, right, bias, drop, rank, modules, rows, row_inside, features, feature_inside),
-            *(DOT, WIDE, SCALE, PRECISION, BLOCK_R, BLOCK_M, BLOCK_K),
+    total = tl.zeros((BLOCK_M, BLOCK_K), WIDE)
+    if drop is None:
+        total = _add_product(
+            total, left, right, 0, rank, rows, row_inside, features, feature_inside, DOT, WIDE, PRECISION, BLOCK_R
         )
-        for i in tl.static_range(len(lefts)):
-            if TMA:
-                for start in range(0, depths[i], BLOCK_D):
-                    if TURNED:
-                        b_tile = tl.trans(b_tiles[i].load([first_feature, start]))
-                    else:
-                        b_tile = b_tiles[i].load([start, first_feature])
-                    a_tile = a_tiles[i].load([first_row, start]).to(LARGE)
-                    total = tl.dot(a_tile, b_tile.to(LARGE), total, input_precision=PRECISION, out_dtype=WIDE)
-            else:
-                total = _add_product(
-                    *(total, lefts[i], rights[i], 0, depths[i], rows, row_inside, features, feature_inside),
-                    *(LARGE, WIDE, PRECISION, BLOCK_D),
-                )
-        _put(out, total, rows, row_inside, features, feature_inside)
+    else:
+        for module in range(modules):
+            part = _add_product(
+                tl.zeros((BLOCK_M, BLOCK_K), WIDE),
+                *(left, right, module * rank, rank, rows, row_inside, features, feature_inside),
+                *(DOT, WIDE, PRECISION, BLOCK_R),
+            )
+            total += tl.where(_keep(drop, module, rows, row_inside, features, feature_inside), part, 0.0)
+    total *= SCALE
+    if bias is not None:
+        total += tl.load(bias + features, mask=feature_inside, other=0.0).to(WIDE)[None, :]
+    _put(out, total, rows, row_inside, features, feature_inside)
 
 
 @_tuned(

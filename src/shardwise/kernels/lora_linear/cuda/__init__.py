@@ -9,7 +9,7 @@ others are refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -85,13 +85,9 @@ def _check(*tensors: torch.Tensor) -> None:
         raise UserError(why)
 
 
-PRODUCTS: Literal["auto", "vendor", "fused"] = "auto"
-"""Who multiplies by the weight: cuBLAS, adding to what the adapter gave, or the kernel here; `auto`: see `fused`."""
-
-
 def fused(device: torch.device) -> bool:
-    """Whether the kernel here does; `auto`: before sm_90, whose wgmma cuBLAS has, the kernel not (unmeasured)."""
-    return PRODUCTS == "fused" or (PRODUCTS == "auto" and torch.cuda.get_device_capability(device)[0] < 9)
+    """Return whether product.cuh multiplies by the weight: before sm_90. From sm_90 on, cuBLAS does, with wgmma."""
+    return torch.cuda.get_device_capability(device)[0] < 9
 
 
 # What is launched is an operator of its own, so that torch.compile traces through and need not look inside.
