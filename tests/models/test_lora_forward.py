@@ -43,9 +43,9 @@ def calls(monkeypatch) -> list[int]:
     """How many linears each call of the kernel had."""
     found: list[int] = []
 
-    def noting(x, linears, drop, backend):
+    def noting(x, linears, drop, backend, half):
         found.append(len(linears))
-        return lora_linear.lora_linear(x, linears, drop, backend)
+        return lora_linear.lora_linear(x, linears, drop, backend, half)
 
     monkeypatch.setattr(lora_forward, "lora_linear", noting)
     return found

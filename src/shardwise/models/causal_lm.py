@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shardwise.config import RunConfig, UserError, require
 from shardwise.interfaces import IGNORED, Batch, Part
 from shardwise.kernels.linear_cross_entropy import Kernel, kernel_of, linear_cross_entropy
+from shardwise.kernels.lora_linear import BackwardHalf
 from shardwise.models import isolation
 from shardwise.models.attention import use_kernel
 from shardwise.models.dropout import DropoutState, replace_dropouts
@@ -82,6 +83,7 @@ class CausalLM(Part):
         self.hf = hf
         self.spec = spec
         self.autocast_dtype = autocast_dtype(cfg.training.precision)
+        self.backward_half = BackwardHalf()  # read by the LoRA linears, set by a pipeline that halves backwards
         self.dropout = DropoutState(cfg.training.seed)
         replace_dropouts(hf, self.dropout)
         use_kernel(hf, spec, cfg.model.sdpa_backend)

@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, UserError
 from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import Backend, Linear, lora_linear
-from shardwise.models.causal_lm import autocast_dtype
+from shardwise.kernels.lora_linear import Backend, BackwardHalf, Linear, lora_linear
+from shardwise.models.causal_lm import CausalLM, autocast_dtype
 from shardwise.models.dropout import SlotDropout
 
 SHARING = frozenset(
@@ -49,15 +49,23 @@ def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device, prec
     kernel, backend = kernel_for(model, kernel, device, precision)
     if backend is None:
         return kernel
+    parts = [module for module in model.modules() if isinstance(module, CausalLM)]
+    for part in parts:
+        _replace_forwards(part, backend, part.backward_half)
+    if not parts:
+        _replace_forwards(model, backend, half=None)
+    return kernel
+
+
+def _replace_forwards(model: nn.Module, backend: Backend, half: BackwardHalf | None) -> None:
     for layer in _plain_layers(model):
-        _Shared([layer], backend)
+        _Shared([layer], backend, half)
     for parent in list(model.modules()):
         inner: list[tuple[str, Any]] = list(parent.named_modules())
         together = _alike([module for path, module in inner if path in SHARING and _is_plain(module)])
         if len(together) > 1:
-            shared = _Shared(together, backend)
+            shared = _Shared(together, backend, half)
             parent.forward = shared.within(parent.forward)
-    return kernel
 
 
 def kernel_for(model: nn.Module, kernel: Kernel, device: torch.device, precision: str) -> tuple[Kernel, Backend | None]:
@@ -136,9 +144,10 @@ def _alike(layers: list[PeftLinear]) -> list[PeftLinear]:
 class _Shared:
     """Layers of one input, and what those that were not called yet will give for it."""
 
-    def __init__(self, layers: list[PeftLinear], backend: Backend) -> None:
+    def __init__(self, layers: list[PeftLinear], backend: Backend, half: BackwardHalf | None) -> None:
         self.layers = layers
         self.backend = backend
+        self.half = half
         self.x: torch.Tensor | None = None
         self.version = 0
         self.waiting: dict[int, torch.Tensor] = {}  # by place in `layers`
@@ -161,14 +170,14 @@ class _Shared:
         """What the layer at a place gives for x."""
         version = _version(x)
         if len(self.layers) == 1 or version is None:
-            (y,) = _compute([self.layers[place]], x, self.backend)
+            (y,) = _compute([self.layers[place]], x, self.backend, self.half)
             return y
         if x is self.x and self.version == version and place in self.waiting:
             return self.waiting.pop(place)
         if self.waiting:  # not called together after all
-            (y,) = _compute([self.layers[place]], x, self.backend)
+            (y,) = _compute([self.layers[place]], x, self.backend, self.half)
             return y
-        ys = _compute(self.layers, x, self.backend)
+        ys = _compute(self.layers, x, self.backend, self.half)
         self.x, self.version = x, version
         self.waiting = {other: y for other, y in enumerate(ys) if other != place}
         return ys[place]
@@ -200,10 +209,12 @@ def _version(x: torch.Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _compute(layers: list[PeftLinear], x: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, ...]:
+def _compute(
+    layers: list[PeftLinear], x: torch.Tensor, backend: Backend, half: BackwardHalf | None
+) -> tuple[torch.Tensor, ...]:
     linears = [_linear(layer) for layer in layers]
     dropouts: list[Any] = [next(iter(layer.lora_dropout.values())) for layer in layers]
     drop = None
     if isinstance(dropouts[0], SlotDropout) and dropouts[0].active:
         drop = Dropout(dropouts[0].p, torch.stack([own.seeds(x) for own in dropouts]), dropouts[0].features)
-    return lora_linear(x, linears, drop, backend)
+    return lora_linear(x, linears, drop, backend, half)

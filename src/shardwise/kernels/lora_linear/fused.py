@@ -31,20 +31,27 @@ class Linear(NamedTuple):
 
 Half = Literal["full", "input", "weight"]
 
-_halves: list[Half] = ["full"]  # not of a thread: on a GPU backwards run in one of their own
 
+class BackwardHalf:
+    """Which gradients the running backward computes: those of the input, those of the weights, or both ("full").
 
-@contextmanager
-def backward_half(half: Half) -> Generator[None]:
-    """Within it, backwards compute what a pipeline asks for that takes the gradients of x first and the weights' later.
-
-    torch runs a node in both halves and tells it nothing; the second would compute all of the first again.
+    A pipeline may compute the gradient of a stage's input first and those of its weights later. autograd runs a node
+    in both halves and does not tell it which one is running: the second half would compute the first again. So a
+    stage and its linears share this object, which the stage sets. It is an attribute and no context variable, because
+    on a GPU a backward runs in a thread of autograd's.
     """
-    _halves.append(half)
-    try:
-        yield
-    finally:
-        _halves.pop()
+
+    def __init__(self) -> None:
+        self.current: Half = "full"
+
+    @contextmanager
+    def running(self, half: Half) -> Generator[None]:
+        """Set the half for the backwards within the context."""
+        before, self.current = self.current, half
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 def lora_linear(
@@ -52,6 +59,7 @@ def lora_linear(
     linears: Sequence[Linear],
     drop: Dropout | None = None,
     backend: Backend = torch_backend,
+    half: BackwardHalf | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """What each of some linears of one input gives: [..., N] of x [..., K], whose tokens `drop` counts in their order.
 
@@ -65,7 +73,7 @@ def lora_linear(
     device = x.device.type
     rows, dtype = computing_dtype(x, linears)
     seeds, features, p = flat(drop)
-    how = _How(backend, tuple(linear.scale for linear in linears), dtype, p)
+    how = _How(backend, tuple(linear.scale for linear in linears), dtype, p, half)
     weights, biases, a, b = ([getattr(linear, name) for linear in linears] for name in ("weight", "bias", "a", "b"))
     with torch.autocast(device, enabled=False):
         ys = _LoraLinears.apply(how, seeds, features, rows, *weights, *biases, *a, *b)
@@ -100,6 +108,7 @@ class _How(NamedTuple):
     scales: tuple[float, ...]  # S of them
     dtype: torch.dtype  # of the adapters' products
     p: float  # of the dropout
+    half: BackwardHalf | None  # None: every backward is a full one
 
 
 class _LoraLinears(torch.autograd.Function):
@@ -130,7 +139,8 @@ class _LoraLinears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        how, half = ctx.how, _halves[-1]
+        how = ctx.how
+        half = "full" if how.half is None else how.half.current
         seeds, features, x, h, *tensors = ctx.saved_tensors
         weights, a, b = (tensors[i * len(given) : (i + 1) * len(given)] for i in range(3))
         dys, used = filled(given, weights)
