@@ -240,6 +240,17 @@ def test_dtypes_that_a_kernel_does_not_multiply_are_refused_before_a_forward(mon
     assert use_lora_kernel(block()[0], "auto", CPU) == "torch"
 
 
+def test_a_dtype_that_only_a_forward_knows_is_refused_with_the_key(monkeypatch):
+    def refuse(*args):
+        raise UserError("here is float32; give all matrices in one of the two")
+
+    model, _ = block()
+    use_lora_kernel(model, "torch", CPU)
+    monkeypatch.setattr(lora_forward, "lora_linear", refuse)
+    with pytest.raises(UserError, match=r"^lora\.kernel: here is float32; .*: set training\.precision to bfloat16"):
+        outcome(model)
+
+
 def test_peak_memory_is_below_pefts():
     x = torch.randn(2048, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
 

@@ -14,6 +14,7 @@ from shardwise.config import RunConfig, UserError, require
 from shardwise.interfaces import IGNORED, Batch, Part
 from shardwise.kernels.linear_cross_entropy import Kernel, kernel_of, linear_cross_entropy
 from shardwise.kernels.lora_linear import BackwardHalf
+from shardwise.kernels.triton_support import why_not
 from shardwise.models import isolation
 from shardwise.models.attention import use_kernel
 from shardwise.models.dropout import DropoutState, replace_dropouts
@@ -45,6 +46,9 @@ def loss_of_run(cfg: RunConfig, family: Family, device: torch.device) -> str:
         return "plain"
     who = f"{family.model_type}, which is not listed,"
     require(known, f"training.loss is {asked}, but what {who} does to its logits is not known; use auto or plain")
+    reason = why_not(device)
+    if asked == "triton" and reason is not None:
+        raise UserError(f"training.loss is triton, but {reason}; use auto or chunked")
     return "triton" if kernel_of(KERNELS[asked], device) == "triton" else "chunked"
 
 

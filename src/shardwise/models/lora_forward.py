@@ -36,6 +36,8 @@ SHARING = frozenset(
 """Paths of linears that, where they lie in one module, are called with one tensor. Where that is not so they cost more
 than they need, and compute the same."""
 
+OTHER_DTYPE = "set training.precision to bfloat16, or lora.kernel to auto"
+
 Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
 """As `lora.kernel` has it."""
 
@@ -80,7 +82,7 @@ def kernel_for(model: nn.Module, kernel: Kernel, device: torch.device, precision
     for layer in _plain_layers(model):
         linear = _linear(layer)
         if why := backend.refused([dtype] if dtype else [linear.weight.dtype, linear.a.dtype]):
-            raise UserError(why)
+            raise UserError(f"lora.kernel is {kernel}, but {why}; {OTHER_DTYPE}")
     return kernel, backend
 
 
@@ -217,4 +219,7 @@ def _compute(
     drop = None
     if isinstance(dropouts[0], SlotDropout) and dropouts[0].active:
         drop = Dropout(dropouts[0].p, torch.stack([own.seeds(x) for own in dropouts]), dropouts[0].features)
-    return lora_linear(x, linears, drop, backend, half)
+    try:
+        return lora_linear(x, linears, drop, backend, half)
+    except UserError as error:  # only a forward knows the dtype of its input
+        raise UserError(f"lora.kernel: {error}: {OTHER_DTYPE}") from None

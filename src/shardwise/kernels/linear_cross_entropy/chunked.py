@@ -188,7 +188,7 @@ def kernel_of(kernel: Kernel, device: torch.device) -> Literal["torch", "triton"
     """What `kernel` comes to on a device. UserError where `triton` cannot run."""
     reason = why_not(device)
     if kernel == "triton" and reason is not None:
-        raise UserError(f"training.loss is triton, but {reason}; use auto or chunked")
+        raise UserError(f"the loss's kernel is triton, but {reason}; use auto or torch")
     return "torch" if kernel == "torch" or reason is not None else "triton"
 
 

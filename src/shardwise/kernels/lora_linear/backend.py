@@ -26,7 +26,7 @@ class Backend(Protocol):
         ...
 
     def refused(self, dtypes: Iterable[torch.dtype]) -> str | None:
-        """Why it does not compute with matrices of such dtypes together, and the way out; None: it does."""
+        """Why it does not compute with matrices of such dtypes together; None: it does."""
         ...
 
     def project(self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:

@@ -32,10 +32,7 @@ def refused(dtypes: Iterable[torch.dtype]) -> str | None:
     given = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
     if given in (["bfloat16"], ["float16"]):
         return None
-    return (
-        f"lora.kernel is cuda, whose kernels multiply bfloat16 or float16 alone, but here is {' and '.join(given)}; "
-        "set training.precision to bfloat16, or lora.kernel to auto"
-    )
+    return f"the kernels in CUDA C++ multiply bfloat16 or float16 alone, and here is {' and '.join(given)}"
 
 
 def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
@@ -82,7 +79,7 @@ def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> t
 def _check(*tensors: torch.Tensor) -> None:
     """UserError for what only a forward knows, such as hidden states in another dtype than the weights."""
     if why := refused(tensor.dtype for tensor in tensors):
-        raise UserError(why)
+        raise UserError(f"{why}; give all matrices in one of the two")
 
 
 def fused(device: torch.device) -> bool:
