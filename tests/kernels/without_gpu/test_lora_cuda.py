@@ -25,7 +25,7 @@ def kernels(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def on_cpu(kernels, monkeypatch):
     stand_in(monkeypatch, kernels)
-    monkeypatch.setattr(cuda, "fused", lambda device: True)
+    monkeypatch.setattr(cuda, "multiplies_weights", lambda device: True)
 
 
 class Problem:
@@ -102,7 +102,7 @@ def test_equals_float64(kernels, shape):
 
 
 def test_with_the_product_of_the_library(monkeypatch):
-    monkeypatch.setattr(cuda, "fused", lambda device: False)
+    monkeypatch.setattr(cuda, "multiplies_weights", lambda device: False)
     problem = Problem(70, 72, 40, 8, linears=2, p=0.3)
     # The adapter's products, then those of two linears.
     assert_close(problem.results(cuda), problem.results(torch_backend, wide=True), torch.bfloat16, roundings=4)
