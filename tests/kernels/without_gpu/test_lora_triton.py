@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from shardwise.kernels.dropout import Dropout, flat
+from shardwise.kernels.dropout import Dropout, as_arguments
 from shardwise.kernels.lora_linear import Linear, lora_linear, naive, torch_backend, triton
 
 N = 21  # of the outputs
@@ -150,7 +150,7 @@ def test_operators_are_what_they_say(p):
     """Schema, fake implementation, and no tensor that is changed or handed through."""
     inputs, drop = drawn(Case(18, 7, 3, modules=2, p=p, dtype=torch.bfloat16, factors=torch.float32))
     x, weight, bias, a, b, h, g, dy = (inputs[k] for k in ("x", "weight", "bias", "a", "b", "h", "g", "dy"))
-    own, mask = h[:, :3], flat(drop)
+    own, mask = h[:, :3], as_arguments(drop)
     arguments = [
         (triton._project, (x, a, *mask)),
         (triton._product, (x, weight, bias, own, b, 2.0)),

@@ -1,4 +1,4 @@
-"""A frozen linear with a LoRA adapter in as few passes over its input as can be."""
+"""Frozen linears with LoRA adapters, in as few passes over their input as possible."""
 
 from shardwise.kernels.lora_linear.backend import Backend
 from shardwise.kernels.lora_linear.fused import BackwardHalf, Linear, lora_linear
