@@ -163,6 +163,7 @@ class _LoraLinears(torch.autograd.Function):
         dx = None
         das: list[torch.Tensor | None] = [None] * num_linears
         if needs_dx:
+            assert g is not None
             dx = options.backend.input_gradient(
                 dys,
                 [weight.to(dys[0].dtype) for weight in weights],
@@ -175,6 +176,7 @@ class _LoraLinears(torch.autograd.Function):
             ctx.first_half = g, dbs
             return None, None, None, dx, *[None] * (4 * num_linears)
         if any(needs_da):
+            assert g is not None
             parts = options.backend.factor_gradient(g, x, drop).chunk(num_linears)
             for i, part in enumerate(parts):
                 das[i] = part.to(a[i].dtype) if needs_da[i] else None
