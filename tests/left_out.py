@@ -33,7 +33,7 @@ NOT_QUICK = (
     *("tests/benchmark/test_runner.py", "tests/gpu", "tests/integration", "tests/parity", "tests/test_readme.py"),
     *(f"tests/models/test_{name}.py" for name in ("adapter", "isolation", "stage")),
     *(f"tests/parallel/test_{name}.py" for name in ("accumulate", "activation_checkpoint", "communication", "compile")),
-    *(f"tests/parallel/test_{name}.py" for name in ("fsdp2", "loading", "logits_memory", "state_bytes", "merged")),
+    *(f"tests/parallel/test_{name}.py" for name in ("fsdp2", "loading", "logits_memory", "state_bytes")),
     *(f"tests/parallel/test_{name}.py" for name in ("tensor_options", "tensor_parallel", "tensor_state_bytes", "zero")),
     *(f"tests/training/test_{name}.py" for name in ("launch", "measure", "watchdog")),
 )

@@ -12,7 +12,7 @@ from shardwise import config, rules
 from shardwise.benchmark.sweep import read_sweep
 from shardwise.config import UserError
 from shardwise.ranges import RANGES
-from shardwise.run_file import MOST_BYTES, _PlainData, load_config
+from shardwise.run_file import MOST_BYTES, _PlainData, load_config, without_removed
 
 SECTIONS = """
 model: {path: base, init: random}
@@ -123,6 +123,16 @@ def test_a_step_of_more_tokens_than_any_run_has():
                 config.Model("a"), config.Data("a", sequence_length=2**24), config.Training("a", global_batch_size=1000)
             )
         )
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_removed_key_is_refused_by_name_and_dropped_from_what_was_stored(value, tmp_path):
+    with pytest.raises(UserError, match=r"lora\.merged was removed; leave it out$"):
+        load(tmp_path, f"lora: {{r: 4, merged: {str(value).lower()}}}\n")
+    stored = load(tmp_path, "lora: {r: 4}\n").to_dict()
+    stored["lora"]["merged"] = value
+    assert ("merged" in without_removed(stored)["lora"]) == value
+    assert without_removed(stored | {"lora": None})["lora"] is None
 
 
 def test_a_file_that_is_no_run_file(tmp_path):

@@ -305,7 +305,7 @@ LEFT_OUT = {
         "optimizer.lr_schedule",
     ),
     *("training.device", "training.overwrite", "training.async_save", "measure.memory", "measure.reverse_microbatches"),
-    *("measure.trackers", "lora.rslora", "lora.merged", "measure.nudge_weights", "lora.targets", "data.train"),
+    *("measure.trackers", "lora.rslora", "measure.nudge_weights", "lora.targets", "data.train"),
 }
 """Keys that no rule asks about, and lists."""
 

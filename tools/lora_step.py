@@ -65,8 +65,6 @@ def compare(name: str, dtype: Any, precision: Any, dropout: float, rounds: int) 
     )
     assert cfg.lora is not None
     loras = {"peft": replace(cfg.lora, kernel="peft"), "torch": replace(cfg.lora, kernel="torch")}
-    if not dropout:
-        loras["torch, merged"] = replace(loras["torch"], merged=True)
     mesh = build_mesh(cfg, torch.device("cpu"))
     jobs = {way: build(replace(cfg, lora=lora), mesh) for way, lora in loras.items()}
     losses = {way: step(job, mesh, 0) for way, job in jobs.items()}

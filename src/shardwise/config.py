@@ -17,6 +17,9 @@ from shardwise.ranges import RANGES, missed_bound, shown
 
 DType = Literal["float32", "bfloat16"]
 
+REMOVED: dict[str, Any] = {"lora.merged": False}
+"""Keys that a run file had in an earlier version, each with the value that equals leaving it out."""
+
 
 class UserError(ValueError):
     """The user's mistake: one line that says what is wrong and how to mend it (exit code 2, no traceback)."""
@@ -90,22 +93,11 @@ class Lora(Section):
     kernel: Literal["auto", "torch", "triton", "cuda", "peft"] = "auto"
     """What computes plain LoRA linears: torch's products, Triton's kernels or CUDA C++'s, in fewer passes than PEFT's
     forward (`peft`). `auto`: `triton` on a GPU where it can run, else `torch`."""
-    merged: bool = False
-    """Add the adapters to a copy of the weights once per optimizer step: one product instead of three, for memory, and
-    for rounding that LoRA else does not have. For `single` and `ddp`, without dropout."""
 
     def __post_init__(self) -> None:
         check_ranges("lora", self)
         require(self.targets != [], "lora.targets is an empty list; name linears, or leave the section out")
         require(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; give a value in [0, 1)")
-        require(
-            not self.merged or self.dropout == 0.0,
-            f"lora.merged leaves nothing to drop from: set lora.dropout, {self.dropout}, to 0, or lora.merged to false",
-        )
-        require(
-            not self.merged or self.kernel != "peft",
-            "lora.merged is not for PEFT's forward; set lora.kernel to auto, or lora.merged to false",
-        )
 
 
 @dataclass(frozen=True)

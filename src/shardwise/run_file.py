@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from shardwise import rules
-from shardwise.config import RunConfig, UserError, known_keys, nearest, require
+from shardwise.config import REMOVED, RunConfig, UserError, known_keys, nearest, require
 from shardwise.ranges import shown
 
 
@@ -35,6 +35,17 @@ def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
     for _, message in rules.refusals(cfg):
         raise UserError(f"{source}: {message}")
     return cfg
+
+
+def without_removed(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections that an earlier version stored, without keys of REMOVED that changed nothing."""
+    data = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in data.items()}
+    for name, unused in REMOVED.items():
+        section, _, key = name.partition(".")
+        keys = data.get(section)
+        if isinstance(keys, dict) and key in keys and keys[key] == unused:
+            del keys[key]
+    return data
 
 
 @functools.cache
@@ -128,7 +139,10 @@ def _first_problem(error: Any) -> str:
     problem = min(error.errors(), key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"))
     location = [str(part)[:80] for part in problem["loc"]]
     if problem["type"] == "unexpected_keyword_argument":
-        return f"unknown key {'.'.join(location)}; {nearest(location[-1], known_keys(*location[:-1]))}"
+        key = ".".join(location)
+        if key in REMOVED:
+            return f"{key} was removed; leave it out"
+        return f"unknown key {key}; {nearest(location[-1], known_keys(*location[:-1]))}"
     if problem["type"] in ("missing", "missing_argument"):
         return f"{'.'.join(location)} is missing; add it"
     if problem["type"] == "value_error":

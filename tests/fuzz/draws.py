@@ -75,7 +75,7 @@ class Draw:
         if not self.plain:
             return cfg
         cfg = replace(cfg, training=replace(cfg.training, checkpointing="none", loss="plain"))
-        return replace(cfg, lora=cfg.lora and replace(cfg.lora, kernel="peft", merged=False))
+        return replace(cfg, lora=cfg.lora and replace(cfg.lora, kernel="peft"))
 
     def options(self) -> list[str]:
         """What is counted beside family and layout."""
@@ -96,9 +96,7 @@ class Draw:
         if cfg.lora:
             targets = cfg.lora.targets if isinstance(cfg.lora.targets, str) else "some"
             named += [f"lora.targets {targets}", f"lora.kernel {cfg.lora.kernel}"]
-            named += [
-                f"lora.{key}" for key in ("dropout", "rslora", "merged", "modules_to_save") if getattr(cfg.lora, key)
-            ]
+            named += [f"lora.{key}" for key in ("dropout", "rslora", "modules_to_save") if getattr(cfg.lora, key)]
         flags = {
             "offload": parallel.offload != "none",
             "keep gathered": not parallel.reshard_after_forward,
@@ -139,7 +137,7 @@ def draw(seed: int, folder: Path) -> Draw:
     hf_config = load.read_config(cfg.model)
     cfg = replace(cfg, training=_training(cfg, sizes, FAMILIES[family].kinds(hf_config), random["training"]))
     if random["lora"].random() < 0.6:
-        cfg = replace(cfg, lora=_lora(cfg, hf_config, layout, random["lora"]))
+        cfg = replace(cfg, lora=_lora(cfg, hf_config, random["lora"]))
     if cfg.training.precision == "bfloat16":  # weights off by 1e-7 may be rounded the other way: they stay as they are
         cfg = replace(cfg, optimizer=replace(cfg.optimizer, lr=0.0))
     rows = Rows(
@@ -259,15 +257,14 @@ def _training(cfg: RunConfig, sizes: dict[str, int], kinds: list[str], random: R
     )
 
 
-def _lora(cfg: RunConfig, hf_config: PretrainedConfig, layout: str, random: Random) -> Lora:
+def _lora(cfg: RunConfig, hf_config: PretrainedConfig, random: Random) -> Lora:
     family = FAMILIES[hf_config.model_type]
     targets: Any = random.choice(("auto", "auto", "attention", "all-linear", "some"))
     if targets == "some":
         hf = load.build_meta(cfg.model, hf_config)
         paths = lora.reach(hf, spec_of(hf_config, hf), "all-linear")
         targets = random.sample(paths, random.randint(1, min(5, len(paths))))
-    merged = layout in ("single", "ddp") and random.random() < 0.2
-    dropped = not merged and (not family.experts or targets in ("auto", "attention"))  # experts' adapters have no input
+    dropped = not family.experts or targets in ("auto", "attention")  # experts' adapters have no input
     saved = ["norm"] if hf_config.tie_word_embeddings else ["norm", "head", "embed"]
     saved += ["attention"] if targets in ("auto", "all-linear") else []
     return Lora(
@@ -277,6 +274,5 @@ def _lora(cfg: RunConfig, hf_config: PretrainedConfig, layout: str, random: Rand
         targets=targets,
         rslora=random.random() < 0.3,
         modules_to_save=[getattr(family, random.choice(saved))] if random.random() < 0.4 else [],
-        kernel="torch" if merged else random.choice(("auto", "torch", "peft")),
-        merged=merged,
+        kernel=random.choice(("auto", "torch", "peft")),
     )

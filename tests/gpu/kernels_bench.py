@@ -92,8 +92,7 @@ class Run:
         name = side.partition(":")[2] or next((line["auto"] for line in lora if line["kind"] == "environment"), "auto")
         if name == "peft" or side == "transformers":
             return "green"
-        # Whichever of a kernel's products the step takes: all that were compared must be right.
-        rows = [line for line in lora if line.get("side", "").partition(",")[0] == name]
+        rows = [line for line in lora if line.get("side") == name]
         loss = [line for line in self.lines("loss") if line["side"] == "triton" and line["status"] != "skipped"]
         wrong = [line["reason"] for line in rows + loss if line["status"] not in ("ok", "green")]
         return (wrong or ["green"])[0] if rows else f"{name} was compared nowhere"

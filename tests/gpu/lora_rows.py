@@ -27,8 +27,7 @@ from tests.gpu.draw import where
 from tests.gpu.measure import METHOD, Clock, ceilings, floors
 from tests.gpu.shapes import FULL, REHEARSAL, Setting
 
-OURS = ("torch", "triton", "triton, fused", "cuda", "cuda, fused")
-"""`fused`: the product with the frozen weight is the backend's own too, with the adapter's in it."""
+OURS = ("torch", "triton", "cuda")
 SIDES = ("frozen", "peft", "peft bfloat16", *OURS)
 Forward = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
@@ -61,8 +60,6 @@ def main(out: str, device_type: str) -> None:
     for setting in sizes.settings:
         problem = Problem(setting, sizes.tokens, device)
         for side in SIDES:
-            if side == "triton, fused" and (setting.r, setting.p) != (16, 0.0) and device.type == "cuda":
-                continue  # its tiles take long to be tried out, and rank and dropout change little
             row = {"setting": vars(setting), "side": side, "floor": floors(setting, sizes.tokens, measured)}
             if missing[side] is not None:
                 say(kind="row", **row, status="skipped", reason=missing[side])
@@ -137,8 +134,7 @@ def autocast(device: torch.device, enabled: bool = True) -> Iterator[None]:
 
 def backend_of(side: str) -> Any:
     """The module with the five functions of a side of shardwise's."""
-    name = side.partition(",")[0]
-    return importlib.import_module(f"shardwise.kernels.lora_linear.{'torch_backend' if name == 'torch' else name}")
+    return importlib.import_module(f"shardwise.kernels.lora_linear.{'torch_backend' if side == 'torch' else side}")
 
 
 def why_not(side: str, device: torch.device) -> str | None:
@@ -149,20 +145,6 @@ def why_not(side: str, device: torch.device) -> str | None:
         return backend_of(side).missing(device)
     except ImportError as error:
         return str(error)
-
-
-@contextmanager
-def taking(side: str) -> Iterator[None]:
-    """Within it a backend takes its own product with the weight, or the vendor's."""
-    if side not in OURS or side == "torch":
-        yield
-        return
-    backend = backend_of(side)
-    before, backend.PRODUCTS = backend.PRODUCTS, "fused" if side.endswith(", fused") else "vendor"
-    try:
-        yield
-    finally:
-        backend.PRODUCTS = before
 
 
 def forward_of(side: str, problem: Problem) -> tuple[Forward, list[torch.Tensor]]:
@@ -204,13 +186,12 @@ def checked(problem: Problem, side: str) -> dict[str, Any]:
         return {"status": "green", "reason": "not ours: torch's own random masks, or none"}
     try:
         forward, factors = forward_of(side, problem)
-        with taking(side):
-            twice = []
-            for _ in range(2):
-                with autocast(problem.device, side != "peft bfloat16"):
-                    ys = forward(problem.x)
-                found = torch.autograd.grad(ys, [problem.x, *factors], problem.dys)
-                twice.append([y.detach() for y in ys] + list(found))
+        twice = []
+        for _ in range(2):
+            with autocast(problem.device, side != "peft bfloat16"):
+                ys = forward(problem.x)
+            found = torch.autograd.grad(ys, [problem.x, *factors], problem.dys)
+            twice.append([y.detach() for y in ys] + list(found))
     except Exception as error:
         return {"status": "red", "reason": f"{type(error).__name__}: {error}"[:300]}
     errors = problem.errors(twice[0])
@@ -238,8 +219,7 @@ def timed(problem: Problem, side: str, clock: Clock) -> dict[str, Any]:
     def backward(ys: tuple[torch.Tensor, ...]) -> None:
         torch.autograd.grad(ys, [problem.x, *factors], problem.dys)
 
-    with taking(side):
-        times = {"forward": clock.time(run), "backward": clock.time(backward, prepare=lambda: run(None))}
+    times = {"forward": clock.time(run), "backward": clock.time(backward, prepare=lambda: run(None))}
     return {"status": "ok", "reason": "", "gate": gate, **times}
 
 

@@ -41,7 +41,6 @@ NOT_TIMED: Mapping[str, str] = {
     "lora.rslora": _VALUES,
     "lora.modules_to_save": _UNITS,
     "lora.dtype": _UNITS,
-    "lora.merged": "it is refused in a pipeline",
     "data.train": _TOKENS,
     "data.weights": _TOKENS,
     "data.validation": _TOKENS,

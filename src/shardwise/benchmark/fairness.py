@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from shardwise.config import UserError, known_keys, nearest
+from shardwise.config import REMOVED, UserError, known_keys, nearest
 from shardwise.records.cell import Axis
 
 NPROC, GLOBAL_BATCH = "nproc", "training.global_batch_size"
@@ -19,7 +19,6 @@ NUMERICS = {
     "model.dtype",
     "model.sdpa_backend",
     "lora.kernel",
-    "lora.merged",
     "training.precision",
     "training.accumulation",
     "training.compile",
@@ -51,7 +50,7 @@ def family(key: str) -> str:
     section = key.partition(".")[0]
     if key == NPROC or section == "parallel":
         return LAYOUT
-    if key in ("model.dtype", "model.sdpa_backend", "lora.kernel", "lora.merged", "data.workers"):
+    if key in ("model.dtype", "model.sdpa_backend", "lora.kernel", "data.workers"):
         return key
     if section in ("model", "lora", "data", "optimizer") or key in _WORK_OF_TRAINING:
         return WORK
@@ -68,6 +67,8 @@ def check_keys(where: str, keys: Iterable[str], varied: bool) -> None:
             raise UserError(f"{where}: unknown key {key}; {nearest(section, [*known_keys(), NPROC], 'sections')}")
         if not name:
             raise UserError(f"{where} sets the section {key} as a whole; name its keys, as in {key}.KEY")
+        if key in REMOVED:
+            raise UserError(f"{where} sets {key}, which was removed; leave it out")
         if name not in known_keys(section):
             raise UserError(f"{where}: unknown key {key}; {nearest(name, known_keys(section))}")
         if key in _NEVER:

@@ -13,7 +13,7 @@ from shardwise.config import RunConfig, UserError
 from shardwise.data.state import LoaderState
 from shardwise.models import load
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.run_file import parse_config
+from shardwise.run_file import parse_config, without_removed
 
 MAY_DIFFER = frozenset(
     (
@@ -103,7 +103,7 @@ def find_start(cfg: RunConfig) -> Start:
 
 
 def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
-    old = parse_config(manifest.config, source=str(folder))
+    old = parse_config(without_removed(manifest.config), source=str(folder))
     before, now = _keys(old), _keys(cfg)
     if cfg.optimizer.lr_schedule == "constant":  # else the learning rate of every step depends on how many there are
         before.pop("training.steps"), now.pop("training.steps")

@@ -1,4 +1,4 @@
-"""What Triton's kernels share: whether they can run here."""
+"""Find out whether Triton's kernels can run on a device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.util import find_spec
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run operation by operation on the CPU, in numpy; Triton reads the same variable on its import."""
+"""Whether Triton runs kernels on the CPU, operation by operation; it reads the variable itself."""
 
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """None where Triton's kernels run on tensors of `device`; else the reason, for people."""
+    """Return why Triton's kernels cannot run on a device, as a clause; None if they can."""
     if find_spec("triton") is None:
         return "triton is not installed"
     if INTERPRETED:
@@ -22,4 +22,6 @@ def why_not(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"triton's kernels need a GPU, not {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"triton's kernels need compute capability 8.0, this GPU has {major}.{minor}"
+    if major >= 8:
+        return None
+    return f"triton's kernels need compute capability 8.0, this GPU has {major}.{minor}"

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import IGNORED, Batch, Part
+from shardwise.kernels.lora_linear import BackwardHalf
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.families import Family
 from shardwise.models.patches.dropout import DropoutState
@@ -35,6 +36,7 @@ class CausalLM(Part):
         self.spec = spec
         self.family = family
         self.autocast_dtype = autocast_dtype(cfg.training.precision)
+        self.backward_half = BackwardHalf()  # read by the LoRA linears, set by a pipeline that halves backwards
         self.dropout = DropoutState(cfg.training.seed)
         self.num_routers = len(routers_of(whole or hf, family))
         """Of the whole model: a stage adds its routers' share of the router loss."""

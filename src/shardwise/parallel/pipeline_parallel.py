@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-from shardwise import interfaces
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel, ParameterFacts
 from shardwise.layouts import HALVING, num_microbatches
@@ -91,10 +90,10 @@ class _Runner:
             microbatches = [shard(batch) for batch in microbatches]
         (shape,) = {batch.input_ids.shape for batch in microbatches}  # another one would end gloo, and with it the run
         key = (len(microbatches), *shape)
-        if key not in self.schedules:
-            self.schedules[key] = self._schedule(pm.parts, *key)
-        schedule, stages = self.schedules[key]
         parts = [part for part in pm.parts if isinstance(part, Part)]
+        if key not in self.schedules:
+            self.schedules[key] = self._schedule(parts, *key)
+        schedule, stages = self.schedules[key]
         zero = torch.zeros((), device=self.mesh.device)
         for part in parts:
             part.train(train)
@@ -117,7 +116,7 @@ class _Runner:
         self.losses.append(loss.detach().clone())  # torch detaches the stage's output in place
         return loss * self.loss_scale
 
-    def _schedule(self, parts: Sequence[interfaces.Part], num_microbatches: int, rows: int, tokens: int) -> Any:
+    def _schedule(self, parts: Sequence[Part], num_microbatches: int, rows: int, tokens: int) -> Any:
         pipeline = replace(self.pipeline, num_microbatches=num_microbatches)  # UserError if there are too few
         top = pipeline.num_chunks - 1
         stages = []

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from shardwise.interfaces import Part
-from shardwise.kernels.lora_linear import backward_half
+from shardwise.models.causal_lm import CausalLM
 from shardwise.schedule.orders import Kind
 
 
@@ -66,7 +65,7 @@ class Stage(PipelineStage):
 
     def __init__(
         self,
-        part: Part,
+        part: CausalLM,
         chunk: int,
         num_chunks: int,
         input: torch.Tensor,
@@ -76,6 +75,7 @@ class Stage(PipelineStage):
     ) -> None:
         super().__init__(part, chunk, num_chunks, clock.device, input_args=input, output_args=output, group=group)
         self.clock = clock
+        self.backward_half = part.backward_half
         self.trained = output.requires_grad  # something in it or below
         self.moments: list[tuple[Kind, int, Any, Any]] = []
 
@@ -119,8 +119,8 @@ class Stage(PipelineStage):
             self.moments.append(("W", bwd_chunk_id, start, self.clock.now()))
 
     def backward_maybe_with_nosync(self, backward_type: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch's."""
-        with backward_half(backward_type):
+        """As torch's; tells the LoRA linears of the part which half of a backward runs."""
+        with self.backward_half.running(backward_type):
             return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
 
     # Between two stages of one rank torch hands gradients over in an evaluation too, where there are none.

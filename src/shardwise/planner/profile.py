@@ -185,9 +185,11 @@ class _Bench:
             _backward.stage_backward(outputs[0] if stage.spec.last else outputs, gradients, [carried])
             self.seconds[place, "B"].append(self.now() - start)
             return
-        _, groups = _backward.stage_backward_input(outputs, gradients, [carried], stage.parameters())
+        with stage.backward_half.running("input"):
+            _, groups = _backward.stage_backward_input(outputs, gradients, [carried], stage.parameters())
         between = self.now()
-        _backward.stage_backward_weight(stage.parameters(), groups)
+        with stage.backward_half.running("weight"):
+            _backward.stage_backward_weight(stage.parameters(), groups)
         self.seconds[place, "I"].append(between - start)
         self.seconds[place, "W"].append(self.now() - between)
 

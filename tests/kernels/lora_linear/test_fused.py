@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from shardwise.kernels.lora_linear import Linear, backward_half, lora_linear, naive, torch_backend
+from shardwise.kernels.lora_linear import BackwardHalf, Linear, lora_linear, naive, torch_backend
 from tests.kernels.lora_linear.cases import Problem, draw, run, to, worst
 
 SHAPES = [(7, 5, (3,), 1), (33, 17, (9, 4, 5), 2), (1, 1, (1,), 1), (40, 64, (31, 31), 256), (65, 130, (33,), 24)]
@@ -235,23 +235,26 @@ def test_halves_of_a_backward_share_its_work_out():
     (one, other), expected = (draw(12, 10, (10, 10), 2, p=0.3) for _ in range(2)), None
     parameters = [*one.inputs()[1:], *other.inputs()[1:]]
 
+    half = BackwardHalf()
+
     def forward(backend):
-        middle = sum(lora_linear(*one, backend)).tanh()
-        return sum(y.sum() for y in lora_linear(middle, *other[1:], backend))
+        middle = sum(lora_linear(*one, backend, half)).tanh()
+        return sum(y.sum() for y in lora_linear(middle, *other[1:], backend, half))
 
     expected = torch.autograd.grad(forward(torch_backend), [one.x, *parameters])
     backend, asked = recording()
     loss = forward(backend)
     del asked[:]
-    with backward_half("input"):
+    with half.running("input"):
         (dx,), groups = stage_backward_input([loss], None, [one.x], iter(parameters))
     assert asked == ["output_gradients + +", "output_gradients + +", "input_gradient"] * 2
     assert all(p.grad is None for p in parameters)
     del asked[:]
-    with backward_half("weight"):
+    with half.running("weight"):
         stage_backward_weight(iter(parameters), groups)
     assert asked == ["factor_gradient"] * 2
     assert worst([dx, *(p.grad for p in parameters)], expected) < 1e-13
+    assert half.current == "full"
 
 
 def test_a_graph_may_be_used_twice():

@@ -88,12 +88,9 @@ def lora(dtype: torch.dtype, rank: int, p: float, m: int = 64, k: int = 128, n: 
     x, weight, bias = (torch.zeros(shape, dtype=dtype) for shape in ((m, k), (n, k), (n,)))
     a, b = torch.zeros(s * rank, k, dtype=dtype), torch.zeros(n, rank, dtype=dtype)
     drop = Dropout(p, torch.zeros(s, m, dtype=torch.int32), torch.arange(k, dtype=torch.int32)) if p else None
-    if driver.active.get_current_target().arch < 90:
-        backend._copy_engine_takes = lambda matrices: False
     h = backend.project(x, a, drop)
-    for backend.PRODUCTS in ("vendor", "fused") if dtype == torch.bfloat16 else ("vendor",):
-        y = backend.product(x, weight, bias, h[:, :rank], b, 2.0)
-        backend.input_gradient([y, y], [weight, weight], h, a, drop)
+    y = backend.product(x, weight, bias, h[:, :rank], b, 2.0)
+    backend.input_gradient([y, y], [weight, weight], h, a, drop)
     backend.output_gradients(y, b, h[:, :rank], 2.0)
     backend.factor_gradient(h, x, drop)
 

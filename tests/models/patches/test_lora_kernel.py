@@ -43,9 +43,9 @@ def calls(monkeypatch) -> list[int]:
     """How many linears each call of the kernel had."""
     found: list[int] = []
 
-    def noting(x, linears, drop, backend):
+    def noting(x, linears, drop, backend, half):
         found.append(len(linears))
-        return lora_linear.lora_linear(x, linears, drop, backend)
+        return lora_linear.lora_linear(x, linears, drop, backend, half)
 
     monkeypatch.setattr(lora_kernel, "lora_linear", noting)
     return found
@@ -238,6 +238,17 @@ def test_dtypes_that_a_kernel_does_not_multiply_are_refused_before_a_forward(mon
     assert use_lora_kernel(model, "cuda", CPU, "float16") == "cuda"  # autocast makes one of them
     assert use_lora_kernel(block()[0].bfloat16(), "cuda", CPU) == "cuda"
     assert use_lora_kernel(block()[0], "auto", CPU) == "torch"
+
+
+def test_a_dtype_that_only_a_forward_knows_is_refused_with_the_key(monkeypatch):
+    def refuse(*args):
+        raise UserError("here is float32; give all matrices in one of the two")
+
+    model, _ = block()
+    use_lora_kernel(model, "torch", CPU)
+    monkeypatch.setattr(lora_kernel, "lora_linear", refuse)
+    with pytest.raises(UserError, match=r"^lora\.kernel: here is float32; .*: set training\.precision to bfloat16"):
+        outcome(model)
 
 
 def test_peak_memory_is_below_pefts():

@@ -6,15 +6,15 @@ import torch
 
 
 def dynamic_conv(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
-    """See shifted.dynamic_conv, which computes the same."""
+    """Return [B, T, D] of x [B, P + T, D] and kernels [B, T, D, W], as shifted.dynamic_conv."""
     tokens, width = kernels.shape[1], kernels.shape[3]
-    before = x.shape[1] - tokens
+    num_earlier = x.shape[1] - tokens
     outs = []
     for t in range(tokens):
         out = torch.zeros_like(x[:, 0])
         for w in range(width):
-            at = before + t - (width - 1 - w)
-            if at >= 0:
-                out = out + x[:, at] * kernels[:, t, :, w]
+            place = num_earlier + t - (width - 1 - w)
+            if place >= 0:
+                out = out + x[:, place] * kernels[:, t, :, w]
         outs.append(out)
     return torch.stack(outs, 1)

@@ -1,4 +1,7 @@
-"""One product of all tokens per tap: nothing as large as the kernels is made, in the forward or for the backward."""
+"""The dynamic convolution as one elementwise product of all tokens per tap.
+
+No tensor as large as the kernels is allocated, neither in the forward nor for the backward.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ from torch.nn import functional as F
 
 
 def dynamic_conv(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
-    """Each channel's last W values, weighted by the kernel of its token: [B, T, D].
+    """Return a causal depthwise convolution with a kernel per token: [B, T, D].
 
-    x [B, P + T, D]: the T tokens that kernels [B, T, D, W] belong to, after P earlier ones, of which the last W - 1
-    are seen; what is missing before them is 0. The last tap is the token's own.
+    x [B, P + T, D] are P earlier tokens and the T tokens of kernels [B, T, D, W], which have W
+    taps. Token t gets the sum over w of kernels[:, t, :, w] * x[:, P + t - (W - 1) + w]: the last
+    tap multiplies the token itself, and tokens before the first count as 0.
+    Source: Jet-Nemotron, arXiv 2508.15884.
     """
     tokens, width = kernels.shape[1], kernels.shape[3]
-    x = F.pad(x, (0, 0, tokens + width - 1 - x.shape[1], 0))  # negative: cuts off
+    # W - 1 tokens before the first one; a negative padding cuts off what is never read.
+    x = F.pad(x, (0, 0, tokens + width - 1 - x.shape[1], 0))
     taps = kernels.unbind(-1)
     out = x[:, width - 1 :] * taps[-1]
     for w in range(width - 1):

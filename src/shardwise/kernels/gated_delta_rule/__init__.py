@@ -1,4 +1,4 @@
-"""The gated delta rule, of a state per head that forgets, and that corrects what it stores under a key."""
+"""The gated delta rule: a state per head that decays, and that corrects what a key has stored."""
 
 from __future__ import annotations
 
@@ -13,21 +13,33 @@ from shardwise.kernels.gated_delta_rule.naive import State
 
 
 def gated_delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: State = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: State = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each token reads, [B, T, N, V] in v's dtype, and the state after the last one, [B, N, K, V] float32.
+    """Return the output of each token [B, T, N, H] and the state after the last token [B, N, S, H].
 
-    q, k [B, T, N, K] are normalised here, and q divided by sqrt(K); v [B, T, N, V]; g <= 0 (the log of the decay) and
-    beta in [0, 1], [B, T, N]; state [B, N, K, V], zero if None. Of a token: S <- e^g S, S <- S + beta k (v - S^T k)^T,
-    and out = S^T q (Yang et al., arXiv 2412.06464, equation 10). Sums are in float32, or float64 of float64.
+    Keys have S features and values H. q, k [B, T, N, S] are normalised here to length 1, and q is
+    divided by sqrt(S); v [B, T, N, H]; g [B, T, N], the logarithm of the decay, is at most 0; beta
+    [B, T, N] lies in [0, 1]; state [B, N, S, H], zeros if None. Each token does
 
-    On a GPU fla's kernels compute it where the package is installed and v has 16 bits, which is what they take.
+        state <- e^g state
+        state <- state + beta k (v - state^T k)^T
+        output = state^T q
+
+    The output has v's dtype. Sums and the state are float32, or float64 if v is.
+    Source: Yang et al., "Gated Delta Networks", arXiv 2412.06464, equation 10.
+
+    On a GPU with `fla` installed its kernels compute it if v has 16 bits: they take no other dtype.
     """
     if v.is_cuda and v.element_size() == 2 and find_spec("fla"):
         fla: Any = import_module("fla.ops.gated_delta_rule")
         # The recurrent kernel has no backward.
-        step = v.shape[1] == 1 and not torch.is_grad_enabled()
-        rule = fla.fused_recurrent_gated_delta_rule if step else fla.chunk_gated_delta_rule
+        one_step = v.shape[1] == 1 and not torch.is_grad_enabled()
+        rule = fla.fused_recurrent_gated_delta_rule if one_step else fla.chunk_gated_delta_rule
         q, k, beta = (x.to(v.dtype) for x in (q, k, beta))
         flags = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
         return rule(q, k, v, g=g, beta=beta, initial_state=state, **flags)

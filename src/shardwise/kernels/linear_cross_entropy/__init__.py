@@ -1,4 +1,4 @@
-"""The head and its cross entropy in one: what a language model spends most of its memory on if they are apart."""
+"""The linear head and its cross entropy in one: apart, they need most of a model's memory."""
 
 from shardwise.kernels.linear_cross_entropy.chunked import Kernel, kernel_of, linear_cross_entropy
 from shardwise.kernels.linear_cross_entropy.vocabulary import Vocabulary

@@ -1,9 +1,10 @@
-"""Cross entropy of a linear head without its logits: a chunk of rows at a time, gradients in the forward.
+"""Cross entropy of a linear head without all its logits: chunk by chunk, gradients in the forward.
 
-The loss is the end of the graph, so that the gradient of a chunk of logits, softmax minus one-hot, is known as soon as
-the chunk is: dx and dW are taken from it at once, up to the factor that comes with the backward, and its memory serves
-the next chunk. Products are the vendor's; softmax and gradient are torch's operators or Triton's kernels (triton.py).
-Rows without a target are left out before any product.
+The loss ends the graph. So the gradient of a chunk of logits, softmax minus one-hot, is known as
+soon as the chunk is, except for the factor that the backward brings: the gradients of hidden states
+and weight take their share of it at once, and the next chunk reuses its memory. The products are
+the vendor's; softmax and gradient are torch's operators or Triton's kernels (triton.py). Rows
+without a target are left out before any product.
 Source of the idea: Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2.
 """
 
@@ -19,22 +20,29 @@ from shardwise.kernels.linear_cross_entropy.vocabulary import Vocabulary
 from shardwise.kernels.triton_support import why_not
 
 CHUNK_BYTES = 256 * 2**20
-"""Of a chunk of logits, as wide as they get: of 248,320 logits 256 rows in float32, 512 in bfloat16.
+"""Bytes of a chunk of logits at most: of 248,320 logits 256 rows in float32, 512 in bfloat16.
 
-A product reads the weight once and multiplies each number as often as there are rows: from about 300 on, a GPU is
-busier multiplying than reading.
+A product reads the weight once and multiplies each number as often as there are rows. From about
+300 rows on, a GPU spends more time on multiplying than on reading.
 """
 TILE = 128
-"""Rows that a product on a GPU takes together: what is left of a tile costs as much as a whole one."""
+"""Rows of a tile of a product on a GPU: a part of a tile costs as much as a whole one."""
 
 Kernel = Literal["auto", "torch", "triton"]
-"""What takes the softmax of a chunk; `auto`: Triton on a GPU, where it is installed."""
-
+"""What computes the softmax of a chunk; `auto`: Triton on a GPU where it is installed."""
 
 Softmax = Callable[
-    [torch.Tensor, torch.Tensor | None, torch.Tensor, float | None, float | None, Vocabulary | None], torch.Tensor
+    [
+        torch.Tensor,
+        torch.Tensor | None,
+        torch.Tensor,
+        float | None,
+        float | None,
+        Vocabulary | None,
+    ],
+    torch.Tensor,
 ]
-"""What `softmax` below is."""
+"""The type of `softmax` below."""
 
 
 def linear_cross_entropy(
@@ -49,15 +57,21 @@ def linear_cross_entropy(
     vocabulary: Vocabulary | None = None,
     kernel: Kernel = "auto",
 ) -> torch.Tensor:
-    """The summed cross entropy of softcap * tanh(z / softcap), where z = scale * (hidden weight^T + bias).
+    """Return the summed cross entropy of a linear head's logits.
 
-    hidden [N, D], weight [V, D], labels [N] int64, bias [V]; without `softcap`, of z itself. Returns a float32 scalar
-    (float64 of float64). Products are in the inputs' dtype, or autocast's; softmax, and sums over chunks, in float32.
-    A row whose label is `ignore_index` costs nothing and its gradient is exactly 0; a gradient that nobody needs is not
-    computed. With a trained weight, a second backward through the same loss is an error, raised by autograd.
+    The logits are softcap * tanh(z / softcap), where z = scale * (hidden weight^T + bias).
 
-    With a `vocabulary`, weight and bias are this rank's rows; the loss is that of all tokens, equal on every rank, and
-    the gradient of `hidden` is this rank's summand. UserError where `kernel` is triton and cannot run.
+    hidden [rows, D], weight [V, D], labels [rows] int64, bias [V]; without `softcap`, the logits
+    are z. The loss is the sum over rows, a scalar in float32 (float64 for float64). Products are in
+    the dtype of the inputs or of autocast; softmax, and sums over chunks, are in float32. A row
+    whose label is `ignore_index` adds nothing, and its gradient is exactly 0. A gradient that
+    nobody needs is not computed. With a trained weight, autograd refuses a second backward through
+    the same loss.
+
+    With a `vocabulary`, weight and bias are this rank's rows. The loss is then that of all tokens,
+    equal on every rank, and the gradient of `hidden` is this rank's partial sum.
+
+    Raise UserError if `kernel` is triton and Triton cannot run.
     """
     rows = (labels != ignore_index).nonzero().squeeze(1)
     hidden = hidden.index_select(0, rows)
@@ -65,25 +79,37 @@ def linear_cross_entropy(
         hidden = hidden * scale
         bias = None if bias is None else bias * scale
     tensors = (hidden, weight, bias)
-    needed = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors]
+    grad_enabled = torch.is_grad_enabled()
+    needs_grad = [grad_enabled and t is not None and t.requires_grad for t in tensors]
+    labels = labels.index_select(0, rows)
     with torch.no_grad():
         loss, gradients = _loss_and_gradients(
-            *tensors, labels.index_select(0, rows), softcap, needed, vocabulary, kernel
+            *tensors,
+            labels,
+            softcap,
+            needs_grad,
+            vocabulary,
+            kernel,
         )
-    # One node for each, side by side: a backward for one of them alone (pipelines take the hidden states' first and the
-    # weight's later) runs no other.
+    # One node per tensor, side by side. A backward for one of them alone runs no other: some
+    # pipelines take the gradient of the hidden states first and that of the weight later.
     for tensor, gradient in zip(tensors, gradients):
         if gradient is not None:
-            loss = loss + _Known.apply(tensor, gradient, tensor is weight)
+            loss = loss + _KnownGradient.apply(tensor, gradient, tensor is weight)
     return loss
 
 
-class _Known(torch.autograd.Function):
-    """0, with a gradient with respect to `tensor` that is known up to the factor that comes with the backward."""
+class _KnownGradient(torch.autograd.Function):
+    """0, whose gradient with respect to `tensor` is known except for the factor of the backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, gradient: torch.Tensor, large: bool) -> torch.Tensor:
-        ctx.dtype, ctx.large = tensor.dtype, large
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        gradient: torch.Tensor,
+        is_large: bool,
+    ) -> torch.Tensor:
+        ctx.dtype, ctx.is_large = tensor.dtype, is_large
         ctx.save_for_backward(gradient)
         return gradient.new_zeros(())
 
@@ -92,8 +118,9 @@ class _Known(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (grad,) = grads
         (gradient,) = ctx.saved_tensors
-        # In place if it is large; autograd then refuses to hand it out a second time.
-        return (gradient.mul_(grad) if ctx.large else gradient * grad).to(ctx.dtype), None, None
+        # In place if it is large; autograd then refuses to give it out a second time.
+        scaled = gradient.mul_(grad) if ctx.is_large else gradient * grad
+        return scaled.to(ctx.dtype), None, None
 
 
 def _loss_and_gradients(
@@ -102,36 +129,39 @@ def _loss_and_gradients(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     softcap: float | None,
-    needed: list[bool],
+    needs_grad: list[bool],
     vocabulary: Vocabulary | None,
     kernel: Kernel,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    """Return the loss and the gradients of hidden, weight and bias, None if not needed."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and wide == torch.float32:
-        hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
-    # float16 is coarse below 6e-5 and ends at 6e-8: there lie most of the probabilities of a large vocabulary.
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    # float16 is coarse below 6e-5 and ends at 6e-8, and there lie most of the probabilities of a
+    # large vocabulary: the gradient of the logits is kept times `lift`.
     lift = 64.0 if hidden.dtype == torch.float16 else 1.0
 
-    def zeros_if(wanted: bool, *shape: int) -> torch.Tensor | None:
-        return torch.zeros(shape, dtype=wide, device=hidden.device) if wanted else None
+    def zeros_if(needed: bool, *shape: int) -> torch.Tensor | None:
+        return torch.zeros(shape, dtype=wide, device=hidden.device) if needed else None
 
     loss = torch.zeros((), dtype=wide, device=hidden.device)
-    dx, dw, db = (
-        zeros_if(needed[0], *hidden.shape),
-        zeros_if(needed[1], *weight.shape),
-        zeros_if(needed[2], len(weight)),
-    )
+    dx = zeros_if(needs_grad[0], *hidden.shape)
+    dw = zeros_if(needs_grad[1], *weight.shape)
+    db = zeros_if(needs_grad[2], len(weight))
     loss_of, widens = _softmax_of(kernel, hidden.device)
     itemsize = (wide if widens else hidden.dtype).itemsize
-    size = _rows_per_chunk(len(hidden), (vocabulary.most if vocabulary else len(weight)) * itemsize)
-    buffer = _rows(hidden, size, len(weight))
+    num_logits = vocabulary.max_tokens if vocabulary else len(weight)
+    size = _rows_per_chunk(len(hidden), num_logits * itemsize)
+    buffer = _buffer(hidden, size, len(weight))
     with torch.autocast(device, enabled=False):
         for start in range(0, len(hidden), max(size, 1)):
             x, targets = hidden[start : start + size], labels[start : start + size]
             logits = buffer[: len(x)]
             torch.mm(x, weight.t(), out=logits)
-            loss += loss_of(logits, bias, targets, softcap, lift if any(needed) else None, vocabulary)
+            chunk_lift = lift if any(needs_grad) else None
+            loss += loss_of(logits, bias, targets, softcap, chunk_lift, vocabulary)
             if dx is not None:
                 dx[start : start + size].copy_(logits @ weight).div_(lift)
             if dw is not None:
@@ -149,9 +179,11 @@ def softmax(
     lift: float | None,
     vocabulary: Vocabulary | None,
 ) -> torch.Tensor:
-    """The summed loss of a chunk of logits, which become its gradient with respect to them, times `lift` (None: junk).
+    """Return the summed loss of a chunk; overwrite its logits with their gradient times `lift`.
 
-    logits [rows, V], before bias and soft cap; targets [rows] int64. Returns a scalar, float32 (float64 of float64).
+    logits [rows, V], before bias and soft cap; targets [rows] int64. The loss is a scalar in
+    float32 (float64 for float64). Where `lift` is None, no gradient is computed and what is left in
+    `logits` has no meaning.
     """
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     targets = targets[:, None]
@@ -163,20 +195,21 @@ def softmax(
         slope = 1 - z * z
         z.mul_(softcap)
     peak = z.amax(1, keepdim=True)
-    own = torch.ones_like(peak)  # 1 where this rank has the target's logit
+    is_here = torch.ones_like(peak)  # 1 where this rank has the logit of the target
     if vocabulary:
-        peak = vocabulary.largest(peak)
+        # [rows, 1], the maximum over all ranks.
+        peak = vocabulary.max_over_ranks(peak)
         targets = targets - vocabulary.first
-        own = ((targets >= 0) & (targets < z.shape[1])).to(peak.dtype)
+        is_here = ((targets >= 0) & (targets < z.shape[1])).to(peak.dtype)
         targets = targets.clamp(0, z.shape[1] - 1)
     z.sub_(peak)
-    target_logits = z.gather(1, targets) * own
+    target_logits = z.gather(1, targets) * is_here
     total = z.exp_().sum(1, keepdim=True)
     if vocabulary:
-        # Two numbers a row, from every rank to all.
-        total, target_logits = vocabulary.add_up(torch.stack([total, target_logits]))
+        # [2, rows, 1], the sum over all ranks: two numbers per row.
+        total, target_logits = vocabulary.sum_over_ranks(torch.stack([total, target_logits]))
     if lift is not None:
-        z.mul_(lift / total).scatter_add_(1, targets, own.mul_(-lift))
+        z.mul_(lift / total).scatter_add_(1, targets, is_here.mul_(-lift))
         if slope is not None:
             z.mul_(slope)
         if z is not logits:
@@ -185,36 +218,40 @@ def softmax(
 
 
 def kernel_of(kernel: Kernel, device: torch.device) -> Literal["torch", "triton"]:
-    """What `kernel` comes to on a device. UserError where `triton` cannot run."""
+    """Return what `kernel` means on a device; raise UserError if it is triton and cannot run."""
     reason = why_not(device)
     if kernel == "triton" and reason is not None:
-        raise UserError(f"training.loss is triton, but {reason}; use auto or chunked")
+        raise UserError(f"the loss's kernel is triton, but {reason}; use auto or torch")
     return "torch" if kernel == "torch" or reason is not None else "triton"
 
 
 def _softmax_of(kernel: Kernel, device: torch.device) -> tuple[Softmax, bool]:
-    """The `softmax` to use, and whether it widens its chunk to float32."""
+    """Return the `softmax` to use, and whether it copies its chunk to float32."""
     if kernel_of(kernel, device) == "torch":
         return softmax, True
-    from shardwise.kernels.linear_cross_entropy import triton  # optional: not everyone has it
+    from shardwise.kernels.linear_cross_entropy import triton  # an optional dependency
 
     return triton.softmax, False
 
 
 def _rows_per_chunk(num_rows: int, row_bytes: int) -> int:
-    """Of chunks nearly alike, as few as keep each within CHUNK_BYTES (or one row); whole tiles where that holds one."""
-    most = max(1, CHUNK_BYTES // row_bytes)
-    tile = TILE if most >= TILE else 1
-    most -= most % tile
-    num_chunks = -(-num_rows // most)
+    """Return the rows of a chunk: as few chunks as fit into CHUNK_BYTES, of nearly equal size.
+
+    A chunk has at least one row, and whole tiles where CHUNK_BYTES holds a tile.
+    """
+    max_rows = max(1, CHUNK_BYTES // row_bytes)
+    tile = TILE if max_rows >= TILE else 1
+    max_rows -= max_rows % tile
+    num_chunks = -(-num_rows // max_rows)
     size = -(-num_rows // max(num_chunks, 1))
     return min(num_rows, -(-size // tile) * tile)
 
 
-def _rows(like: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
-    """Return a buffer [num_rows, width] whose rows begin at multiples of 16 numbers, which products prefer.
+def _buffer(like: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
+    """Return [num_rows, width] whose rows begin at multiples of 16 numbers, which products prefer.
 
-    The padding between rows is zero: on a CPU with AMX oneDNN multiplies it by zero, which must not be NaN.
+    The padding between rows is zero: on a CPU with AMX oneDNN multiplies it by zero, and it must
+    not be NaN.
     """
     padded = like.new_empty(num_rows, -(-width // 16) * 16)
     padded[:, width:].zero_()
@@ -222,7 +259,7 @@ def _rows(like: torch.Tensor, num_rows: int, width: int) -> torch.Tensor:
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add a b to total, in one pass where the dtypes are equal, or a GPU's library writes another one."""
+    """Add a b to `total`: in one pass where the dtypes are equal, and on a GPU always."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
     elif total.is_cuda:

@@ -16,8 +16,8 @@ def linear_cross_entropy(
     softcap: float | None = None,
     ignore_index: int = -100,
 ) -> torch.Tensor:
-    """See chunked.linear_cross_entropy, which computes the same."""
-    logits = F.linear(hidden, weight, bias) * scale  # [N, V]
+    """Return the summed loss (scalar) that chunked.linear_cross_entropy returns."""
+    logits = F.linear(hidden, weight, bias) * scale  # [rows, V]
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Which rows of a head a rank has, where ranks have some each."""
+"""A head that is sharded over ranks along its vocabulary."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which tokens a rank has, where each of some ranks has other rows of the weight; reductions are elementwise."""
+    """The share of the vocabulary whose rows of the weight this rank holds."""
 
-    first: int  # of this rank's tokens
-    most: int  # tokens that a rank has: chunks are alike on all
-    add_up: Callable[[torch.Tensor], torch.Tensor]
-    largest: Callable[[torch.Tensor], torch.Tensor]
+    first: int
+    """The id of this rank's first token."""
+    max_tokens: int
+    """Tokens of the rank that has most of them; all ranks choose their chunks by it."""
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+    """Return the elementwise sum of a tensor over the ranks; a collective."""
+    max_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+    """Return the elementwise maximum of a tensor over the ranks; a collective."""

@@ -1,7 +1,6 @@
-"""A frozen linear with a LoRA adapter in as few passes over its input as can be."""
+"""Frozen linears with LoRA adapters, in as few passes over their input as possible."""
 
 from shardwise.kernels.lora_linear.backend import Backend
-from shardwise.kernels.lora_linear.fused import Linear, backward_half, lora_linear
-from shardwise.kernels.lora_linear.merged import merge, merged_lora_linear
+from shardwise.kernels.lora_linear.fused import BackwardHalf, Linear, lora_linear
 
-__all__ = ["Backend", "Linear", "backward_half", "lora_linear", "merge", "merged_lora_linear"]
+__all__ = ["Backend", "BackwardHalf", "Linear", "lora_linear"]

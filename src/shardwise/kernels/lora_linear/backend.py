@@ -1,11 +1,15 @@
-"""What computes the products of a LoRA linear: five functions, which a module (torch's, Triton's, CUDA C++'s) has.
+"""The five products of LoRA linears, which each backend computes: torch's, Triton's, CUDA C++'s.
 
-K features in, N out, M rows; S linears of the same x have adapters of rank R, whose A's lie one below the other,
-[S*R, K]: so x is read once for all of them. Linear s has the columns s*R to (s+1)*R of h and g [M, S*R], and with
-dropout the mask s. Tensors may lie in memory as they like, and M may be 0. x, weights, biases, outputs and their
-gradients have one dtype; a, b, h and g have one too, which may be another (float32 adapters on a bfloat16 model). Sums
-are in float32, of float64 in float64. Functions are pure, and what launches kernels of its own is a custom operator of
-torch's, `shardwise::lora_*`, with a fake implementation.
+Several linears may share their input x [rows, in]. Linear i has a weight [out, in] and an adapter
+of rank R, a [R, in] and b [out, R]. All a's lie below one another in one matrix [linears * R, in],
+so that x is read once for all of them. Linear i has the columns i*R to (i+1)*R of h and g, both
+[rows, linears * R], and with dropout the mask i.
+
+Tensors may have any strides, and there may be no rows. x, weights, biases, outputs and the
+gradients of outputs have one dtype; a, b, h and g have one too, which may be another (float32
+adapters on a bfloat16 model). Sums are in float32, or float64 for float64. The functions are pure.
+What launches kernels of its own is an operator of torch's, `shardwise::lora_*`, with a fake
+implementation.
 """
 
 from __future__ import annotations
@@ -19,18 +23,21 @@ from shardwise.kernels.dropout import Dropout
 
 
 class Backend(Protocol):
-    """The five, and what they need; `drop` is None where nothing is dropped."""
+    """The functions of a backend; `drop` is None where nothing is dropped."""
 
     def missing(self, device: torch.device) -> str | None:
-        """What it lacks to run on a device, and the way to get it ("triton: pip install triton"); None: nothing."""
+        """Return why it cannot run on a device, as a clause with a way out; None if it can."""
         ...
 
     def refused(self, dtypes: Iterable[torch.dtype]) -> str | None:
-        """Why it does not compute with matrices of such dtypes together, and the way out; None: it does."""
+        """Return why it cannot multiply matrices of these dtypes, as a clause; None if it can."""
         ...
 
     def project(self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-        """Give h [M, S*R] = drop(x) a^T, of x [M, K] and a [S*R, K]; in a's dtype."""
+        """Return h = drop(x) a^T [rows, linears * R], in a's dtype.
+
+        x [rows, in], a [linears * R, in].
+        """
         ...
 
     def product(
@@ -42,18 +49,24 @@ class Backend(Protocol):
         b: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Give y [M, N] = x weight^T + bias + scale h b^T, of weight [N, K], h [M, R], b [N, R]; in x's dtype.
+        """Return y = x weight^T + bias + scale h b^T [rows, out] of one linear, in x's dtype.
 
-        A weight that is kept as [K, N] comes as a transposed view.
+        x [rows, in], weight [out, in], bias [out], h [rows, R], b [out, R]. A weight that is stored
+        as [in, out] comes as a transposed view.
         """
         ...
 
     def output_gradients(
-        self, dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
+        self,
+        dy: torch.Tensor,
+        b: torch.Tensor | None,
+        h: torch.Tensor | None,
+        scale: float,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Give g [M, R] = scale dy b, in b's dtype, and db [N, R] = scale dy^T h, in float32 or float64, of dy [M, N].
+        """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R] of one linear.
 
-        Without b no g is computed, without h no db.
+        dy [rows, out], b [out, R], h [rows, R]. g has b's dtype; db is float32, or float64 for
+        float64. Without b there is no g, without h no db.
         """
         ...
 
@@ -65,9 +78,21 @@ class Backend(Protocol):
         a: torch.Tensor,
         drop: Dropout | None,
     ) -> torch.Tensor:
-        """Give dx [M, K] = sum over s of dy_s weight_s + drop_s(g_s a_s), of a [S*R, K], in dy's dtype."""
+        """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in], in dy's dtype.
+
+        dys [rows, out] and weights [out, in], one per linear; g [rows, linears * R],
+        a [linears * R, in].
+        """
         ...
 
-    def factor_gradient(self, g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-        """Give da [S*R, K] = g^T drop(x), each g_s with its own mask; in float32 (float64)."""
+    def factor_gradient(
+        self,
+        g: torch.Tensor,
+        x: torch.Tensor,
+        drop: Dropout | None,
+    ) -> torch.Tensor:
+        """Return da = g^T drop(x) [linears * R, in], each g_i with its own mask.
+
+        g [rows, linears * R], x [rows, in]. da is float32, or float64 for float64.
+        """
         ...

@@ -1,7 +1,8 @@
-"""Linears with LoRA adapters, frozen but for these, in one autograd node for all that share an input.
+"""Frozen linears with LoRA adapters, in one autograd node for all that share an input.
 
-y = x W^T + bias + s (drop(x) A^T) B^T. Saved for the backward are x and h = drop(x) A^T, of a few columns, beside the
-weights; no gradient of W is ever computed, and masks are drawn again (kernels/dropout.py).
+y = x weight^T + bias + scale (drop(x) a^T) b^T. Beside the weights, the backward needs x and
+h = drop(x) a^T, which has few columns; it computes the dropout masks again (kernels/dropout.py). No
+gradient of a weight is ever computed. Shapes: see backend.py.
 Source: Hu et al., "LoRA", arXiv 2106.09685, section 4.1; the gradients follow by the chain rule.
 """
 
@@ -14,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from shardwise.kernels.dropout import Dropout, flat
+from shardwise.kernels.dropout import Dropout, as_arguments
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.kernels.lora_linear.backend import Backend
 
@@ -22,29 +23,37 @@ from shardwise.kernels.lora_linear.backend import Backend
 class Linear(NamedTuple):
     """A linear and its adapter."""
 
-    weight: torch.Tensor  # [N, K], frozen
-    bias: torch.Tensor | None  # [N], frozen
-    a: torch.Tensor  # [R, K]
-    b: torch.Tensor  # [N, R]
+    weight: torch.Tensor  # [out, in], frozen
+    bias: torch.Tensor | None  # [out], frozen
+    a: torch.Tensor  # [R, in]
+    b: torch.Tensor  # [out, R]
     scale: float
 
 
 Half = Literal["full", "input", "weight"]
 
-_halves: list[Half] = ["full"]  # not of a thread: on a GPU backwards run in one of their own
 
+class BackwardHalf:
+    """Which gradients the running backward computes: the input's, the weights', or both ("full").
 
-@contextmanager
-def backward_half(half: Half) -> Generator[None]:
-    """Within it, backwards compute what a pipeline asks for that takes the gradients of x first and the weights' later.
-
-    torch runs a node in both halves and tells it nothing; the second would compute all of the first again.
+    A pipeline may compute the gradient of a stage's input first and those of its weights later.
+    autograd then runs a node in both halves and does not tell it which one is running, so that the
+    second half would compute the first again. Therefore a stage and its linears share this object,
+    and the stage sets it. A context variable would not do: on a GPU autograd runs backwards in a
+    thread of its own.
     """
-    _halves.append(half)
-    try:
-        yield
-    finally:
-        _halves.pop()
+
+    def __init__(self) -> None:
+        self.current: Half = "full"
+
+    @contextmanager
+    def running(self, half: Half) -> Generator[None]:
+        """Set the half of the backwards that run within the context."""
+        before, self.current = self.current, half
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 def lora_linear(
@@ -52,28 +61,41 @@ def lora_linear(
     linears: Sequence[Linear],
     drop: Dropout | None = None,
     backend: Backend = torch_backend,
+    half: BackwardHalf | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """What each of some linears of one input gives: [..., N] of x [..., K], whose tokens `drop` counts in their order.
+    """Return the outputs [..., out] of linears that share the input x [..., in], one per linear.
 
-    All adapters have one rank and dtype, which may be another one than x and the weights have: then the adapters'
-    products are in theirs. Under autocast all are in its dtype. A gradient that nobody needs is not computed, and the
-    adapter of an output that nobody uses has none (compiled: zeros); there are no second derivatives.
+    Weights and biases are frozen. `drop` has a module per linear, and its rows are the tokens of x
+    in their order. `half` is needed only where a pipeline runs backwards in two halves.
+
+    All adapters have one rank and one dtype. If that is another dtype than x and the weights have,
+    the products with the adapters are computed in it; under autocast, all products are in
+    autocast's dtype. A gradient that nobody needs is not computed. The adapter of an output that
+    nobody uses gets no gradient (zeros where the call is compiled). There are no second
+    derivatives.
     """
-    for tensor in (tensor for linear in linears for tensor in (linear.weight, linear.bias)):
-        # A view is let pass: that into a flat parameter of frozen and trained weights requires a gradient as they do.
-        assert tensor is None or not (torch.is_grad_enabled() and tensor.is_leaf and tensor.requires_grad)
+    for linear in linears:
+        for tensor in (linear.weight, linear.bias):
+            # A view passes: one into a flat parameter of frozen and trained weights requires a
+            # gradient, as the parameter does.
+            if tensor is not None and torch.is_grad_enabled() and tensor.is_leaf:
+                assert not tensor.requires_grad
     device = x.device.type
-    rows, dtype = computing_dtype(x, linears)
-    seeds, features, p = flat(drop)
-    how = _How(backend, tuple(linear.scale for linear in linears), dtype, p)
-    weights, biases, a, b = ([getattr(linear, name) for linear in linears] for name in ("weight", "bias", "a", "b"))
+    rows, dtype = _rows_and_dtype(x, linears)
+    seeds, features, p = as_arguments(drop)
+    scales = tuple(linear.scale for linear in linears)
+    options = _Options(backend, scales, dtype, p, half)
+    weights = [linear.weight for linear in linears]
+    biases = [linear.bias for linear in linears]
+    a = [linear.a for linear in linears]
+    b = [linear.b for linear in linears]
     with torch.autocast(device, enabled=False):
-        ys = _LoraLinears.apply(how, seeds, features, rows, *weights, *biases, *a, *b)
+        ys = _LoraLinears.apply(options, seeds, features, rows, *weights, *biases, *a, *b)
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in ys)
 
 
-def computing_dtype(x: torch.Tensor, linears: Sequence[Linear]) -> tuple[torch.Tensor, torch.dtype]:
-    """The rows of x in the dtype of their products with the weights, and the dtype of those with the adapters."""
+def _rows_and_dtype(x: torch.Tensor, linears: Sequence[Linear]) -> tuple[torch.Tensor, torch.dtype]:
+    """Return x as [rows, in] in the weights' product dtype, and the adapters' product dtype."""
     rows, device = x.reshape(-1, x.shape[-1]), x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -81,108 +103,148 @@ def computing_dtype(x: torch.Tensor, linears: Sequence[Linear]) -> tuple[torch.T
     return rows, linears[0].a.dtype
 
 
-def stacked(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The A's of some linears, one below the other."""
-    return factors[0].to(dtype) if len(factors) == 1 else torch.cat([factor.to(dtype) for factor in factors])
-
-
-def filled(
-    given: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[bool]]:
-    """Gradients of the outputs of some linears, zeros for an output that nobody used (None), and which were used."""
-    used = [dy for dy in given if dy is not None]
-    dys = [used[0].new_zeros(len(used[0]), len(w)) if dy is None else dy for dy, w in zip(given, weights) if used]
-    return dys, [dy is not None for dy in given]
-
-
-class _How(NamedTuple):
+class _Options(NamedTuple):
     backend: Backend
-    scales: tuple[float, ...]  # S of them
-    dtype: torch.dtype  # of the adapters' products
+    scales: tuple[float, ...]  # one per linear
+    dtype: torch.dtype  # of the products with the adapters
     p: float  # of the dropout
+    half: BackwardHalf | None  # None: every backward is a full one
 
 
 class _LoraLinears(torch.autograd.Function):
-    """Of x, then S weights, S biases, S a and S b."""
+    """The node: from x and the weights, biases, a's and b's of all linears to their outputs."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        how: _How,
+        options: _Options,
         seeds: torch.Tensor | None,
         features: torch.Tensor | None,
         x: torch.Tensor,
         *tensors: Any,
     ) -> tuple[torch.Tensor, ...]:
-        weights, biases, a, b = _four(tensors)
-        _, _, needs_da, needs_db = _four(ctx.needs_input_grad[4:])
-        h = how.backend.project(x, stacked(a, how.dtype), _dropout(how, seeds, features))
-        ctx.how, ctx.kept = how, None
-        ctx.set_materialize_grads(False)  # what nobody used has no gradient rather than one of zeros
-        # The weights as they are: what autocast makes of them is made again.
-        kept_x, kept_h = x if any(needs_da) else None, h if any(needs_db) else None
-        ctx.save_for_backward(seeds, features, kept_x, kept_h, *weights, *a, *b)
-        return tuple(
-            how.backend.product(x, w.to(x.dtype), None if c is None else c.to(x.dtype), own_h, b_s.to(how.dtype), scale)
-            for w, c, own_h, b_s, scale in zip(weights, biases, h.chunk(len(a), 1), b, how.scales)
-        )
+        backend, dtype = options.backend, options.dtype
+        weights, biases, a, b = _quarters(tensors)
+        _, _, needs_da, needs_db = _quarters(ctx.needs_input_grad[4:])
+        h = backend.project(x, _stacked(a, dtype), _dropout(options, seeds, features))
+        ctx.options, ctx.first_half = options, None
+        ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, not zeros
+        # The weights themselves are saved: what autocast makes of them is made again.
+        saved_x, saved_h = x if any(needs_da) else None, h if any(needs_db) else None
+        ctx.save_for_backward(seeds, features, saved_x, saved_h, *weights, *a, *b)
+        ys = []
+        parts = zip(weights, biases, h.chunk(len(a), 1), b, options.scales)
+        for weight, bias, h_i, b_i, scale in parts:
+            bias = None if bias is None else bias.to(x.dtype)
+            ys.append(backend.product(x, weight.to(x.dtype), bias, h_i, b_i.to(dtype), scale))
+        return tuple(ys)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        how, half = ctx.how, _halves[-1]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        options: _Options = ctx.options
+        half = "full" if options.half is None else options.half.current
+        num_linears = len(grads)
         seeds, features, x, h, *tensors = ctx.saved_tensors
-        weights, a, b = (tensors[i * len(given) : (i + 1) * len(given)] for i in range(3))
-        dys, used = filled(given, weights)
-        if not any(used):
+        weights, a, b = (tensors[i * num_linears : (i + 1) * num_linears] for i in range(3))
+        dys, is_used = _filled(grads, weights)
+        if not any(is_used):
             return (None,) * len(ctx.needs_input_grad)
-        needs_da, needs_db = ([n and u for n, u in zip(needs, used)] for needs in _four(ctx.needs_input_grad[4:])[2:])
+        _, _, needs_da, needs_db = _quarters(ctx.needs_input_grad[4:])
+        needs_da = [needed and used for needed, used in zip(needs_da, is_used)]
+        needs_db = [needed and used for needed, used in zip(needs_db, is_used)]
         needs_dx = ctx.needs_input_grad[3] and half != "weight"
-        drop = _dropout(how, seeds, features)
-        if half == "weight" and ctx.kept is not None:
-            (g, dbs), ctx.kept = ctx.kept, None
+        drop = _dropout(options, seeds, features)
+        if half == "weight" and ctx.first_half is not None:
+            (g, dbs), ctx.first_half = ctx.first_half, None
         else:
-            g, dbs = _output_gradients(how, dys, b, h, needs_dx or any(needs_da), needs_db)
-        dx, das = None, [None] * len(dys)
+            needs_g = needs_dx or any(needs_da)
+            g, dbs = _output_gradients(options, dys, b, h, needs_g, needs_db)
+        dx = None
+        das: list[torch.Tensor | None] = [None] * num_linears
         if needs_dx:
-            dtype = dys[0].dtype
-            dx = how.backend.input_gradient(dys, [w.to(dtype) for w in weights], g, stacked(a, how.dtype), drop)
-        if half == "input":  # dy is read once in both
-            ctx.kept = g, dbs
-            return None, None, None, dx, *[None] * (4 * len(dys))
+            assert g is not None
+            dx = options.backend.input_gradient(
+                dys,
+                [weight.to(dys[0].dtype) for weight in weights],
+                g,
+                _stacked(a, options.dtype),
+                drop,
+            )
+        if half == "input":
+            # g and dbs read dy together, so both are computed now, and kept for the second half.
+            ctx.first_half = g, dbs
+            return None, None, None, dx, *[None] * (4 * num_linears)
         if any(needs_da):
-            parts = how.backend.factor_gradient(g, x, drop).chunk(len(dys))
-            das = [part.to(a_s.dtype) if needed else None for part, a_s, needed in zip(parts, a, needs_da)]
-        dbs = [None if db is None else db.to(b_s.dtype) for db, b_s in zip(dbs, b)]
-        return None, None, None, dx, *[None] * (2 * len(dys)), *das, *dbs
+            assert g is not None
+            parts = options.backend.factor_gradient(g, x, drop).chunk(num_linears)
+            for i, part in enumerate(parts):
+                das[i] = part.to(a[i].dtype) if needs_da[i] else None
+        dbs = [None if db is None else db.to(b_i.dtype) for db, b_i in zip(dbs, b)]
+        return None, None, None, dx, *[None] * (2 * num_linears), *das, *dbs
 
 
 def _output_gradients(
-    how: _How,
+    options: _Options,
     dys: Sequence[torch.Tensor],
     b: Sequence[torch.Tensor],
     h: torch.Tensor | None,
     needs_g: bool,
     needs_db: Sequence[bool],
 ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-    """Give g [M, S*R] if needed, and S db."""
+    """Return g [rows, linears * R] if it is needed, and a db [out, R] or None per linear."""
     hs = [None] * len(dys) if h is None else h.chunk(len(dys), 1)
     gs, dbs = [], []
-    for dy, b_s, own_h, needed, scale in zip(dys, b, hs, needs_db, how.scales):
+    for dy, b_i, h_i, needed, scale in zip(dys, b, hs, needs_db, options.scales):
         g, db = None, None
         if needs_g or needed:
-            g, db = how.backend.output_gradients(
-                dy, b_s.to(how.dtype) if needs_g else None, own_h if needed else None, scale
+            g, db = options.backend.output_gradients(
+                dy,
+                b_i.to(options.dtype) if needs_g else None,
+                h_i if needed else None,
+                scale,
             )
         gs.append(g)
         dbs.append(db)
-    return (gs[0] if len(gs) == 1 else torch.cat(gs, 1)) if needs_g else None, dbs
+    if not needs_g:
+        return None, dbs
+    return gs[0] if len(gs) == 1 else torch.cat(gs, 1), dbs
 
 
-def _four(tensors: Sequence[Any]) -> list[Sequence[Any]]:
-    num = len(tensors) // 4
-    return [tensors[i * num : (i + 1) * num] for i in range(4)]
+def _stacked(factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the a's of the linears below one another: [linears * R, in]."""
+    if len(factors) == 1:
+        return factors[0].to(dtype)
+    return torch.cat([factor.to(dtype) for factor in factors])
 
 
-def _dropout(how: _How, seeds: torch.Tensor | None, features: torch.Tensor | None) -> Dropout | None:
-    return None if seeds is None else Dropout(how.p, seeds, features)
+def _filled(
+    grads: Sequence[torch.Tensor | None], weights: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[bool]]:
+    """Return the gradients of the outputs, zeros for those that nobody used, and which were used.
+
+    Without any gradient, the first list is empty.
+    """
+    is_used = [dy is not None for dy in grads]
+    used = [dy for dy in grads if dy is not None]
+    if not used:
+        return [], is_used
+    num_rows = len(used[0])
+    dys = []
+    for dy, weight in zip(grads, weights):
+        dys.append(used[0].new_zeros(num_rows, len(weight)) if dy is None else dy)
+    return dys, is_used
+
+
+def _quarters(values: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return the four equal parts of a list: of weights, biases, a's and b's."""
+    size = len(values) // 4
+    return [values[i * size : (i + 1) * size] for i in range(4)]
+
+
+def _dropout(
+    options: _Options,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+) -> Dropout | None:
+    return None if seeds is None else Dropout(options.p, seeds, features)

@@ -1,4 +1,4 @@
-"""The backend that needs nothing but torch's own products; see backend.Backend."""
+"""The backend of torch's own products; backend.Backend defines each function."""
 
 from __future__ import annotations
 
@@ -11,28 +11,33 @@ from shardwise.kernels.dropout import Dropout
 
 
 def missing(device: torch.device) -> str | None:
-    """See Backend."""
+    """Return None: it runs on every device."""
     return None
 
 
 def refused(dtypes: Iterable[torch.dtype]) -> str | None:
-    """See Backend."""
+    """Return None: it multiplies every dtype."""
     return None
 
 
 def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-    """See Backend."""
+    """Return h = drop(x) a^T [rows, linears * R]."""
     x = x.to(a.dtype)
     if drop is None:
         return F.linear(x, a)
-    parts = a.chunk(len(drop.seeds))
-    return torch.cat([F.linear(drop.zero(x, s), part) for s, part in enumerate(parts)], 1) / (1.0 - drop.p)
+    parts = [F.linear(drop.zero(x, i), a_i) for i, a_i in enumerate(a.chunk(len(drop.seeds)))]
+    return torch.cat(parts, 1) / (1.0 - drop.p)
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """See Backend."""
+    """Return y = x weight^T + bias + scale h b^T [rows, out]."""
     y = F.linear(x, weight, bias)
     return torch.addmm(y.to(h.dtype), h, b.t(), alpha=scale).to(y.dtype)
 
@@ -40,7 +45,7 @@ def product(
 def output_gradients(
     dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """See Backend."""
+    """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R], each None if not needed."""
     g = None if b is None else (dy.to(b.dtype) @ b) * scale
     db = None if h is None else _wide(dy.to(h.dtype).t() @ h) * scale
     return g, db
@@ -53,26 +58,27 @@ def input_gradient(
     a: torch.Tensor,
     drop: Dropout | None,
 ) -> torch.Tensor:
-    """See Backend."""
+    """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
     dx = dys[0] @ weights[0]
     for dy, weight in zip(dys[1:], weights[1:]):
         dx = torch.addmm(dx, dy, weight)
     if drop is None:
         return torch.addmm(dx.to(g.dtype), g, a).to(dx.dtype)
     total = dx.to(g.dtype)
-    parts = zip((g / (1.0 - drop.p)).chunk(len(drop.seeds), 1), a.chunk(len(drop.seeds)))
-    for s, (own_g, own_a) in enumerate(parts):
-        total += drop.zero(own_g @ own_a, s)
+    num_linears = len(drop.seeds)
+    factors = zip((g / (1.0 - drop.p)).chunk(num_linears, 1), a.chunk(num_linears))
+    for i, (g_i, a_i) in enumerate(factors):
+        total += drop.zero(g_i @ a_i, i)
     return total.to(dx.dtype)
 
 
 def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-    """See Backend."""
+    """Return da = g^T drop(x) [linears * R, in]."""
     x = x.to(g.dtype)
     if drop is None:
         return _wide(g.t() @ x)
-    parts = g.chunk(len(drop.seeds), 1)
-    return _wide(torch.cat([part.t() @ drop.zero(x, s) for s, part in enumerate(parts)])) / (1.0 - drop.p)
+    parts = [g_i.t() @ drop.zero(x, i) for i, g_i in enumerate(g.chunk(len(drop.seeds), 1))]
+    return _wide(torch.cat(parts)) / (1.0 - drop.p)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

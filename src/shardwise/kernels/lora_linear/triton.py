@@ -1,62 +1,64 @@
-"""The backend in Triton: large products are the vendor's, what an adapter adds to them is a pass or less over memory.
+"""The backend in Triton; backend.Backend defines each function.
 
-The product's result starts out as bias and adapter, written once, and the vendor's product adds to it as it stores its
-tiles. So does the gradient of the input, each sibling's product to the last one's. See backend.Backend.
+Large products are the vendor's. What an adapter adds to them costs at most one pass over memory:
+the result starts out as bias and adapter's product, written once, and the vendor's product adds to
+it as it stores its tiles. The gradient of the input is computed alike, one linear after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.dropout import Dropout, flat, threshold
+from shardwise.kernels.dropout import Dropout, as_arguments, threshold
 from shardwise.kernels.lora_linear import triton_kernels as kernels
 from shardwise.kernels.triton_support import INTERPRETED, why_not
 
 STRIPE = 512
-"""Rows whose summands of a factor's gradient one program adds up: 8192 rows give 16 programs for each tile of it."""
+"""Rows over which a program sums a factor's gradient: 8192 rows give 16 programs per tile of it."""
 COLUMN_BYTES = 512
-"""Of a row of dy, that one program of `output_gradients` takes."""
+"""Bytes of a row of dy that a program of `output_gradients` reads."""
 FACTOR_BYTES = 128
-"""Of an adapter's rank, that a program takes at once: more would not fit in registers."""
-
-PRODUCTS: Literal["vendor", "fused"] = "vendor"
-"""Whose the product by the weight is. `fused`: ours, with tiles that start with the adapter's part. `vendor`: cuBLAS's,
-which adds to what was written before. Ours saves a pass over the result; which one is faster has not been measured."""
+"""Bytes of a row of h or g that a program takes at a time: more would not fit into registers."""
 
 operator: Any = torch.library.custom_op
 
 
 def missing(device: torch.device) -> str | None:
-    """See Backend."""
+    """Return why Triton's kernels cannot run on a device; None if they can."""
     return why_not(device)
 
 
 def refused(dtypes: Iterable[torch.dtype]) -> str | None:
-    """See Backend."""
+    """Return None: it multiplies every dtype."""
     return None
 
 
 def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-    """See Backend."""
-    return _project(x, a, *flat(drop))
+    """Return h = drop(x) a^T [rows, linears * R]."""
+    return _project(x, a, *as_arguments(drop))
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """See Backend."""
+    """Return y = x weight^T + bias + scale h b^T [rows, out]."""
     return _product(x, weight, bias, h, b, scale)
 
 
 def output_gradients(
     dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """See Backend."""
+    """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R], each None if not needed."""
     g, db = _output_gradients(dy, b, h, scale)
     return None if b is None else g, None if h is None else db
 
@@ -68,26 +70,37 @@ def input_gradient(
     a: torch.Tensor,
     drop: Dropout | None,
 ) -> torch.Tensor:
-    """See Backend."""
-    return _input_gradient(list(dys), list(weights), g, a, *flat(drop))
+    """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
+    return _input_gradient(list(dys), list(weights), g, a, *as_arguments(drop))
 
 
 def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-    """See Backend."""
-    return _factor_gradient(g, x, *flat(drop))
+    """Return da = g^T drop(x) [linears * R, in]."""
+    return _factor_gradient(g, x, *as_arguments(drop))
+
+
+# The operators that the functions above call; without dropout, `seeds` is None.
 
 
 @operator("shardwise::lora_triton_project", mutates_args=())
 def _project(
-    x: torch.Tensor, a: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+    x: torch.Tensor,
+    a: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
 ) -> torch.Tensor:
     h = a.new_empty(len(x), len(a))
-    modules, rank, block = _adapters(a, len(a), seeds)
+    num_masks, rank, block = _factors(a, len(a), seeds)
     if len(x):
-        kernels.project_kernel[_grid(len(x), "BLOCK_M", modules * triton.cdiv(rank, block))](
-            _matrix(x), _matrix(a), _matrix(h), _mask(seeds, features, p, x.shape[1]), *x.shape, rank, modules,
-            KEPT=1 / (1 - p), BLOCK_R=block, **_types(a, seeds),
-        )  # fmt: skip
+        grid = _grid(len(x), "BLOCK_ROWS", num_masks * triton.cdiv(rank, block))
+        kernels.project_kernel[grid](
+            *(_matrix(x), _matrix(a), _matrix(h), _mask(seeds, features, p, x.shape[1])),
+            *(*x.shape, rank, num_masks),
+            KEPT=1 / (1 - p),
+            BLOCK_R=block,
+            **_dtypes(a, seeds),
+        )
     return h
 
 
@@ -98,7 +111,12 @@ def _(x: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
 
 @operator("shardwise::lora_triton_product", mutates_args=())
 def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
     y = x.new_empty(len(x), len(weight))
     _multiply(y, [x], [weight.t()], h, b.t(), bias, 1, None, scale)
@@ -117,14 +135,20 @@ def _output_gradients(
     g, db = _empty_output_gradients(dy, b, h)
     (num_rows, num_columns), rank = dy.shape, max(g.shape[1], db.shape[1])
     factor: Any = b if h is None else h
-    block, columns = _adapters(factor, rank, None)[2], COLUMN_BYTES // factor.itemsize
-    stripes, blocks = triton.cdiv(num_rows, STRIPE), triton.cdiv(num_columns, columns)
-    g_parts, db_parts = db.new_empty(blocks, *g.shape), db.new_empty(stripes, *db.shape)
+    block, columns = _factors(factor, rank, None)[2], COLUMN_BYTES // factor.itemsize
+    num_stripes, num_blocks = triton.cdiv(num_rows, STRIPE), triton.cdiv(num_columns, columns)
+    g_parts, db_parts = db.new_empty(num_blocks, *g.shape), db.new_empty(num_stripes, *db.shape)
     if num_rows:
-        kernels.output_gradients_kernel[stripes, blocks, triton.cdiv(rank, block)](
-            _matrix(dy), None if b is None else _matrix(b), None if h is None else _matrix(h), g_parts, db_parts,
-            num_rows, num_columns, rank, 1, BLOCK_R=block, STRIPE=STRIPE, BLOCK_N=columns, **_types(factor),
-        )  # fmt: skip
+        kernels.output_gradients_kernel[num_stripes, num_blocks, triton.cdiv(rank, block)](
+            _matrix(dy),
+            None if b is None else _matrix(b),
+            None if h is None else _matrix(h),
+            *(g_parts, db_parts, num_rows, num_columns, rank, 1),
+            BLOCK_R=block,
+            STRIPE=STRIPE,
+            BLOCK_COLUMNS=columns,
+            **_dtypes(factor),
+        )
     return _sum(g_parts, g, scale), _sum(db_parts, db, scale)
 
 
@@ -132,7 +156,7 @@ def _output_gradients(
 def _empty_output_gradients(
     dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Without b or h, which is not computed has no element."""
+    """Return uninitialised g and db; without b or h, the one that is not computed is empty."""
     g = dy.new_empty(0, 0) if b is None else b.new_empty(len(dy), b.shape[1])
     db = dy.new_empty(0, 0) if h is None else h.new_empty(dy.shape[1], h.shape[1])
     return g, db.to(torch.promote_types(db.dtype, torch.float32))
@@ -150,35 +174,53 @@ def _input_gradient(
 ) -> torch.Tensor:
     dx = dys[0].new_empty(len(g), a.shape[1])
     mask = _mask(seeds, features, p, a.shape[1])
-    _multiply(dx, dys, weights, g, a, None, _adapters(a, len(a), seeds)[0], mask, 1 / (1 - p))
+    num_masks = _factors(a, len(a), seeds)[0]
+    _multiply(dx, dys, weights, g, a, None, num_masks, mask, 1 / (1 - p))
     return dx
 
 
 @_input_gradient.register_fake
-def _(dys: list[torch.Tensor], weights: list[torch.Tensor], g: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
+def _(
+    dys: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    g: torch.Tensor,
+    a: torch.Tensor,
+    *_: Any,
+) -> torch.Tensor:
     return dys[0].new_empty(len(g), a.shape[1])
 
 
 @operator("shardwise::lora_triton_factor_gradient", mutates_args=())
 def _factor_gradient(
-    g: torch.Tensor, x: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+    g: torch.Tensor,
+    x: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
 ) -> torch.Tensor:
     (num_rows, num_features), num_factors = x.shape, g.shape[1]
-    modules, rank, block = _adapters(g, num_factors, seeds)
-    stripes = triton.cdiv(num_rows, STRIPE)
-    da = g.new_empty(num_factors, num_features, dtype=torch.promote_types(g.dtype, torch.float32))
-    parts = da.new_empty(stripes, *da.shape)
+    num_masks, rank, block = _factors(g, num_factors, seeds)
+    num_stripes = triton.cdiv(num_rows, STRIPE)
+    wide = torch.promote_types(g.dtype, torch.float32)
+    da = g.new_empty(num_factors, num_features, dtype=wide)
+    parts = da.new_empty(num_stripes, *da.shape)
     if num_rows:
-        kernels.factor_gradient_kernel[_grid(num_features, "BLOCK_K", modules * triton.cdiv(rank, block), stripes)](
-            _matrix(g), _matrix(x), parts, _mask(seeds, features, p, num_features), num_rows, num_features, rank,
-            modules, BLOCK_R=block, STRIPE=STRIPE, **_types(g, seeds),
-        )  # fmt: skip
+        num_tiles = num_masks * triton.cdiv(rank, block)
+        grid = _grid(num_features, "BLOCK_FEATURES", num_tiles, num_stripes)
+        kernels.factor_gradient_kernel[grid](
+            *(_matrix(g), _matrix(x), parts, _mask(seeds, features, p, num_features)),
+            *(num_rows, num_features, rank, num_masks),
+            BLOCK_R=block,
+            STRIPE=STRIPE,
+            **_dtypes(g, seeds),
+        )
     return _sum(parts, da, 1 / (1 - p))
 
 
 @_factor_gradient.register_fake
 def _(g: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
-    return g.new_empty(g.shape[1], x.shape[1], dtype=torch.promote_types(g.dtype, torch.float32))
+    wide = torch.promote_types(g.dtype, torch.float32)
+    return g.new_empty(g.shape[1], x.shape[1], dtype=wide)
 
 
 def _multiply(
@@ -188,52 +230,39 @@ def _multiply(
     left: torch.Tensor,
     right: torch.Tensor,
     bias: torch.Tensor | None,
-    modules: int,
+    num_masks: int,
     drop: tuple[Any, ...] | None,
     scale: float,
 ) -> None:
-    """Let out be bias + scale drop(left right) + the sum of lefts_i rights_i."""
+    """Write out = bias + scale drop(left right) + the sum of lefts_i rights_i [rows, features]."""
     num_rows, num_features = out.shape
     if num_rows == 0:
         return
-    rank = len(right) // modules
-    adapter = (_matrix(left), _matrix(right), None if bias is None else bias.contiguous(), drop)
-    options = {"SCALE": scale, "BLOCK_R": _adapters(left, rank, None)[2], **_types(left, drop)}
+    rank = len(right) // num_masks
 
-    def tiles(meta: dict[str, int]) -> int:
-        return triton.cdiv(num_rows, meta["BLOCK_M"]) * triton.cdiv(num_features, meta["BLOCK_K"])
+    def grid(blocks: dict[str, int]) -> tuple[int]:
+        num_row_blocks = triton.cdiv(num_rows, blocks["BLOCK_ROWS"])
+        return (num_row_blocks * triton.cdiv(num_features, blocks["BLOCK_FEATURES"]),)
 
-    if PRODUCTS == "vendor":
-        kernels.expand_kernel[lambda meta: (tiles(meta),)](
-            _matrix(out), *adapter, num_rows, num_features, rank, modules, **options
-        )
-        for large_left, large_right in zip(lefts, rights):
-            out.addmm_(large_left, large_right)
-        return
-    turned = all(matrix.stride(0) == 1 for matrix in rights)
-    tma = _copy_engine_takes(lefts) and _copy_engine_takes([matrix.t() for matrix in rights] if turned else rights)
-    if tma:  # descriptors lie in memory that Triton asks for as it launches
-        triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=out.device))
-    most = 2 * torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 3
-    kernels.fused_kernel[lambda meta: (min(tiles(meta), most),)](
-        _matrix(out), tuple(map(_matrix, lefts)), tuple(map(_matrix, rights)), tuple(map(len, rights)), *adapter,
-        num_rows, num_features, rank, modules,
-        LARGE=_types(out)["DOT"], TMA=tma, TURNED=turned, **options,
-    )  # fmt: skip
-
-
-def _copy_engine_takes(matrices: list[torch.Tensor]) -> bool:
-    """Whether the chip has one, for matrices that lie so: rows of neighbours, each at a multiple of 16 bytes."""
-    has_one = not matrices[0].is_cuda or torch.cuda.get_device_capability(matrices[0].device)[0] >= 9
-    return has_one and all(
-        m.stride(1) == 1 and m.stride(0) * m.itemsize % 16 == 0 and m.data_ptr() % 16 == 0 for m in matrices
+    kernels.expand_kernel[grid](
+        *(_matrix(out), _matrix(left), _matrix(right)),
+        None if bias is None else bias.contiguous(),
+        *(drop, num_rows, num_features, rank, num_masks),
+        SCALE=scale,
+        BLOCK_R=_factors(left, rank, None)[2],
+        **_dtypes(left, drop),
     )
+    for large_left, large_right in zip(lefts, rights):
+        out.addmm_(large_left, large_right)
 
 
 def _sum(parts: torch.Tensor, total: torch.Tensor, scale: float) -> torch.Tensor:
-    """Let total be scale times the sum of its parts [P, *total.shape]."""
+    """Write and return total = scale times the sum over the first dim of parts."""
     kernels.sum_kernel[(triton.cdiv(total.numel(), 1024),)](
-        parts, total, len(parts), total.numel(), SCALE=scale, WIDE=_named(parts.dtype), BLOCK=1024
+        *(parts, total, len(parts), total.numel()),
+        SCALE=scale,
+        WIDE=_triton_dtype(parts.dtype),
+        BLOCK=1024,
     )
     return total
 
@@ -245,6 +274,7 @@ def _matrix(x: torch.Tensor) -> tuple[Any, ...]:
 def _mask(
     seeds: torch.Tensor | None, features: torch.Tensor | None, p: float, num_features: int
 ) -> tuple[Any, ...] | None:
+    """Return the masks as the kernels take them, see `_keep` there; None without dropout."""
     if seeds is None:
         return None
     if features is None:  # written out: Triton 3.6 takes no None within a tuple
@@ -252,29 +282,35 @@ def _mask(
     return seeds.contiguous(), seeds.shape[1], features.contiguous(), threshold(p)
 
 
-def _adapters(factor: torch.Tensor, num_factors: int, seeds: torch.Tensor | None) -> tuple[int, int, int]:
-    """Modules whose masks differ, their rank, and how many factors a program takes at once."""
-    modules = 1 if seeds is None else len(seeds)
-    rank = num_factors // modules
-    return modules, rank, min(max(triton.next_power_of_2(rank), 16), FACTOR_BYTES // factor.itemsize)
+def _factors(
+    factor: torch.Tensor,
+    num_factors: int,
+    seeds: torch.Tensor | None,
+) -> tuple[int, int, int]:
+    """Return the number of masks, the rank that each covers, and how much of it a program takes."""
+    num_masks = 1 if seeds is None else len(seeds)
+    rank = num_factors // num_masks
+    block = max(triton.next_power_of_2(rank), 16)
+    return num_masks, rank, min(block, FACTOR_BYTES // factor.itemsize)
 
 
 def _grid(size: int, block: str, *others: int) -> Callable[[dict[str, int]], tuple[int, ...]]:
-    """Programs for each block of `size`, times the first of the others; the rest on axes of their own."""
-    return lambda meta: (triton.cdiv(size, meta[block]) * others[0], *others[1:])
+    """Return the grid of a kernel: the blocks of `size` times others[0], and an axis per other."""
+    return lambda blocks: (triton.cdiv(size, blocks[block]) * others[0], *others[1:])
 
 
-def _named(dtype: torch.dtype) -> Any:
+def _triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
-def _types(factor: torch.Tensor, drop: object = None) -> dict[str, Any]:
-    """What tiles are multiplied and added up in, by the adapter's dtype. The interpreter cannot multiply bfloat16."""
+def _dtypes(factor: torch.Tensor, drop: object = None) -> dict[str, Any]:
+    """Return the dtypes in which tiles are multiplied and summed, by the dtype of the adapter."""
     dtype, tf32 = factor.dtype, torch.backends.cuda.matmul.fp32_precision == "tf32"
+    # The interpreter cannot multiply bfloat16.
     dot = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     return {
-        "DOT": _named(dot),
-        "WIDE": _named(torch.promote_types(dtype, torch.float32)),
+        "DOT": _triton_dtype(dot),
+        "WIDE": _triton_dtype(torch.promote_types(dtype, torch.float32)),
         "PRECISION": "tf32" if tf32 else "ieee",
         "CASE": f"{dtype} {'whole' if drop is None else 'dropped'}",
     }

@@ -1,8 +1,11 @@
-"""The kernels of triton.py: what is not a large matrix product, each with one pass over the large matrix that it needs.
+"""The kernels of triton.py: everything except large products, each in one pass over a large matrix.
 
-A matrix comes as (pointer, stride of rows, stride of columns), so that no view is ever copied. Offsets are of 64 bits:
-M N passes 2^31. DOT is the dtype that tiles are multiplied in; sums are in float32, of float64 in float64. Sums over
-programs go through memory, one part for each, and are added up in their order: results do not depend on who was first.
+A matrix is (pointer, stride of rows, stride of columns), so that views need no copy. Offsets have
+64 bits, since rows times features passes 2^31. Tiles are multiplied in dtype DOT and summed in
+WIDE: float32, or float64 for float64. A sum over programs goes through memory, one part per
+program, and the parts are added in order: the result does not depend on which program is first.
+
+Without dropout, the adapters of all linears count as one of rank linears * R (`num_masks` is 1).
 """
 
 from __future__ import annotations
@@ -19,46 +22,59 @@ _FIRST, _SECOND = (tl.constexpr(number) for number in MULTIPLIERS)
 
 
 def _tuned(*configs: tuple[dict[str, int], int, int]) -> Any:
-    """Let the fastest of some (tile, warps, stages) run, for each size of the matrices but the number of rows.
+    """Return a decorator that runs the fastest of some (blocks, warps, stages).
 
-    CASE names what else it depends on: the tuner does not look into tuples. Each is compiled, and run for milliseconds,
-    where such a size is met first; the choice is kept on disk.
+    It chooses for every size of the matrices except the number of rows; CASE stands for what else
+    the choice depends on, as the tuner does not look into tuples. Where a size is met first, each
+    choice is compiled and run for some milliseconds. Triton keeps the result on disk.
     """
-    choices = [triton.Config(tile, num_warps=warps, num_stages=stages) for tile, warps, stages in configs]
-    if INTERPRETED:  # nothing to choose, and seconds for a tile: small ones, but more than one
+    choices = []
+    for blocks, warps, stages in configs:
+        choices.append(triton.Config(blocks, num_warps=warps, num_stages=stages))
+    if INTERPRETED:  # a tile takes seconds, and no choice is faster: small tiles, but several
         choices = [triton.Config(dict.fromkeys(configs[0][0], 16))]
+
+    def seconds(call: Any, quantiles: Any) -> Any:
+        return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
+
     return triton.autotune(
         choices,
-        key=["num_features", "rank", "modules", "CASE"],
-        do_bench=lambda call, quantiles: triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles),
+        key=["num_features", "rank", "num_masks", "CASE"],
+        do_bench=seconds,
         cache_results=True,
     )
 
 
 @triton.jit
 def _tile(x, rows, row_inside, columns, column_inside):
+    """Load a tile of a matrix, 0 outside."""
     offsets = rows.to(tl.int64)[:, None] * x[1] + columns.to(tl.int64)[None, :] * x[2]
     return tl.load(x[0] + offsets, mask=row_inside[:, None] & column_inside[None, :], other=0.0)
 
 
 @triton.jit
 def _put(x, tile, rows, row_inside, columns, column_inside):
+    """Store a tile of a matrix."""
     offsets = rows.to(tl.int64)[:, None] * x[1] + columns.to(tl.int64)[None, :] * x[2]
-    tl.store(x[0] + offsets, tile.to(x[0].dtype.element_ty), mask=row_inside[:, None] & column_inside[None, :])
+    inside = row_inside[:, None] & column_inside[None, :]
+    tl.store(x[0] + offsets, tile.to(x[0].dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _mix(x):
-    """See dropout.mix; uint32."""
+    """Return dropout.mix of x, uint32."""
     x = (x ^ (x >> 16)) * _FIRST
     x = (x ^ (x >> 15)) * _SECOND
     return x ^ (x >> 16)
 
 
 @triton.jit
-def _keep(drop, module, rows, row_inside, columns, column_inside):
-    """See dropout.Dropout.keep; drop is (seeds, from one module's to the next one's, features, threshold)."""
-    seeds = tl.load(drop[0] + module * drop[1] + rows, mask=row_inside, other=0)
+def _keep(drop, mask, rows, row_inside, columns, column_inside):
+    """Return a tile of a dropout mask, as dropout.Dropout.keep does.
+
+    `drop` is (seeds, their stride from mask to mask, features, threshold).
+    """
+    seeds = tl.load(drop[0] + mask * drop[1] + rows, mask=row_inside, other=0)
     features = tl.load(drop[2] + columns, mask=column_inside, other=0)
     mixed = _mix(features.to(tl.uint32, bitcast=True))
     hashed = _mix(seeds.to(tl.uint32, bitcast=True)[:, None] ^ mixed[None, :])
@@ -66,32 +82,40 @@ def _keep(drop, module, rows, row_inside, columns, column_inside):
 
 
 @_tuned(
-    ({"BLOCK_M": 32, "BLOCK_K": 128}, 4, 3),
-    ({"BLOCK_M": 64, "BLOCK_K": 64}, 4, 4),
-    ({"BLOCK_M": 64, "BLOCK_K": 128}, 8, 3),
+    ({"BLOCK_ROWS": 32, "BLOCK_FEATURES": 128}, 4, 3),
+    ({"BLOCK_ROWS": 64, "BLOCK_FEATURES": 64}, 4, 4),
+    ({"BLOCK_ROWS": 64, "BLOCK_FEATURES": 128}, 8, 3),
 )
 @triton.jit
 def project_kernel(
-    x, a, h, drop, num_rows, num_features, rank, modules,
-    DOT: tl.constexpr, WIDE: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr, CASE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, a, h, drop, num_rows, num_features, rank, num_masks,
+    DOT: tl.constexpr, WIDE: tl.constexpr, KEPT: tl.constexpr, PRECISION: tl.constexpr,
+    CASE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Tile of h = KEPT keep(x) a^T. Programs that read the same rows of x run side by side: it comes from L2 then."""
+    """Compute a tile of h = KEPT keep(x) a^T.
+
+    Programs that read the same rows of x run side by side, so that all but the first read L2.
+    """
     blocks = tl.cdiv(rank, BLOCK_R)
-    module = tl.program_id(0) % (blocks * modules) // blocks
+    mask = tl.program_id(0) % (blocks * num_masks) // blocks
     factors = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-    rows = tl.program_id(0) // (blocks * modules) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.program_id(0) // (blocks * num_masks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_inside, factor_inside = rows < num_rows, factors < rank
-    total = tl.zeros((BLOCK_M, BLOCK_R), WIDE)
-    for start in range(0, num_features, BLOCK_K):
-        features = start + tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_R), WIDE)
+    for start in range(0, num_features, BLOCK_FEATURES):
+        features = start + tl.arange(0, BLOCK_FEATURES)
         feature_inside = features < num_features
         x_tile = _tile(x, rows, row_inside, features, feature_inside)
         if drop is not None:
-            x_tile = tl.where(_keep(drop, module, rows, row_inside, features, feature_inside), x_tile, 0.0)
-        a_tile = _tile(a, module * rank + factors, factor_inside, features, feature_inside)
-        total = tl.dot(x_tile.to(DOT), tl.trans(a_tile.to(DOT)), total, input_precision=PRECISION, out_dtype=WIDE)
-    _put(h, total * KEPT, rows, row_inside, module * rank + factors, factor_inside)
+            keep = _keep(drop, mask, rows, row_inside, features, feature_inside)
+            x_tile = tl.where(keep, x_tile, 0.0)
+        a_tile = _tile(a, mask * rank + factors, factor_inside, features, feature_inside)
+        total = tl.dot(
+            x_tile.to(DOT), tl.trans(a_tile.to(DOT)), total,
+            input_precision=PRECISION, out_dtype=WIDE,
+        )  # fmt: skip
+    _put(h, total * KEPT, rows, row_inside, mask * rank + factors, factor_inside)
 
 
 @triton.jit
@@ -99,144 +123,85 @@ def _add_product(
     total, left, right, first, rank, rows, row_inside, columns, column_inside,
     DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Add to a tile the product of `rank` columns of left and rows of right, from the first on."""
+    """Return total + left right, for `rank` columns of left and rows of right from `first` on."""
     for start in range(0, rank, BLOCK_R):
         factors = start + tl.arange(0, BLOCK_R)
         left_tile = _tile(left, rows, row_inside, first + factors, factors < rank)
         right_tile = _tile(right, first + factors, factors < rank, columns, column_inside)
-        total = tl.dot(left_tile.to(DOT), right_tile.to(DOT), total, input_precision=PRECISION, out_dtype=WIDE)
-    return total
-
-
-@triton.jit
-def _adapter_tile(
-    left, right, bias, drop, rank, modules, rows, row_inside, features, feature_inside,
-    DOT: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Tile of bias + SCALE sum over modules of keep(left right); left [M, S*R], right [S*R, K]."""
-    total = tl.zeros((BLOCK_M, BLOCK_K), WIDE)
-    if drop is None:
-        total = _add_product(
-            total, left, right, 0, rank, rows, row_inside, features, feature_inside, DOT, WIDE, PRECISION, BLOCK_R
-        )
-    else:
-        for module in range(modules):
-            part = _add_product(
-                tl.zeros((BLOCK_M, BLOCK_K), WIDE),
-                *(left, right, module * rank, rank, rows, row_inside, features, feature_inside),
-                *(DOT, WIDE, PRECISION, BLOCK_R),
-            )
-            total += tl.where(_keep(drop, module, rows, row_inside, features, feature_inside), part, 0.0)
-    total *= SCALE
-    if bias is not None:
-        total += tl.load(bias + features, mask=feature_inside, other=0.0).to(WIDE)[None, :]
+        total = tl.dot(
+            left_tile.to(DOT), right_tile.to(DOT), total,
+            input_precision=PRECISION, out_dtype=WIDE,
+        )  # fmt: skip
     return total
 
 
 @_tuned(
-    ({"BLOCK_M": 64, "BLOCK_K": 64}, 4, 1),
-    ({"BLOCK_M": 64, "BLOCK_K": 128}, 4, 1),
-    ({"BLOCK_M": 128, "BLOCK_K": 128}, 8, 1),
+    ({"BLOCK_ROWS": 64, "BLOCK_FEATURES": 64}, 4, 1),
+    ({"BLOCK_ROWS": 64, "BLOCK_FEATURES": 128}, 4, 1),
+    ({"BLOCK_ROWS": 128, "BLOCK_FEATURES": 128}, 8, 1),
 )
 @triton.jit
 def expand_kernel(
-    out, left, right, bias, drop, num_rows, num_features, rank, modules,
-    DOT: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, CASE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    out, left, right, bias, drop, num_rows, num_features, rank, num_masks,
+    DOT: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    CASE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """Tile of out = bias + SCALE sum over modules of keep(left right)."""
-    blocks = tl.cdiv(num_features, BLOCK_K)
-    rows = tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
-    features = tl.program_id(0) % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
+    """Compute a tile of out = bias + SCALE times the sum over masks of keep(left right).
+
+    left [rows, num_masks * rank], right [num_masks * rank, features].
+    """
+    blocks = tl.cdiv(num_features, BLOCK_FEATURES)
+    rows = tl.program_id(0) // blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    features = tl.program_id(0) % blocks * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
     row_inside, feature_inside = rows < num_rows, features < num_features
-    total = _adapter_tile(
-        *(left, right, bias, drop, rank, modules, rows, row_inside, features, feature_inside),
-        *(DOT, WIDE, SCALE, PRECISION, BLOCK_R, BLOCK_M, BLOCK_K),
-    )
+    total = tl.zeros((BLOCK_ROWS, BLOCK_FEATURES), WIDE)
+    if drop is None:
+        total = _add_product(
+            total, left, right, 0, rank, rows, row_inside, features, feature_inside,
+            DOT, WIDE, PRECISION, BLOCK_R,
+        )  # fmt: skip
+    else:
+        for mask in range(num_masks):
+            part = _add_product(
+                tl.zeros((BLOCK_ROWS, BLOCK_FEATURES), WIDE),
+                *(left, right, mask * rank, rank, rows, row_inside, features, feature_inside),
+                *(DOT, WIDE, PRECISION, BLOCK_R),
+            )
+            keep = _keep(drop, mask, rows, row_inside, features, feature_inside)
+            total += tl.where(keep, part, 0.0)
+    total *= SCALE
+    if bias is not None:
+        total += tl.load(bias + features, mask=feature_inside, other=0.0).to(WIDE)[None, :]
     _put(out, total, rows, row_inside, features, feature_inside)
 
 
 @_tuned(
-    ({"BLOCK_M": 128, "BLOCK_K": 128, "BLOCK_D": 64}, 8, 3),
-    ({"BLOCK_M": 128, "BLOCK_K": 128, "BLOCK_D": 64}, 4, 3),
-    ({"BLOCK_M": 128, "BLOCK_K": 256, "BLOCK_D": 64}, 8, 3),
-    ({"BLOCK_M": 128, "BLOCK_K": 256, "BLOCK_D": 64}, 8, 4),
-)
-@triton.jit
-def fused_kernel(
-    out, lefts, rights, depths, left, right, bias, drop, num_rows, num_features, rank, modules,
-    LARGE: tl.constexpr, TMA: tl.constexpr, TURNED: tl.constexpr,
-    DOT: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, CASE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Tiles of out = bias + SCALE sum over modules of keep(left right) + sum of lefts_i rights_i, in dtype LARGE.
-
-    TMA: the chip's copy engine fetches their tiles, of rights with their rows as columns if these lie so (TURNED). A
-    program takes one tile after the other, 8 blocks of rows at a time: what they read of rights is in L2 meanwhile.
-    """
-    row_blocks, blocks = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_features, BLOCK_K)
-    if TMA:
-        a_tiles, b_tiles = (), ()
-        for i in tl.static_range(len(lefts)):
-            a, b, depth = lefts[i], rights[i], depths[i]
-            a_tiles += (tl.make_tensor_descriptor(a[0], [num_rows, depth], [a[1], 1], [BLOCK_M, BLOCK_D]),)
-            if TURNED:
-                b_tiles += (tl.make_tensor_descriptor(b[0], [num_features, depth], [b[2], 1], [BLOCK_K, BLOCK_D]),)
-            else:
-                b_tiles += (tl.make_tensor_descriptor(b[0], [depth, num_features], [b[1], 1], [BLOCK_D, BLOCK_K]),)
-    for place in range(tl.program_id(0), row_blocks * blocks, tl.num_programs(0)):
-        group = place // (8 * blocks) * 8
-        height = tl.minimum(row_blocks - group, 8)
-        first_row = (group + place % (8 * blocks) % height) * BLOCK_M
-        first_feature = place % (8 * blocks) // height * BLOCK_K
-        rows, features = first_row + tl.arange(0, BLOCK_M), first_feature + tl.arange(0, BLOCK_K)
-        row_inside, feature_inside = rows < num_rows, features < num_features
-        total = _adapter_tile(
-            *(left, right, bias, drop, rank, modules, rows, row_inside, features, feature_inside),
-            *(DOT, WIDE, SCALE, PRECISION, BLOCK_R, BLOCK_M, BLOCK_K),
-        )
-        for i in tl.static_range(len(lefts)):
-            if TMA:
-                for start in range(0, depths[i], BLOCK_D):
-                    if TURNED:
-                        b_tile = tl.trans(b_tiles[i].load([first_feature, start]))
-                    else:
-                        b_tile = b_tiles[i].load([start, first_feature])
-                    a_tile = a_tiles[i].load([first_row, start]).to(LARGE)
-                    total = tl.dot(a_tile, b_tile.to(LARGE), total, input_precision=PRECISION, out_dtype=WIDE)
-            else:
-                total = _add_product(
-                    *(total, lefts[i], rights[i], 0, depths[i], rows, row_inside, features, feature_inside),
-                    *(LARGE, WIDE, PRECISION, BLOCK_D),
-                )
-        _put(out, total, rows, row_inside, features, feature_inside)
-
-
-@_tuned(
-    ({"BLOCK_M": 32}, 8, 4),
-    ({"BLOCK_M": 64}, 4, 3),
-    ({"BLOCK_M": 64}, 8, 3),
+    ({"BLOCK_ROWS": 32}, 8, 4),
+    ({"BLOCK_ROWS": 64}, 4, 3),
+    ({"BLOCK_ROWS": 64}, 8, 3),
 )
 @triton.jit
 def output_gradients_kernel(
-    dy, b, h, g_parts, db_parts, num_rows, num_features, rank, modules,
-    DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, CASE: tl.constexpr, BLOCK_R: tl.constexpr,
-    STRIPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    dy, b, h, g_parts, db_parts, num_rows, num_features, rank, num_masks,
+    DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, CASE: tl.constexpr,
+    BLOCK_R: tl.constexpr, STRIPE: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of STRIPE rows and BLOCK_N columns of dy, read once: their summands of dy b and of dy^T h.
+    """Compute the partial sums of dy b and dy^T h over STRIPE rows and BLOCK_COLUMNS columns of dy.
 
-    g_parts [N / BLOCK_N, M, R] and db_parts [M / STRIPE, N, R], contiguous; without b or h, None.
+    dy is read once. g_parts [out / BLOCK_COLUMNS, rows, R], db_parts [rows / STRIPE, out, R], both
+    contiguous. b or h is None where its product is not needed.
     """
-    features = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    features = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     factors = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     feature_inside, factor_inside = features < num_features, factors < rank
     if b is not None:
         b_tile = _tile(b, features, feature_inside, factors, factor_inside).to(DOT)
         g = (g_parts + tl.program_id(1).to(tl.int64) * num_rows * rank, rank, 1)
-    db = tl.zeros((BLOCK_N, BLOCK_R), WIDE)
-    for start in range(0, STRIPE, BLOCK_M):
-        rows = tl.program_id(0) * STRIPE + start + tl.arange(0, BLOCK_M)
+    db = tl.zeros((BLOCK_COLUMNS, BLOCK_R), WIDE)
+    for start in range(0, STRIPE, BLOCK_ROWS):
+        rows = tl.program_id(0) * STRIPE + start + tl.arange(0, BLOCK_ROWS)
         row_inside = rows < num_rows
         tile = _tile(dy, rows, row_inside, features, feature_inside).to(DOT)
         if b is not None:
@@ -251,41 +216,54 @@ def output_gradients_kernel(
 
 
 @_tuned(
-    ({"BLOCK_K": 64, "BLOCK_M": 64}, 4, 3),
-    ({"BLOCK_K": 128, "BLOCK_M": 32}, 4, 4),
-    ({"BLOCK_K": 128, "BLOCK_M": 64}, 8, 3),
+    ({"BLOCK_FEATURES": 64, "BLOCK_ROWS": 64}, 4, 3),
+    ({"BLOCK_FEATURES": 128, "BLOCK_ROWS": 32}, 4, 4),
+    ({"BLOCK_FEATURES": 128, "BLOCK_ROWS": 64}, 8, 3),
 )
 @triton.jit
 def factor_gradient_kernel(
-    g, x, da_parts, drop, num_rows, num_features, rank, modules,
-    DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, CASE: tl.constexpr, BLOCK_R: tl.constexpr,
-    STRIPE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    g, x, da_parts, drop, num_rows, num_features, rank, num_masks,
+    DOT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, CASE: tl.constexpr,
+    BLOCK_R: tl.constexpr, STRIPE: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of STRIPE rows, their summand of a tile of g^T keep(x); da_parts [M / STRIPE, S*R, K], contiguous."""
+    """Compute the partial sum over STRIPE rows of a tile of g^T keep(x).
+
+    da_parts [rows / STRIPE, num_masks * rank, in], contiguous.
+    """
     blocks = tl.cdiv(rank, BLOCK_R)
-    module = tl.program_id(0) % (blocks * modules) // blocks
+    mask = tl.program_id(0) % (blocks * num_masks) // blocks
     factors = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-    features = tl.program_id(0) // (blocks * modules) * BLOCK_K + tl.arange(0, BLOCK_K)
+    first = tl.program_id(0) // (blocks * num_masks) * BLOCK_FEATURES
+    features = first + tl.arange(0, BLOCK_FEATURES)
     feature_inside, factor_inside = features < num_features, factors < rank
-    da = tl.zeros((BLOCK_R, BLOCK_K), WIDE)
-    for start in range(0, STRIPE, BLOCK_M):
-        rows = tl.program_id(1) * STRIPE + start + tl.arange(0, BLOCK_M)
+    da = tl.zeros((BLOCK_R, BLOCK_FEATURES), WIDE)
+    for start in range(0, STRIPE, BLOCK_ROWS):
+        rows = tl.program_id(1) * STRIPE + start + tl.arange(0, BLOCK_ROWS)
         row_inside = rows < num_rows
         x_tile = _tile(x, rows, row_inside, features, feature_inside)
         if drop is not None:
-            x_tile = tl.where(_keep(drop, module, rows, row_inside, features, feature_inside), x_tile, 0.0)
-        g_tile = _tile(g, rows, row_inside, module * rank + factors, factor_inside)
-        da = tl.dot(tl.trans(g_tile.to(DOT)), x_tile.to(DOT), da, input_precision=PRECISION, out_dtype=WIDE)
-    part = (da_parts + tl.program_id(1).to(tl.int64) * modules * rank * num_features, num_features, 1)
-    _put(part, da, module * rank + factors, factor_inside, features, feature_inside)
+            keep = _keep(drop, mask, rows, row_inside, features, feature_inside)
+            x_tile = tl.where(keep, x_tile, 0.0)
+        g_tile = _tile(g, rows, row_inside, mask * rank + factors, factor_inside)
+        da = tl.dot(
+            tl.trans(g_tile.to(DOT)), x_tile.to(DOT), da,
+            input_precision=PRECISION, out_dtype=WIDE,
+        )  # fmt: skip
+    offset = tl.program_id(1).to(tl.int64) * num_masks * rank * num_features
+    part = (da_parts + offset, num_features, 1)
+    _put(part, da, mask * rank + factors, factor_inside, features, feature_inside)
 
 
 @triton.jit
-def sum_kernel(parts, total, num_parts, size, SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of total = SCALE times the sum of its parts, which lie `size` numbers apart."""
+def sum_kernel(
+    parts, total, num_parts, size,
+    SCALE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute a block of total = SCALE times the sum of its parts [num_parts, size], contiguous."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.zeros((BLOCK,), WIDE)
+    block_sum = tl.zeros((BLOCK,), WIDE)
     for _ in range(num_parts):
-        found += tl.load(parts + places, mask=places < size, other=0.0)
+        block_sum += tl.load(parts + places, mask=places < size, other=0.0)
         parts += size
-    tl.store(total + places, (found * SCALE).to(total.dtype.element_ty), mask=places < size)
+    tl.store(total + places, (block_sum * SCALE).to(total.dtype.element_ty), mask=places < size)

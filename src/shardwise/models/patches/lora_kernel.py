@@ -11,8 +11,7 @@ called with a tensor computes all, and the others hand out what is theirs if the
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import Backend, Linear, lora_linear, merge, merged_lora_linear
+from shardwise.kernels.lora_linear import Backend, BackwardHalf, Linear, lora_linear
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.patches.dropout import SlotDropout
 
@@ -40,6 +39,8 @@ SHARING = frozenset(
 """Paths of linears that, where they lie in one module, are called with one tensor. Where that is not so they cost more
 than they need, and compute the same."""
 
+OTHER_DTYPE = "set training.precision to bfloat16, or lora.kernel to auto"
+
 Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
 """As `lora.kernel` has it."""
 
@@ -47,25 +48,32 @@ Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     """Let the plain adapters of a part compute with the kernel that `lora.kernel` asks for."""
     if cfg.lora and has_plain_layers(part.hf):
-        use_lora_kernel(part.hf, cfg.lora.kernel, device, cfg.training.precision)
+        use_lora_kernel(part.hf, cfg.lora.kernel, device, cfg.training.precision, part.backward_half)
 
 
-def use_lora_kernel(model: nn.Module, kernel: Kernel, device: torch.device, precision: str = "float32") -> str:
-    """Let the plain LoRA layers of a model, on any device yet, compute with a kernel that runs on `device`; its name.
+def use_lora_kernel(
+    model: nn.Module,
+    kernel: Kernel,
+    device: torch.device,
+    precision: str = "float32",
+    half: BackwardHalf | None = None,
+) -> str:
+    """Let the plain LoRA layers of a model, on any device yet, compute with a kernel that runs on `device`.
 
-    Once their dropouts are `SlotDropout`s, and before a strategy wraps them. `peft`: nothing is replaced. UserError as
-    `kernel_for`.
+    Return its name; with `peft` nothing is replaced. Call it once the model's dropouts are `SlotDropout`s, and before a
+    strategy wraps them. `half` says which half of a backward runs, in a pipeline whose schedule has two. Raises
+    UserError as `kernel_for`.
     """
     kernel, backend = kernel_for(model, kernel, device, precision)
     if backend is None:
         return kernel
     for layer in _plain_layers(model):
-        _Shared([layer], backend)
+        _Shared([layer], backend, half)
     for parent in list(model.modules()):
         inner: list[tuple[str, Any]] = list(parent.named_modules())
         together = _alike([module for path, module in inner if path in SHARING and _is_plain(module)])
         if len(together) > 1:
-            shared = _Shared(together, backend)
+            shared = _Shared(together, backend, half)
             parent.forward = shared.within(parent.forward)
     return kernel
 
@@ -82,42 +90,13 @@ def kernel_for(model: nn.Module, kernel: Kernel, device: torch.device, precision
     for layer in _plain_layers(model):
         linear = _linear(layer)
         if why := backend.refused([dtype] if dtype else [linear.weight.dtype, linear.a.dtype]):
-            raise UserError(why)
+            raise UserError(f"lora.kernel is {kernel}, but {why}; {OTHER_DTYPE}")
     return kernel, backend
 
 
 def has_plain_layers(model: nn.Module) -> bool:
     """Return whether a model has adapters that a kernel of kernels/lora_linear computes."""
     return bool(_plain_layers(model))
-
-
-def merged_bytes(model: nn.Module, precision: str) -> int:
-    """What `merged_weights` takes."""
-    weights, dtype = [_linear(layer).weight for layer in _plain_layers(model)], autocast_dtype(precision)
-    return sum(weight.numel() * (dtype or weight.dtype).itemsize for weight in weights)
-
-
-def merged_weights(model: nn.Module, precision: str) -> Callable[[], AbstractContextManager[None]]:
-    """Memory for W + s B A of every layer that `use_lora_kernel` has changed, in the dtype of its products.
-
-    What is returned fills it; within, and nowhere else, the layers compute with it.
-    """
-    layers, dtype = _plain_layers(model), autocast_dtype(precision)
-    weights = [_linear(layer).weight for layer in layers]
-    held = [torch.empty_like(w, dtype=dtype, requires_grad=False) for w in weights]
-
-    @contextmanager
-    def merged() -> Generator[None]:
-        for layer, weight in zip(layers, held):
-            merge(_linear(layer), weight)
-            layer.__dict__["merged_weight"] = weight
-        try:
-            yield
-        finally:
-            for layer in layers:
-                del layer.__dict__["merged_weight"]
-
-    return merged
 
 
 def backend_of(kernel: Kernel, device: torch.device) -> tuple[Kernel, Backend]:
@@ -169,9 +148,10 @@ def _alike(layers: list[PeftLinear]) -> list[PeftLinear]:
 class _Shared:
     """Layers of one input, and what those that were not called yet will give for it."""
 
-    def __init__(self, layers: list[PeftLinear], backend: Backend) -> None:
+    def __init__(self, layers: list[PeftLinear], backend: Backend, half: BackwardHalf | None) -> None:
         self.layers = layers
         self.backend = backend
+        self.half = half
         self.x: torch.Tensor | None = None
         self.version = 0
         self.waiting: dict[int, torch.Tensor] = {}  # by place in `layers`
@@ -194,14 +174,14 @@ class _Shared:
         """What the layer at a place gives for x."""
         version = _version(x)
         if len(self.layers) == 1 or version is None:
-            (y,) = _compute([self.layers[place]], x, self.backend)
+            (y,) = _compute([self.layers[place]], x, self.backend, self.half)
             return y
         if x is self.x and self.version == version and place in self.waiting:
             return self.waiting.pop(place)
         if self.waiting:  # not called together after all
-            (y,) = _compute([self.layers[place]], x, self.backend)
+            (y,) = _compute([self.layers[place]], x, self.backend, self.half)
             return y
-        ys = _compute(self.layers, x, self.backend)
+        ys = _compute(self.layers, x, self.backend, self.half)
         self.x, self.version = x, version
         self.waiting = {other: y for other, y in enumerate(ys) if other != place}
         return ys[place]
@@ -233,13 +213,15 @@ def _version(x: torch.Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _compute(layers: list[PeftLinear], x: torch.Tensor, backend: Backend) -> tuple[torch.Tensor, ...]:
+def _compute(
+    layers: list[PeftLinear], x: torch.Tensor, backend: Backend, half: BackwardHalf | None
+) -> tuple[torch.Tensor, ...]:
     linears = [_linear(layer) for layer in layers]
-    merged = [layer.__dict__["merged_weight"] for layer in layers if "merged_weight" in layer.__dict__]
-    if len(merged) == len(layers):
-        return merged_lora_linear(x, linears, merged, backend)
     dropouts: list[Any] = [next(iter(layer.lora_dropout.values())) for layer in layers]
     drop = None
     if isinstance(dropouts[0], SlotDropout) and dropouts[0].active:
         drop = Dropout(dropouts[0].p, torch.stack([own.seeds(x) for own in dropouts]), dropouts[0].features)
-    return lora_linear(x, linears, drop, backend)
+    try:
+        return lora_linear(x, linears, drop, backend, half)
+    except UserError as error:  # only a forward knows the dtype of its input
+        raise UserError(f"lora.kernel: {error}: {OTHER_DTYPE}") from None

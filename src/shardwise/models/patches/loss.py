@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from shardwise.config import RunConfig
+from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import IGNORED
 from shardwise.kernels.linear_cross_entropy import Kernel, kernel_of, linear_cross_entropy
+from shardwise.kernels.triton_support import why_not
 from shardwise.models.families import FAMILIES, Family
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ def loss_of_run(cfg: RunConfig, family: Family, device: torch.device) -> str:
     """
     if cfg.training.loss == "plain" or family.model_type not in FAMILIES:
         return "plain"  # what a family that is not listed does to its logits is not known
+    if cfg.training.loss == "triton" and (reason := why_not(device)) is not None:
+        raise UserError(f"training.loss is triton, but {reason}; use auto or chunked")
     return "triton" if kernel_of(KERNELS[cfg.training.loss], device) == "triton" else "chunked"
 
 

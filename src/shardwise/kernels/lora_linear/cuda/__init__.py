@@ -1,25 +1,26 @@
-"""The backend in CUDA C++ (see backend.Backend): bfloat16 and float16 on tensor cores, sums in float32.
+"""The backend in CUDA C++; backend.Backend defines each function.
 
-What only reads x or dy, M x K numbers against a few columns, reads it once and sums in a fixed order. The product with
-the frozen weight has the adapter in the same sum, as more columns of x and of the weight (product.cuh), or is cuBLAS's
-with the adapter's product already in its output: see `fused`. x, weights and adapters have one dtype of those two;
-others are refused.
+It multiplies bfloat16 or float16 on tensor cores, sums in float32, and refuses other dtypes; x,
+weights and adapters all have one of the two. A product of a large matrix by a factor of few columns
+reads the matrix once and sums in a fixed order. The product with a frozen weight is either this
+backend's own (product.cuh), which sums the adapter's part too, as if it were more columns of x and
+of the weight; or it is cuBLAS's, which adds to an output that holds the adapter's part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from shardwise.config import UserError
-from shardwise.kernels.dropout import Dropout, flat
+from shardwise.kernels.dropout import Dropout, as_arguments
 from shardwise.kernels.lora_linear.cuda import launch
 
 
 def missing(device: torch.device) -> str | None:
-    """See Backend; the kernels are built here, if need be."""
+    """Build the kernels if need be; return why they cannot run on a device, None if they can."""
     try:
         launch.library(device)
     except UserError as error:
@@ -28,26 +29,29 @@ def missing(device: torch.device) -> str | None:
 
 
 def refused(dtypes: Iterable[torch.dtype]) -> str | None:
-    """See Backend: all bfloat16 or all float16."""
-    given = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
-    if given in (["bfloat16"], ["float16"]):
+    """Return why it cannot multiply matrices of these dtypes; None if all have one 16-bit dtype."""
+    names = sorted({str(dtype).removeprefix("torch.") for dtype in dtypes})
+    if names in (["bfloat16"], ["float16"]):
         return None
-    return (
-        f"lora.kernel is cuda, whose kernels multiply bfloat16 or float16 alone, but here is {' and '.join(given)}; "
-        "set training.precision to bfloat16, or lora.kernel to auto"
-    )
+    here = " and ".join(names)
+    return f"the kernels in CUDA C++ multiply bfloat16 or float16 alone, and here is {here}"
 
 
 def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-    """See Backend."""
+    """Return h = drop(x) a^T [rows, linears * R]."""
     _check(x, a)
-    return _project(x, a, *flat(drop))
+    return _project(x, a, *as_arguments(drop))
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    """See Backend."""
+    """Return y = x weight^T + bias + scale h b^T [rows, out]."""
     _check(x, weight, h, b)
     return _product(x, weight, bias, h, b, scale)
 
@@ -55,7 +59,7 @@ def product(
 def output_gradients(
     dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """See Backend."""
+    """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R], each None if not needed."""
     _check(dy, *(factor for factor in (b, h) if factor is not None))
     g, db = _output_gradients(dy, b, h, scale)
     return None if b is None else g, None if h is None else db
@@ -68,46 +72,50 @@ def input_gradient(
     a: torch.Tensor,
     drop: Dropout | None,
 ) -> torch.Tensor:
-    """See Backend."""
+    """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
     _check(*dys, *weights, g, a)
-    return _input_gradient(list(dys), list(weights), g, a, *flat(drop))
+    return _input_gradient(list(dys), list(weights), g, a, *as_arguments(drop))
 
 
 def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-    """See Backend."""
+    """Return da = g^T drop(x) [linears * R, in]."""
     _check(g, x)
-    return _factor_gradient(g, x, *flat(drop))
+    return _factor_gradient(g, x, *as_arguments(drop))
+
+
+def multiplies_weights(device: torch.device) -> bool:
+    """Return whether product.cuh multiplies by the weight, as it does before sm_90.
+
+    Later GPUs have wgmma, which cuBLAS uses.
+    """
+    return torch.cuda.get_device_capability(device)[0] < 9
 
 
 def _check(*tensors: torch.Tensor) -> None:
-    """UserError for what only a forward knows, such as hidden states in another dtype than the weights."""
-    if why := refused(tensor.dtype for tensor in tensors):
-        raise UserError(why)
+    """Raise UserError for dtypes that only a forward knows, such as that of hidden states."""
+    if reason := refused(tensor.dtype for tensor in tensors):
+        raise UserError(f"{reason}; give all matrices in one of the two")
 
 
-PRODUCTS: Literal["auto", "vendor", "fused"] = "auto"
-"""Who multiplies by the weight: cuBLAS, adding to what the adapter gave, or the kernel here; `auto`: see `fused`."""
-
-
-def fused(device: torch.device) -> bool:
-    """Whether the kernel here does; `auto`: before sm_90, whose wgmma cuBLAS has, the kernel not (unmeasured)."""
-    return PRODUCTS == "fused" or (PRODUCTS == "auto" and torch.cuda.get_device_capability(device)[0] < 9)
-
-
-# What is launched is an operator of its own, so that torch.compile traces through and need not look inside.
-# `seeds` None: no dropout.
+# The operators that the functions above call: torch.compile traces through them and need not look
+# inside. Without dropout, `seeds` is None.
 
 
 @torch.library.custom_op("shardwise::lora_cuda_project", mutates_args=())
 def _project(
-    x: torch.Tensor, a: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+    x: torch.Tensor,
+    a: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
 ) -> torch.Tensor:
     h = x.new_empty(len(x), len(a))
     if seeds is None:
         launch.rows(x, a, h)
-    else:  # each linear has its own mask, whose hashes take as long as reading x again
-        for own_a, own_h, own_seeds in zip(a.chunk(len(seeds)), h.chunk(len(seeds), 1), seeds):
-            launch.rows(x, own_a, own_h, mask=Dropout(p, own_seeds, features))
+        return h
+    # One launch per mask: its hashes take as long as reading x again.
+    for a_i, h_i, seeds_i in zip(a.chunk(len(seeds)), h.chunk(len(seeds), 1), seeds):
+        launch.rows(x, a_i, h_i, mask=Dropout(p, seeds_i, features))
     return h
 
 
@@ -118,12 +126,19 @@ def _(x: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
 
 @torch.library.custom_op("shardwise::lora_cuda_product", mutates_args=())
 def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
-    own = fused(x.device)
     y = x.new_empty(len(x), len(weight))
-    launch.product(y, [(h, b), *([(x, weight)] if own else [])], scale=scale, bias=bias)
-    return y if own else torch.addmm(y, x, weight.t(), out=y)
+    if multiplies_weights(x.device):
+        launch.product(y, [(h, b), (x, weight)], scale=scale, bias=bias)
+        return y
+    launch.product(y, [(h, b)], scale=scale, bias=bias)
+    return torch.addmm(y, x, weight.t(), out=y)
 
 
 @_product.register_fake
@@ -147,10 +162,10 @@ def _output_gradients(
 def _empty_output_gradients(
     dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Without b or h, what is not computed has no element."""
+    """Return uninitialised g and db; without b or h, the one that is not computed is empty."""
     g = dy.new_empty(0, 0) if b is None else dy.new_empty(len(dy), b.shape[1])
-    db = (0, 0) if h is None else (dy.shape[1], h.shape[1])
-    return g, dy.new_empty(db, dtype=torch.float32)
+    db_shape = (0, 0) if h is None else (dy.shape[1], h.shape[1])
+    return g, dy.new_empty(db_shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("shardwise::lora_cuda_input_gradient", mutates_args=())
@@ -163,36 +178,53 @@ def _input_gradient(
     features: torch.Tensor | None,
     p: float,
 ) -> torch.Tensor:
-    own = fused(g.device) and len(dys) < launch.MOST_TERMS
+    in_our_product = multiplies_weights(g.device) and len(dys) < launch.MOST_TERMS
     dx = dys[0].new_empty(len(g), a.shape[1])
-    frozen = [(dy, weight.t()) for dy, weight in zip(dys, weights)]
+    frozen = []
+    if in_our_product:
+        frozen = [(dy, weight.t()) for dy, weight in zip(dys, weights)]
     if seeds is None:
-        launch.product(dx, [(g, a.t()), *(frozen if own else [])])
-    else:  # a mask is of the whole sum of its adapter: all but the last have a pass over dx
+        launch.product(dx, [(g, a.t()), *frozen])
+    else:
+        # A mask covers the whole sum of its adapter, so that every mask has a pass over dx.
         parts = list(zip(g.chunk(len(seeds), 1), a.chunk(len(seeds)), seeds))
-        for s, (own_g, own_a, own_seeds) in enumerate(parts):
-            terms = [(own_g, own_a.t()), *(frozen if own and s + 1 == len(parts) else [])]
-            launch.product(dx, terms, mask=Dropout(p, own_seeds, features), accumulate=s > 0)
-    if not own:
+        for i, (g_i, a_i, seeds_i) in enumerate(parts):
+            terms = [(g_i, a_i.t())]
+            if i + 1 == len(parts):
+                terms += frozen
+            launch.product(dx, terms, mask=Dropout(p, seeds_i, features), accumulate=i > 0)
+    if not in_our_product:
         for dy, weight in zip(dys, weights):
             torch.addmm(dx, dy, weight, out=dx)
     return dx
 
 
 @_input_gradient.register_fake
-def _(dys: list[torch.Tensor], weights: list[torch.Tensor], g: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
+def _(
+    dys: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    g: torch.Tensor,
+    a: torch.Tensor,
+    *_: Any,
+) -> torch.Tensor:
     return dys[0].new_empty(g.shape[0], a.shape[1])
 
 
 @torch.library.custom_op("shardwise::lora_cuda_factor_gradient", mutates_args=())
 def _factor_gradient(
-    g: torch.Tensor, x: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+    g: torch.Tensor,
+    x: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
 ) -> torch.Tensor:
     if seeds is None:
         return launch.columns(x, g, transposed=True)
-    masks = [Dropout(p, own_seeds, features) for own_seeds in seeds]
-    parts = zip(g.chunk(len(seeds), 1), masks)
-    return torch.cat([launch.columns(x, own_g, transposed=True, mask=mask) for own_g, mask in parts])
+    das = []
+    for g_i, seeds_i in zip(g.chunk(len(seeds), 1), seeds):
+        mask = Dropout(p, seeds_i, features)
+        das.append(launch.columns(x, g_i, transposed=True, mask=mask))
+    return torch.cat(das)
 
 
 @_factor_gradient.register_fake

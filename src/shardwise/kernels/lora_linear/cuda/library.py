@@ -1,4 +1,7 @@
-"""Builds the kernels with nvcc, once for a kind of GPU, and loads them: a C library, bound to no version of torch."""
+"""Build the kernels with nvcc, once per GPU architecture, and load them.
+
+They are a C library, which no version of torch binds.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,19 @@ from shardwise.config import UserError
 
 SOURCES = Path(__file__).parent
 OPTIONS = ("-std=c++20", "-O3", "-shared", "-cudart", "static", "-Xcompiler", "-fPIC")
-WHEELS = "nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-runtime==13.0.96"
-"""The compiler from PyPI, with the headers and the library that it needs."""
+WHEELS = " ".join(
+    (
+        "nvidia-cuda-nvcc==13.0.88",
+        "nvidia-cuda-crt==13.0.88",
+        "nvidia-nvvm==13.0.88",
+        "nvidia-cuda-runtime==13.0.96",
+    )
+)
+"""The compiler on PyPI, with the headers and the library that it needs."""
 
 
 class Matrix(ctypes.Structure):
-    """As in tiles.cuh."""
+    """The struct `Matrix` of tiles.cuh."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -35,13 +45,17 @@ class Matrix(ctypes.Structure):
 
 
 class Drop(ctypes.Structure):
-    """As `Dropout` in dropout.cuh."""
+    """The struct `Dropout` of dropout.cuh."""
 
-    _fields_ = [("seeds", ctypes.c_void_p), ("features", ctypes.c_void_p), ("threshold", ctypes.c_int32)]
+    _fields_ = [
+        ("seeds", ctypes.c_void_p),
+        ("features", ctypes.c_void_p),
+        ("threshold", ctypes.c_int32),
+    ]
 
 
 class Rows(ctypes.Structure):
-    """As `RowsArguments` in skinny.cuh."""
+    """The struct `RowsArguments` of skinny.cuh."""
 
     _fields_ = [
         ("tall", Matrix),
@@ -54,7 +68,7 @@ class Rows(ctypes.Structure):
 
 
 class Columns(ctypes.Structure):
-    """As `ColumnsArguments` in skinny.cuh."""
+    """The struct `ColumnsArguments` of skinny.cuh."""
 
     _fields_ = [
         ("tall", Matrix),
@@ -71,16 +85,17 @@ class Columns(ctypes.Structure):
 
 
 class Term(ctypes.Structure):
-    """As in product.cuh."""
+    """The struct `Term` of product.cuh."""
 
     _fields_ = [("left", Matrix), ("right", Matrix)]
 
 
 MOST_TERMS = 9
+"""As in product.cuh: an adapter, and at most 8 linears that share their input."""
 
 
 class Product(ctypes.Structure):
-    """As `ProductArguments` in product.cuh."""
+    """The struct `ProductArguments` of product.cuh."""
 
     _fields_ = [
         ("terms", Term * MOST_TERMS),
@@ -99,7 +114,7 @@ class Product(ctypes.Structure):
 
 
 class Library:
-    """The functions of lora_linear.cu; a CUDA error is a RuntimeError."""
+    """The compiled functions of lora_linear.cu."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -109,55 +124,75 @@ class Library:
         assert list(sizes) == [ctypes.sizeof(cls) for cls in (Rows, Columns, Product)]
 
     def why_not(self, index: int) -> str | None:
-        """None if its kernels can run on a GPU; else what CUDA says."""
+        """Return CUDA's message if its kernels cannot run on GPU number `index`, else None."""
         error = self._library.lora_ready(index)
         return self._library.lora_error(error).decode() if error else None
 
-    def launch(self, name: str, arguments: ctypes.Structure, tensor: torch.Tensor, variant: bool) -> None:
-        """Launch `lora_NAME` in one of its two variants, of a tensor's dtype, on its device and the current stream."""
+    def launch(
+        self,
+        name: str,
+        arguments: ctypes.Structure,
+        tensor: torch.Tensor,
+        variant: bool,
+    ) -> None:
+        """Launch `lora_NAME` on the device of `tensor`, for its dtype, in the current stream.
+
+        `variant` chooses one of its two kernels. A CUDA error raises RuntimeError.
+        """
         index, stream = 0, 0
         if tensor.is_cuda:
-            index, stream = tensor.get_device(), torch.cuda.current_stream(tensor.device).cuda_stream
+            index = tensor.get_device()
+            stream = torch.cuda.current_stream(tensor.device).cuda_stream
         function = getattr(self._library, f"lora_{name}")
         bfloat16 = int(tensor.dtype == torch.bfloat16)
-        error = function(ctypes.byref(arguments), bfloat16, int(variant), index, ctypes.c_void_p(stream))
+        place = (index, ctypes.c_void_p(stream))
+        error = function(ctypes.byref(arguments), bfloat16, int(variant), *place)
         if error:
-            raise RuntimeError(f"CUDA kernel lora_{name}: {self._library.lora_error(error).decode()}")
+            message = self._library.lora_error(error).decode()
+            raise RuntimeError(f"CUDA kernel lora_{name}: {message}")
 
 
 @cache
 def library(device: torch.device) -> Library:
-    """The kernels for a device, built first if need be.
+    """Return the kernels for a device; build them first if need be.
 
-    UserError: no nvcc, a GPU before sm_80, sources that do not compile, or a driver older than the compiler.
+    Raise UserError without nvcc, for a GPU before sm_80, if the sources do not compile, and if the
+    driver is older than the compiler.
     """
     if device.type != "cuda":
         raise UserError(f"the kernels in CUDA C++ need a CUDA device, not {device.type}")
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
-        raise UserError(f"the kernels in CUDA C++ need a GPU of sm_80 or later, and this one is sm_{major}{minor}")
+        raise UserError(f"the kernels in CUDA C++ need sm_80 or later, not sm_{major}{minor}")
     path = build(10 * major + minor)
     loaded = Library(path)
-    if why := loaded.why_not(torch.cuda.current_device() if device.index is None else device.index):
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if reason := loaded.why_not(index):
         raise UserError(
-            f"the kernels in CUDA C++ were built and cannot run ({why}); if the driver is too old (CUDA 13, as of "
-            f"PyPI's nvcc, needs 580 or later), set CUDA_HOME to a toolkit of CUDA 12 and delete {path}"
+            f"the kernels in CUDA C++ were built and cannot run ({reason}); if the driver is too "
+            "old (CUDA 13, which PyPI's nvcc is, needs 580 or later), set CUDA_HOME to a toolkit "
+            f"of CUDA 12 and delete {path}"
         )
     return loaded
 
 
 def build(architecture: int) -> Path:
-    """The library for sm_`architecture`; compiled (in about 20 s) if the cache folder does not have it."""
+    """Return the path of the library for sm_`architecture`, in the user's cache folder.
+
+    Compile it there if need be, which takes about 20 s.
+    """
     text = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.cu*")))
     key = hashlib.sha256(text + repr(OPTIONS).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(cache_home) / "shardwise"
     path = folder / f"lora_linear-{key}-sm_{architecture}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"the kernels in CUDA C++ need a folder to be built in ({error}): set XDG_CACHE_HOME") from None
+        message = f"the kernels in CUDA C++ need a folder to be built in ({error})"
+        raise UserError(f"{message}: set XDG_CACHE_HOME") from None
     with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a machine: one builds, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one rank of a machine builds, the others wait
         if not path.exists():
             compile_to(path.with_suffix(".tmp"), (architecture,))
             path.with_suffix(".tmp").replace(path)
@@ -165,30 +200,43 @@ def build(architecture: int) -> Path:
 
 
 def compile_to(path: Path, architectures: tuple[int, ...], *options: str) -> str:
-    """Compile the kernels to a library for some architectures; what the compiler said."""
+    """Compile the kernels to a library for some architectures; return the compiler's output."""
     compiler = nvcc()
     home = compiler.parents[1]
-    codes = [option for sm in architectures for option in ("-gencode", f"arch=compute_{sm},code=sm_{sm}")]
-    folders = [f"-L{folder}" for folder in (home / "lib", home / "lib64") if folder.exists()]  # wheels have `lib`
-    command = [str(compiler), *OPTIONS, *codes, *folders, *options, "-o", str(path), "lora_linear.cu"]
+    codes = []
+    for sm in architectures:
+        codes += ["-gencode", f"arch=compute_{sm},code=sm_{sm}"]
+    # PyPI's wheels have `lib`, a toolkit has `lib64`.
+    folders = [f"-L{folder}" for folder in (home / "lib", home / "lib64") if folder.exists()]
+    command = [str(compiler), *OPTIONS, *codes, *folders, *options]
+    command += ["-o", str(path), "lora_linear.cu"]
     done = subprocess.run(command, cwd=SOURCES, capture_output=True, text=True)
-    said = (done.stderr + done.stdout).strip()
+    output = (done.stderr + done.stdout).strip()
     if done.returncode:
-        lines = said.splitlines() or ["it said nothing"]
-        why = next((line for line in lines if "error" in line or "fatal" in line), lines[-1])
-        raise UserError(f"{compiler} did not compile the kernels in CUDA C++: {why}")
-    return said
+        lines = output.splitlines() or ["it printed nothing"]
+        reason = next((line for line in lines if "error" in line or "fatal" in line), lines[-1])
+        raise UserError(f"{compiler} did not compile the kernels in CUDA C++: {reason}")
+    return output
 
 
 def nvcc() -> Path:
-    """The compiler: CUDA_HOME's, the one on the path, that of a CUDA toolkit, or that of PyPI's wheels."""
-    found = [Path(os.environ[name], "bin", "nvcc") for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    found += [Path(name) for name in [shutil.which("nvcc")] if name]
-    found.append(Path("/usr/local/cuda/bin/nvcc"))
+    """Return the compiler: of CUDA_HOME, on the path, of a CUDA toolkit, or of PyPI's wheels.
+
+    Raise UserError if there is none.
+    """
+    paths = []
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(name):
+            paths.append(Path(os.environ[name], "bin", "nvcc"))
+    if on_path := shutil.which("nvcc"):
+        paths.append(Path(on_path))
+    paths.append(Path("/usr/local/cuda/bin/nvcc"))
     wheels = importlib.util.find_spec("nvidia")
-    for folder in wheels.submodule_search_locations or [] if wheels else []:
-        found += sorted(Path(folder).glob("cu*/bin/nvcc"), reverse=True)
-    for path in found:
+    if wheels is not None:
+        for folder in wheels.submodule_search_locations or []:
+            paths += sorted(Path(folder).glob("cu*/bin/nvcc"), reverse=True)
+    for path in paths:
         if path.is_file():
             return path
-    raise UserError(f"the kernels in CUDA C++ need nvcc, of CUDA 12 or later: set CUDA_HOME, or `pip install {WHEELS}`")
+    message = "the kernels in CUDA C++ need nvcc, of CUDA 12 or later"
+    raise UserError(f"{message}: set CUDA_HOME, or `pip install {WHEELS}`")

@@ -1,5 +1,5 @@
-// The kernels as a library with a C interface: device pointers, the number of their device and a stream of it in, a CUDA
-// error code out (0: success).
+// The kernels as a library with a C interface. It takes device pointers, the number of their device
+// and a stream of that device, and returns a CUDA error code (0: success).
 #include "product.cuh"
 #include "skinny.cuh"
 
@@ -14,11 +14,15 @@ template <class Arguments>
 using Kernel = void (*)(Arguments);
 
 template <class Arguments>
-int launch(Kernel<Arguments> kernel, dim3 blocks, int threads, int shared_bytes, const Arguments& in, Place place) {
+int launch(
+    Kernel<Arguments> kernel, dim3 blocks, int threads, int shared_bytes, const Arguments& in,
+    Place place) {
     cudaError_t error = cudaSetDevice(place.device);  // this library has a CUDA runtime of its own
     if (error == cudaSuccess)
         error = cudaFuncSetAttribute(
-            reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+            reinterpret_cast<const void*>(kernel),
+            cudaFuncAttributeMaxDynamicSharedMemorySize,
+            shared_bytes);
     if (error == cudaSuccess) {
         LAUNCH(kernel, blocks, threads, shared_bytes, static_cast<cudaStream_t>(place.stream), in);
         error = cudaGetLastError();
@@ -26,7 +30,7 @@ int launch(Kernel<Arguments> kernel, dim3 blocks, int threads, int shared_bytes,
     return error;
 }
 
-// Calls `run` with the least of 16, 32, 64 and 128 that holds `rank` columns, as a type.
+// Calls `run` with the smallest of 16, 32, 64 and 128 that is at least `rank`, as a type.
 template <int R>
 struct Columns {};
 
@@ -50,11 +54,14 @@ int tiles(int size, int tile) { return (size + tile - 1) / tile; }
 extern "C" {
 
 int lora_sizes(int64_t* sizes) {
-    sizes[0] = sizeof(RowsArguments), sizes[1] = sizeof(ColumnsArguments), sizes[2] = sizeof(ProductArguments);
+    sizes[0] = sizeof(RowsArguments);
+    sizes[1] = sizeof(ColumnsArguments);
+    sizes[2] = sizeof(ProductArguments);
     return cudaSuccess;
 }
 
-int lora_ready(int device) { return cudaSetDevice(device); }  // an error if the driver is older than this toolkit
+// Returns an error if the driver is older than this toolkit.
+int lora_ready(int device) { return cudaSetDevice(device); }
 
 const char* lora_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
@@ -62,9 +69,11 @@ int lora_rows(const RowsArguments* in, int bfloat16, int transposed, int device,
     return by_type(bfloat16, [&](auto type) {
         return by_rank(transposed ? in->factor.columns : in->factor.rows, [&]<int R>(Columns<R>) {
             using T = decltype(type);
-            Kernel<RowsArguments> kernel = transposed ? rows_kernel<T, R, true> : rows_kernel<T, R, false>;
+            Kernel<RowsArguments> kernel = rows_kernel<T, R, false>;
+            if (transposed) kernel = rows_kernel<T, R, true>;
+            dim3 blocks(tiles(in->tall.rows, SKINNY_TILE));
             int bytes = SKINNY_STAGES * (64 + R) * 128;
-            return launch(kernel, dim3(tiles(in->tall.rows, SKINNY_TILE)), SKINNY_THREADS, bytes, *in, Place{device, stream});
+            return launch(kernel, blocks, SKINNY_THREADS, bytes, *in, Place{device, stream});
         });
     });
 }
@@ -77,13 +86,16 @@ int lora_columns(const ColumnsArguments* in, int bfloat16, int with_rows, int de
         if (with_rows) {
             constexpr int R = ROWS_R;
             if (in->factor.columns > R) return cudaErrorInvalidValue;
-            int bytes = SKINNY_STAGES * (64 + 2 * R) * 128 + 256 * R + in->row_tiles * ROWS_SUMS_BYTES;
-            return launch<ColumnsArguments>(columns_kernel<T, R, true>, blocks, SKINNY_THREADS, bytes, *in, Place{device, stream});
+            int copies = SKINNY_STAGES * (64 + 2 * R) * 128;
+            int bytes = copies + 256 * R + in->row_tiles * ROWS_SUMS_BYTES;
+            Kernel<ColumnsArguments> kernel = columns_kernel<T, R, true>;
+            return launch(kernel, blocks, SKINNY_THREADS, bytes, *in, Place{device, stream});
         }
         if (in->column_tiles != 1) return cudaErrorInvalidValue;
         return by_rank(in->factor.columns, [&]<int R>(Columns<R>) {
             int bytes = SKINNY_STAGES * (64 + R) * 128;
-            return launch<ColumnsArguments>(columns_kernel<T, R, false>, blocks, SKINNY_THREADS, bytes, *in, Place{device, stream});
+            Kernel<ColumnsArguments> kernel = columns_kernel<T, R, false>;
+            return launch(kernel, blocks, SKINNY_THREADS, bytes, *in, Place{device, stream});
         });
     });
 }
@@ -91,7 +103,8 @@ int lora_columns(const ColumnsArguments* in, int bfloat16, int with_rows, int de
 int lora_product(const ProductArguments* in, int bfloat16, int transposed, int device, void* stream) {
     return by_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        Kernel<ProductArguments> kernel = transposed ? product_kernel<T, true> : product_kernel<T, false>;
+        Kernel<ProductArguments> kernel = product_kernel<T, false>;
+        if (transposed) kernel = product_kernel<T, true>;
         dim3 blocks(tiles(in->rows, PRODUCT_TILE) * tiles(in->columns, PRODUCT_TILE));
         return launch(kernel, blocks, PRODUCT_THREADS, PRODUCT_SHARED, *in, Place{device, stream});
     });

@@ -1,4 +1,4 @@
-// The matrix product of a linear with its adapter in the same sum: blocks of 128 x 128, 4 warps of 64 x 64 each.
+// The product of a linear and its adapter in one sum, in blocks of 128 x 128, 4 warps of 64 x 64.
 #pragma once
 
 #include "dropout.cuh"
@@ -6,28 +6,28 @@
 
 constexpr int PRODUCT_THREADS = 128, PRODUCT_TILE = 128, PRODUCT_DEPTH = 32, PRODUCT_STAGES = 4;
 constexpr int PRODUCT_SHARED = PRODUCT_STAGES * 2 * PRODUCT_TILE * PRODUCT_DEPTH * 2;
-constexpr int MOST_TERMS = 9;  // of a sum: an adapter, and linears that share their input
+constexpr int MOST_TERMS = 9;  // of a sum: an adapter, and 8 linears that share their input
 
 struct Term {
-    Matrix left;   // [M, D]
-    Matrix right;  // [N, D], or transposed [D, N]
+    Matrix left;   // [rows, depth]
+    Matrix right;  // [columns, depth], or transposed [depth, columns]
 };
 
 struct ProductArguments {
     Term terms[MOST_TERMS];
     int count;
-    int adapter;      // 1: the first term is one: scale and dropout are of its product, not of the others'
-    float scale;      // with dropout, 1 / (1 - p) included
-    Dropout dropout;  // of elements of the first term's product
-    const void* bias;  // [N], or null
-    int accumulate;    // 1: added to what is in `out`
-    void* out;         // [M, N], rows `out_stride` apart
+    int adapter;       // 1: the first term is one; scale and dropout apply to its product alone
+    float scale;       // with dropout, 1 / (1 - p) included
+    Dropout dropout;   // of the elements of the first term's product
+    const void* bias;  // [columns], or null
+    int accumulate;    // 1: add to what `out` holds
+    void* out;         // [rows, columns], rows `out_stride` apart
     int64_t out_stride;
     int rows, columns;
-    int aligned;  // 1: `bias` and the rows of `out` begin at multiples of 16 bytes
+    int aligned;  // 1: bias and the rows of `out` begin at multiples of 16 bytes
 };
 
-// Up to 8 elements from one place to another; 16 bytes at once if both places are aligned to that.
+// Copies up to 8 elements; 16 bytes at once if both places are aligned to them.
 template <class T>
 __device__ __forceinline__ void copy_elements(T* to, const T* from, int count, int aligned) {
     if (aligned && count == 8) {
@@ -39,22 +39,23 @@ __device__ __forceinline__ void copy_elements(T* to, const T* from, int count, i
     }
 }
 
-// out = scale * dropout(left_0 right_0) + left_1 right_1 + ... + bias, each right one transposed unless TRANSPOSED.
+// Computes out = scale * dropout(left_0 right_0^T) + left_1 right_1^T + ... + bias. TRANSPOSED: the
+// right matrices are stored transposed.
 template <class T, bool TRANSPOSED>
 __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArguments in) {
     using Left = Tile<PRODUCT_TILE, PRODUCT_DEPTH / 8>;
     using Right = Tile<TRANSPOSED ? PRODUCT_DEPTH : PRODUCT_TILE, (TRANSPOSED ? PRODUCT_TILE : PRODUCT_DEPTH) / 8>;
     SHARED_MEMORY(shared);
-    // Blocks that run at the same time form squares of 8 x 8 or so: their operands stay in the L2 cache.
+    // Blocks that run at the same time form squares of about 8 x 8: their operands stay in L2.
     int across = (in.columns + PRODUCT_TILE - 1) / PRODUCT_TILE, down = (in.rows + PRODUCT_TILE - 1) / PRODUCT_TILE;
     int group = blockIdx.x / (8 * across), in_group = min(8, down - 8 * group), within = blockIdx.x % (8 * across);
     int row = (8 * group + within % in_group) * PRODUCT_TILE, column = within / in_group * PRODUCT_TILE;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own_row = warp % 2 * 64, own_column = warp / 2 * 64;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_row = warp % 2 * 64, warp_column = warp / 2 * 64;
 
     auto steps_of = [&](int term) { return (in.terms[term].left.columns + PRODUCT_DEPTH - 1) / PRODUCT_DEPTH; };
     int steps = 0;
     for (int term = 0; term < in.count; term++) steps += steps_of(term);
-    int term = 0, depth = 0;  // where the copies are
+    int term = 0, depth = 0;  // of the next copy
 
     auto fill = [&](int step) {
         if (step < steps) {
@@ -81,13 +82,13 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArgu
         for (int k = 0; k < PRODUCT_DEPTH; k += 16) {
             uint32_t left[4][4], right[4][4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) Left::left(left[i], stage, own_row + 16 * i, k / 8);
+            for (int i = 0; i < 4; i++) Left::left(left[i], stage, warp_row + 16 * i, k / 8);
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 if constexpr (TRANSPOSED)
-                    Right::right_transposed(right[j], stage + Left::BYTES, k, own_column / 8 + 2 * j);
+                    Right::right_transposed(right[j], stage + Left::BYTES, k, warp_column / 8 + 2 * j);
                 else
-                    Right::right(right[j], stage + Left::BYTES, own_column + 16 * j, k / 8);
+                    Right::right(right[j], stage + Left::BYTES, warp_column + 16 * j, k / 8);
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -95,21 +96,21 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArgu
                     multiply_add<T>(sums[i][j], left[i], right[j / 2][j % 2 * 2], right[j / 2][j % 2 * 2 + 1]);
         }
         if (step + 1 != adapter_steps) continue;
-        // The sums are the adapter's alone.
+        // Up to here the sums are those of the adapter alone.
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            int m = min(row + own_row + i / 2 * 16 + i % 2 * 8 + lane / 4, in.rows - 1);
+            int m = min(row + warp_row + i / 2 * 16 + i % 2 * 8 + lane / 4, in.rows - 1);
             int32_t seed = in.dropout.seeds ? in.dropout.seeds[m] : 0;
 #pragma unroll
             for (int j = 0; j < 16; j++) {
-                int n = min(column + own_column + j / 2 * 8 + lane % 4 * 2 + j % 2, in.columns - 1);
+                int n = min(column + warp_column + j / 2 * 8 + lane % 4 * 2 + j % 2, in.columns - 1);
                 bool kept = !in.dropout.seeds || in.dropout.keeps(seed, in.dropout.feature(n));
                 float& sum = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
                 sum = kept ? in.scale * sum : 0.0f;
             }
         }
     }
-    // Through shared memory, so that whole rows of the block are written, 16 bytes a thread.
+    // Through shared memory, so that whole rows of the block are written, 16 bytes per thread.
     wait_copies<0>();
     __syncthreads();
     using Sums = Tile<PRODUCT_TILE, PRODUCT_TILE / 4>;  // of float32, 4 in a chunk
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArgu
     for (int i = 0; i < 8; i++)
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            int m = own_row + i / 2 * 16 + i % 2 * 8 + lane / 4, n = own_column + j * 8 + lane % 4 * 2;
+            int m = warp_row + i / 2 * 16 + i % 2 * 8 + lane / 4, n = warp_column + j * 8 + lane % 4 * 2;
             float* to = reinterpret_cast<float*>(shared + Sums::offset(m, n / 4)) + n % 4;
             to[0] = sums[i / 2][j][i % 2 * 2], to[1] = sums[i / 2][j][i % 2 * 2 + 1];
         }

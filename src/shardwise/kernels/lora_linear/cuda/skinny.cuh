@@ -1,7 +1,9 @@
-// Products with a factor of at most 128 columns: limited by reading one tall matrix, which is read once.
+// Products with a factor of at most 128 columns. Reading the tall matrix limits them; it is read
+// once.
 //
-// A block has 8 warps: 4 along the 64 rows (or columns) of its tile, 2 along the summed dimension; the sums of the
-// second four are added to those of the first through shared memory, so in a fixed order.
+// A block has 8 warps: 4 along the 64 rows (or columns) of its tile, 2 along the dim that is summed
+// over. The sums of the second four are added to those of the first through shared memory, and so
+// in a fixed order.
 #pragma once
 
 #include "dropout.cuh"
@@ -9,11 +11,13 @@
 
 constexpr int SKINNY_THREADS = 256, SKINNY_TILE = 64, SKINNY_STAGES = 4;
 
-// Blocks that a multiprocessor is to hold; R is the factor's columns, rounded up to a power of two.
+// Blocks that a multiprocessor should hold. R is the factor's columns, rounded up to a power of
+// two.
 template <int R>
 constexpr int SKINNY_BLOCKS = R <= 32 ? 3 : R <= 64 ? 2 : 1;
 
-// Adds what warps 4 to 7 have to what warps 0 to 3 have; R / 8 sums of 16 x 8 each. `shared`: 256 R bytes.
+// Adds the sums of warps 4 to 7, R / 8 of 16 x 8 elements each, to those of warps 0 to 3. `shared`
+// has 256 R bytes.
 template <int R>
 __device__ __forceinline__ void add_halves(float (&sums)[R / 8][4], uint8_t* shared) {
     float4* exchange = reinterpret_cast<float4*>(shared);
@@ -21,26 +25,28 @@ __device__ __forceinline__ void add_halves(float (&sums)[R / 8][4], uint8_t* sha
     if (threadIdx.x >= 128)
 #pragma unroll
         for (int j = 0; j < R / 8; j++)
-            exchange[j * 128 + thread] = make_float4(sums[j][0], sums[j][1], sums[j][2], sums[j][3]);
+            exchange[j * 128 + thread] =
+                make_float4(sums[j][0], sums[j][1], sums[j][2], sums[j][3]);
     __syncthreads();
     if (threadIdx.x < 128)
 #pragma unroll
         for (int j = 0; j < R / 8; j++) {
             float4 other = exchange[j * 128 + thread];
-            sums[j][0] += other.x, sums[j][1] += other.y, sums[j][2] += other.z, sums[j][3] += other.w;
+            sums[j][0] += other.x, sums[j][1] += other.y;
+            sums[j][2] += other.z, sums[j][3] += other.w;
         }
 }
 
 struct RowsArguments {
-    Matrix tall;    // [M, D]
-    Matrix factor;  // [R, D], or transposed [D, R]
+    Matrix tall;    // [rows, depth]
+    Matrix factor;  // [R, depth], or transposed [depth, R]
     Dropout dropout;
     float scale;
-    void* out;  // [M, R], rows `out_stride` apart
+    void* out;  // [rows, R], rows `out_stride` apart
     int64_t out_stride;
 };
 
-// out = scale * dropout(tall) factor^T, in the dtype of the operands.
+// Computes out = scale * dropout(tall) factor^T, in the dtype of the operands.
 template <class T, int R, bool TRANSPOSED>
 __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) rows_kernel(RowsArguments in) {
     using Tall = Tile<SKINNY_TILE, 8>;
@@ -48,7 +54,7 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) rows_kernel(
     constexpr int STAGES = SKINNY_STAGES, STAGE_BYTES = Tall::BYTES + Factor::BYTES;
     SHARED_MEMORY(shared);
     int row = blockIdx.x * SKINNY_TILE, steps = (in.tall.columns + SKINNY_TILE - 1) / SKINNY_TILE;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = warp % 4 * 16, half = warp / 4;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_offset = warp % 4 * 16, half = warp / 4;
 
     auto fill = [&](int step) {
         if (step < steps) {
@@ -63,7 +69,7 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) rows_kernel(
 
     float sums[R / 8][4] = {};
     int32_t seeds[2] = {};
-    int first = row + own + lane / 4;  // of this lane's two rows, 8 apart
+    int first = row + warp_offset + lane / 4;  // the first of this lane's two rows, 8 apart
     if (in.dropout.seeds)
         for (int i = 0; i < 2; i++) seeds[i] = in.dropout.seeds[min(first + 8 * i, in.tall.rows - 1)];
     for (int step = 0; step < STAGES - 1; step++) fill(step);
@@ -76,7 +82,7 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) rows_kernel(
         for (int part = 0; part < 2; part++) {
             int depth = half * 32 + part * 16;
             uint32_t left[4];
-            Tall::left(left, stage, own, depth / 8);
+            Tall::left(left, stage, warp_offset, depth / 8);
             if (in.dropout.seeds)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -112,25 +118,26 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) rows_kernel(
 }
 
 struct ColumnsArguments {
-    Matrix tall;    // [M, N]
-    Matrix factor;  // [M, R]
-    Matrix other;   // [N, R]; only with rows
+    Matrix tall;    // [rows, columns]
+    Matrix factor;  // [rows, R]
+    Matrix other;   // [columns, R]; only WITH_ROWS
     Dropout dropout;
     float scale;
-    int row_tiles, column_tiles;  // of 64, that a block takes
-    float* columns_out;           // [row blocks, N, R], contiguous, or each block's part as [R, N]
-    int transposed;
-    float* rows_out;  // [column blocks, M, R], contiguous; only with rows
+    int row_tiles, column_tiles;  // tiles of 64 in a block
+    float* columns_out;           // [row blocks, columns, R], contiguous
+    int transposed;               // 1: columns_out is [row blocks, R, columns]
+    float* rows_out;              // [column blocks, rows, R], contiguous; only WITH_ROWS
 };
 
-constexpr int ROWS_R = 32;  // of a factor at most, where both products are taken at once
-constexpr int ROWS_SUMS_BYTES = SKINNY_TILE * ROWS_R * 4;  // a tile's
+constexpr int ROWS_R = 32;  // columns of a factor WITH_ROWS, at most
+constexpr int ROWS_SUMS_BYTES = SKINNY_TILE * ROWS_R * 4;  // of one tile
 
-// Of each block's part of `tall`: columns_out = scale * dropout(tall)^T factor and, WITH_ROWS, rows_out = scale * tall
-// other. Whoever calls adds up over the blocks of rows, and over those of columns.
+// Computes, for each block's part of `tall`, columns_out = scale * dropout(tall)^T factor and,
+// WITH_ROWS, rows_out = scale * tall other. The caller adds up over the blocks of rows, and over
+// those of columns.
 //
-// A block goes down one column of tiles after the other. What it sums for columns is in registers, what it sums for rows
-// in shared memory, each thread's own apart: only the thread itself ever adds to it.
+// A block goes down one column of tiles after the other. Its sums for columns are in registers. Its
+// sums for rows are in shared memory, where each thread has a place that no other adds to.
 template <class T, int R, bool WITH_ROWS>
 __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kernel(ColumnsArguments in) {
     static_assert(!WITH_ROWS || R == ROWS_R, "two warps share 32 columns");
@@ -138,14 +145,14 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kern
     using Factor = Tile<SKINNY_TILE, R / 8>;
     constexpr int STAGES = SKINNY_STAGES, STAGE_BYTES = Tall::BYTES + (WITH_ROWS ? 2 : 1) * Factor::BYTES;
     SHARED_MEMORY(shared);
-    // With rows, halves are added while copies are under way, so they have a place of their own.
+    // WITH_ROWS, halves are added while copies are under way, so the exchange has its own memory.
     uint8_t* exchange = shared + (WITH_ROWS ? STAGES * STAGE_BYTES : 0);
     float4* rows_sums = reinterpret_cast<float4*>(exchange + 256 * R) + threadIdx.x;
     int first_row = blockIdx.y * in.row_tiles * SKINNY_TILE, first_column = blockIdx.x * in.column_tiles * SKINNY_TILE;
     int row_tiles = min(in.row_tiles, (in.tall.rows - first_row + SKINNY_TILE - 1) / SKINNY_TILE);
     int column_tiles = min(in.column_tiles, (in.tall.columns - first_column + SKINNY_TILE - 1) / SKINNY_TILE);
     int steps = row_tiles * column_tiles, rank = in.factor.columns;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = warp % 4 * 16, half = warp / 4;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_offset = warp % 4 * 16, half = warp / 4;
 
     auto fill = [&](int step) {
         if (step < steps) {
@@ -173,12 +180,12 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kern
         for (int part = 0; part < 2; part++) {
             int depth = half * 32 + part * 16;
             uint32_t left[4];
-            Tall::left_transposed(left, stage, depth, own / 8);
+            Tall::left_transposed(left, stage, depth, warp_offset / 8);
             if (in.dropout.seeds)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     int m = first_row + tile * SKINNY_TILE + depth + lane % 4 * 2 + i / 2 * 8, last = in.tall.rows - 1;
-                    uint32_t feature = in.dropout.feature(min(column + own + lane / 4 + i % 2 * 8, in.tall.columns - 1));
+                    uint32_t feature = in.dropout.feature(min(column + warp_offset + lane / 4 + i % 2 * 8, in.tall.columns - 1));
                     left[i] = keep_pair(left[i], in.dropout.keeps(in.dropout.seeds[min(m, last)], feature),
                                         in.dropout.keeps(in.dropout.seeds[min(m + 1, last)], feature));
                 }
@@ -191,7 +198,7 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kern
             }
         }
         if constexpr (WITH_ROWS) {
-            // Here the warps of a pair take the whole depth and 16 of the 32 columns each.
+            // Here both warps of a pair sum over the whole depth, for 16 of the 32 columns each.
             float added[2][4];
 #pragma unroll
             for (int j = 0; j < 2; j++) {
@@ -201,7 +208,7 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kern
 #pragma unroll
             for (int depth = 0; depth < SKINNY_TILE; depth += 16) {
                 uint32_t left[4], right[4];
-                Tall::left(left, stage, own, depth / 8);
+                Tall::left(left, stage, warp_offset, depth / 8);
                 Factor::right_transposed(right, stage + Tall::BYTES + Factor::BYTES, depth, 2 * half);
                 multiply_add<T>(added[0], left, right[0], right[1]);
                 multiply_add<T>(added[1], left, right[2], right[3]);
@@ -212,7 +219,7 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kern
                     make_float4(added[j][0], added[j][1], added[j][2], added[j][3]);
         }
         if (tile + 1 < row_tiles) continue;
-        if constexpr (!WITH_ROWS) {  // one column of tiles: these were the last copies
+        if constexpr (!WITH_ROWS) {  // there is one column of tiles: these were the last copies
             wait_copies<0>();
             __syncthreads();
         }
@@ -222,7 +229,7 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kern
             for (int j = 0; j < R / 8; j++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    int64_t n = column + own + lane / 4 + i / 2 * 8;
+                    int64_t n = column + warp_offset + lane / 4 + i / 2 * 8;
                     int r = j * 8 + lane % 4 * 2 + i % 2;
                     int64_t place = in.transposed ? r * int64_t(in.tall.columns) + n : n * rank + r;
                     if (n < in.tall.columns && r < rank)
@@ -240,7 +247,7 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kern
                 float values[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    int64_t m = first_row + tile * SKINNY_TILE + own + lane / 4 + i / 2 * 8;
+                    int64_t m = first_row + tile * SKINNY_TILE + warp_offset + lane / 4 + i / 2 * 8;
                     int r = 16 * half + 8 * j + lane % 4 * 2 + i % 2;
                     if (m < in.tall.rows && r < rank)
                         in.rows_out[(blockIdx.x * int64_t(in.tall.rows) + m) * rank + r] = in.scale * values[i];
