@@ -31,13 +31,14 @@ ARROWS = {
     "report": {"metrics", "schedule"},
     "interfaces": {"schedule"},
 }
-EVERYONE = {"config", "run_file", "interfaces", "ranges"}
+EVERYONE = {"config", "run_file", "interfaces", "ranges", "words"}
 FREE = {"cli", "__main__", "__init__"}
 FORBIDDEN = {
     "models": ("torch.distributed",),
     "metrics/record.py": ("torch", "transformers", "shardwise.models"),
     "config.py": ("torch", "transformers"),
     "ranges.py": ("torch", "transformers"),
+    "words.py": ("torch", "transformers", "shardwise"),
     "run_file.py": ("torch", "transformers"),
     "benchmark": ("torch", "transformers"),
     "schedule": ("torch", "transformers", "matplotlib"),
