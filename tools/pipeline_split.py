@@ -49,7 +49,7 @@ from shardwise.metrics.cell import CellRecord
 from shardwise.metrics.record import RunRecord
 from shardwise.models.stage import Stage
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.report.style import PALETTE, colour, drawing, svg_file, svg_of
+from shardwise.report.style import PALETTE, colour, drawing, svg_of
 from shardwise.report.verdict import verdicts
 from shardwise.run_file import parse_config
 from shardwise.schedule.costs import Cost
@@ -350,7 +350,7 @@ def bars(found: dict[str, dict[str, Any]]) -> str:
         axes.set_xlim(1, max(max(v["bound"]["physical"], v["ratio"]["interval"][1]) for v in found.values()) * 1.08)
         axes.set_xlabel("times the tokens per second of equal numbers of layers")
         figure.legend(loc="outside upper left", ncols=3)
-        return svg_file(svg_of(figure, "bounds"))
+        return svg_of(figure, "bounds")
 
 
 if __name__ == "__main__":

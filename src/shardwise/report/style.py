@@ -1,4 +1,7 @@
-"""How figures look: one palette, one set of marks, and one SVG that serves light and dark pages alike."""
+"""The look of the figures, matplotlib's settings, and the figures as SVG and PNG.
+
+Figures are drawn in light colours on white. A dark page inverts them by CSS; see style.css.
+"""
 
 from __future__ import annotations
 
@@ -12,55 +15,49 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import UserError
 from shardwise.metrics.cell import SweepRecord
+from shardwise.report.names import is_number, named_values
 from shardwise.report.tables import Row
-from shardwise.report.words import is_number, named_values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# name -> (light, dark). A figure is drawn in the light colours, which a PNG keeps; in an SVG each of them becomes the
-# CSS variable of its name, so no two names may share a light colour.
 PALETTE = {
-    "paper": ("#ffffff", "#15181d"),
-    "panel": ("#f5f6f8", "#1d2127"),
-    "ink": ("#1b1f24", "#e9ecef"),
-    "muted": ("#5a6472", "#a3adba"),
-    "faint": ("#8f98a5", "#7a8593"),
-    "line": ("#dadee4", "#363d47"),
-    "accent": ("#0b5cad", "#7ab8f5"),
-    "bad": ("#b8141a", "#ff8a85"),
-    "good": ("#1b7a43", "#6fd39a"),
-    "c1": ("#2a6fb0", "#6aaee8"),
-    "c2": ("#d67a00", "#f5ab4a"),
-    "c3": ("#0e8f7e", "#4cc9b6"),
-    "c4": ("#8a55b8", "#c197e6"),
-    "c5": ("#c2548c", "#ee92bf"),
-    "c6": ("#7c8422", "#bcc35a"),
-    "c7": ("#3fa2cf", "#8fd3f2"),
-    "c8": ("#7a5c48", "#c4a48d"),
+    "paper": "#ffffff",
+    "ink": "#1b1f24",
+    "muted": "#5a6472",
+    "faint": "#8f98a5",
+    "line": "#dadee4",
+    "accent": "#0b5cad",
+    "bad": "#b8141a",
+    "c1": "#2a6fb0",
+    "c2": "#d67a00",
+    "c3": "#0e8f7e",
+    "c4": "#8a55b8",
+    "c5": "#c2548c",
+    "c6": "#7c8422",
+    "c7": "#3fa2cf",
+    "c8": "#7a5c48",
 }
 _COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "*", "h", "<", ">")
-_DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
+_DASHES: tuple[Any, ...] = (
+    "solid",
+    (0, (5, 2)),
+    (0, (1.5, 1.5)),
+    (0, (6, 2, 1.5, 2)),
+    (0, (3, 1, 1, 1, 1, 1)),
+)
 HATCHES = ("", "////", "....", "xxxx", "----", "\\\\\\\\", "oo", "++")
-
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
 def colour(name: str) -> str:
-    """A colour of the palette, to draw with."""
-    return PALETTE[name][0]
-
-
-def css_variables() -> str:
-    """The palette as CSS custom properties that follow `color-scheme`."""
-    colours = "".join(f"--{name}:light-dark({light},{dark});" for name, (light, dark) in PALETTE.items())
-    return f"{colours}--font:{FONT};"
+    """Return a colour of the palette."""
+    return PALETTE[name]
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a cell is drawn in every figure: not by colour alone."""
+    """The look of a cell, the same in every figure. Cells differ in more than colour."""
 
     name: str  # what the colour and the marker stand for
     variant: str  # what the dashes stand for
@@ -70,44 +67,50 @@ class Look:
 
 
 def looks(sweep: SweepRecord, rows: Sequence[Row], apart_from: str = "") -> dict[str, Look]:
-    """Cell -> its look: colour and marker by its value on the first compared axis of names, dashes by the others.
+    """Return the look of each cell by its id.
 
-    `apart_from`: an axis that the figure shows in another way.
+    Colour and marker stand for the cell's value on the first compared axis, if possible one whose
+    values are not numbers. Dashes stand for its values on the other compared axes. `apart_from` is
+    an axis that the figure shows in another way.
     """
-    compared = [axis for axis in sweep.axes if axis.compared and len(axis.values) > 1 and axis.name != apart_from]
-    named = [axis for axis in compared if not is_number(axis.values[0])]
-    first, rest = (named + compared)[:1], [axis for axis in compared if axis not in (named + compared)[:1]]
-    names: list[str] = []
-    variants: list[str] = []
-    found = {}
-    for row in rows:
-        name, variant = named_values(row.plan, sweep, first), named_values(row.plan, sweep, rest)
-        for known, value in ((names, name), (variants, variant)):
-            if value not in known:
-                known.append(value)
-        index = names.index(name)
-        found[row.plan.id] = Look(
-            name,
-            variant,
-            colour(_COLOURS[index % len(_COLOURS)]),
-            _MARKERS[index % len(_MARKERS)],
-            _DASHES[variants.index(variant) % len(_DASHES)],
+    varied = [axis for axis in sweep.axes if axis.compared and len(axis.values) > 1]
+    compared = [axis for axis in varied if axis.name != apart_from]
+    not_numbers = [axis for axis in compared if not is_number(axis.values[0])]
+    first = (not_numbers or compared)[:1]
+    rest = [axis for axis in compared if axis not in first]
+    names = {row.plan.id: named_values(row.plan, sweep, first) for row in rows}
+    variants = {row.plan.id: named_values(row.plan, sweep, rest) for row in rows}
+    colour_of = {name: place for place, name in enumerate(dict.fromkeys(names.values()))}
+    dash_of = {name: place for place, name in enumerate(dict.fromkeys(variants.values()))}
+    return {
+        cell: Look(
+            name=names[cell],
+            variant=variants[cell],
+            colour=colour(_COLOURS[colour_of[names[cell]] % len(_COLOURS)]),
+            marker=_MARKERS[colour_of[names[cell]] % len(_MARKERS)],
+            dash=_DASHES[dash_of[variants[cell]] % len(_DASHES)],
         )
-    return found
+        for cell in names
+    }
 
 
 @contextmanager
 def drawing() -> Generator[None]:
-    """What holds while a figure is drawn and saved; UserError where matplotlib is missing."""
+    """Apply these settings of matplotlib while figures are drawn and saved.
+
+    Raises UserError where matplotlib is missing.
+    """
     try:
         import matplotlib
     except ImportError:
-        raise UserError("a report needs matplotlib, which is not installed; pip install 'shardwise[report]'") from None
+        raise UserError(
+            "a report needs matplotlib, which is not installed; pip install 'shardwise[report]'",
+        ) from None
     settings: Any = {
         "font.family": "sans-serif",
-        "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: text has the same width on every machine
+        "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: equal widths on every machine
         "font.size": 9.0,
-        "text.parse_math": False,  # names may hold a dollar sign
+        "text.parse_math": False,  # names may contain a dollar sign
         "text.color": colour("ink"),
         "axes.labelcolor": colour("muted"),
         "axes.edgecolor": colour("line"),
@@ -137,42 +140,36 @@ def drawing() -> Generator[None]:
         "legend.fontsize": 8.5,
         "hatch.linewidth": 0.7,
         "hatch.color": colour("paper"),
-        "figure.facecolor": "none",
-        "savefig.facecolor": "none",
-        "svg.fonttype": "none",  # text stays text: it can be searched, read aloud and set in the page's font
+        "figure.facecolor": colour("paper"),
+        "savefig.facecolor": colour("paper"),
+        "svg.fonttype": "none",  # text stays text: it can be searched and read aloud
         "svg.hashsalt": "shardwise",  # the same records give the same file
     }
     with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # a PNG's boxes; the SVG's text is whole
+        # The font has no emoji: a PNG shows a box, while an SVG keeps the character.
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
         yield
 
 
 def svg_of(figure: Figure, name: str) -> str:
-    """A figure as an `<svg>` element in the palette's CSS variables, its ids made unique by the figure's name."""
+    """Return a figure as an `<svg>` element, which is a valid file too.
+
+    Ids begin with the figure's name, so that several figures can stand on one page.
+    """
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", out.getvalue(), flags=re.DOTALL)
     svg = svg[svg.index("<svg ") :]
-    return re.sub(r"<[^>]+>", lambda tag: _own(tag[0], name), svg)
+    return re.sub(r"<[^>]+>", lambda tag: _with_prefix(tag[0], name), svg)
 
 
-def _own(tag: str, name: str) -> str:
-    """A tag with its ids and references prefixed and its colours and fonts as variables; never touches text."""
-    tag = re.sub(r'( id="|href="#|url\(#)', rf"\1{name}-", tag)
-    for variable, (light, _) in PALETTE.items():
-        tag = tag.replace(light, f"var(--{variable})")
-    return tag.replace("'DejaVu Sans', sans-serif", "var(--font)").replace("'DejaVu Sans'", "var(--font)")
-
-
-def svg_file(svg: str) -> str:
-    """The same SVG as a file of its own: it carries the palette and follows the theme of whoever shows it."""
-    style = f"<style>svg{{color-scheme:light dark;{css_variables()}}}</style>"
-    head, bracket, rest = svg.partition(">")
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{head}{bracket}{style}{rest}'
+def _with_prefix(tag: str, name: str) -> str:
+    """Return a tag with the figure's name before each id and each reference to one."""
+    return re.sub(r'( id="|href="#|url\(#)', rf"\1{name}-", tag)
 
 
 def png_of(figure: Figure) -> bytes:
-    """A figure in light colours on white, for READMEs."""
+    """Return a figure as PNG."""
     out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=160, facecolor=colour("paper"), metadata={"Software": None})
+    figure.savefig(out, format="png", dpi=160, metadata={"Software": None})
     return out.getvalue()
