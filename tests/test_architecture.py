@@ -37,13 +37,14 @@ ARROWS = {
     "report": {"records", "schedule", "drawing"},
     "interfaces": {"schedule"},
 }
-EVERYONE = {"config", "run_file", "interfaces", "ranges", "layouts", "rules"}
+EVERYONE = {"config", "run_file", "interfaces", "ranges", "words", "layouts", "rules"}
 FREE = {"cli", "__main__", "__init__"}
 FORBIDDEN = {
     "models": ("torch.distributed",),
     "records": ("torch", "transformers"),
     "config.py": ("torch", "transformers"),
     "ranges.py": ("torch", "transformers"),
+    "words.py": ("torch", "transformers", "shardwise"),
     "run_file.py": ("torch", "transformers"),
     "benchmark": ("torch", "transformers"),
     "schedule": ("torch", "transformers", "matplotlib"),

@@ -46,7 +46,7 @@ from shardwise.benchmark.runner import bench
 from shardwise.benchmark.sweep import Sweep, read_sweep
 from shardwise.config import RunConfig
 from shardwise.drawing.gantt import gantt_file
-from shardwise.drawing.svg import PALETTE, colour, drawing, svg_file, svg_of
+from shardwise.drawing.svg import PALETTE, colour, drawing, svg_of
 from shardwise.interfaces import Batch, Mesh
 from shardwise.launch.local import start_processes
 from shardwise.models.stage import Stage
@@ -350,7 +350,7 @@ def bars(found: dict[str, dict[str, Any]]) -> str:
         axes.set_xlim(1, max(max(v["bound"]["physical"], v["ratio"]["interval"][1]) for v in found.values()) * 1.08)
         axes.set_xlabel("times the tokens per second of equal numbers of layers")
         figure.legend(loc="outside upper left", ncols=3)
-        return svg_file(svg_of(figure, "bounds"))
+        return svg_of(figure, "bounds")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.report.folder import read_bench
+from shardwise.report.names import group_title
 from shardwise.report.tables import Row, groups_of, make_rows
-from shardwise.report.words import NOTHING, group_title
+from shardwise.words import NOTHING
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- tools/study_table.py -->\n", "<!-- end -->\n"

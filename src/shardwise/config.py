@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
@@ -317,6 +317,17 @@ class RunConfig(Section):
     def to_dict(self) -> dict[str, Any]:
         """The resolved config as plain data: `run_file.parse_config(cfg.to_dict()) == cfg`."""
         return dataclasses.asdict(self)
+
+
+def flat(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run file as `section.key` -> value; a section without keys, such as `lora: null`, keeps its name."""
+    values: dict[str, Any] = {}
+    for section, keys in run.items():
+        if isinstance(keys, Mapping):
+            values |= {f"{section}.{key}": value for key, value in keys.items()}
+        else:
+            values[section] = keys
+    return values
 
 
 def nearest(name: str, known: Sequence[str], what: str = "keys") -> str:

@@ -1,4 +1,4 @@
-"""Stands in for `shardwise train`: leaves a record at once, or ends as `training.sample` of its run file says."""
+"""A stand-in for `shardwise train`: writes a record at once, or ends as `training.sample` says."""
 
 from __future__ import annotations
 

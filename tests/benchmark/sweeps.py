@@ -20,12 +20,12 @@ STRATEGIES: dict[str, Any] = {
 
 
 def sweep_file(folder: Path, **content: Any) -> Path:
-    """A sweep over STRATEGIES, but for what `content` says."""
+    """Write a sweep over STRATEGIES, with `content` in place of these keys."""
     path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump({"base": BASE, "axes": {"strategy": STRATEGIES}, **content}, sort_keys=False))
     return path
 
 
 def ends(*names: str) -> dict[str, Any]:
-    """An axis whose cells end in different ways: see fake_train.py."""
+    """Return an axis whose cells end in different ways; see fake_train.py."""
     return {"end": {name: {"training.sample": name} for name in names}}

@@ -1,4 +1,4 @@
-"""Runs in forks of a process that has imported it all: their endings, and that no process of one outlives its call."""
+"""Runs in forks of a preloaded server: how they end, and that no process outlives the call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def preloaded(tmp_path_factory) -> Iterator[Preloaded]:
 
 
 def run_file(folder: Path, steps: int) -> Path:
-    """A run of one process, with so many steps."""
+    """Write the run file of one process with so many steps."""
     content = real(folder, steps)
     content["training"]["output_dir"] = str(folder / "out")
     path = folder / "run.yaml"
@@ -44,15 +44,15 @@ def wait_for_steps(folder: Path) -> None:
 
 
 def group_of(log: Path) -> list[psutil.Process]:
-    """The processes that write into this log, or belong to one that does."""
-    found = []
+    """Return the processes that write into this log."""
+    writers = []
     for one in psutil.process_iter():
         try:
             if os.readlink(f"/proc/{one.pid}/fd/1") == str(log) and one.status() != psutil.STATUS_ZOMBIE:
-                found.append(one)
+                writers.append(one)
         except OSError:
             pass
-    return found
+    return writers
 
 
 def assert_ended(log: Path) -> None:
@@ -72,11 +72,11 @@ def test_runs_end_as_if_each_were_a_process_of_its_own(preloaded, tmp_path):
     record = json.loads((tmp_path / "out" / "record.json").read_text())
     assert (record["status"], len(record["losses"])) == ("ok", 2)
     assert_ended(log)
-    # What libraries read from the environment when they are loaded is as in the bench.
+    # Libraries read their environment when they are loaded, so the server has that of the bench.
     assert psutil.Process(preloaded._server.pid).environ().get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
 
 
-def test_what_a_run_that_is_killed_has_started_ends_too(preloaded, tmp_path):
+def test_processes_of_a_killed_run_end_too(preloaded, tmp_path):
     log, path = tmp_path / "log.txt", run_file(tmp_path, 100_000)
 
     def kill() -> None:
@@ -100,18 +100,18 @@ def test_the_limit_and_the_death_of_the_server_end_a_run(tmp_path, monkeypatch):
         threading.Thread(target=kill).start()
         assert preloaded.run([str(path)], log, PATIENCE) == -signal.SIGKILL
         assert_ended(log)
-        # Its place is taken by a new one, which is hung here.
+        # The next run starts a new server, which hangs here.
         monkeypatch.setattr(process, "PRELOADED", ("/bin/sh", "-c", "sleep 600", "sh"))
         assert preloaded.run([str(path)], log, 0.5) is None
         assert_ended(log)
-        # One that cannot start says so in the log.
+        # A server that cannot start leaves its error in the log.
         monkeypatch.setattr(process, "PRELOADED", ("/bin/sh", "-c", "echo no torch; exit 7", "sh"))
         assert preloaded.run([str(path)], log, PATIENCE) == 7
         assert log.read_text() == "no torch\n"
 
 
-def test_a_gpu_is_for_processes_of_their_own(tmp_path, monkeypatch):
-    # The server's first message, in a shell's words: it may not fork.
+def test_on_a_gpu_each_run_is_a_new_process(tmp_path, monkeypatch):
+    # A stand-in for the server, whose first message says that it must not fork.
     script = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).send(b'{\"forks\": false}')"
     monkeypatch.setattr(process, "PRELOADED", (process.sys.executable, "-c", script))
     monkeypatch.setattr(process, "TRAIN", ("echo", "train"))

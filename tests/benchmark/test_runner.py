@@ -1,4 +1,4 @@
-"""Rounds, endings, and going on, with a command that stands in for `shardwise train`; real runs at the end."""
+"""Rounds, endings and continued benches, with a stand-in for `shardwise train`; one test has real runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start(path: Path, out: Path, *arguments: str, **options: Any) -> subprocess.
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> str:
-    """The content of a file that `process` is to write."""
+    """Wait until `process` has written a file, and return its content."""
     deadline = time.monotonic() + PATIENCE
     while not path.exists() or not path.read_text():
         assert process.poll() is None, process.communicate()
@@ -93,53 +93,57 @@ def test_every_ending_is_a_row(tmp_path):
     names = ("ok", "exit 1", "exit 2", "exit 3", "kill", "late", "sleep", "later")
     path = sweep_file(tmp_path, axes=ends(*names), timeout_seconds=10, rounds=2)
     records = rows(bench(path, tmp_path / "out", train=FAKE, only=["[!c]*"]))  # not the control
-    told = {name: (record.status, record.reason) for name, record in records.items()}
-    assert told == {
-        "ok": ("ok", ""),
-        "exit_1": ("failed", "ended with exit code 1 and left no record of it; its last line: error: exit 1"),
-        "exit_2": ("unsupported", "ended with exit code 2 and left no record of it; its last line: error: exit 2"),
-        "exit_3": ("oom", "ended with exit code 3 and left no record of it; its last line: error: exit 3"),
-        "kill": ("failed", "was killed by SIGKILL; the system does that when memory runs out; its last line: starting"),
-        "late": ("failed", "ended with exit code 1 and left no record of it; its last line: starting"),
-        "sleep": ("timeout", "killed after 10 seconds (timeout_seconds of the sweep); its last line: starting"),
-        "later": ("ok", ""),
+    expected = {  # status, what the reason contains, and the last line of the log
+        "exit_1": ("failed", "exit code 1", "error: exit 1"),
+        "exit_2": ("unsupported", "exit code 2", "error: exit 2"),
+        "exit_3": ("oom", "exit code 3", "error: exit 3"),
+        "kill": ("failed", "SIGKILL", "starting"),
+        "late": ("failed", "exit code 1", "starting"),
+        "sleep": ("timeout", "10 seconds", "starting"),
     }
-    # What went wrong in the first round is not run again; what went wrong later is told.
+    for name, (status, fragment, last_line) in expected.items():
+        assert records[name].status == status
+        assert fragment in records[name].reason
+        assert records[name].reason.endswith(last_line)
+    for name in ("ok", "later"):
+        assert (records[name].status, records[name].reason) == ("ok", "")
+    # A cell whose first round failed does not run again. A later failure leaves a note.
     rounds = {name: len(record.rounds) for name, record in records.items()}
-    assert rounds == dict.fromkeys(told, 1) | {"ok": 2, "later": 2}
-    assert "round 2 was left out: failed, ended with exit code 1" in records["later"].notes[0]
+    assert rounds == dict.fromkeys(records, 1) | {"ok": 2, "later": 2}
+    assert "Round 2" in records["later"].notes[0]
+    assert "exit code 1" in records["later"].notes[0]
     assert_gone((tmp_path / "out" / "sleep" / "round-1" / "pids").read_text())
     assert json.loads((tmp_path / "out" / "sleep" / "record.json").read_text())["status"] == "timeout"
 
 
 @pytest.mark.parametrize(
-    ("number", "rerun"),
-    [(signal.SIGKILL, []), (signal.SIGTERM, []), (signal.SIGINT, ["--rerun", "ok"])],
+    ("number", "rerun"), [(signal.SIGKILL, []), (signal.SIGTERM, []), (signal.SIGINT, ["--rerun", "ok"])]
 )
-def test_an_interrupted_bench_leaves_no_process_and_goes_on(number, rerun, tmp_path):
+def test_an_interrupted_bench_leaves_no_process_and_continues(number, rerun, tmp_path):
     path, out = sweep_file(tmp_path, axes=ends("ok", "sleep once", "exit 1"), rounds=2), tmp_path / "out"
     process = start(path, out, "--only", "[!c]*", *rerun)
     pids = wait_for(out / "sleep_once" / "round-1" / "pids", process)
     assert all(psutil.pid_exists(int(pid)) for pid in pids.split())
     process.send_signal(number)
-    told = process.communicate(timeout=PATIENCE)[1]
+    errors = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
-        same = "the same command without --rerun" if rerun else "the same command"
-        assert told == f"stopped by {number.name}; {same} goes on, with --out {out}\n"
+        assert number.name in errors
+        assert ("without --rerun" in errors) == bool(rerun)
+        assert errors.count("\n") == 1
     assert_gone(pids)
     assert not (out / "sleep_once" / "record.json").exists()
     finished = out / "ok" / "round-1" / "record.json"
     before = finished.stat().st_mtime_ns
     process = start(path, out, "--only", "[!c]*")
-    printed, told = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, told) == (0, "")
+    printed, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, errors) == (0, "")
     assert finished.stat().st_mtime_ns == before
     records = {name: CellRecord.read(out / name / "record.json") for name in ("ok", "sleep_once", "exit_1")}
     assert [len(record.rounds) for record in records.values()] == [2, 2, 1]
     assert "run 2 of 6: sleep_once, round 1: ok, 100 tokens/s" in printed
     assert re.search(r"^ok +ok +2 +150 \[100-200\] +1\.0$", printed, re.M)
-    assert printed.endswith(f"losses are compared by: shardwise report {out}\n")
+    assert printed.endswith(f"shardwise report {out}\n")
 
 
 def test_a_finished_bench_runs_nothing(tmp_path):
@@ -169,23 +173,23 @@ def test_only_and_rerun_select(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "key"),
     [
-        ({"set": {"training.steps": 5}}, "cells.single.run.training.steps is 4 there and 5 in the sweep file"),
-        ({"axes": {"strategy": {"ddp": STRATEGIES["ddp"]}}}, "axes.strategy is ['single', 'ddp'] there and"),
-        ({"axes": {"layout": STRATEGIES}}, "axes.strategy is only there"),
-        ({"nproc": 2, "axes": {"strategy": STRATEGIES, "data.packing": ["none"]}}, "axes.data.packing is only in the"),
-        ({"reference": {"strategy": "ddp"}}, "cells.single.reference is None there and 'ddp' in the sweep file"),
+        ({"set": {"training.steps": 5}}, "cells.single.run.training.steps"),
+        ({"axes": {"strategy": {"ddp": STRATEGIES["ddp"]}}}, "axes.strategy"),
+        ({"axes": {"layout": STRATEGIES}}, "axes.strategy"),
+        ({"nproc": 2, "axes": {"strategy": STRATEGIES, "data.packing": ["none"]}}, "axes.data.packing"),
+        ({"reference": {"strategy": "ddp"}}, "cells.single.reference"),
     ],
 )
-def test_another_sweep_is_refused(changed, told, tmp_path):
+def test_another_sweep_is_refused(changed, key, tmp_path):
     out = tmp_path / "out"
     bench(sweep_file(tmp_path), out, train=FAKE, only=["single"])
-    with pytest.raises(UserError, match=re.escape(f"--out {out} holds another sweep: {told}")):
+    with pytest.raises(UserError, match=re.escape(f"--out {out} holds another sweep: {key} is ")):
         bench(sweep_file(tmp_path, **changed), out, train=FAKE)
 
 
-def test_what_follows_from_the_sweep_may_be_of_another_version(tmp_path):
+def test_fields_that_another_version_derives_may_differ(tmp_path):
     path, out = sweep_file(tmp_path, rounds=1), tmp_path / "out"
     made = bench(path, out, train=FAKE)
     new = {file: json.loads(file.read_text()) for file in (out / "sweep.json", *out.glob("*/record.json"))}
@@ -231,10 +235,11 @@ def test_a_damaged_round_is_run_again(tmp_path, capsys):
     for content in ("{", "[]", '{"schema_version": 1, "status": "ok", "config": {}, "new": 1}'):
         damaged.write_text(content)
         records = rows(bench(path, out, train=FAKE))
-        told = capsys.readouterr().out
-        assert f"{damaged} cannot be read; ddp is run again from round 2 on" in told
+        printed = capsys.readouterr().out
+        assert str(damaged) in printed
+        assert "from round 2 on" in printed
         # 3 rounds of two cells and one of a control are 7 runs
-        assert "run 7 of 7: ddp, round 3: ok" in told
+        assert "run 7 of 7: ddp, round 3: ok" in printed
         assert len(records["ddp"].rounds) == len(records["single"].rounds) == 3
     again = {file for file, before in kept.items() if file.stat().st_mtime_ns != before}
     assert again == {damaged, out / "ddp" / "round-3" / "record.json"}
@@ -247,7 +252,7 @@ def test_rounds_of_another_version_are_one_line(tmp_path):
     content = json.loads(file.read_text())
     content["rounds"][0]["new"] = 1
     file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"ddp/record.json: its rounds .*: --rerun ddp$"):
+    with pytest.raises(UserError, match=r"ddp/record.json: .* --rerun ddp$"):
         bench(path, out, train=FAKE)
     assert rows(bench(path, out, train=FAKE, rerun=["ddp"]))["ddp"].status == "ok"
 
@@ -256,34 +261,33 @@ def test_fewer_rounds_keep_what_there_is(tmp_path):
     out = tmp_path / "out"
     bench(sweep_file(tmp_path, rounds=2), out, train=FAKE)
     records = rows(bench(sweep_file(tmp_path, rounds=1), out, train=("false",)))
-    assert json.loads((out / "sweep.json").read_text())["rounds"] == 1  # what was asked last
-    assert [len(record.rounds) for record in records.values()] == [2, 2, 1]  # what there is
+    assert json.loads((out / "sweep.json").read_text())["rounds"] == 1  # of the last call
+    assert [len(record.rounds) for record in records.values()] == [2, 2, 1]
 
 
-def test_what_will_be_unchecked_is_said_before_the_start(tmp_path, capsys):
+def test_cells_that_will_be_unchecked_are_printed_before_the_start(tmp_path, capsys):
     path, out = sweep_file(tmp_path, rounds=1), tmp_path / "out"
     bench(path, out, train=FAKE, only=["ddp"])
-    told = (
-        "--only leaves out what losses and speeds are set against: single, control-single; run them too, now or later"
-    )
-    assert capsys.readouterr().out.splitlines()[0] == told
-    for only in (["single", "control-*"], ["ddp"], []):  # by now nothing is missing
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("--only leaves out")
+    assert "single and control-single" in first
+    for only in (["single", "control-*"], ["ddp"], []):  # each reference has run by now
         bench(path, out, train=FAKE, only=only)
         printed = capsys.readouterr().out
-        assert not {"leaves", "unchecked"} & set(printed.split())
+        assert not {"leaves", "Unchecked,"} & set(printed.split())
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     path, out = sweep_file(tmp_path), tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="holds something else than a bench"):
+    with pytest.raises(UserError, match="other than a bench"):
         bench(path, out, train=FAKE)
     assert [entry.name for entry in out.iterdir()] == ["thesis.tex"]
     with pytest.raises(UserError, match="cannot make or open the folder"):
         bench(path, path, train=FAKE)
     (out / "thesis.tex").rename(out / "sweep.json")
-    with pytest.raises(UserError, match="holds a bench that is damaged"):
+    with pytest.raises(UserError, match="damaged bench"):
         bench(path, out, train=FAKE)
 
 
@@ -303,7 +307,7 @@ def test_a_refused_combination_has_its_row(tmp_path):
     path = sweep_file(tmp_path, axes={"strategy": {**STRATEGIES, "keep": keep}}, rounds=1)
     row = rows(bench(path, tmp_path / "out", train=FAKE))["keep"]
     assert (row.status, row.rounds) == ("unsupported", [])
-    assert row.reason == "parallel.reshard_after_forward is for fsdp2, not ddp; leave it at true"
+    assert "parallel.reshard_after_forward" in row.reason
     assert CellRecord.read(tmp_path / "out" / "keep" / "record.json") == row
 
 
@@ -333,7 +337,7 @@ def test_a_terminal_shows_a_table(tmp_path):
     try:
         while block := os.read(screen, 65536):
             shown += block
-    except OSError:  # how Linux tells that the other side has closed
+    except OSError:  # on Linux: the other side has closed
         pass
     assert process.communicate(timeout=PATIENCE)[1] == ""
     assert process.returncode == 0
@@ -344,7 +348,7 @@ def test_a_terminal_shows_a_table(tmp_path):
 
 
 def real(folder: Path, steps: int) -> dict[str, Any]:
-    """A base that can be run."""
+    """Return a base run that can be trained."""
     make_corpus(folder)
     return {
         "model": {"path": str(CONFIGS / "tiny-llama"), "init": "random", "tokenizer": str(folder / "tokenizer")},
@@ -359,7 +363,7 @@ TENSOR = {"nproc": 2, "parallel.data": "single", "parallel.tp": 2, "parallel.seq
 
 
 def test_real_runs_killed_refused_and_out_of_memory(tmp_path):
-    """As a user would: two processes, the bench killed in the middle of a run, gone on with."""
+    """A bench of two processes, as a user starts it, is killed during a run and started again."""
     base = real(tmp_path, 12)
     strategies = {"single": STRATEGIES["single"], "tp": TENSOR}
     wide = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text()) | {"intermediate_size": 2**23}
@@ -392,8 +396,8 @@ def test_real_runs_killed_refused_and_out_of_memory(tmp_path):
     assert not (out / names[0] / "record.json").exists()
 
     process = begin()
-    printed, told = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, told) == (0, ""), printed
+    printed, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, errors) == (0, ""), printed
     good, alone, refused, full = (CellRecord.read(out / name / "record.json") for name in names)
     assert (good.status, alone.status) == ("ok", "ok")
     assert len(good.losses) == 12
@@ -402,5 +406,5 @@ def test_real_runs_killed_refused_and_out_of_memory(tmp_path):
     assert good.tokens_per_second == good.spread["tokens_per_second"][0] > 0
     assert good.environment["OMP_NUM_THREADS"] == "1"
     assert (refused.status, full.status) == ("unsupported", "oom")
-    assert "global_batch_size 8 is not a multiple of" in refused.reason
+    assert "global_batch_size 8" in refused.reason
     assert "out of memory" in full.reason

@@ -1,4 +1,4 @@
-"""What a sweep file becomes, what it may compare, and what a mistake in it costs."""
+"""The cells of a sweep file, the comparisons that it may make, and the errors for mistakes in it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise.benchmark.fairness import check_group, flat
-from shardwise.benchmark.sweep import ID_LENGTH, Sweep, read_sweep
-from shardwise.config import UserError
+from shardwise.benchmark.fairness import check_group
+from shardwise.benchmark.sweep import MAX_ID_LENGTH, Sweep, read_sweep
+from shardwise.config import UserError, flat
 from shardwise.run_file import parse_config
 from tests.benchmark.sweeps import BASE, STRATEGIES, sweep_file
 
@@ -26,11 +26,7 @@ def cells(sweep: Sweep) -> dict[str, Any]:
 
 
 def test_cells_are_the_product_of_the_axes_in_order(tmp_path):
-    axes = {
-        "strategy": STRATEGIES,
-        "data.sequence_length": [16, 32],
-        "adapter": {"lora": {}, "full": {"lora": None}},
-    }
+    axes = {"strategy": STRATEGIES, "data.sequence_length": [16, 32], "adapter": {"lora": {}, "full": {"lora": None}}}
     sweep = read(tmp_path, axes=axes, set={"training.steps": 7}, title="Two strategies")
     plans = [cell.plan for cell in sweep.cells if not cell.plan.control]
     assert [plan.id for plan in plans[:5]] == [
@@ -68,19 +64,19 @@ def test_one_control_for_each_reference(tmp_path):
     axes = {"strategy": STRATEGIES, "training.micro_batch_size": [2, 4], "training.precision": ["float32", "bfloat16"]}
     sweep = read(tmp_path, axes=axes)
     references = {cell.plan.id: cell.plan.reference for cell in sweep.cells}
-    # Losses are compared among cells that round alike: each precision has its own reference.
+    # Losses are compared between cells that round alike: each precision has its own reference.
     assert references["ddp-4-bfloat16"] == "single-2-bfloat16"
     assert references["ddp-2-float32"] == references["single-4-float32"] == "single-2-float32"
     assert references["single-2-float32"] is None
-    # Speeds are compared with one cell, whatever it rounds like.
+    # Speeds are compared with one cell, however that rounds.
     baselines = {cell.plan.id: cell.plan.baseline for cell in sweep.cells if not cell.plan.control}
     assert baselines.pop("single-2-float32") is None
     assert set(baselines.values()) == {"single-2-float32"}
     controls = [cell for cell in sweep.cells if cell.plan.control]
     assert [cell.plan.id for cell in controls] == ["control-single-2-float32", "control-single-2-bfloat16"]
     assert [cell.plan.reference for cell in controls] == ["single-2-float32", "single-2-bfloat16"]
-    asked = read(tmp_path, axes=axes, reference={"strategy": "ddp", "training.micro_batch_size": 4})
-    assert cells(asked)["single-2-float32"].plan.reference == "ddp-4-float32"
+    given = read(tmp_path, axes=axes, reference={"strategy": "ddp", "training.micro_batch_size": 4})
+    assert cells(given)["single-2-float32"].plan.reference == "ddp-4-float32"
     precise = read(tmp_path, axes=axes, reference={"training.precision": "bfloat16"})
     assert cells(precise)["ddp-2-float32"].plan.reference == "single-2-float32"
     assert cells(precise)["ddp-2-float32"].plan.baseline == "single-2-bfloat16"
@@ -110,59 +106,50 @@ def test_weak_scaling_is_compared_in_groups_of_its_own(tmp_path):
 
 ddp_and_more = {"single": STRATEGIES["single"], "ddp": {**STRATEGIES["ddp"], "training.micro_batch_size": 8}}
 UNFAIR: list[tuple[Any, str]] = [
-    (
-        {"strategy": ddp_and_more},
-        "axes.strategy would compare unlike cells: ddp sets training.micro_batch_size, another choice than the rest of "
-        "the axis (nproc, parallel.data); make training.micro_batch_size an axis of its own",
-    ),
+    ({"strategy": ddp_and_more}, "ddp sets training.micro_batch_size (another choice)"),
     (
         {"strategy": {"single": {}, "ddp": {"parallel.data": "ddp", "data.sequence_length": 16}}},
-        "ddp sets data.sequence_length, other work than the rest of the axis (parallel.data)",
+        "ddp sets data.sequence_length (what is computed)",
     ),
     (
         {"length": {"long": {"data.sequence_length": 64}, "short": {"training.checkpointing": "full"}}},
-        "short sets training.checkpointing, another choice than the rest of the axis (data.sequence_length)",
+        "short sets training.checkpointing (another choice)",
     ),
-    (
-        {"scale": {"1": {"nproc": 1, "training.global_batch_size": 4}, "2": {"nproc": 2}}},
-        None,
-    ),
+    ({"scale": {"1": {"nproc": 1, "training.global_batch_size": 4}, "2": {"nproc": 2}}}, None),
     (
         {"scale": {"1": {"nproc": 1}, "2": {"nproc": 2, "training.global_batch_size": 8}}},
-        "fair only as weak scaling, but for each process a step has 8 rows in 1 and 4 in 2",
+        "8 rows per process in 1 and 4 in 2",
     ),
     (
         {"scale": {"a": {"nproc": 2, "training.global_batch_size": 8, "training.steps": 2}, "b": {}}},
-        "a sets training.global_batch_size, other work than the rest of the axis (nproc)",
+        "a sets training.global_batch_size (what is computed)",
     ),
-    ({"measure.memory": [True, False]}, "sets measure.memory; all cells are measured alike"),
-    ({"measure.warmup_steps": [0, 3]}, "sets measure.warmup_steps; all cells are measured alike"),
-    (
-        {"measure.reverse_microbatches": [False, True]},
-        "sets measure.reverse_microbatches; it is what the controls of the",
-    ),
-    ({"training.output_dir": ["a", "b"]}, "sets training.output_dir; it belongs to the bench"),
-    ({"strategy": STRATEGIES, "nproc": [1, 2]}, "axes.strategy and axes.nproc both set nproc; let one axis set it"),
+    ({"measure.memory": [True, False]}, "sets measure.memory"),
+    ({"measure.warmup_steps": [0, 3]}, "sets measure.warmup_steps"),
+    ({"measure.reverse_microbatches": [False, True]}, "sets measure.reverse_microbatches"),
+    ({"training.output_dir": ["a", "b"]}, "sets training.output_dir"),
+    ({"strategy": STRATEGIES, "nproc": [1, 2]}, "axes.strategy and axes.nproc both set nproc"),
     (
         {"adapter": {"lora": {}, "full": {"lora": None}}, "lora.r": [4, 8]},
         "axes.adapter and axes.lora.r both set lora.r",
     ),
-    ({"data": [{"train": "a"}, {"train": "b"}]}, "sets the section data as a whole; name its keys, as in data.KEY"),
+    ({"data": [{"train": "a"}, {"train": "b"}]}, "replaces the section data"),
 ]
 
 
-@pytest.mark.parametrize(("axes", "told"), UNFAIR, ids=[str(i) for i in range(len(UNFAIR))])
-def test_unfair_comparisons_are_refused(axes, told, tmp_path):
-    if told is None:
+@pytest.mark.parametrize(("axes", "fragment"), UNFAIR, ids=[str(i) for i in range(len(UNFAIR))])
+def test_unfair_comparisons_are_refused(axes, fragment, tmp_path):
+    if fragment is None:
         read(tmp_path, axes=axes)  # 4 rows in each of 1 and (of the base's 8) 2 processes
         return
-    with pytest.raises(UserError, match=re.escape(told)) as caught:
+    with pytest.raises(UserError, match=re.escape(fragment)) as caught:
         read(tmp_path, axes=axes)
     assert "\n" not in str(caught.value)
 
 
 def test_kernels_are_compared_and_round_each_in_its_own_way(tmp_path):
-    sweep = read(tmp_path, axes={"strategy": STRATEGIES, "lora.kernel": ["torch", "peft"]})
+    key = "lora.kernel"
+    sweep = read(tmp_path, axes={"strategy": STRATEGIES, key: ["torch", "peft"]})
     assert all(axis.compared for axis in sweep.record.axes)
     assert len({cell.plan.reference for cell in sweep.cells} - {None}) == 2
 
@@ -176,14 +163,14 @@ def test_what_all_values_of_an_axis_set_alike_does_not_count(tmp_path):
     assert {cell.run["training"]["save_every"] for cell in sweep.cells} == {2}
     assert {cell.run["lora"] for cell in sweep.cells} == {None}
     axes["strategy"]["ddp"]["training.save_every"] = 4
-    with pytest.raises(UserError, match=r"single sets training\.save_every, another choice than the rest of the axis"):
+    with pytest.raises(UserError, match=r"single sets training\.save_every"):
         read(tmp_path, axes=axes)
     precise = {"strategy": {name: {**s, "training.precision": "bfloat16"} for name, s in STRATEGIES.items()}}
-    with pytest.raises(UserError, match=r"both set training\.precision; let one axis set it"):
+    with pytest.raises(UserError, match=r"both set training\.precision"):
         read(tmp_path, axes=precise | {"training.precision": ["float32", "bfloat16"]})
 
 
-def test_the_last_net_finds_what_no_axis_says(tmp_path):
+def test_cells_that_differ_in_a_key_of_no_axis_are_refused(tmp_path):
     runs = {cell.plan.id: (cell.plan.nproc, cell.run) for cell in read(tmp_path).cells if not cell.plan.control}
     varied = ("nproc", "parallel.data")
     assert check_group(runs, varied, weak=False)["training.steps"] == 4
@@ -196,28 +183,28 @@ def test_the_last_net_finds_what_no_axis_says(tmp_path):
     ):
         nproc, run = runs["ddp"]
         changed = runs | {"ddp": (nproc, run | {section: run[section] | {key: value}})}
-        with pytest.raises(UserError, match=f"single and ddp are compared, but {section}.{key} is"):
+        with pytest.raises(UserError, match=f"single and ddp .* {section}.{key} is"):
             check_group(changed, varied, weak=False)
 
 
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"axis": {}}, "unknown key axis; did you mean axes?"),
-    ({"base": None}, "base is missing; give a run file's path"),
-    ({"base": "none.yaml"}, "none.yaml: cannot read the file (No such file or directory)"),
-    ({"base": {**BASE, "training": {"output_dir": "x"}}}, "base sets training.output_dir; it belongs to the bench"),
-    ({"base": {**BASE, "training": {"resume": "latest"}}}, "base sets training.resume; a cell starts from the beg"),
-    ({"base": {**BASE, "training": {"step": 1}}}, "none of the 2 cells is a valid run; the first: unknown key tr"),
-    ({"base": {**BASE, "training": 5}}, "none of the 2 cells is a valid run; the first: training is 5"),
-    ({"axes": {}}, "axes is empty; name at least one"),
-    ({"axes": ["strategy"]}, "axes is ['strategy']; write a mapping"),
+    ({"base": None}, "base is missing"),
+    ({"base": "none.yaml"}, "none.yaml: "),
+    ({"base": {**BASE, "training": {"output_dir": "x"}}}, "base sets training.output_dir"),
+    ({"base": {**BASE, "training": {"resume": "latest"}}}, "base sets training.resume"),
+    ({"base": {**BASE, "training": {"step": 1}}}, "none of the 2 cells is a valid run"),
+    ({"base": {**BASE, "training": 5}}, "training is 5"),
+    ({"axes": {}}, "axes is empty"),
+    ({"axes": ["strategy"]}, "axes is ['strategy']"),
     ({"axes": {"strategy": {}}}, "axes.strategy has no values"),
-    ({"axes": {"strategy": ["single", "ddp"]}}, "strategy is no key of a run file; name the axis like the key"),
-    ({"axes": {"nproc": [0, 1]}}, "axes.nproc.0.nproc is 0; give a whole number of at least 1"),
-    ({"axes": {"nproc": [True]}}, "axes.nproc.true.nproc is True; give a whole number of at least 1"),
+    ({"axes": {"strategy": ["single", "ddp"]}}, "strategy is no key of a run file"),
+    ({"axes": {"nproc": [0, 1]}}, "axes.nproc.0.nproc is 0"),
+    ({"axes": {"nproc": [True]}}, "axes.nproc.true.nproc is True"),
     ({"axes": {"nproc": [1, 1]}}, "axes.nproc.1 is given twice"),
     ({"axes": {"nproc": {1: {"nproc": 1}, "1": {"nproc": 2}}}}, "the key 1 is given twice"),
     ({"axes": {"data.packing": ["1", 1]}}, "axes.data.packing.1 is given twice"),
-    ({"axes": {"strategy": {"single": None}}}, "axes.strategy.single is None, not a mapping of keys; write {}"),
+    ({"axes": {"strategy": {"single": None}}}, "axes.strategy.single is None"),
     ({"axes": {"strategy": {"ddp": {"paralel.data": "ddp"}}}}, "unknown key paralel.data; did you mean parallel?"),
     ({"axes": {"strategy": {"ddp": {"parallel.dta": "ddp"}}}}, "unknown key parallel.dta; did you mean data?"),
     ({"axes": {"training.step": [1, 2]}}, "unknown key training.step; did you mean steps?"),
@@ -225,18 +212,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         {"axes": {f"training.{key}": [*range(1, 101)] for key in ("seed", "steps", "eval_every")}},
         "make 1,000,000 cells",
     ),
-    ({"set": {"lora.merged": True}}, "set sets lora.merged, which was removed; leave it out"),
     ({"set": {"training.step": 1}}, "set: unknown key training.step; did you mean steps?"),
-    ({"set": {"training.output_dir": "x"}}, "set sets training.output_dir; it belongs to the bench"),
-    ({"set": {"nproc": 2}}, "set names nproc; write it beside set"),
-    ({"set": 3}, "set is 3; write a mapping"),
-    ({"nproc": 0}, "nproc is 0; give a whole number of at least 1"),
-    ({"rounds": 0}, "rounds is 0; give a whole number of at least 1"),
+    ({"set": {"training.output_dir": "x"}}, "set sets training.output_dir"),
+    ({"set": {"nproc": 2}}, "set names nproc"),
+    ({"set": 3}, "set is 3"),
+    ({"nproc": 0}, "nproc is 0; give a whole number"),
+    ({"rounds": 0}, "rounds is 0; give a whole number"),
     ({"rounds": 10**12}, "rounds is 1000000000000; give less than 1e9"),
     ({"timeout_seconds": math.inf}, "timeout_seconds is inf; give less than 1e9"),
-    ({"axes": {"strategy": {"ddp": {"timed": 2}}}}, "axes.strategy.ddp.timed is 2; give true or false"),
-    ({"memory_rounds": 0}, "memory_rounds is 0; give a whole number of at least 1"),
-    ({"rounds": 1.5}, "rounds is 1.5; give a whole number of at least 1"),
+    ({"axes": {"strategy": {"ddp": {"timed": 2}}}}, "axes.strategy.ddp.timed is 2"),
+    ({"memory_rounds": 0}, "memory_rounds is 0; give a whole number"),
+    ({"rounds": 1.5}, "rounds is 1.5; give a whole number"),
     ({"timeout_seconds": -1}, "timeout_seconds is -1; give a positive number"),
     ({"timeout_seconds": float("nan")}, "timeout_seconds is nan; give a positive number"),
     ({"reference": {"strateg": "single"}}, "reference names strateg; did you mean strategy?"),
@@ -244,9 +230,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("content", "told"), MISTAKES, ids=[told[:40] for _, told in MISTAKES])
-def test_a_mistake_is_one_line(content, told, tmp_path):
-    with pytest.raises(UserError, match=re.escape(told)) as caught:
+@pytest.mark.parametrize(("content", "fragment"), MISTAKES, ids=[fragment for _, fragment in MISTAKES])
+def test_a_mistake_is_one_line(content, fragment, tmp_path):
+    with pytest.raises(UserError, match=re.escape(fragment)) as caught:
         read(tmp_path, **content)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) in str(caught.value)
@@ -272,7 +258,7 @@ def test_a_value_may_say_that_its_cells_are_not_timed(tmp_path):
 def test_an_invalid_combination_is_a_refused_cell(tmp_path):
     keep = {"nproc": 2, "parallel.data": "ddp", "parallel.reshard_after_forward": False}
     sweep = read(tmp_path, axes={"strategy": {**STRATEGIES, "keep": keep}})
-    assert cells(sweep)["keep"].refusal == "parallel.reshard_after_forward is for fsdp2, not ddp; leave it at true"
+    assert "parallel.reshard_after_forward" in cells(sweep)["keep"].refusal
     assert not cells(sweep)["ddp"].refusal
 
 
@@ -300,7 +286,7 @@ def test_hostile_names_give_safe_folders(tmp_path):
     assert len({cell_id.lower() for cell_id in ids}) == len(ids)
     for cell_id in ids:
         assert re.fullmatch(r"[A-Za-z0-9+][A-Za-z0-9._+-]*", cell_id)
-        assert len(cell_id) <= ID_LENGTH + 4
+        assert len(cell_id) <= MAX_ID_LENGTH + 4
         assert cell_id.lower() not in ("sweep.json", "figures")  # what the bench and the report have there
 
 

@@ -120,8 +120,7 @@ def test_template_that_rewrites_the_beginning_is_refused(tokenizer: PreTrainedTo
 
 
 @pytest.mark.parametrize(
-    "mark",
-    ["{% generation %}", "{%- generation -%}", "{%+ generation %}", "{%generation%}", "{%-\n generation +%}"],
+    "mark", ["{% generation %}", "{%- generation -%}", "{%+ generation %}", "{%generation%}", "{%-\n generation +%}"]
 )
 def test_marks_are_found_as_jinja_reads_them(tokenizer: PreTrainedTokenizerFast, mark: str) -> None:
     # Without the mark this template is refused: it renders a beginning differently from the whole.
@@ -207,10 +206,7 @@ def test_long_dialogue_is_cut_into_rows(tokenizer: PreTrainedTokenizerFast) -> N
         (tokenizer.decode(b.input_ids[0]), [tokenizer.decode([t]) if t >= 0 else "" for t in b.labels[0]])
         for b in batches
     ]
-    assert shown == [
-        ("/INST]", ["", "", "", "", "", " "]),
-        (" yes<eos><pad>", ["y", "e", "s", "<eos>", "", ""]),
-    ]
+    assert shown == [("/INST]", ["", "", "", "", "", " "]), (" yes<eos><pad>", ["y", "e", "s", "<eos>", "", ""])]
     assert batches[1].labels[0].tolist()[4:] == [IGNORED, IGNORED]
 
 
@@ -252,11 +248,7 @@ def test_what_the_assistant_says_is_what_is_learnt(
             "wrong type",
             "'content' of message 1 .*list, not a string; ",
         ),
-        (
-            {"messages": [{"role": "assistant", "content": "a"}]},
-            "bad chat",
-            "begins with the assistant; ",
-        ),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "bad chat", "begins with the assistant; "),
     ],
 )
 def test_broken_chat(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], reason: str, message: str) -> None:

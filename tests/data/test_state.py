@@ -22,11 +22,7 @@ MakeConfig = Callable[..., RunConfig]
 
 
 def read(
-    cfg: RunConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    num_ranks: int,
-    num_steps: int,
-    state: LoaderState | None = None,
+    cfg: RunConfig, tokenizer: PreTrainedTokenizerFast, num_ranks: int, num_steps: int, state: LoaderState | None = None
 ) -> tuple[list[list[Row]], LoaderState]:
     """The rows of each global batch, and the merged state after the last one, which has been through JSON."""
     ranks = [

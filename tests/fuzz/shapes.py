@@ -95,9 +95,7 @@ def _attention_within(sizes: Sizes, of: int = 2) -> dict[str, Any]:
 
 def _llama(sizes: Sizes) -> dict[str, Any]:
     attention = _attention(sizes)
-    return attention | {
-        "hidden_size": attention["num_attention_heads"] * sizes.random.randint(3, 12),
-    }
+    return attention | {"hidden_size": attention["num_attention_heads"] * sizes.random.randint(3, 12)}
 
 
 def _qwen3(sizes: Sizes) -> dict[str, Any]:

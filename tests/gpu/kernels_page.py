@@ -64,8 +64,7 @@ def page(device: str, common: dict[str, Any], content: dict[str, dict[str, Any]]
     parts.append("## A LoRA step\n\nAgainst Hugging Face Trainer with PEFT, in turns, one process each.")
     parts.append(
         _table(
-            ["side", "GDN", "ms", "tokens/s", "MFU", "peak GiB"],
-            (_step_cells(row) for row in content["step"]["rows"]),
+            ["side", "GDN", "ms", "tokens/s", "MFU", "peak GiB"], (_step_cells(row) for row in content["step"]["rows"])
         )
     )
     for entry in content["step"]["comparisons"]:

@@ -46,10 +46,7 @@ ROOM = 3.0
 # quarter of the control, hundreds of times this share.)
 FLOAT32_SHARE = 2.0**-24 / 2.0**-9 * (ROWS * SEQUENCE) ** 0.5
 
-cuda = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (make gpu)"),
-]
+cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (make gpu)")]
 
 
 def model_folder(name: str, scratch: Callable[[str], str]) -> str:

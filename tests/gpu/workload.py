@@ -103,10 +103,7 @@ JET_NEMOTRON_STEP = Workload(
 JET_NEMOTRON_REHEARSAL = Workload(
     _jet_nemotron("tiny"), batch=2, sequence_length=70, rounds=3, warmup_steps=2, round_seconds=0.1
 )
-WORKLOADS = {
-    "qwen3_5": (LORA_STEP, REHEARSAL),
-    "jet_nemotron": (JET_NEMOTRON_STEP, JET_NEMOTRON_REHEARSAL),
-}
+WORKLOADS = {"qwen3_5": (LORA_STEP, REHEARSAL), "jet_nemotron": (JET_NEMOTRON_STEP, JET_NEMOTRON_REHEARSAL)}
 """By name: on a device, and on the CPU."""
 
 

@@ -178,12 +178,7 @@ def test_a_layout_that_cannot_be_is_refused_before_a_process_starts(
 
 @pytest.mark.parametrize(
     ("device", "thread", "num_torch_threads", "forked"),
-    [
-        ("cpu", False, 1, True),
-        ("cuda", False, 1, False),
-        ("cpu", True, 1, False),
-        ("cpu", False, 2, False),
-    ],
+    [("cpu", False, 1, True), ("cuda", False, 1, False), ("cpu", True, 1, False), ("cpu", False, 2, False)],
 )
 def test_only_a_process_without_threads_or_cuda_forks(device, thread, num_torch_threads, forked, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_torch_threads)

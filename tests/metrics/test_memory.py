@@ -13,12 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.metrics import cpu_allocations
-from shardwise.metrics.live_tensors import (
-    collectable_tensors,
-    cpu_tensors,
-    freeze_imports,
-    live_tensors,
-)
+from shardwise.metrics.live_tensors import collectable_tensors, cpu_tensors, freeze_imports, live_tensors
 from shardwise.metrics.memory import PeakMemory, memory_in_use, state_bytes, tensor_bytes
 from tests.distributed import run_ranks
 

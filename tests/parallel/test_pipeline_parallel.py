@@ -97,10 +97,7 @@ REFUSED = {
         "the uniform split takes .* on a rank and the limit is 1e-05; .*balanced",
     ),
     **{
-        layout: (
-            config(data=layout),
-            rf"pp-{layout} is not offered: .* use ddp or fsdp2",
-        )
+        layout: (config(data=layout), rf"pp-{layout} is not offered: .* use ddp or fsdp2")
         for layout in ("zero1", "zero2", "fsdp1")
     },
     "offload": (config(data="fsdp2", offload="all"), "parallel.offload is not proven in a pipeline; leave it at none"),

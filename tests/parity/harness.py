@@ -153,9 +153,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
         ),
         lora=None if cell.mode == "full" else _lora(cell),
         data=Data(
-            train="unused",
-            sequence_length=SEQUENCE,
-            packing="isolated" if "isolated" in cell.variant else "concat",
+            train="unused", sequence_length=SEQUENCE, packing="isolated" if "isolated" in cell.variant else "concat"
         ),
         parallel=_parallel(cell),
         optimizer=Optimizer(

@@ -177,10 +177,7 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (no_gradient_through_a_frozen_stage, cell("llama", "1f1b", "lora", variant="lower")),
     (gradients_not_summed_over_replicas, Cell("llama", "pp-ddp", "lora", 4, schedule="zbv")),
     (fsdp_mean_instead_of_sum, Cell("llama", "pp-fsdp2", "full", 4, schedule="1f1b")),
-    (
-        recomputed_with_the_masks_of_a_later_micro_batch,
-        cell("llama", "1f1b", "lora", variant="checkpointing-dropout"),
-    ),
+    (recomputed_with_the_masks_of_a_later_micro_batch, cell("llama", "1f1b", "lora", variant="checkpointing-dropout")),
     (evaluated_with_dropout, cell("qwen3_5_text", "interleaved-zero-bubble", "lora", variant="dropout")),
 )
 

@@ -115,8 +115,7 @@ def forwards_of_profile_and_run(cfg: RunConfig) -> tuple[dict[str, str], dict[st
 
 
 @pytest.mark.parametrize(
-    ("kernel", "training"),
-    [("torch", {}), ("peft", {"loss": "plain"}), ("auto", {"checkpointing": "full"})],
+    ("kernel", "training"), [("torch", {}), ("peft", {"loss": "plain"}), ("auto", {"checkpointing": "full"})]
 )
 def test_a_profile_runs_the_forwards_that_a_run_does(kernel, training):
     cfg = config(tiny("qwen3_5"), Lora(kernel=kernel), training)

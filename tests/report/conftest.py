@@ -1,4 +1,4 @@
-"""Hand-made benches: folders as `shardwise bench` leaves them, with chosen figures."""
+"""Benches made by hand: folders as `shardwise bench` leaves them, with chosen figures."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ PLACE = {
 STEPS = 12
 LOSSES = [6.0 - 0.05 * step for step in range(STEPS)]
 NOISE = 2.0**-20
-"""How far the control is from the reference in one step: twice float32's spacing between 4 and 8."""
+"""The difference of the noise control in one step: two spacings of float32 between 4 and 8."""
 
 
 def shifted(by: float, step: int = 7) -> list[float]:
-    """The reference's losses, one of them further up."""
+    """The reference's losses, one of them larger by `by`."""
     return [loss + by if i == step else loss for i, loss in enumerate(LOSSES)]
 
 
 def record(plan: CellPlan, **given: Any) -> CellRecord:
-    """A cell's record; what is not given is as in a good run of the reference."""
+    """A cell's record. Fields that are not given are those of a good run of the reference."""
     speed = given.pop("speed", 1000.0)
     peak = given.pop("peak", 100 * MIB)
     data = given.pop("data", "single")
@@ -79,7 +79,7 @@ def record(plan: CellPlan, **given: Any) -> CellRecord:
 
 
 def write(folder: Path, sweep: SweepRecord, records: dict[str, CellRecord]) -> Path:
-    """What a bench leaves: each cell with a record has a run file too."""
+    """Write the folder of a bench. Each cell with a record has a run file too."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SWEEP).write_text(dumps(dataclasses.asdict(sweep)), encoding="utf-8")
     for name, content in records.items():
@@ -98,7 +98,11 @@ STRATEGIES = Axis("strategy", ("single", "ddp", "fsdp2", "zero1", "fsdp1", "pp")
 
 
 def strategies() -> tuple[SweepRecord, dict[str, CellRecord]]:
-    """One group with every fate: the reference, ddp, a lean fsdp2, a wrong zero1, fsdp1 out of memory, pp not run."""
+    """One group with every state.
+
+    It has the reference, ddp, an fsdp2 with little memory, a wrong zero1, an fsdp1 that ran out of
+    memory, and a pp that has not run.
+    """
 
     def plan(name: str) -> CellPlan:
         reference = None if name == "single" else "single"
@@ -160,10 +164,7 @@ def large() -> tuple[SweepRecord, dict[str, CellRecord]]:
 def processes(kind: str = "strong") -> tuple[SweepRecord, dict[str, CellRecord]]:
     """ddp and fsdp2 on 1, 2 and 4 processes."""
     keys = ("nproc",) if kind == "strong" else ("nproc", "training.global_batch_size")
-    axes = (
-        Axis("strategy", ("ddp", "fsdp2"), ("parallel.data",), True),
-        Axis("nproc", ("1", "2", "4"), keys, True),
-    )
+    axes = (Axis("strategy", ("ddp", "fsdp2"), ("parallel.data",), True), Axis("nproc", ("1", "2", "4"), keys, True))
     speeds = {"ddp": (1000.0, 1800.0, 3200.0), "fsdp2": (900.0, 1500.0, 2400.0)}
     plans, made = [], {}
     for name, of_name in speeds.items():
@@ -182,7 +183,7 @@ def processes(kind: str = "strong") -> tuple[SweepRecord, dict[str, CellRecord]]
 
 
 def pipelines() -> tuple[SweepRecord, dict[str, CellRecord]]:
-    """Two shapes of a pipeline, each split in three ways; the head is worth six layers."""
+    """Two shapes of a pipeline, each split in three ways. The head costs as much as six layers."""
     shapes = {"2 ranks": Pipeline("1f1b", 2, 32), "4 ranks": Pipeline("interleaved-1f1b", 4, 16, 2)}
     splits = ("balanced", "uniform", "parameters")
     axes = (
@@ -201,9 +202,10 @@ def pipelines() -> tuple[SweepRecord, dict[str, CellRecord]]:
             plans.append(plan)
             cut = split(name, units, pipeline)
             measured = slower(cut.timeline, 1.02 + 0.01 * i)
-            told = describe(Parallel(pp=pipeline.num_ranks, split=name), cut, "made by hand", measured, cut.timeline)
-            told = dataclasses.replace(told, schedule=pipeline.schedule)
-            made[plan.id] = record(plan, speed=1e3 / measured.seconds, pipeline=dataclasses.asdict(told))
+            parallel = Parallel(pp=pipeline.num_ranks, split=name)
+            described = describe(parallel, cut, "made by hand", measured, cut.timeline)
+            content = dataclasses.asdict(dataclasses.replace(described, schedule=pipeline.schedule))
+            made[plan.id] = record(plan, speed=1e3 / measured.seconds, pipeline=content)
             made[plan.id].spread["pipeline.simulator_error_percent"] = [-3.0 - i, -1.0]
             made[plan.id].config["parallel"]["pp"] = pipeline.num_ranks
     control = dataclasses.replace(plans[0], id="control", reference=plans[0].id, control=True)
@@ -213,7 +215,7 @@ def pipelines() -> tuple[SweepRecord, dict[str, CellRecord]]:
 
 
 def slower(timeline: Timeline, times: float) -> Timeline:
-    """Every action takes so many times as long."""
+    """The same timeline, `times` as slow."""
     events = (event._replace(start=times * event.start, end=times * event.end) for event in timeline.events)
     return Timeline(timeline.num_ranks, tuple(events))
 

@@ -10,8 +10,8 @@ from shardwise.report.folder import Bench
 from tests.report.conftest import MIB, STEPS, processes, record, strategies, write
 
 
-def faster_ddp():
-    """B: ddp is 10 % slower, fsdp2 needs half as much again, single is gone and zero2 new."""
+def slower():
+    """Bench B: ddp has 0.8 of the speed and fsdp2 1.5 times the memory."""
     sweep, records = strategies()
     plans = {plan.id: plan for plan in sweep.cells}
     records["ddp"] = record(plans["ddp"], speed=1200.0, peak=80 * MIB, data="ddp")
@@ -20,41 +20,40 @@ def faster_ddp():
 
 
 def test_ratios_regressions_first():
-    found = changes(Bench(*strategies()), Bench(*faster_ddp()))
-    assert [change.a.plan.id for change in found[:3]] == ["fsdp2", "ddp", "single"]
-    fsdp2, ddp, single = found[:3]
+    fsdp2, ddp, single, *others = changes(Bench(*strategies()), Bench(*slower()))
+    assert [change.a.plan.id for change in (fsdp2, ddp, single)] == ["fsdp2", "ddp", "single"]
     assert fsdp2.memory == 1.5
-    assert "larger" in fsdp2.verdict
+    assert fsdp2.effects == ["more memory"]
     assert ddp.speed == 0.8
     # Rounds go from 0.95 to 1.04 of the median: 0.8 x 0.95 / 1.04 at worst, 0.8 x 1.04 / 0.95 at best, below 1.
     assert ddp.speed_range == pytest.approx((0.8 * 0.95 / 1.04, 0.8 * 1.04 / 0.95))
-    assert ddp.verdict == "slower"
-    assert single.verdict == "as fast, within the spread"
-    assert {change.a.plan.id: change.note for change in found[3:]} == {
-        "zero1": "A wrong, B wrong",
-        "fsdp1": "A oom, B oom",
-        "pp": "A not run, B not run",
-    }
+    assert ddp.effects == ["slower"]
+    assert single.effects == []
+    assert [change.regression for change in (fsdp2, ddp, single)] == [True, True, False]
+    assert [change.a.plan.id for change in others] == ["zero1", "fsdp1", "pp"]
+    for change, state in zip(others, ("wrong", "oom", "not run"), strict=True):
+        assert state in change.note
 
 
 @pytest.mark.parametrize(
     ("section", "key", "value"),
     [("lora", "alpha", 64.0), ("training", "steps", 99), ("training", "compile", "inductor"), ("parallel", "tp", 2)],
 )
-def test_any_other_key_of_the_run_file_is_said_and_not_compared(section, key, value):
+def test_cells_whose_run_files_differ_have_a_note_and_no_ratio(section, key, value):
     sweep, records = strategies()
     made = dict(records)
     for name, one in records.items():
         config = {**one.config, section: {**one.config.get(section, {}), key: value}}
         config["training"] = {**config["training"], "output_dir": f"elsewhere/{name}"}
         made[name] = dataclasses.replace(one, config=config)
-    found = changes(Bench(sweep, records), Bench(sweep, made))
-    told = {change.note for change in found if change.a.record}
-    assert told == {f"other work: {section}.{key} {records['ddp'].config.get(section, {}).get(key, '–')} -> {value}"}
-    assert all(change.speed is None and change.memory is None for change in found)
+    before = records["ddp"].config.get(section, {}).get(key, "–")
+    for change in changes(Bench(sweep, records), Bench(sweep, made)):
+        assert (change.speed, change.memory, change.regression) == (None, None, False)
+        if change.a.record:
+            assert f"{section}.{key} {before} -> {value}" in change.note
 
 
-def test_where_the_output_lies_is_no_other_work():
+def test_another_output_folder_is_the_same_work():
     sweep, records = strategies()
     moved = {
         name: dataclasses.replace(one, config={**one.config, "training": {"steps": STEPS, "output_dir": "b"}})
@@ -63,11 +62,11 @@ def test_where_the_output_lies_is_no_other_work():
     assert changes(Bench(sweep, records), Bench(sweep, moved))[0].speed == 1.0
 
 
-def test_unchecked_is_said():
+def test_unchecked_cells_are_marked():
     sweep, records = strategies()
     unchecked = {name: made for name, made in records.items() if name != "control-single"}
-    found = {change.a.plan.id: change for change in changes(Bench(sweep, records), Bench(sweep, unchecked))}
-    assert found["ddp"].verdict == "as fast, within the spread, B unchecked"
+    both = changes(Bench(sweep, records), Bench(sweep, unchecked))
+    assert {change.a.plan.id: change.summary for change in both}["ddp"] == "B is unchecked"
 
 
 def test_a_cell_that_no_longer_runs_or_is_wrong_comes_first():
@@ -75,15 +74,13 @@ def test_a_cell_that_no_longer_runs_or_is_wrong_comes_first():
     plans = {plan.id: plan for plan in sweep.cells}
     broken = {**records, "fsdp2": record(plans["fsdp2"], status="oom", data="fsdp2")}
     broken["ddp"] = record(plans["ddp"], speed=100.0, data="ddp")
-    found = changes(Bench(sweep, records), Bench(sweep, broken))
-    assert [(change.a.plan.id, change.worse) for change in found[:3]] == [
-        ("fsdp2", True),
-        ("ddp", True),
-        ("single", False),
-    ]
-    assert found[0].note == "A ok, B oom"
-    back = {change.a.plan.id: change for change in changes(Bench(sweep, broken), Bench(sweep, records))}
-    assert not back["fsdp2"].worse
+    first, second, third, *_ = changes(Bench(sweep, records), Bench(sweep, broken))
+    assert (first.a.plan.id, first.regression, first.lost) == ("fsdp2", True, True)
+    assert (second.a.plan.id, second.regression, second.lost) == ("ddp", True, False)
+    assert (third.a.plan.id, third.regression) == ("single", False)
+    assert "oom" in first.note
+    reverse = changes(Bench(sweep, broken), Bench(sweep, records))
+    assert not {change.a.plan.id: change for change in reverse}["fsdp2"].regression
 
 
 def test_nothing_in_common(tmp_path, capfd):
@@ -100,9 +97,10 @@ def test_the_command(tmp_path, capfd):
     assert main(["report", "--compare", str(a), str(b)]) == 0
     out = capfd.readouterr().out
     assert "only in A: fsdp2, zero1, fsdp1, pp" in out
-    assert "single: as fast, within the spread" in out
-    assert "    tokens/s  1.000  1,000 -> 1,000, from rounds 0.91 – 1.09" in out.splitlines()
-    assert "    memory    1.000  80 MiB -> 80 MiB" in out.splitlines()
+    lines = [line.split() for line in out.splitlines()]
+    speeds = ["tokens/s", "1.000", "1,000", "->", "1,000,", "rounds", "0.91", "–", "1.09"]
+    assert speeds in lines
+    assert ["memory", "1.000", "80", "MiB", "->", "80", "MiB"] in lines
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "--compare", "b", "c"], ["--compare", "b", "c", "-o", "x"]])

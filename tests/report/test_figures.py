@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.drawing.svg import drawing
+from shardwise.drawing.svg import colour, drawing
 from shardwise.records.cell import CellRecord, SweepRecord
-from shardwise.report.figures import draw_all
+from shardwise.report.figures import HOLLOW, HOLLOW_UNCHECKED, draw_all
 from shardwise.report.folder import read_bench
 from shardwise.report.panels import Drawn
 from shardwise.report.tables import make_rows
 from tests.report.conftest import LOSSES, processes, strategies, write
-
-BETTER = "For every hollow mark there is a better choice."
 
 
 def figures(folder: Path, bench: tuple[SweepRecord, dict[str, CellRecord]]) -> dict[str, Drawn]:
@@ -41,10 +39,19 @@ def test_every_axis_of_sizes_begins_at_zero(tmp_path):
 
 
 def test_the_plane_promises_a_better_choice_only_where_there_is_one(tmp_path):
-    assert figures(tmp_path / "all", strategies())["plane"].caption.endswith(BETTER)
-    caption = figures(tmp_path / "some", without_control())["plane"].caption
-    assert BETTER not in caption
-    assert "Unchecked cells" in caption
+    assert figures(tmp_path / "all", strategies())["plane"].caption.endswith(HOLLOW)
+    assert figures(tmp_path / "some", without_control())["plane"].caption.endswith(HOLLOW_UNCHECKED)
+
+
+def test_the_plane_has_filled_marks_on_the_front_and_a_list_of_cells(tmp_path):
+    plane, names = figures(tmp_path, strategies())["plane"].figure.axes
+    paper = colour("paper")
+    marks = [line for line in plane.lines if line.get_linestyle() == "None"]
+    points = {(line.get_xdata()[0], line.get_ydata()[0]): line.get_markerfacecolor() != paper for line in marks}
+    # MiB and tokens/s: fsdp2 needs the least memory, ddp is fastest, and single is neither.
+    assert points == {(100.0, 1000.0): False, (80.0, 1500.0): True, (60.0, 1250.0): True}
+    assert [text.get_text() for text in names.texts[::2]] == ["fsdp2", "ddp", "single"]
+    assert names.texts[1].get_text() == "60 MiB, 1,250 tokens/s"
 
 
 @pytest.mark.parametrize(("loss", "end"), [(None, 105), (math.nan, None)])

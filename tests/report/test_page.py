@@ -1,4 +1,4 @@
-"""The page as a reader meets it: in a real browser, from disk, with no network."""
+"""The page as a reader meets it: in a real browser, from disk, without a network."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from shardwise.records.cell import Axis, CellPlan
 from shardwise.report.folder import read_bench
 from shardwise.report.page import write_report
-from tests.report.conftest import MIB, large, pipelines, processes, record, strategies, sweep_of, write
+from tests.report.conftest import MIB, pipelines, processes, record, strategies, sweep_of, write
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'$\\frac{1}{0}$ & {{ 7*7 }} | `x` 😀\n"
@@ -37,14 +38,14 @@ def browser() -> Iterator:
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory) -> Path:
-    """A page that has everything: every fate of a cell, and an axis of numbers."""
+    """A page with a cell in every state."""
     sweep, records = strategies()
     return write_report(write(tmp_path_factory.mktemp("page") / "bench", sweep, records))
 
 
 @pytest.fixture
 def opened(browser, page_file):
-    """The page, open; at the end: nothing was complained of, and nothing but the file was asked for."""
+    """The open page. At the end no error must have been reported and no other file requested."""
     with open_page(browser, page_file) as page:
         yield page
 
@@ -122,34 +123,35 @@ def test_details_hold_command_config_and_record(opened):
     assert '"tokens_per_second": 1500.0' in cell.locator("pre.record").inner_text()
 
 
-def test_no_gap_and_wrong_is_said_in_words(opened):
+def test_every_cell_has_a_row_and_states_are_words(opened):
     text = opened.locator("#all-cells").inner_text()
     assert "out of memory on rank 1 of 2" in text
     assert "… not run" in text
-    assert "its loss departs by 1.0×10⁻³ from single, tolerance 9.5×10⁻⁶" in text
-    assert "shardwise bench has not come to it" in text
+    assert "1.0e-03, more than 9.5e-06" in text
     assert "✗ zero1" in opened.locator("figure#losses").inner_text()
     assert "✗ wrong" in opened.locator("figure#throughput-memory").inner_text()
     assert "oom" in opened.locator("figure#throughput-memory").inner_text()
     assert "9,000" not in opened.content()  # the wrong cell's speed, other than in its own record
-    assert "it holds the figures of a wrong cell" in opened.content()
+    assert "with the figures of a wrong cell" in opened.content()
+
+
+def test_the_best_cells_stand_on_top(opened):
+    fastest, leanest = opened.locator(".best td").all_inner_texts()
+    assert fastest.startswith("ddp: 1,500 tokens/s")
+    assert leanest.startswith("fsdp2: 60 MiB")
 
 
 def test_light_and_dark(browser, page_file):
     read = """() => [getComputedStyle(document.documentElement).backgroundColor,
                      getComputedStyle(document.body).color,
-                     getComputedStyle(document.querySelector('figure#losses svg text')).fill]"""
+                     getComputedStyle(document.querySelector('figure#losses svg')).filter]"""
     with open_page(browser, page_file, color_scheme="light") as page:
-        light = page.evaluate(read)
-        page.locator("#theme").click()
-        toggled = page.evaluate(read)
-        page.locator("#theme").click()
-        assert page.evaluate(read) == light
+        assert page.evaluate(read) == ["rgb(255, 255, 255)", "rgb(27, 31, 36)", "none"]
     with open_page(browser, page_file, color_scheme="dark") as page:
-        dark = page.evaluate(read)
-    assert light[0] == "rgb(255, 255, 255)"
-    assert toggled == dark
-    assert all(a != b for a, b in zip(light, dark, strict=True))
+        paper, ink, figure_filter = page.evaluate(read)
+    assert (paper, ink) == ("rgb(23, 23, 23)", "rgb(233, 236, 239)")
+    # The figure's white becomes the page's paper: 255 x (1 - 0.91) is 23.
+    assert "invert(0.91)" in figure_filter
 
 
 def test_pipelines_follow_the_theme(browser, tmp_path):
@@ -158,11 +160,9 @@ def test_pipelines_follow_the_theme(browser, tmp_path):
                        .map(path => getComputedStyle(path).fill)"""
     with open_page(browser, path, color_scheme="light") as page:
         assert page.evaluate(read) == ["rgb(42, 111, 176)", "rgb(214, 122, 0)", "rgb(218, 222, 228)"]
-        page.locator("#theme").click()
-        dark = page.evaluate(read)
-        assert dark == ["rgb(106, 174, 232)", "rgb(245, 171, 74)", "rgb(54, 61, 71)"]
-    with open_page(browser, path, color_scheme="dark", viewport={"width": 390, "height": 800}) as page:
-        assert page.evaluate(read) == dark
+    small = {"width": 390, "height": 800}
+    with open_page(browser, path, color_scheme="dark", viewport=small) as page:
+        assert page.evaluate(read) == ["rgb(106, 174, 232)", "rgb(245, 171, 74)", "rgb(58, 61, 66)"]
         assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
@@ -177,8 +177,9 @@ def test_a_phone_scrolls_tables_and_figures_but_not_the_page(browser, page_file)
 def test_lines_along_an_axis_of_numbers(browser, tmp_path):
     with open_page(browser, write_report(write(tmp_path / "bench", *processes()))) as page:
         assert "processes" in page.locator("figure#against-nproc").inner_text()
-        assert page.locator("text=strong scaling as it would ideally be").count() == 1
-        assert page.locator("text=Marks with a hole").count() == 0
+        caption = page.locator("figure#against-nproc figcaption").inner_text()
+        assert "ideal strong scaling" in caption
+        assert "unchecked" not in caption
 
 
 def test_hostile_names_are_text(browser, tmp_path):
@@ -264,31 +265,23 @@ def test_axes_with_names_alike_have_figures_of_their_own(tmp_path):
 
 def test_the_lead_counts_the_rounds_that_there_are(browser, strategies_folder, tmp_path):
     with open_page(browser, write_report(strategies_folder)) as page:
-        assert page.locator(".lead").inner_text() == "6 cells, 3 rounds each, interleaved, on AMD EPYC."
+        lead = page.locator(".lead").inner_text()
+    assert [part in lead for part in ("6 cells", "3 rounds", "interleaved", "EPYC")] == [True] * 4
     sweep, records = strategies()
     records["ddp"] = dataclasses.replace(records["ddp"], rounds=[{"status": "ok"}])
     with open_page(browser, write_report(write(tmp_path / "short", sweep, records), tmp_path / "b.html")) as page:
-        assert page.locator(".lead").inner_text() == "6 cells, 1 to 3 rounds each, on AMD EPYC."
+        lead = page.locator(".lead").inner_text()
+    assert "1 to 3 rounds" in lead
+    assert "interleaved" not in lead
 
 
-def test_a_phone_is_told_that_figures_scroll(browser, page_file):
+def test_a_phone_has_a_hint_that_figures_scroll(browser, page_file):
     with open_page(browser, page_file, viewport={"width": 390, "height": 800}) as page:
         assert page.locator("figure#losses .hint").is_visible()
     with open_page(browser, page_file) as page:
         assert not page.locator("figure#losses .hint").is_visible()
 
 
-@pytest.mark.parametrize("bench", [strategies(), large(), processes()], ids=["strategies", "large", "processes"])
-def test_numbers_in_the_plane_do_not_touch(browser, tmp_path, bench):
-    with open_page(browser, write_report(write(tmp_path / "bench", *bench))) as page:
-        boxes = page.eval_on_selector_all(
-            "figure#plane [id^=plane-patch] path, figure#plane svg",
-            "all => all.filter(e => getComputedStyle(e).fill !== 'none')"
-            ".map(e => { const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height] })",
-        )
-    circles = [(x, y, w, h) for x, y, w, h in boxes if 8 < w < 40 and abs(w - h) < 1]
-    assert len(circles) >= 3
-    for i, (x, y, w, h) in enumerate(circles):
-        for ox, oy, ow, oh in circles[i + 1 :]:
-            apart = ((x + w / 2 - ox - ow / 2) ** 2 + (y + h / 2 - oy - oh / 2) ** 2) ** 0.5
-            assert apart > 0.9 * (w + ow) / 2
+def test_a_standalone_figure_is_a_valid_file(page_file):
+    for path in (page_file.parent / "figures").glob("*.svg"):
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")

@@ -1,4 +1,8 @@
-"""A cell as far as it has got, and its record: medians of what varies, the first good round's of what does not."""
+"""The state of a cell during a bench, and its record.
+
+In a record, figures that vary between rounds are medians; all others are those of the first good
+round.
+"""
 
 from __future__ import annotations
 
@@ -14,70 +18,62 @@ from shardwise.benchmark.sweep import Cell
 from shardwise.records.cell import CellPlan, CellRecord, Round
 from shardwise.records.record import RunRecord
 
-NOT_TIMED = "run for its losses and bytes, not timed (timed: false in the sweep)"
+NOT_TIMED = "This cell ran for its losses and bytes and is not timed (timed: false in the sweep)."
+RATES = ("tokens_per_second", "mfu", "hfu")
+SAME_IN_ALL_ROUNDS = ("device", "commit", "torch", "transformers", "threads")
+"""Facts of the environment that must not change between the rounds of a cell."""
 
 
 @dataclass
 class CellState:
-    """A cell and what is known of it so far."""
+    """A cell, and the rounds of it that have ended."""
 
     cell: Cell
     folder: Path
     rounds: list[Round] = field(default_factory=list)
-    records: list[RunRecord] = field(default_factory=list)  # what the rounds left, one each
-    record: CellRecord | None = None  # its row
+    run_records: list[RunRecord] = field(default_factory=list)  # one for each round
+    record: CellRecord | None = None  # of the cell; None before its first round
 
     def remaining(self, total: int) -> range:
-        """The rounds (from 1) of `total` that are to run, as far as is known.
+        """Return the rounds (from 1) that are still to run if each cell has `total` of them.
 
-        A control and a cell that is not timed have one; once the first has gone wrong, there are no others.
+        A control, and a cell that is not timed, has one round. A cell whose first round failed has
+        no further ones.
         """
-        if self.cell.refusal or (self.rounds and self.rounds[0].status != "ok"):
+        first_failed = bool(self.rounds) and self.rounds[0].status != "ok"
+        if self.cell.refusal or first_failed:
             return range(0)
-        return range(len(self.rounds) + 1, (1 if self.cell.plan.control or not self.cell.plan.timed else total) + 1)
+        has_one = self.cell.plan.control or not self.cell.plan.timed
+        return range(len(self.rounds) + 1, (1 if has_one else total) + 1)
 
 
 def cell_record(
     plan: CellPlan,
     rounds: Sequence[Round],
-    records: Sequence[RunRecord],
+    run_records: Sequence[RunRecord],
     command: list[str],
     environment: dict[str, Any],
 ) -> CellRecord:
-    """The record of a cell with these rounds (at least one) and what each of them left.
+    """Return the record of a cell.
 
-    Figures are medians over the rounds that went well, but for `pipeline`, which is that of the round whose measured
-    step is the median; `environment` is added to the runs' own.
+    `rounds` (one at least) and `run_records` belong together, one of each per round. Figures are
+    medians over the good rounds, except `pipeline`: it is that of the round whose measured step is
+    the median. `environment` is added to that of the runs.
     """
     if not plan.timed:
-        records = [_without_times(record) for record in records]
-    good = [record for record in records if record.status == "ok"]
-    first = good[0] if good else records[0]
-    fields = {field.name: getattr(first, field.name) for field in dataclasses.fields(RunRecord)}
+        run_records = [_without_times(record) for record in run_records]
+    good = [record for record in run_records if record.status == "ok"]
+    first = good[0] if good else run_records[0]
+    fields = {entry.name: getattr(first, entry.name) for entry in dataclasses.fields(RunRecord)}
     with_memory = next((record for record in good if record.memory_parts), first)
     fields["memory_parts"] = with_memory.memory_parts
     fields["environment"] = first.environment | environment
     fields["notes"] = first.notes + _notes(rounds, good)
     spread = {}
     if good:
-        rates = {name: _present(getattr(r, name) for r in good) for name in ("tokens_per_second", "mfu", "hfu")}
-        times = {
-            n: [r.step_seconds[n] for r in good if r.step_seconds] for n in first.step_seconds or {} if n != "steps"
-        }
-        peaks = [r.peak_memory_bytes for r in good if r.peak_memory_bytes]
-        states = [r.state_bytes for r in good if r.state_bytes]
-        fields |= {name: statistics.median(values) if values else None for name, values in rates.items()}
-        if first.step_seconds:
-            fields["step_seconds"] = first.step_seconds | {name: statistics.median(v) for name, v in times.items()}
-        fields["peak_memory_bytes"] = [_bytes(rank) for rank in zip(*peaks)] or None
-        fields["state_bytes"] = [
-            {name: _bytes([state[name] for state in rank]) for name in rank[0]} for rank in zip(*states)
-        ] or None
-        named = rates | {f"step_seconds.{name}": values for name, values in times.items()}
-        named["peak_memory_bytes"] = [max(peak) for peak in peaks]
-        fields["pipeline"], of_pipelines = _pipeline(good)
-        named |= of_pipelines
-        spread = {name: [min(values), max(values)] for name, values in named.items() if values}
+        medians, per_round = _figures(good)
+        fields |= medians
+        spread = {name: [min(values), max(values)] for name, values in per_round.items() if values}
     return CellRecord(
         **fields,
         cell=dataclasses.asdict(plan),
@@ -88,49 +84,98 @@ def cell_record(
     )
 
 
+def _figures(good: Sequence[RunRecord]) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Return the fields of a cell's record that are medians, and each figure's values by round."""
+    fields: dict[str, Any] = {}
+    per_round: dict[str, list[float]] = {}
+    for name in RATES:
+        per_round[name] = _present(getattr(record, name) for record in good)
+        fields[name] = statistics.median(per_round[name]) if per_round[name] else None
+
+    first_times = good[0].step_seconds
+    if first_times:
+        times = {
+            name: [record.step_seconds[name] for record in good if record.step_seconds]
+            for name in first_times
+            if name != "steps"
+        }
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        fields["step_seconds"] = first_times | medians
+        per_round |= {f"step_seconds.{name}": values for name, values in times.items()}
+
+    peaks = [record.peak_memory_bytes for record in good if record.peak_memory_bytes]
+    states = [record.state_bytes for record in good if record.state_bytes]
+    fields["peak_memory_bytes"] = [_median_bytes(of_rank) for of_rank in zip(*peaks)] or None
+    fields["state_bytes"] = [_median_state(of_rank) for of_rank in zip(*states)] or None
+    per_round["peak_memory_bytes"] = [max(of_ranks) for of_ranks in peaks]
+
+    fields["pipeline"], pipeline_figures = _pipeline(good)
+    return fields, per_round | pipeline_figures
+
+
 def _without_times(record: RunRecord) -> RunRecord:
-    times = ("tokens_per_second", "step_seconds", "mfu", "hfu")
+    """Return a run's record without its times and rates, with a note that says so."""
     pipeline = record.pipeline
     if pipeline is not None:
-        pipeline = pipeline | dict.fromkeys(("measured", "simulator_error_percent", "events"))
-    notes = [*record.notes, NOT_TIMED]
-    return dataclasses.replace(record, **dict.fromkeys(times), pipeline=pipeline, notes=notes)
+        pipeline = pipeline | {"measured": None, "simulator_error_percent": None, "events": None}
+    return dataclasses.replace(
+        record,
+        tokens_per_second=None,
+        step_seconds=None,
+        mfu=None,
+        hfu=None,
+        pipeline=pipeline,
+        notes=[*record.notes, NOT_TIMED],
+    )
 
 
 def _pipeline(good: Sequence[RunRecord]) -> tuple[dict[str, Any] | None, dict[str, list[float]]]:
-    """The pipeline of the round whose measured step is the median, and of all rounds what varies."""
-    measured = [record.pipeline for record in good if record.pipeline and record.pipeline["measured"]]
+    """Return the pipeline of the median round, and the figures of all rounds."""
+    pipelines = [record.pipeline for record in good if record.pipeline]
+    measured = [pipeline for pipeline in pipelines if pipeline["measured"]]
     if not measured:
         return good[0].pipeline, {}
-    middle = sorted(measured, key=lambda pipeline: pipeline["measured"]["seconds"])[(len(measured) - 1) // 2]
+    by_seconds = sorted(measured, key=lambda pipeline: pipeline["measured"]["seconds"])
+    middle = by_seconds[(len(by_seconds) - 1) // 2]
+    errors = _present(pipeline["simulator_error_percent"] for pipeline in measured)
     return middle, {
         "pipeline.seconds": [pipeline["measured"]["seconds"] for pipeline in measured],
         "pipeline.bubble": [pipeline["measured"]["bubble"] for pipeline in measured],
-        "pipeline.simulator_error_percent": _present(pipeline["simulator_error_percent"] for pipeline in measured),
+        "pipeline.simulator_error_percent": errors,
     }
 
 
 def _present(values: Iterable[float | None]) -> list[float]:
+    """Return the values that are not None."""
     return [value for value in values if value is not None]
 
 
-def _bytes(values: Sequence[int]) -> int:
+def _median_bytes(values: Sequence[int]) -> int:
     return round(statistics.median(values))
 
 
+def _median_state(states: Sequence[dict[str, int]]) -> dict[str, int]:
+    """Return the median of each part of one rank's state over the rounds, in bytes."""
+    return {name: _median_bytes([state[name] for state in states]) for name in states[0]}
+
+
 def _difference(a: list[float], b: list[float]) -> float:
-    """The largest difference at any step; infinite where there are not equally many, or one is not a number."""
-    if len(a) != len(b):
+    """Return the largest difference of two runs' losses; infinity where one is missing or NaN."""
+    if len(a) != len(b) or any(math.isnan(loss) for loss in (*a, *b)):
         return math.inf
-    largest = max((abs(x - y) for x, y in zip(a, b)), default=0.0)
-    return math.inf if any(math.isnan(loss) for loss in (*a, *b)) else largest
+    return max((abs(x - y) for x, y in zip(a, b)), default=0.0)
 
 
 def _notes(rounds: Sequence[Round], good: Sequence[RunRecord]) -> list[str]:
+    """Return notes on rounds that failed after a good one, and on environments that differ."""
     notes = []
     if good:
-        notes = [f"round {i} was left out: {r.status}, {r.reason}" for i, r in enumerate(rounds, 1) if r.status != "ok"]
-    for name in ("device", "commit", "torch", "transformers", "threads"):
+        notes = [
+            f"Round {i} is left out: {', '.join(filter(None, (entry.status, entry.reason)))}."
+            for i, entry in enumerate(rounds, start=1)
+            if entry.status != "ok"
+        ]
+    for name in SAME_IN_ALL_ROUNDS:
         if len({str(record.environment.get(name)) for record in good}) > 1:
-            notes.append(f"its rounds ran with another {name} each; run the cell again (--rerun)")
+            notes.append(f"The {name} is not the same in all rounds; run the cell again (--rerun).")
     return notes

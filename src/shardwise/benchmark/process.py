@@ -1,4 +1,7 @@
-"""Starts runs, each in a process group of its own and with a time limit: no process of one outlives its call."""
+"""Starts the runs of a bench, each in a process group with a time limit.
+
+No process of a run outlives the call.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,28 @@ from typing import Any
 TRAIN = (sys.executable, "-m", "shardwise", "train")
 PRELOADED = (sys.executable, "-m", "shardwise.launch.preloaded")
 LEASH = 'exec 3<&0 </dev/null; ({ read _ <&3; kill -KILL 0; } >/dev/null 2>&1 &); exec "$@" 3<&-'
-"""Becomes the command "$@", beside a process that ends its whole group as soon as standard input closes: which it does
-when the bench dies, even of SIGKILL."""
+"""A shell script that becomes the command "$@" and leaves a watcher in its process group.
+
+The watcher kills the group as soon as standard input closes. The kernel closes it when the bench
+dies, even by SIGKILL.
+"""
 LONGEST_MESSAGE = 2**16
 
 Run = Callable[[Sequence[str], Path, float], int | None]
-"""Runs `shardwise train` with these arguments, a log and a limit in seconds. Returns the exit code, or None where the
-run was killed since it took longer."""
+"""Runs `shardwise train` with arguments, a log file and a limit in seconds.
+
+Returns the exit code (negative for a signal), or None where the run took longer than the limit and
+was killed.
+"""
 
 
 @contextlib.contextmanager
 def runs(train: Sequence[str] | None) -> Generator[Run]:
-    """Give what starts the runs of a bench: the command `train`, or forks of one process that has imported it all."""
+    """Give the function that starts the runs of a bench.
+
+    `train` is the command of a run. Without it, on Linux, runs are forks of one process that has
+    imported all they need.
+    """
     if train is None and sys.platform == "linux":
         with Preloaded() as preloaded:
             yield preloaded.run
@@ -38,7 +51,7 @@ def runs(train: Sequence[str] | None) -> Generator[Run]:
 
 
 def run_command(command: Sequence[str], log: Path, limit: float) -> int | None:
-    """Run a command; see `Run`."""
+    """Run a command with its output in `log`; see `Run`."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             ["/bin/sh", "-c", LEASH, "sh", *command],
@@ -59,14 +72,16 @@ def run_command(command: Sequence[str], log: Path, limit: float) -> int | None:
 
 
 def _kill(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # the leash keeps the group's number from being given again
+    # While the watcher lives, the system gives the number of its group to no other process.
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 class Preloaded:
-    """Runs in forks of one `shardwise.launch.preloaded`, which is started with the first run.
+    """Runs in forks of one server, `shardwise.launch.preloaded`, which starts with the first run.
 
-    On a machine with a GPU each run is a new process of Python instead, since CUDA does not survive a fork.
+    CUDA does not survive a fork. On a machine with a GPU each run is therefore a new Python
+    process.
     """
 
     def __init__(self) -> None:
@@ -92,7 +107,8 @@ class Preloaded:
                     if self._forks:
                         return self._fork(["train", *arguments], file.fileno(), deadline)
                 except TimeoutError:
-                    self._stop()  # what it would still answer is about this run; the next one starts another server
+                    # Its next message would be about this run. The next run starts another server.
+                    self._stop()
                     return None
                 except (EOFError, ConnectionError):
                     assert self._server is not None
@@ -103,20 +119,23 @@ class Preloaded:
         return run_command([*TRAIN, *arguments], log, max(0.0, deadline - time.monotonic()))
 
     def _start(self, log: int) -> None:
-        # What goes wrong in it before the first run begins stands in that one's log.
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        """Start the server. Until the first run begins, its output goes to the log of that run."""
+        self._channel, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end:
             self._server = subprocess.Popen(
-                [*PRELOADED, str(theirs.fileno())],
+                [*PRELOADED, str(server_end.fileno())],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[server_end.fileno()],
                 start_new_session=True,
             )
 
     def _stop(self) -> int:
-        """End the server, if there is one. Returns its exit code: its own if it had ended already."""
+        """End the server, if there is one.
+
+        Return its exit code, which is its own where it has ended already.
+        """
         if self._server is None or self._channel is None:
             return 0
         server, self._server = self._server, None
@@ -127,23 +146,31 @@ class Preloaded:
         return server.wait()
 
     def _fork(self, arguments: list[str], log: int, deadline: float) -> int:
+        """Let the server run a command in a fork, wait for its end, and return its exit code.
+
+        The run's process group lives until the pipe closes whose writing end this process keeps.
+        """
         assert self._channel is not None
-        lease, ours = os.pipe()
+        reading_end, writing_end = os.pipe()
         group = None
         try:
             try:
-                socket.send_fds(self._channel, [json.dumps({"arguments": arguments}).encode()], [log, lease])
+                request = json.dumps({"arguments": arguments}).encode()
+                socket.send_fds(self._channel, [request], [log, reading_end])
             finally:
-                os.close(lease)
+                os.close(reading_end)
             group = self._receive(deadline)["group"]
             return self._receive(deadline)["code"]
         finally:
             if group is not None:
                 _kill(group)
-            os.close(ours)
+            os.close(writing_end)
 
     def _receive(self, deadline: float) -> dict[str, Any]:
-        """The next message of the server. Raises TimeoutError, and EOFError where the server has ended."""
+        """Return the server's next message.
+
+        Raises TimeoutError, and EOFError where the server has ended.
+        """
         assert self._channel is not None
         self._channel.settimeout(max(0.001, deadline - time.monotonic()))
         message = self._channel.recv(LONGEST_MESSAGE)

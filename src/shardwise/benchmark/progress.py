@@ -1,4 +1,4 @@
-"""What a person sees of a bench: a live table in a terminal, elsewhere a line for each run; one table at the end."""
+"""The output of a bench: a live table in a terminal, else a line per run; a table at the end."""
 
 from __future__ import annotations
 
@@ -16,37 +16,42 @@ from rich.text import Text
 
 from shardwise.benchmark.cells import CellState
 from shardwise.records.cell import CellPlan, CellRecord
+from shardwise.words import duration
 
 MIB = 2**20
+COLUMNS = ("cell", "status", "rounds", "tokens/s", "peak MiB", "reason")
+NUMBERS = ("rounds", "tokens/s", "peak MiB")
 
 
 class Display:
-    """Follows the runs of `cells`; every one of them is to have `total` rounds."""
+    """Shows the runs of `cells`, each of which has `total` rounds."""
 
     def __init__(self, title: str, cells: Sequence[CellState], total: int) -> None:
         self._title, self._cells, self._total = title, cells, total
-        self._running: tuple[CellState, float] | None = None  # and since when
+        self._running: CellState | None = None
+        self._started = 0.0  # of the round that is running, in seconds of the monotonic clock
         self._console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
         self._live = None
         if sys.stdout.isatty() and not self._console.is_dumb_terminal:
-            # Drawn seldom: that takes time on the cores that are measured.
+            # Every two seconds, as drawing takes time on the cores that are measured.
             self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=0.5)
 
     def start(self, state: CellState) -> None:
-        """A run of this cell begins."""
-        self._running = (state, time.monotonic())
+        """Show that a round of this cell begins."""
+        self._running, self._started = state, time.monotonic()
         if self._live is not None:
             self._live.refresh()
 
     def end(self, state: CellState) -> None:
-        """It has ended, and its round is known."""
+        """Show that the last round of this cell has ended."""
         self._running = None
         if self._live is None:
             entry = state.rounds[-1]
-            figure = f"{entry.tokens_per_second:,.0f} tokens/s" if entry.tokens_per_second else entry.reason
-            told = f"{entry.status}, {figure}" if figure else entry.status
+            rate = f"{entry.tokens_per_second:,.0f} tokens/s" if entry.tokens_per_second else ""
+            outcome = ", ".join(filter(None, (entry.status, rate or entry.reason)))
             name = f"{state.cell.plan.id}, round {len(state.rounds)}"
-            self._console.print(f"{self._progress()}: {name}: {told}, {entry.wall_seconds:.1f} s; {self._left()}")
+            ended = f"{self._progress()}: {name}: {outcome}, {entry.wall_seconds:.1f} s"
+            self._console.print(f"{ended}; {self._time_left()}")
             sys.stdout.flush()
 
     def __enter__(self) -> Display:
@@ -60,77 +65,89 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def _progress(self) -> str:
-        done = sum(len(state.rounds) for state in self._cells)
-        return f"run {done} of {done + sum(len(state.remaining(self._total)) for state in self._cells)}"
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started
 
-    def _left(self) -> str:
-        state, since = self._running or (None, 0.0)
-        left = time_left(self._cells, self._total, state, time.monotonic() - since)
+    def _progress(self) -> str:
+        num_done = sum(len(state.rounds) for state in self._cells)
+        num_remaining = sum(len(state.remaining(self._total)) for state in self._cells)
+        return f"run {num_done} of {num_done + num_remaining}"
+
+    def _time_left(self) -> str:
+        left = time_left(self._cells, self._total, self._running, self._elapsed())
         return "time left unknown" if left is None else f"{duration(left)} left"
 
     def _table(self) -> Group:
-        running = ""
+        """Return the live table, one row per cell, below a line on the whole bench."""
+        headline = f"{self._title}: {self._progress()} · {self._time_left()}"
         if self._running is not None:
-            state, since = self._running
-            number = len(state.rounds) + 1
-            running = f" · {state.cell.plan.id}, round {number}: {duration(time.monotonic() - since)}"
+            name, number = self._running.cell.plan.id, len(self._running.rounds) + 1
+            headline += f" · {name}, round {number}: {duration(self._elapsed())}"
         table = Table(box=box.SIMPLE_HEAD)
-        for name in ("cell", "status", "rounds", "tokens/s", "peak MiB", "reason"):
-            table.add_column(name, justify="right" if name in ("rounds", "tokens/s", "peak MiB") else "left")
+        for name in COLUMNS:
+            table.add_column(name, justify="right" if name in NUMBERS else "left")
         for state in self._cells:
-            here = self._running is not None and self._running[0] is state
-            table.add_row(*map(Text, _row(state.cell.plan, state.record, len(state.rounds), here)))
-        return Group(Text(f"{self._title}: {self._progress()} · {self._left()}{running}"), table)
+            is_running = self._running is state
+            row = _row(state.cell.plan, state.record, len(state.rounds), is_running)
+            table.add_row(*map(Text, row))
+        return Group(Text(headline), table)
 
 
 def time_left(
     cells: Sequence[CellState], total: int, running: CellState | None = None, elapsed: float = 0.0
 ) -> float | None:
-    """Seconds that the remaining rounds will take, each as long as its cell's median, or the median of all rounds.
+    """Return the seconds that the remaining rounds will take, or None before any round has ended.
 
-    Of the round that is running, `elapsed` seconds are over. None before any round has ended.
+    A round is assumed to take the median of its cell's rounds, or of all rounds where its cell has
+    none. Of the round of `running`, `elapsed` seconds are over.
     """
-    walls = [entry.wall_seconds for state in cells for entry in state.rounds if entry.wall_seconds is not None]
-    if not walls:
+    all_seconds = [seconds for state in cells for seconds in _round_seconds(state)]
+    if not all_seconds:
         return None
-    seconds = 0.0
+    left = 0.0
     for state in cells:
-        own = [entry.wall_seconds for entry in state.rounds if entry.wall_seconds is not None]
-        each = statistics.median(own or walls)
-        seconds += len(state.remaining(total)) * each - (min(elapsed, each) if state is running else 0.0)
-    return seconds
+        per_round = statistics.median(_round_seconds(state) or all_seconds)
+        left += len(state.remaining(total)) * per_round
+        if state is running:
+            left -= min(elapsed, per_round)
+    return left
 
 
-def duration(seconds: float) -> str:
-    """Such as `1 h 05 min`, `3 min 20 s` or `7 s`."""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
-    return f"{whole // 60} min {whole % 60:02} s" if whole >= 60 else f"{whole} s"
+def _round_seconds(state: CellState) -> list[float]:
+    return [entry.wall_seconds for entry in state.rounds if entry.wall_seconds is not None]
 
 
 def result_table(records: Sequence[CellRecord]) -> str:
-    """One plain line for each cell: id, status, tokens/s as median [min-max], peak MiB of a rank, reason."""
-    rows = [("cell", "status", "rounds", "tokens/s", "peak MiB", "reason")]
+    """Return one line of plain text per cell.
+
+    Columns: id, status, number of rounds, tokens/s as median [min-max], peak memory of a rank in
+    MiB, reason.
+    """
+    rows = [COLUMNS]
     rows += [_row(CellPlan(**record.cell), record, len(record.rounds), False) for record in records]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS) - 1)]
     lines = []
-    for cell, status, rounds, rate, peak, reason in rows:
-        left = f"{cell:{widths[0]}}  {status:{widths[1]}}  {rounds:>{widths[2]}}"
-        lines.append(f"{left}  {rate:>{widths[3]}}  {peak:>{widths[4]}}  {reason}".rstrip())
+    for row in rows:
+        columns = []
+        for name, text, width in zip(COLUMNS, row, widths, strict=False):
+            columns.append(text.rjust(width) if name in NUMBERS else text.ljust(width))
+        lines.append("  ".join([*columns, row[-1]]).rstrip())
     return "\n".join(lines)
 
 
-def _row(plan: CellPlan, record: CellRecord | None, rounds: int, running: bool) -> tuple[str, str, str, str, str, str]:
-    control = "control, for its losses alone" if plan.control else ""
+def _row(
+    plan: CellPlan, record: CellRecord | None, num_rounds: int, is_running: bool
+) -> tuple[str, str, str, str, str, str]:
+    """Return a cell's row under COLUMNS."""
+    remark = "noise control: only its losses count" if plan.control else ""
     if record is None:
-        return plan.id, "running" if running else "waiting", "0", "", "", control
+        return plan.id, "running" if is_running else "waiting", "0", "", "", remark
     rate = peak = ""
     if record.tokens_per_second is not None and "tokens_per_second" in record.spread:
         low, high = record.spread["tokens_per_second"]
         rate = f"{record.tokens_per_second:,.0f} [{low:,.0f}-{high:,.0f}]"
     if record.peak_memory_bytes:
         peak = f"{max(record.peak_memory_bytes) / MIB:,.1f}"
-    status = "running" if running else record.status
-    return plan.id, status, str(rounds), rate, peak, "; ".join(filter(None, (control, record.reason)))
+    status = "running" if is_running else record.status
+    reason = "; ".join(filter(None, (remark, record.reason)))
+    return plan.id, status, str(num_rounds), rate, peak, reason

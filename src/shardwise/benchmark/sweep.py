@@ -1,4 +1,4 @@
-"""A sweep file: axes over a base run, spread out into cells that are fair to compare."""
+"""A sweep file: axes that vary a base run. Their combinations are cells that can be compared."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ from typing import Any
 
 from shardwise.benchmark import fairness
 from shardwise.benchmark.fairness import GLOBAL_BATCH, NPROC, TIMED
-from shardwise.config import Training, UserError, known_keys, nearest
+from shardwise.config import Training, UserError, flat, known_keys, nearest
 from shardwise.ranges import shown
 from shardwise.records.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
 from shardwise.run_file import parse_config, read_yaml
 
 KEYS = ("title", "base", "set", "nproc", "rounds", "memory_rounds", "timeout_seconds", "reference", "axes")
-ID_LENGTH, MOST_CELLS = 80, 10_000
+MAX_ID_LENGTH, MAX_CELLS = 80, 10_000
 RESERVED = {SWEEP, "figures", "report.html", "report.md"}
-"""What else lies beside the folders of the cells: the report writes there too."""
+"""Names beside the folders of the cells: the bench and the report write there too."""
+
+Settings = dict[str, Any]
+"""Keys of a run file, or NPROC, and what they are set to."""
+Values = dict[str, Settings]
+"""The values of an axis by name."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell as it is to run."""
+    """A cell before it runs."""
 
     plan: CellPlan
-    run: dict[str, Any]  # the run file as plain data, resolved if it is valid
-    refusal: str = ""  # why it is not valid
+    run: dict[str, Any]  # the run file as plain data; resolved if it is valid
+    refusal: str = ""  # why the run file is not valid
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file, checked and spread out."""
+    """A sweep file that was checked, and all its cells."""
 
     record: SweepRecord
     cells: tuple[Cell, ...]  # in the order of `record.cells`
@@ -45,11 +50,12 @@ class Sweep:
 def read_sweep(path: str | Path, out: str | Path, command: list[str] | None = None) -> Sweep:
     """Read a sweep file whose cells will run in folders of `out`.
 
-    Raises UserError with one line for the first thing wrong, comparisons that would be unfair included. A cell whose
-    combination of values is not a valid run is no mistake, unless all are: it has its `refusal`.
+    `command` is kept in the sweep's record. A cell whose combination of values is no valid run has
+    a `refusal`. Raises UserError, one line, for the first mistake in the file, for comparisons that
+    would be unfair, and where no cell is a valid run.
     """
     path = Path(path)
-    data = read_yaml(path, "a sweep is a mapping with base and axes; see docs/guides/benchmarking.md")
+    data = read_yaml(path, "a sweep has base and axes; see docs/guides/benchmarking.md")
     try:
         return _expand(data, path, Path(out), command or [])
     except UserError as error:
@@ -57,6 +63,7 @@ def read_sweep(path: str | Path, out: str | Path, command: list[str] | None = No
 
 
 def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> Sweep:
+    """Return the sweep that a file describes."""
     for key in data:
         if key not in KEYS:
             raise UserError(f"unknown key {key}; {nearest(str(key), KEYS)}")
@@ -66,122 +73,104 @@ def _expand(data: dict[str, Any], path: Path, out: Path, command: list[str]) -> 
     nproc = _positive(data, NPROC, 1, int)
     title = data.get("title") or path.stem
     base = _base(data, path)
-    named = {_name(name): _values(_name(name), entry) for name, entry in _mapping(data, "axes").items()}
-    if not named:
-        raise UserError("axes is empty; name at least one, with its values")
-    untimed = {
-        (axis, name)
-        for axis, values in named.items()
-        for name, settings in values.items()
-        if not settings.pop(TIMED, True)
-    }
-    rows = fairness.flat(base).get(GLOBAL_BATCH, Training.global_batch_size)
-    defaults = {NPROC: nproc, GLOBAL_BATCH: rows}
-    checked = [fairness.check_axis(name, values, defaults) for name, values in named.items()]
-    axes = tuple(axis for axis, _ in checked)
-    fairness.check_axes(named)
-    weak = {axis.name for axis, is_weak in checked if is_weak}
-    numerics = {axis.name for axis in axes if fairness.NUMERICS & set(axis.keys)}
+    entries = {_name(axis): entry for axis, entry in _mapping(data, "axes").items()}
+    values = {axis: _values(axis, entry) for axis, entry in entries.items()}
+    if not values:
+        raise UserError("axes is empty; give at least one axis with its values")
+    untimed = set()
+    for axis, of_axis in values.items():
+        for name, settings in of_axis.items():
+            if not settings.pop(TIMED, True):
+                untimed.add((axis, name))
+    axes, weak = _axes(values, base, nproc)
     reference = _reference(data, axes)
-
-    if (number := math.prod(map(len, named.values()))) > MOST_CELLS:
-        raise UserError(f"the axes make {number:,} cells, more than {MOST_CELLS:,}; bench a part of them")
+    num_cells = math.prod(map(len, values.values()))
+    if num_cells > MAX_CELLS:
+        raise UserError(f"the axes make {num_cells:,} cells; give at most {MAX_CELLS:,}")
     taken = set(RESERVED)
-    ids = {names: _unique("-".join(map(_slug, names)), taken) for names in itertools.product(*named.values())}
-
-    def other(values: Mapping[str, str], own: set[str]) -> str | None:
-        """The cell with the reference's values, but these on the axes `own`; None where these are just that."""
-        names = tuple(value if axis in own else reference.get(axis, value) for axis, value in values.items())
-        return ids[names] if names != tuple(values.values()) else None
-
+    combinations = itertools.product(*values.values())
+    ids = {names: _unique("-".join(map(_slug, names)), taken) for names in combinations}
     cells = []
-    for names, cell_id in ids.items():
-        values = dict(zip(named, names))
-        settings = {key: v for axis, name in values.items() for key, v in named[axis][name].items()}
-        plan = CellPlan(
-            cell_id,
-            values,
-            nproc=settings.pop(NPROC, nproc),
-            group=_group(values, axes, weak),
-            reference=other(values, weak | numerics),
-            baseline=other(values, weak),
-            timed=untimed.isdisjoint(values.items()),
-        )
+    for names in ids:
+        plan = _plan(names, ids, axes, weak, reference)
+        settings = {NPROC: nproc}
+        for axis, name in plan.values.items():
+            settings |= values[axis][name]
+        timed = untimed.isdisjoint(plan.values.items())
+        plan = replace(plan, nproc=settings.pop(NPROC), timed=timed)
         cells.append(_resolve(plan, _applied(base, settings), out))
     if all(cell.refusal for cell in cells):
-        raise UserError(f"none of the {len(cells)} cells is a valid run; the first: {cells[0].refusal}")
-    equal = {group: _equal(group, cells, axes, bool(weak)) for group in dict.fromkeys(c.plan.group for c in cells)}
+        first = cells[0].refusal
+        raise UserError(f"none of the {len(cells)} cells is a valid run; the first: {first}")
+    groups = dict.fromkeys(cell.plan.group for cell in cells)
+    equal = {group: _equal(group, cells, axes, bool(weak)) for group in groups}
     cells += _controls(cells, taken, out)
     plans = tuple(cell.plan for cell in cells)
-    return Sweep(SweepRecord(str(title), axes, plans, equal, rounds, limit, command, memory_rounds), tuple(cells))
+    record = SweepRecord(str(title), axes, plans, equal, rounds, limit, command, memory_rounds)
+    return Sweep(record, tuple(cells))
 
 
 def uncontrolled(cells: Sequence[Cell], selected: Sequence[Cell]) -> list[str]:
-    """The `selected` of all `cells` whose losses cannot be checked, since their reference has no control."""
+    """Return the ids of `selected` cells whose reference has no noise control in `cells`."""
     controlled = {cell.plan.reference for cell in cells if cell.plan.control and not cell.refusal}
     runs = [cell.plan for cell in selected if not cell.refusal and not cell.plan.control]
-    return [plan.id for plan in runs if plan.reference is not None and plan.reference not in controlled]
+    checked = [plan for plan in runs if plan.reference is not None]
+    return [plan.id for plan in checked if plan.reference not in controlled]
 
 
 def left_out(cells: Sequence[Cell], selected: Sequence[Cell]) -> list[str]:
-    """What of all `cells` the losses and speeds of the `selected` are set against, and is not selected itself."""
+    """Return the ids of `cells` that others are compared with, but that are not `selected`."""
     names = {cell.plan.id for cell in selected}
     references = {cell.plan.reference or cell.plan.id for cell in selected}
-    wanted = references | {cell.plan.baseline for cell in selected}
+    needed = references | {cell.plan.baseline for cell in selected}
     others = [cell.plan for cell in cells if cell.plan.id not in names and not cell.refusal]
-    return [plan.id for plan in others if plan.id in wanted or (plan.control and plan.reference in references)]
+    needed |= {plan.id for plan in others if plan.control and plan.reference in references}
+    return [plan.id for plan in others if plan.id in needed]
+
+
+# ----------------------------------------------------------------- reading the sweep file
 
 
 def _base(data: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The base run as plain data, with what `set` changes in every cell."""
+    """Return the base run as plain data, with the keys that `set` changes in every cell."""
     base = data.get("base")
-    inline = isinstance(base, dict)
+    is_inline = isinstance(base, dict)
     if isinstance(base, str):
-        base = read_yaml(path.parent / base, "a run file is a mapping of sections; see docs/reference/config.md")
+        base = read_yaml(path.parent / base, "a run file has sections: docs/reference/config.md")
     if not isinstance(base, dict):
-        raise UserError("base is missing; give a run file's path (relative to the sweep file) or its sections")
+        raise UserError("base is missing; give the path of a run file from here, or sections")
     settings = {str(key): value for key, value in _mapping(data, "set").items()}
     if NPROC in settings:
         raise UserError("set names nproc; write it beside set, as nproc: N")
     fairness.check_keys("set", settings, varied=False)
     training = base.get("training")
     if isinstance(training, dict):
-        forbidden = ("output_dir", "resume") if inline else ("resume",)  # a file's own output_dir is not used
-        set_keys = (f"training.{key}" for key in forbidden if training.get(key) is not None)
-        fairness.check_keys("base", set_keys, varied=False)
+        # A run file has an output_dir of its own, which no cell uses.
+        forbidden = ("output_dir", "resume") if is_inline else ("resume",)
+        keys = (f"training.{key}" for key in forbidden if training.get(key) is not None)
+        fairness.check_keys("base", keys, varied=False)
     return _applied(base, settings)
 
 
-def _applied(base: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    run = copy.deepcopy(dict(base))
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        if not name:
-            run[section] = copy.deepcopy(value)
-        elif run.get(section) is None or isinstance(run[section], dict):  # else the section itself is told as wrong
-            run[section] = {**(run.get(section) or {}), name: copy.deepcopy(value)}
-    return run
-
-
-def _values(axis: str, entry: object) -> dict[str, dict[str, Any]]:
-    """The values of an axis by name, each as the keys it sets."""
+def _values(axis: str, entry: object) -> Values:
+    """Return the values of an axis by name."""
     if not entry or not isinstance(entry, dict | list):
-        raise UserError(f"axes.{axis} has no values; write a mapping of names to keys, or a list of a key's values")
+        raise UserError(f"axes.{axis} has no values; map names to keys, or list a key's values")
     if isinstance(entry, list):
         section = axis.partition(".")[0]
         if axis != NPROC and section not in known_keys():
-            hint = "name the axis like the key, or write a mapping of names to keys"
-            raise UserError(f"axes.{axis} is a list of values, but {axis} is no key of a run file; {hint}")
+            problem = f"axes.{axis} is a list of values, but {axis} is no key of a run file"
+            raise UserError(f"{problem}; name the axis like the key, or map names to keys")
         pairs = [(_name(value), {axis: value}) for value in entry]
     else:
         pairs = [(_name(name), settings) for name, settings in entry.items()]
-    values: dict[str, dict[str, Any]] = {}
+    values: Values = {}
     for name, settings in pairs:
         where = f"axes.{axis}.{name}"
         if name in values:
             raise UserError(f"{where} is given twice; give each value once")
         if not isinstance(settings, dict):
-            raise UserError(f"{where} is {settings!r}, not a mapping of keys; write {{}} for the base as it is")
+            raise UserError(f"{where} is {settings!r}; write a mapping of keys, or {{}} for none")
         if NPROC in settings:
             _positive(settings, NPROC, 1, int, where)
         if not isinstance(settings.get(TIMED, True), bool):
@@ -190,18 +179,107 @@ def _values(axis: str, entry: object) -> dict[str, dict[str, Any]]:
     return values
 
 
+def _axes(values: Mapping[str, Values], base: Mapping[str, Any], nproc: int) -> tuple[tuple[Axis, ...], set[str]]:
+    """Return the axes, and the names of those that scale weakly."""
+    rows = flat(base).get(GLOBAL_BATCH, Training.global_batch_size)
+    defaults = {NPROC: nproc, GLOBAL_BATCH: rows}
+    checked = [fairness.check_axis(name, of_axis, defaults) for name, of_axis in values.items()]
+    fairness.check_axes(values)
+    return tuple(axis for axis, _ in checked), {axis.name for axis, is_weak in checked if is_weak}
+
+
 def _reference(data: dict[str, Any], axes: tuple[Axis, ...]) -> dict[str, str]:
-    asked = {_name(axis): _name(value) for axis, value in _mapping(data, "reference").items()}
+    """Return the reference's value on each compared axis; by default its first."""
+    requested = {_name(axis): _name(value) for axis, value in _mapping(data, "reference").items()}
     compared = {axis.name: axis.values for axis in axes if axis.compared}
-    for axis, value in asked.items():
+    for axis, value in requested.items():
         if axis not in compared:
-            raise UserError(f"reference names {axis}; {nearest(axis, list(compared), 'compared axes')}")
+            hint = nearest(axis, list(compared), "compared axes")
+            raise UserError(f"reference names {axis}; {hint}")
         if value not in compared[axis]:
-            raise UserError(f"reference.{axis} is {value}; {nearest(value, compared[axis], 'values')}")
-    return {axis: asked.get(axis, values[0]) for axis, values in compared.items()}
+            hint = nearest(value, compared[axis], "values")
+            raise UserError(f"reference.{axis} is {value}; {hint}")
+    return {axis: requested.get(axis, values[0]) for axis, values in compared.items()}
+
+
+def _positive(data: dict[str, Any], key: str, default: Any, kind: Any, where: str = "") -> Any:
+    """Return a number of the sweep file, checked to be of this kind, positive and below 1e9."""
+    value = data.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 1e9:
+        requirement = "a whole number of at least 1" if kind is int else "a positive number"
+        if isinstance(value, int | float) and value >= 1e9:
+            requirement = "less than 1e9"
+        name = f"{where}.{key}" if where else key
+        raise UserError(f"{name} is {shown(value)}; give {requirement}")
+    return value
+
+
+def _mapping(data: dict[str, Any], key: str) -> dict[Any, Any]:
+    """Return a mapping of the sweep file, which is empty where the key is left out."""
+    value = data.get(key) or {}
+    if not isinstance(value, dict):
+        raise UserError(f"{key} is {value!r}; write a mapping")
+    return value
+
+
+def _name(value: object) -> str:
+    """Return the name of a value: a string as it is, anything else as YAML shows it on one line."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=str).replace('"', "")
+
+
+# --------------------------------------------------------------------------- making cells
+
+
+def _plan(
+    names: tuple[str, ...],
+    ids: Mapping[tuple[str, ...], str],
+    axes: tuple[Axis, ...],
+    weak: set[str],
+    reference: Mapping[str, str],
+) -> CellPlan:
+    """Return the plan of the cell with these values, one per axis, without its processes.
+
+    Losses are compared between cells that round in the same way. Speeds are compared across
+    numerics, so the baseline may be another cell than the reference.
+    """
+    values = {axis.name: name for axis, name in zip(axes, names, strict=True)}
+
+    def counterpart(kept: set[str]) -> str | None:
+        """Return the cell with the reference's values, except on `kept` axes; None for itself."""
+        changed = {axis: value for axis, value in reference.items() if axis not in kept}
+        other = tuple({**values, **changed}.values())
+        return None if other == names else ids[other]
+
+    numerics = {axis.name for axis in axes if fairness.NUMERICS & set(axis.keys)}
+    group = [f"{axis.name}={values[axis.name]}" for axis in axes if not axis.compared]
+    if weak:
+        group.append(WEAK_SCALING)
+    return CellPlan(
+        id=ids[names],
+        values=values,
+        nproc=1,
+        group=", ".join(group) or "all cells",
+        reference=counterpart(weak | numerics),
+        baseline=counterpart(weak),
+    )
+
+
+def _applied(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return a run file with some keys or sections replaced."""
+    run = copy.deepcopy(dict(base))
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        if not name:
+            run[section] = copy.deepcopy(value)
+        elif run.get(section) is None or isinstance(run[section], dict):  # else it is refused later
+            run[section] = {**(run.get(section) or {}), name: copy.deepcopy(value)}
+    return run
 
 
 def _resolve(plan: CellPlan, run: dict[str, Any], out: Path) -> Cell:
+    """Return a cell with its run file resolved, or refused."""
     run = _applied(run, {"training.output_dir": str(out / plan.id / "round-1")})
     source = f"cell {plan.id}"
     try:
@@ -210,13 +288,10 @@ def _resolve(plan: CellPlan, run: dict[str, Any], out: Path) -> Cell:
         return Cell(plan, run, str(error).removeprefix(f"{source}: "))
 
 
-def _group(values: Mapping[str, str], axes: tuple[Axis, ...], weak: set[str]) -> str:
-    parts = [f"{axis.name}={values[axis.name]}" for axis in axes if not axis.compared]
-    return ", ".join([*parts, *([WEAK_SCALING] if weak else [])]) or "all cells"
-
-
 def _equal(group: str, cells: list[Cell], axes: tuple[Axis, ...], weak: bool) -> dict[str, Any]:
-    valid = {c.plan.id: (c.plan.nproc, c.run) for c in cells if c.plan.group == group and not c.refusal}
+    """Return what the valid cells of a group have in common; see `fairness.check_group`."""
+    of_group = [cell for cell in cells if cell.plan.group == group and not cell.refusal]
+    valid = {cell.plan.id: (cell.plan.nproc, cell.run) for cell in of_group}
     varied = [key for axis in axes if axis.compared for key in axis.keys]
     return fairness.check_group(valid, varied, weak) if valid else {}
 
@@ -226,53 +301,29 @@ NOISE = ("measure.reverse_microbatches", "measure.nudge_weights")
 
 
 def _controls(cells: list[Cell], taken: set[str], out: Path) -> list[Cell]:
-    """For each cell that another's losses are checked against: the same once more, but for how its sums are rounded."""
-    wanted = {cell.plan.reference for cell in cells}
+    """Return the noise controls: each reference once more, with sums that round in another way."""
+    references = {cell.plan.reference for cell in cells}
     controls = []
     for cell in cells:
-        if cell.plan.id in wanted and not cell.refusal:
+        if cell.plan.id in references and not cell.refusal:
             control_id = _unique(f"control-{cell.plan.id}", taken)
             plan = replace(cell.plan, id=control_id, reference=cell.plan.id, control=True)
             controls.append(_resolve(plan, _applied(cell.run, dict.fromkeys(NOISE, True)), out))
     return controls
 
 
-def _positive(data: dict[str, Any], key: str, default: Any, kind: Any, where: str = "") -> Any:
-    value = data.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < 1e9:
-        what = "a whole number of at least 1" if kind is int else "a positive number"
-        if isinstance(value, int | float) and value >= 1e9:
-            what = "less than 1e9"
-        raise UserError(f"{where + '.' if where else ''}{key} is {shown(value)}; give {what}")
-    return value
-
-
-def _mapping(data: dict[str, Any], key: str) -> dict[Any, Any]:
-    value = data.get(key) or {}
-    if not isinstance(value, dict):
-        raise UserError(f"{key} is {value!r}; write a mapping")
-    return value
-
-
-def _name(value: object) -> str:
-    """The name of a value: text as it is, anything else as YAML would show it on one line."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, default=str).replace('"', "")
-
-
 def _slug(name: str) -> str:
-    """What of a name may stand in a folder's name on any system, and does not look like an option or a hidden file."""
+    """Return a name as part of a folder's name that is no option and no hidden file."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", name).strip("._-") or "x"
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    """`name`, shortened, and numbered where it is `taken`; some file systems do not tell A from a."""
-    name = name[:ID_LENGTH]
-    found = name
+    """Return a short name that is not `taken`, whatever its case, and take it."""
+    name = name[:MAX_ID_LENGTH]
+    candidate = name
     for number in itertools.count(2):
-        if found.lower() not in taken:
+        if candidate.lower() not in taken:
             break
-        found = f"{name}-{number}"
-    taken.add(found.lower())
-    return found
+        candidate = f"{name}-{number}"
+    taken.add(candidate.lower())
+    return candidate

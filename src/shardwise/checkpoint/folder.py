@@ -13,15 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shardwise.checkpoint.index import (
-    INDEX,
-    DamagedError,
-    check_header,
-    is_file_name,
-    parse,
-    read_file,
-    read_index,
-)
+from shardwise.checkpoint.index import INDEX, DamagedError, check_header, is_file_name, parse, read_file, read_index
 from shardwise.records.record import dumps
 
 FORMAT = 3

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.drawing.svg import colour, drawing, svg_file, svg_of
+from shardwise.drawing.svg import colour, drawing, svg_of
 from shardwise.schedule.orders import KIND_NAMES, Kind
 from shardwise.schedule.timeline import Event, Timeline
 
@@ -67,7 +67,7 @@ def gantt_svg(timelines: Mapping[str, Timeline], name: str) -> str:
 
 def gantt_file(timelines: Mapping[str, Timeline]) -> str:
     """Return the chart as an SVG file; UserError where matplotlib is missing."""
-    return svg_file(gantt_svg(timelines, "gantt"))
+    return gantt_svg(timelines, "gantt")
 
 
 def draw_gantt(timelines: Mapping[str, Timeline]) -> Figure:

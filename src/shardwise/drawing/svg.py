@@ -1,7 +1,6 @@
-"""The look of all figures: one palette, one style of matplotlib, and SVG for light and dark pages.
+"""The look of all figures: one palette, one style of matplotlib, and figures as SVG and PNG.
 
-A figure is drawn in the light colours of PALETTE, which a PNG keeps. In an SVG each colour becomes
-the CSS variable of its name, so that the page, or the file itself, can give it another value.
+Figures are drawn in light colours on white. A dark page inverts them by CSS.
 """
 
 from __future__ import annotations
@@ -18,39 +17,28 @@ from shardwise.config import UserError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# name -> (light, dark). No two names share a light colour: `svg_of` finds the name by it.
 PALETTE = {
-    "paper": ("#ffffff", "#15181d"),
-    "panel": ("#f5f6f8", "#1d2127"),
-    "ink": ("#1b1f24", "#e9ecef"),
-    "muted": ("#5a6472", "#a3adba"),
-    "faint": ("#8f98a5", "#7a8593"),
-    "line": ("#dadee4", "#363d47"),
-    "accent": ("#0b5cad", "#7ab8f5"),
-    "bad": ("#b8141a", "#ff8a85"),
-    "good": ("#1b7a43", "#6fd39a"),
-    "c1": ("#2a6fb0", "#6aaee8"),
-    "c2": ("#d67a00", "#f5ab4a"),
-    "c3": ("#0e8f7e", "#4cc9b6"),
-    "c4": ("#8a55b8", "#c197e6"),
-    "c5": ("#c2548c", "#ee92bf"),
-    "c6": ("#7c8422", "#bcc35a"),
-    "c7": ("#3fa2cf", "#8fd3f2"),
-    "c8": ("#7a5c48", "#c4a48d"),
+    "paper": "#ffffff",
+    "ink": "#1b1f24",
+    "muted": "#5a6472",
+    "faint": "#8f98a5",
+    "line": "#dadee4",
+    "accent": "#0b5cad",
+    "bad": "#b8141a",
+    "c1": "#2a6fb0",
+    "c2": "#d67a00",
+    "c3": "#0e8f7e",
+    "c4": "#8a55b8",
+    "c5": "#c2548c",
+    "c6": "#7c8422",
+    "c7": "#3fa2cf",
+    "c8": "#7a5c48",
 }
-
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
 
 def colour(name: str) -> str:
-    """Return the light value of a colour of the palette, to draw with."""
-    return PALETTE[name][0]
-
-
-def css_variables() -> str:
-    """Return the palette as CSS custom properties that follow `color-scheme`."""
-    colours = [f"--{name}:light-dark({light},{dark});" for name, (light, dark) in PALETTE.items()]
-    return f"{''.join(colours)}--font:{FONT};"
+    """Return a colour of the palette."""
+    return PALETTE[name]
 
 
 def require_matplotlib() -> Any:
@@ -102,8 +90,8 @@ def drawing() -> Generator[None]:
         "legend.fontsize": 8.5,
         "hatch.linewidth": 0.7,
         "hatch.color": colour("paper"),
-        "figure.facecolor": "none",
-        "savefig.facecolor": "none",
+        "figure.facecolor": colour("paper"),
+        "savefig.facecolor": colour("paper"),
         # Text stays text: a reader can search it, a screen reader can read it, the page sets it.
         "svg.fonttype": "none",
         "svg.hashsalt": "shardwise",  # the same records give the same file
@@ -115,33 +103,22 @@ def drawing() -> Generator[None]:
 
 
 def svg_of(figure: Figure, name: str, title: str | None = None) -> str:
-    """Return a figure as an `<svg>` element in the palette's CSS variables.
+    """Return a figure as an `<svg>` element, which is a valid file too.
 
-    `name` becomes the prefix of all ids, so that two figures fit into one page. `title` is read by
-    screen readers.
+    Ids begin with `name`, so that several figures can stand on one page. `title` is read by screen
+    readers.
     """
     out = io.StringIO()
     metadata = {"Date": None} if title is None else {"Date": None, "Title": title}
     figure.savefig(out, format="svg", metadata=metadata)
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", out.getvalue(), flags=re.DOTALL)
     svg = svg[svg.index("<svg ") :]
-    return re.sub(r"<[^>]+>", lambda tag: _with_variables(tag[0], name), svg)
+    return re.sub(r"<[^>]+>", lambda tag: _with_prefix(tag[0], name), svg)
 
 
-def _with_variables(tag: str, name: str) -> str:
-    """Prefix the ids and references of a tag, and put variables for its colours and fonts."""
-    tag = re.sub(r'( id="|href="#|url\(#)', rf"\1{name}-", tag)
-    for variable, (light, _) in PALETTE.items():
-        tag = tag.replace(light, f"var(--{variable})")
-    fonts = "'DejaVu Sans', sans-serif"
-    return tag.replace(fonts, "var(--font)").replace("'DejaVu Sans'", "var(--font)")
-
-
-def svg_file(svg: str) -> str:
-    """Return an `<svg>` element as a file with the palette in it, in the theme of its viewer."""
-    style = f"<style>svg{{color-scheme:light dark;{css_variables()}}}</style>"
-    head, bracket, rest = svg.partition(">")
-    return f'<?xml version="1.0" encoding="utf-8"?>\n{head}{bracket}{style}{rest}'
+def _with_prefix(tag: str, name: str) -> str:
+    """Return a tag with the figure's name before each id and each reference to one."""
+    return re.sub(r'( id="|href="#|url\(#)', rf"\1{name}-", tag)
 
 
 def png_of(figure: Figure) -> bytes:

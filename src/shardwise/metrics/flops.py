@@ -51,10 +51,7 @@ def model_flops_per_token(counts: ModelCounts, sequence_length: int) -> float:
 
 
 def hardware_flops_per_token(
-    counts: ModelCounts,
-    sequence_length: int,
-    micro_batch_size: int,
-    checkpointing: Checkpointing,
+    counts: ModelCounts, sequence_length: int, micro_batch_size: int, checkpointing: Checkpointing
 ) -> float:
     """Return the FLOPs per token that the same step runs on one process, with recomputation.
 
@@ -103,10 +100,7 @@ class UnitFlops:
 
 
 def unit_flops_per_token(
-    unit: Unit,
-    sequence_length: int,
-    micro_batch_size: int,
-    checkpointing: Checkpointing,
+    unit: Unit, sequence_length: int, micro_batch_size: int, checkpointing: Checkpointing
 ) -> UnitFlops:
     """Return the part of one unit in `hardware_flops_per_token`."""
     is_layer = unit.backward and unit.kind not in ("embed", "head")
@@ -122,10 +116,7 @@ def unit_flops_per_token(
 
 
 def utilization(
-    flops_per_token: float,
-    tokens_per_second: float,
-    peak_flops_per_second: float,
-    num_devices: int,
+    flops_per_token: float, tokens_per_second: float, peak_flops_per_second: float, num_devices: int
 ) -> float:
     """Return the used share of the peak of all devices together.
 

@@ -93,14 +93,8 @@ class RunRecord:
     schema_version: int = SCHEMA_VERSION
 
     def write(self, path: str | Path) -> None:
-        """Write strict JSON, all of it or nothing.
-
-        NaN and infinities become the strings "nan", "inf" and "-inf".
-        """
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        """Write strict JSON, all or nothing; NaN and infinities become the strings "nan", "inf" and "-inf"."""
+        write_atomically(path, dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> RunRecord:
@@ -147,12 +141,25 @@ class MetricsFile:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write a text file (UTF-8) so that a reader meets either its old content or all of the new one.
+
+    Raises OSError where the file cannot be written.
+    """
+    path = Path(path)
+    temporary = temporary_of(path)
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def temporary_of(path: Path) -> Path:
+    """Return the file that `write_atomically` writes before it gives it the name of `path`."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def dumps(value: Any, indent: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Two benches side by side: what became slower or larger, cell by cell, regressions first."""
+"""Compares two benches cell by cell, with regressions first."""
 
 from __future__ import annotations
 
@@ -10,125 +10,163 @@ from pathlib import Path
 from rich.text import Text
 
 from shardwise.report.folder import Bench, read_bench
-from shardwise.report.headline import SAME_MEMORY
-from shardwise.report.tables import Row, differing_keys, environments, flat, make_rows
-from shardwise.report.words import NOTHING, fact, number, printable, size
+from shardwise.report.names import fact
+from shardwise.report.summary import SAME_MEMORY
+from shardwise.report.tables import Row, differing_keys, environments, make_rows, run_settings
+from shardwise.words import NOTHING, counted, number, one_line, size
+
+MOST_KEYS = 4
+"""The most differing keys that a note lists."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """How a cell of B is against the same cell of A; None where there is nothing to compare."""
+    """A cell of bench B against the same cell of bench A. Ratios are B / A, or None."""
 
     a: Row
     b: Row
-    speed: float | None = None  # B / A of tokens/s
-    speed_range: tuple[float, float] | None = None  # B's slowest round / A's fastest, B's fastest / A's slowest
-    memory: float | None = None  # B / A of peak memory
-    note: str = ""  # why there is no ratio
-    lost: bool = False  # A has figures that may be told, B has not
+    note: str = ""  # why there are no ratios
+    speed: float | None = None  # of tokens/s
+    speed_range: tuple[float, float] | None = None  # smallest and largest ratio of any two rounds
+    memory: float | None = None  # of peak memory
+    lost: bool = False  # A has figures of the same work and B has none
 
     @property
-    def worst(self) -> float:
-        """The smaller of the speed ratio and the inverse memory ratio: below 1 where something got worse."""
-        ratios = [self.speed, 1 / self.memory if self.memory else None]
-        return 0.0 if self.lost else min((ratio for ratio in ratios if ratio), default=math.inf)
-
-    @property
-    def worse(self) -> bool:
-        """Whether B is a regression, doubts of the spread aside."""
-        return self.lost or any(word in self.verdict for word in ("slower", "larger"))
-
-    @property
-    def verdict(self) -> str:
-        """In a word: speed only where the spread of the rounds leaves no doubt, memory from 0.5 % on."""
-        words = []
-        if self.speed_range:
-            low, high = self.speed_range
-            words.append("slower" if high < 1 else "faster" if low > 1 else "as fast, within the spread")
-        elif self.speed:
-            words.append("one round, so no spread is known")
+    def effects(self) -> list[str]:
+        """Return what changed by more than the spread of the rounds, or SAME_MEMORY."""
+        effects = []
+        if self.speed_range and self.speed_range[1] < 1:
+            effects.append("slower")
+        if self.speed_range and self.speed_range[0] > 1:
+            effects.append("faster")
         if self.memory and abs(self.memory - 1) > SAME_MEMORY:
-            words.append("larger" if self.memory > 1 else "leaner")
-        words += [f"{name} unchecked" for name, row in (("A", self.a), ("B", self.b)) if row.state == "unchecked"]
-        return ", ".join(words) or "as before"
+            effects.append("more memory" if self.memory > 1 else "less memory")
+        return effects
+
+    @property
+    def regression(self) -> bool:
+        """Return whether B is slower or larger than A, or has lost its figures."""
+        return self.lost or not {"slower", "more memory"}.isdisjoint(self.effects)
+
+    @property
+    def rank(self) -> float:
+        """Return the worse of the two ratios, or infinity without any. Cells are sorted by it."""
+        if self.lost:
+            return 0.0
+        return min(self.speed or math.inf, 1 / self.memory if self.memory else math.inf)
+
+    @property
+    def summary(self) -> str:
+        """Return the change in a few words."""
+        words = self.effects
+        if self.speed and not self.speed_range:
+            words.append("one round, so no spread is known")
+        for name, row in (("A", self.a), ("B", self.b)):
+            if row.state == "unchecked":
+                words.append(f"{name} is unchecked")
+        return self.note or ", ".join(words) or "no change beyond the spread"
 
 
 def changes(a: Bench, b: Bench) -> list[Change]:
-    """Every cell that both have, regressions first; then those without a ratio, with the reason."""
-    rows_a, rows_b = _cells(a), _cells(b)
-    found = [_change(row, rows_b[name]) for name, row in rows_a.items() if name in rows_b]
-    return sorted(found, key=lambda change: change.worst)
+    """Return the changes of the cells of both benches: regressions first, no ratio last."""
+    cells_a, cells_b = _cells(a), _cells(b)
+    both = [_change(row, cells_b[name]) for name, row in cells_a.items() if name in cells_b]
+    return sorted(both, key=lambda change: change.rank)
 
 
 def _cells(bench: Bench) -> dict[str, Row]:
+    """Return the rows of a bench by cell id, without noise controls."""
     return {row.plan.id: row for row in make_rows(bench) if not row.plan.control}
 
 
 def _change(a: Row, b: Row) -> Change:
-    if a.record is not None and b.record is not None and (keys := differing_keys(a.record, b.record)):
-        of_a, of_b = flat(a.record), flat(b.record)
-        named = (f"{key} {of_a.get(key, NOTHING)} -> {of_b.get(key, NOTHING)}" for key in keys[:4])
-        more = f", and {len(keys) - 4} keys more" if len(keys) > 4 else ""
-        return Change(a, b, note=f"other work: {', '.join(printable(one, 120) for one in named)}{more}")
-    if a.plan.nproc != b.plan.nproc:
-        return Change(a, b, note=f"other work: {a.plan.nproc} processes -> {b.plan.nproc}")
+    """Return the change of one cell. Cells that did different work have no ratio."""
+    if difference := _different_work(a, b):
+        return Change(a, b, f"different work: {difference}")
     if not (a.measured and b.measured):
-        return Change(a, b, note=f"A {a.state}, B {b.state}", lost=a.measured)
-    speed = memory = spread = None
+        return Change(a, b, f"A: {a.state}, B: {b.state}", lost=a.measured)
+    speed = memory = speed_range = None
     if a.tokens_per_second and b.tokens_per_second:
         speed = b.tokens_per_second / a.tokens_per_second
         if a.tokens_range and b.tokens_range and a.tokens_range[0] > 0:
-            spread = (b.tokens_range[0] / a.tokens_range[1], b.tokens_range[1] / a.tokens_range[0])
+            (slowest_a, fastest_a), (slowest_b, fastest_b) = a.tokens_range, b.tokens_range
+            speed_range = (slowest_b / fastest_a, fastest_b / slowest_a)
     if a.peak_memory_bytes and b.peak_memory_bytes:
         memory = b.peak_memory_bytes / a.peak_memory_bytes
-    return Change(a, b, speed, spread, memory, "" if speed or memory else "nothing was measured")
+    return Change(a, b, "" if speed or memory else "nothing measured", speed, speed_range, memory)
+
+
+def _different_work(a: Row, b: Row) -> str:
+    """Return how the run files of two cells differ, or nothing where they are equal."""
+    if a.record is not None and b.record is not None:
+        keys = differing_keys(a.record, b.record)
+        of_a, of_b = run_settings(a.record), run_settings(b.record)
+        parts = []
+        for key in keys[:MOST_KEYS]:
+            value_a, value_b = of_a.get(key, NOTHING), of_b.get(key, NOTHING)
+            parts.append(one_line(f"{key} {value_a} -> {value_b}", 120))
+        if len(keys) > MOST_KEYS:
+            parts.append(f"and {counted(len(keys) - MOST_KEYS, 'more key')}")
+        if parts:
+            return ", ".join(parts)
+    if a.plan.nproc != b.plan.nproc:
+        return f"{a.plan.nproc} -> {b.plan.nproc} processes"
+    return ""
 
 
 def compare(folder_a: str | Path, folder_b: str | Path) -> Text:
-    """What a terminal shows of two benches; UserError where a folder holds none.
+    """Return the comparison of two benches for a terminal.
 
-    Lines, two for a cell, and no table: a narrow terminal or a pipe would lose its last columns.
+    Raises UserError where a folder holds no bench. Cells are lines rather than rows of a table: a
+    narrow terminal or a pipe would cut the last columns.
     """
     a, b = read_bench(folder_a), read_bench(folder_b)
-    rows_a, rows_b = _cells(a), _cells(b)
-    lines = [
-        f"A: {folder_a}",
-        f"B: {folder_b}",
-        *(f"only in {name}: {', '.join(ids)}" for name, ids in _alone(rows_a, rows_b) if ids),
-        *_elsewhere(list(rows_a.values()), list(rows_b.values())),
-        "",
-        "B / A, regressions first" if rows_a.keys() & rows_b.keys() else "no cell is in both",
-    ]
+    cells_a, cells_b = _cells(a), _cells(b)
+    lines = [f"A: {folder_a}", f"B: {folder_b}"]
+    lines += _only_in("A", cells_a, cells_b)
+    lines += _only_in("B", cells_b, cells_a)
+    lines += _environment_differences([*cells_a.values()], [*cells_b.values()])
+    has_both = bool(cells_a.keys() & cells_b.keys())
+    lines += ["", "B / A, regressions first" if has_both else "no cell is in both"]
     text = Text("\n".join(lines))
     for change in changes(a, b):
-        style = "red" if change.worse else "dim" if change.note else ""
-        text.append(f"\n\n{change.a.plan.id}: {change.note or change.verdict}", style=f"bold {style}")
-        text.append("".join(f"\n    {line}" for line in _figures(change)), style=style)
+        style = "red" if change.regression else "dim" if change.note else ""
+        text.append(f"\n\n{change.a.plan.id}: {change.summary}", style=f"bold {style}")
+        for line in _figures(change):
+            text.append(f"\n    {line}", style=style)
     return text
 
 
 def _figures(change: Change) -> list[str]:
+    """Return the figures of a change, one line each."""
     a, b = change.a, change.b
-    found = []
+    lines = []
     if change.speed:
         speeds = f"{number(a.tokens_per_second)} -> {number(b.tokens_per_second)}"
-        low_high = change.speed_range
-        spread = f", from rounds {low_high[0]:.2f} – {low_high[1]:.2f}" if low_high else ""
-        found.append(f"tokens/s  {change.speed:.3f}  {speeds}{spread}")
+        line = f"tokens/s  {change.speed:.3f}  {speeds}"
+        if change.speed_range:
+            low, high = change.speed_range
+            line += f", rounds {low:.2f} – {high:.2f}"
+        lines.append(line)
     if change.memory:
-        found.append(f"memory    {change.memory:.3f}  {size(a.peak_memory_bytes)} -> {size(b.peak_memory_bytes)}")
-    return found
+        peaks = f"{size(a.peak_memory_bytes)} -> {size(b.peak_memory_bytes)}"
+        lines.append(f"memory    {change.memory:.3f}  {peaks}")
+    return lines
 
 
-def _alone(a: dict[str, Row], b: dict[str, Row]) -> list[tuple[str, list[str]]]:
-    return [("A", [name for name in a if name not in b]), ("B", [name for name in b if name not in a])]
+def _only_in(name: str, cells: dict[str, Row], others: dict[str, Row]) -> list[str]:
+    """Return a line on the cells that one bench has alone, if there are any."""
+    ids = [cell for cell in cells if cell not in others]
+    return [f"only in {name}: {', '.join(ids)}"] if ids else []
 
 
-def _elsewhere(a: Sequence[Row], b: Sequence[Row]) -> list[str]:
-    """Facts of the environment that differ: a ratio across them is of these too."""
+def _environment_differences(a: Sequence[Row], b: Sequence[Row]) -> list[str]:
+    """Return a line for each fact of the environment that differs: the ratios depend on it too."""
     of_a, of_b = environments(a), environments(b)
-    return [
-        f"note: {key} differs: {', '.join(map(fact, of_a.get(key, [])))} -> {', '.join(map(fact, of_b.get(key, [])))}"
-        for key in dict.fromkeys([*of_a, *of_b])
-        if of_a.get(key) != of_b.get(key)
-    ]
+    lines = []
+    for key in dict.fromkeys([*of_a, *of_b]):
+        values_a, values_b = of_a.get(key, []), of_b.get(key, [])
+        if values_a != values_b:
+            change = f"{', '.join(map(fact, values_a))} -> {', '.join(map(fact, values_b))}"
+            lines.append(f"note: {key} differs: {change}")
+    return lines

@@ -1,14 +1,14 @@
-"""The figures that are lines: losses over the steps, and speed and memory along an axis of numbers."""
+"""The figures with lines: losses over the steps, and speed and memory along an axis of numbers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.drawing.svg import colour
 from shardwise.records.cell import Axis
 from shardwise.report.folder import Bench
+from shardwise.report.names import axis_name, named_values
 from shardwise.report.panels import (
     BESIDE,
     CONTROL,
@@ -25,79 +25,86 @@ from shardwise.report.panels import (
     peak_unit,
     set_title,
     speed,
-    whole_steps,
+    step_ticks,
 )
-from shardwise.report.style import Look, looks
+from shardwise.report.style import Look, colour, looks
 from shardwise.report.tables import Row, number_of, scaling_kind
-from shardwise.report.words import axis_name, named_values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 AGAINST = "against-"
-"""How the names of figures along an axis begin."""
+"""The beginning of the names of figures along an axis of numbers."""
+LOSSES_CAPTION = (
+    "Left: the loss of every step. The curves of cells that do the same work coincide. The wide "
+    "pale curve is the reference. Right: the largest difference from the losses of the reference "
+    "at any step, divided by the tolerance. A cell beyond 1 is wrong. The noise control is the "
+    "reference with its micro-batches in reverse and its weights moved by one rounding, and the "
+    "tolerance is ten times its difference. A reference with other numerics is compared with the "
+    "baseline, as closely as its number format allows."
+)
+PROCESSES = "processes"
+"""The name of an axis that sets the number of processes."""
+
+
+# --------------------------------------------------------------------------------- losses
 
 
 def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
-    """Loss curves on one another; beside them, of each cell the largest difference as a share of its tolerance."""
-    shown = [(title, [row for row in cells if row.record and row.record.losses]) for title, cells in groups]
-    shown = [(title, cells) for title, cells in shown if cells]
-    figure, axes = grid(len(shown), 2, [max(2.6, bars_height(cells)) for _, cells in shown], [1.25, 1.0])
-    for (title, cells), (left, right) in zip(shown, axes, strict=True):
+    """Draw the losses of each group, and beside them each cell's difference over its tolerance."""
+    shown = []
+    for title, cells in groups:
+        with_losses = [row for row in cells if row.record and row.record.losses]
+        if with_losses:
+            shown.append((title, with_losses))
+    heights = [max(2.6, bars_height(cells)) for _, cells in shown]
+    figure, panels = grid(len(shown), 2, heights, [1.25, 1.0])
+    for (title, cells), (left, right) in zip(shown, panels, strict=True):
         set_title(left, "Loss", title)
-        for index, row in enumerate(cells):
-            assert row.record is not None
-            x = range(1, len(row.record.losses) + 1)
-            every = max(1, len(x) // 6)
-            style = line_style(row, look[row.plan.id])
-            left.plot(x, row.record.losses, markevery=(index % every, every), **style)
-        whole_steps(left)
+        _draw_losses(left, cells, look)
         set_title(right, "Difference ÷ tolerance", "")
-        _differences(right, cells, look)
-    cells = [row for _, cells in shown for row in cells]
-    special = {"noise control": CONTROL} if any(row.plan.control for row in cells) else {}
-    special |= {"wrong": WRONG} if any(row.state == "wrong" for row in cells) else {}
-    legend(figure, [row for row in cells if row.state != "wrong" and not row.plan.control], look, special)
-    return Drawn(
-        "losses",
-        "The same losses",
-        "Left: the loss of every step. Curves of cells that do the same work lie on one another; the broad pale one is "
-        "the reference. Right: the largest difference at any step from the loss of the reference, in units of the "
-        "tolerance; a cell beyond the line is wrong. The noise control is the reference with its micro-batches in "
-        "reverse and its weights moved by a rounding, and the tolerance is ten times what that alone does. A reference "
-        "of other numerics is measured against the baseline, as closely as its format allows.",
-        figure,
-    )
+        _draw_differences(right, cells, look)
+
+    all_cells = [row for _, cells in shown for row in cells]
+    special = {}
+    if any(row.plan.control for row in all_cells):
+        special["noise control"] = CONTROL
+    if any(row.state == "wrong" for row in all_cells):
+        special["wrong"] = WRONG
+    ordinary = [row for row in all_cells if row.state != "wrong" and not row.plan.control]
+    legend(figure, ordinary, look, special)
+    return Drawn("losses", "The same losses", LOSSES_CAPTION, figure)
 
 
-def _differences(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -> None:
-    """A place for each cell: how far its losses are from its reference's, in units of its tolerance.
-
-    The axis begins at 0 and is even up to 1, the tolerance; if a cell is beyond, it goes on by powers of ten.
-    """
-    shares = {row.plan.id: share for row in cells if (share := _share_of_tolerance(row)) is not None}
-    beside: dict[str, Any] = {**BESIDE, "xytext": (8, 0)}
-    farthest = max([share for share in shares.values() if math.isfinite(share)], default=0.0)
-    for place, row in enumerate(cells):
-        share = shares.get(row.plan.id)
+def _draw_losses(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -> None:
+    """Draw the loss curves, each with about six markers, shifted so that none covers another."""
+    for index, row in enumerate(cells):
+        assert row.record is not None
+        steps = range(1, len(row.record.losses) + 1)
+        marker_distance = max(1, len(steps) // 6)
+        first_marker = index % marker_distance
         style = line_style(row, look[row.plan.id])
-        wrong = row.state == "wrong"
+        panel.plot(steps, row.record.losses, markevery=(first_marker, marker_distance), **style)
+    step_ticks(panel)
+
+
+def _draw_differences(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -> None:
+    """Draw each cell's largest difference from its reference over its tolerance.
+
+    The axis begins at 0 and is linear up to 1, the tolerance. If a cell is beyond 1, it continues
+    in powers of ten.
+    """
+    farthest = 0.0
+    for place, row in enumerate(cells):
+        share = _share_of_tolerance(row)
         if share is None or not math.isfinite(share):
-            told = "✗ wrong" if wrong else "the reference" if row.is_reference else "not compared"
-            panel.annotate(told, (0, place), color=colour("bad" if wrong else "muted"), fontsize=8.5, **beside)
-            continue
-        ink: dict[str, Any] = {"color": style["color"]}
-        panel.plot([0, share], [place, place], linewidth=1.6, linestyle="solid", **ink)
-        panel.plot(share, place, marker=style["marker"], markersize=6, clip_on=False, **ink)
-        panel.annotate(f"{share:,.2g}" if share < 100 else f"{share:,.0f}", (share, place), fontsize=8.5, **beside)
+            _write_missing(panel, place, row)
+        else:
+            farthest = max(farthest, share)
+            _draw_difference(panel, place, share, line_style(row, look[row.plan.id]))
     panel.axvline(1, color=colour("bad"), linewidth=1.1, dashes=(4, 2), zorder=0.6)
     if farthest > 1:
-        decades = math.ceil(math.log10(farthest)) or 1
-        panel.set_xscale("symlog", linthresh=1, linscale=decades / 2)  # a third of the width is up to 1
-        powers = range(1, decades + 1, max(1, decades // 3))
-        panel.set_xticks([0, 1, *(10.0**power for power in powers)])
-        panel.set_xticklabels(["0", "1", *(f"{10**power:,}" for power in powers)])
-        panel.set_xlim(0, farthest * 10 ** (0.35 * decades))
+        _set_logarithmic(panel, farthest)
     else:
         panel.set_xlim(0, 1.3)
         panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
@@ -107,60 +114,152 @@ def _differences(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -> No
 
 
 def _share_of_tolerance(row: Row) -> float | None:
+    """Return a cell's difference over its tolerance, or None where its losses were not compared."""
     verdict = row.verdict
-    if verdict is None or verdict.departure is None or not verdict.tolerance:
+    if verdict is None or verdict.difference is None or not verdict.tolerance:
         return None
-    return verdict.departure / verdict.tolerance
+    return verdict.difference / verdict.tolerance
+
+
+def _write_missing(panel: Axes, place: int, row: Row) -> None:
+    """Write in a cell's place why it has no difference."""
+    if row.state == "wrong":
+        text, ink = "✗ wrong", colour("bad")
+    else:
+        text = "the reference" if row.is_reference else "not compared"
+        ink = colour("muted")
+    _annotate(panel, place, 0, text, color=ink)
+
+
+def _draw_difference(panel: Axes, place: int, share: float, style: Any) -> None:
+    """Draw a line from 0 to a cell's difference over its tolerance, with its value."""
+    ink = {"color": style["color"]}
+    panel.plot([0, share], [place, place], linewidth=1.6, linestyle="solid", **ink)
+    panel.plot(share, place, marker=style["marker"], markersize=6, clip_on=False, **ink)
+    _annotate(panel, place, share, f"{share:,.2g}" if share < 100 else f"{share:,.0f}")
+
+
+def _annotate(panel: Axes, place: int, x: float, text: str, **style: Any) -> None:
+    """Write text on the right of a point, with room for its marker."""
+    position: dict[str, Any] = {**BESIDE, "xytext": (8, 0)}
+    panel.annotate(text, (x, place), fontsize=8.5, **position, **style)
+
+
+def _set_logarithmic(panel: Axes, farthest: float) -> None:
+    """Make the horizontal axis linear in its first third, up to 1, and logarithmic beyond."""
+    num_decades = math.ceil(math.log10(farthest)) or 1
+    panel.set_xscale("symlog", linthresh=1, linscale=num_decades / 2)
+    powers = range(1, num_decades + 1, max(1, num_decades // 3))
+    panel.set_xticks([0, 1, *(10.0**power for power in powers)])
+    panel.set_xticklabels(["0", "1", *(f"{10**power:,}" for power in powers)])
+    panel.set_xlim(0, farthest * 10 ** (0.35 * num_decades))
+
+
+# --------------------------------------------------------------------- along an axis of numbers
 
 
 def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
-    """Throughput and peak memory along an axis of numbers, a line for each combination of the other compared values."""
+    """Draw throughput and peak memory along an axis of numbers.
+
+    There is a line for each combination of values on the other compared axes, and a pair of panels
+    for each combination on the axes that are not compared.
+    """
     cells = [row for row in rows if not row.plan.control]
     look = looks(bench.sweep, cells, apart_from=axis.name)
-    work = [other for other in bench.sweep.axes if other.name != axis.name and not other.compared]
-    lines: dict[str, dict[Look, list[Row]]] = {}
-    for row in cells:
-        lines.setdefault(named_values(row.plan, bench.sweep, work), {}).setdefault(look[row.plan.id], []).append(row)
-    figure, axes = grid(len(lines), 2, [2.7] * len(lines))
+    by_title = _lines_by_title(bench, axis, cells, look)
+    figure, panels = grid(len(by_title), 2, [2.7] * len(by_title))
     unit, unit_name = peak_unit(rows)
-    name = "processes" if "nproc" in axis.keys else axis_name(axis)
-    ticks = sorted({number_of(axis, row) or 0.0 for row in cells})
-    for (title, of_title), (left, right) in zip(lines.items(), axes, strict=True):
+    name = PROCESSES if "nproc" in axis.keys else axis_name(axis)
+    ticks = sorted({_place_on(axis, row) for row in cells})
+    for (title, lines), (left, right) in zip(by_title.items(), panels, strict=True):
         set_title(left, "Throughput, tokens/s", title)
         set_title(right, f"Peak memory, {unit_name}", "")
-        for style, of_line in of_title.items():
-            for panel, read in ((left, speed), (right, peak_in(unit))):
-                found = sorted(
-                    (number_of(axis, row) or 0.0, value) for row in of_line if (value := read(row)) is not None
-                )
-                panel.plot(
-                    [x for x, _ in found],
-                    [y for _, y in found],
-                    color=style.colour,
-                    marker=style.marker,
-                    linestyle=style.dash,
-                    markersize=5,
-                    linewidth=1.6,
-                )
-                for row in of_line:
-                    if row.state == "unchecked" and (y := read(row)):
-                        x = number_of(axis, row) or 0.0
-                        panel.plot(x, y, marker=style.marker, color=colour("paper"), markersize=3, linestyle="none")
-                if panel is left and name == "processes" and found and found[0][0] == 1:
-                    even = [ticks[-1] ** (i / 32) for i in range(33)]
-                    panel.plot(even, [found[0][1] * n for n in even], color=colour("faint"), lw=0.9, dashes=(2, 2))
+        for style, of_line in lines.items():
+            _draw_line(left, axis, of_line, style, speed)
+            _draw_line(right, axis, of_line, style, peak_in(unit))
+            if name == PROCESSES:
+                _draw_ideal(left, axis, of_line, ticks[-1])
         for panel in (left, right):
-            panel.set_xscale("log", base=2)
-            panel.set_xticks(ticks, [f"{value:,g}" for value in ticks])
-            panel.set_xlabel(name)
-            panel.set_ylim(bottom=0)
-            comma_ticks(panel.yaxis)
+            _set_axes(panel, ticks, name)
     legend(figure, cells, look, {})
-    ideal = f" Thin dashes: {scaling_kind(bench.sweep)} scaling as it would ideally be." if name == "processes" else ""
-    unchecked = " Marks with a hole are unchecked." if any(row.state == "unchecked" for row in cells) else ""
     return Drawn(
         f"{AGAINST}{''.join(c if c.isalnum() else '-' for c in axis.name)}",
         f"Against {name}",
-        f"Cells without a figure are left out of the lines; the table of all cells has the reason.{ideal}{unchecked}",
+        _caption(bench, cells, name),
         figure,
     )
+
+
+def _lines_by_title(
+    bench: Bench, axis: Axis, cells: Sequence[Row], look: dict[str, Look]
+) -> dict[str, dict[Look, list[Row]]]:
+    """Return the cells of each line by its look, grouped by the title of their pair of panels."""
+    others = [other for other in bench.sweep.axes if other.name != axis.name]
+    separating = [other for other in others if not other.compared]
+    by_title: dict[str, dict[Look, list[Row]]] = {}
+    for row in cells:
+        title = named_values(row.plan, bench.sweep, separating)
+        lines = by_title.setdefault(title, {})
+        lines.setdefault(look[row.plan.id], []).append(row)
+    return by_title
+
+
+def _place_on(axis: Axis, row: Row) -> float:
+    """Return a cell's number on an axis of numbers."""
+    return number_of(axis, row) or 0.0
+
+
+def _points(axis: Axis, cells: Sequence[Row], read: Callable[[Row], float | None]) -> list[tuple[float, float]]:
+    """Return the cells that have a figure as (number on the axis, figure), from left to right."""
+    points = []
+    for row in cells:
+        value = read(row)
+        if value is not None:
+            points.append((_place_on(axis, row), value))
+    return sorted(points)
+
+
+def _draw_line(panel: Axes, axis: Axis, cells: Sequence[Row], style: Look, read: Callable[[Row], float | None]) -> None:
+    """Draw the cells of one line. The markers of unchecked cells have a hole."""
+    points = _points(axis, cells, read)
+    panel.plot(
+        [x for x, _ in points],
+        [y for _, y in points],
+        color=style.colour,
+        marker=style.marker,
+        linestyle=style.dash,
+        markersize=5,
+        linewidth=1.6,
+    )
+    unchecked = [row for row in cells if row.state == "unchecked"]
+    for x, y in _points(axis, unchecked, read):
+        panel.plot(x, y, marker=style.marker, color=colour("paper"), markersize=3)
+
+
+def _draw_ideal(panel: Axes, axis: Axis, cells: Sequence[Row], most_processes: float) -> None:
+    """Draw the throughput of one process times the number of processes, if one was measured."""
+    points = _points(axis, cells, speed)
+    if not points or points[0][0] != 1:
+        return
+    on_one = points[0][1]
+    numbers = [most_processes ** (i / 32) for i in range(33)]  # evenly spaced on a logarithmic axis
+    panel.plot(numbers, [on_one * number for number in numbers], color=colour("faint"), linewidth=0.9, dashes=(2, 2))
+
+
+def _set_axes(panel: Axes, ticks: Sequence[float], name: str) -> None:
+    """Set a logarithmic horizontal axis with a tick at each number, and a vertical axis from 0."""
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, [f"{value:,g}" for value in ticks])
+    panel.set_xlabel(name)
+    panel.set_ylim(bottom=0)
+    comma_ticks(panel.yaxis)
+
+
+def _caption(bench: Bench, cells: Sequence[Row], name: str) -> str:
+    """Return the caption of a figure along an axis of numbers."""
+    sentences = ["Cells without a figure are left out of the lines.", "The table of all cells has the reason."]
+    if name == PROCESSES:
+        sentences.append(f"The thin dashes show ideal {scaling_kind(bench.sweep)} scaling.")
+    if any(row.state == "unchecked" for row in cells):
+        sentences.append("Markers with a hole are unchecked cells.")
+    return " ".join(sentences)

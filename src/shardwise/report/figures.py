@@ -1,4 +1,4 @@
-"""The figures of a report, drawn from its rows. Each says in words what its marks say in colour."""
+"""The figures of a report, drawn from its rows. Nothing is shown by colour alone."""
 
 from __future__ import annotations
 
@@ -10,72 +10,81 @@ from typing import TYPE_CHECKING, Any
 from shardwise.drawing.svg import colour
 from shardwise.report.curves import against, losses
 from shardwise.report.folder import Bench
+from shardwise.report.names import group_title
 from shardwise.report.panels import (
-    NAME,
+    MAX_NAME,
     Drawn,
     Groups,
     bars,
     bars_height,
     comma_ticks,
+    draw_legend,
     grid,
     in_places,
-    key,
     legend,
-    number_points,
     peak_in,
     peak_unit,
     set_title,
-    settle,
     speed,
 )
 from shardwise.report.style import HATCHES, Look, looks
-from shardwise.report.tables import (
-    MEMORY_PARTS,
-    Row,
-    candidates,
-    groups_of,
-    memory_parts,
-    numeric_axes,
-    pareto,
-)
-from shardwise.report.words import group_title, number, printable, second_unit, size
+from shardwise.report.tables import MEMORY_PARTS, Row, candidates, groups_of, memory_parts, numeric_axes, pareto
+from shardwise.words import number, one_line, second_unit, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NAMES = ("losses", "throughput-memory", "memory-parts", "plane", "steps")
-"""Of the figures, beside those along axes of numbers."""
-MOST_NUMBERED = 12
-"""With more cells in a plane, only those on the front have numbers there."""
+"""The names of all figures but those along axes of numbers."""
+PERCENTILES = ("p10", "p50", "p90", "max")
+MOST_LISTED = 12
+"""With more cells than this, only those on the Pareto front are listed beside the plane."""
+HOLLOW = "For every hollow mark there is a better choice."
+HOLLOW_UNCHECKED = (
+    "For every hollow mark of a checked cell there is a better choice. Unchecked cells are "
+    "hollow too. They are not compared with the front, as nothing shows that they computed the "
+    "right thing."
+)
 
 
 def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
-    """Every figure that these rows have anything for, in the order of the page; call it inside `drawing()`."""
+    """Draw every figure for which there are data, in the page's order. Call this in `drawing()`."""
     look = looks(bench.sweep, rows)
-    groups = [(group_title(group, bench.sweep), cells) for group, cells in groups_of(rows).items()]
-    strategies = [(title, [row for row in cells if not row.plan.control]) for title, cells in groups]
+    groups, without_controls = [], []
+    for group, cells in groups_of(rows).items():
+        title = group_title(group, bench.sweep)
+        groups.append((title, cells))
+        without_controls.append((title, [row for row in cells if not row.plan.control]))
     drawn = []
     if any(row.record and row.record.losses for row in rows):
         drawn.append(losses(groups, look))
     if any(row.tokens_per_second or row.peak_memory_bytes for row in rows):
-        drawn.append(throughput_and_memory(strategies, look))
-        drawn += _unique([against(bench, axis, rows) for axis in numeric_axes(bench.sweep, rows)])
+        drawn.append(throughput_and_memory(without_controls, look))
+        drawn += _with_unique_names([against(bench, axis, rows) for axis in numeric_axes(bench.sweep, rows)])
     if any(memory_parts(row) for row in rows):
-        drawn.append(memory(strategies))
-    if any(_both(cells) for _, cells in strategies):
-        drawn.append(plane(strategies, look))
+        drawn.append(memory(without_controls))
+    if any(_with_both_figures(cells) for _, cells in without_controls):
+        drawn.append(plane(without_controls, look))
     if any(_percentiles(row) for row in rows):
-        drawn.append(steps(strategies, look))
-    for one in drawn:
-        settle(one.figure)
+        drawn.append(steps(without_controls, look))
     return drawn
 
 
+def _with_unique_names(drawn: Sequence[Drawn]) -> list[Drawn]:
+    """Return the figures with numbers after repeated names, as of the axes `a.b` and `a b`."""
+    names = [one.name for one in drawn]
+    unique = []
+    for place, one in enumerate(drawn):
+        num_before = names[:place].count(one.name)
+        unique.append(replace(one, name=f"{one.name}--{num_before + 1}") if num_before else one)
+    return unique
+
+
 def throughput_and_memory(groups: Groups, look: dict[str, Look]) -> Drawn:
-    """Throughput and peak memory, a bar for each cell; where a figure is not to be had, the reason's name."""
-    figure, axes = grid(len(groups), 2, [bars_height(cells) for _, cells in groups])
+    """Draw a bar for the throughput of each cell and one for its peak memory."""
+    figure, panels = grid(len(groups), 2, [bars_height(cells) for _, cells in groups])
     unit, unit_name = peak_unit(row for _, cells in groups for row in cells)
-    for (title, cells), (left, right) in zip(groups, axes, strict=True):
+    for (title, cells), (left, right) in zip(groups, panels, strict=True):
         set_title(left, "Throughput, tokens/s", title)
         set_title(right, f"Peak memory, {unit_name}", "")
         bars(left, cells, look, speed, lambda row: row.tokens_range)
@@ -84,164 +93,180 @@ def throughput_and_memory(groups: Groups, look: dict[str, Look]) -> Drawn:
     return Drawn(
         "throughput-memory",
         "Throughput and peak memory",
-        "Medians over the rounds; whiskers go from the slowest to the fastest round. Memory is that of the rank with "
-        "the most. A dashed line marks the baseline.",
+        "Bars are medians over the rounds. Whiskers reach from the slowest to the fastest round. "
+        "Memory is that of the rank with the most. A dashed line marks the baseline.",
         figure,
     )
+
+
+# --------------------------------------------------------------------------------- memory parts
 
 
 def memory(groups: Groups) -> Drawn:
-    """What the peak is made of."""
-    figure, axes = grid(len(groups), 1, [bars_height(cells) for _, cells in groups])
+    """Draw the parts of each cell's peak memory as a stacked bar."""
+    figure, panels = grid(len(groups), 1, [bars_height(cells) for _, cells in groups])
     unit, unit_name = peak_unit(row for _, cells in groups for row in cells)
-    for (title, cells), (panel,) in zip(groups, axes, strict=True):
+    for (title, cells), (panel,) in zip(groups, panels, strict=True):
         set_title(panel, f"Peak memory, {unit_name}", title)
-        in_places(panel, cells, partial(_stack, panel, unit))
-    parts = {part: one for (panel,) in axes for one, part in zip(*panel.get_legend_handles_labels(), strict=True)}
-    key(figure, list(parts.values()), list(parts))
+        in_places(panel, cells, partial(_draw_parts, panel, unit))
+    handles = {}
+    for (panel,) in panels:
+        for handle, part in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles[part] = handle
+    draw_legend(figure, list(handles.values()), list(handles))
     return Drawn(
         "memory-parts",
         "What the memory is",
-        "At the peak of the first good round, on the rank with the largest one; the number is the sum of the parts, "
-        "from which the median over the rounds may differ. Temporary is what no tensor of the other parts holds.",
+        "The parts at the peak of the first good round, on the rank with the largest peak. The "
+        "number is their sum, which may differ from the median over the rounds. Temporary is "
+        "memory that no tensor of another part holds.",
         figure,
     )
 
 
-def _stack(panel: Axes, unit: float, place: int, row: Row) -> tuple[float, float] | None:
+def _draw_parts(panel: Axes, unit: float, place: int, row: Row) -> tuple[float, float] | None:
+    """Draw the parts of a cell's peak in units of `unit` bytes; see `in_places` for the result."""
     parts = memory_parts(row)
     if parts is None:
         return None
     end = 0.0
-    for part, fill, hatch in zip(MEMORY_PARTS, ("c1", "c2", "c3", "c4", "c7"), HATCHES, strict=False):
+    fills = ("c1", "c2", "c3", "c4", "c7")
+    for part, fill, hatch in zip(MEMORY_PARTS, fills, HATCHES, strict=False):
         width = parts[part] / unit
         panel.barh(place, width, left=end, height=0.66, color=colour(fill), hatch=hatch, label=part, linewidth=0)
         end += width
     return end, end
 
 
+# ---------------------------------------------------------------------------------- the plane
+
+
 def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
-    """Every cell by its memory and its throughput, and the front of those that no other beats in both."""
+    """Draw each cell at its memory and throughput, and the Pareto front, with a list of cells."""
     listed = [_listed(cells) for _, cells in groups]
-    figure, axes = grid(len(groups), 2, [max(2.8, 0.2 * len(rows)) for rows in listed], [1.6, 1.0])
+    heights = [max(2.8, 0.2 * len(cells)) for cells in listed]
+    figure, panels = grid(len(groups), 2, heights, [1.6, 1.0])
     unit, unit_name = peak_unit(row for _, cells in groups for row in cells)
-    numbered: list[tuple[Axes, list[tuple[float, float, str, bool]], list[tuple[float, float]]]] = []
-    others: list[Row] = []
-    for (title, cells), rows, (panel, names) in zip(groups, listed, axes, strict=True):
+    unlisted = []
+    for (title, cells), in_list, (panel, names) in zip(groups, listed, panels, strict=True):
         panel.set_title(title)
-        points = {
-            row.plan.id: ((row.peak_memory_bytes or 0) / unit, row.tokens_per_second or 0.0) for row in _both(cells)
-        }
-        front = pareto(cells)
-        panel.step(
-            [points[row.plan.id][0] for row in front],
-            [points[row.plan.id][1] for row in front],
-            where="post",
-            color=colour("accent"),
-            linewidth=1.4,
-            zorder=1,
-        )
-        for row in _both(cells):
-            style, is_listed = look[row.plan.id], row in rows
-            mark: dict[str, Any] = {"marker": "." if is_listed else style.marker, "markersize": 3 if is_listed else 6}
-            mark["markeredgecolor"] = colour("faint") if is_listed else style.colour
-            panel.plot(*points[row.plan.id], linestyle="none", markeredgewidth=1.2, color="none", **mark)
-            others += [] if is_listed else [row]
-        with_numbers = [(*points.pop(row.plan.id), str(i), row in front) for i, row in enumerate(rows, 1)]
-        numbered.append((panel, with_numbers, [*points.values()]))
-        # From zero, so that a distance on the page is what it says: a cut axis makes 1 % look like half.
-        panel.set_xlim(0, 1.14 * max([x for x, *_ in with_numbers] + [x for x, _ in points.values()], default=1.0))
-        panel.set_ylim(0, 1.16 * max([y for _, y, *_ in with_numbers] + [y for _, y in points.values()], default=1.0))
+        both = _with_both_figures(cells)
+        unlisted += [row for row in both if row not in in_list]
+        _draw_plane(panel, both, pareto(cells), look, unit)
         panel.set_xlabel(f"peak memory, {unit_name}   (← less is better)")
         panel.set_ylabel("tokens/s   (more is better →)")
-        comma_ticks(panel.xaxis)
-        comma_ticks(panel.yaxis)
-        _list(names, rows, len(front))
-    legend(figure, others, look, {}, dashes=False)
-    settle(figure)
-    for panel, with_numbers, without in numbered:
-        number_points(panel, with_numbers, without)
-    # What is not a candidate for the front may beat all that are.
-    apart = any(row not in candidates(cells) for _, cells in groups for row in _both(cells))
-    hollow = "For every hollow mark there is a better choice."
-    if apart:
-        hollow = (
-            "For every hollow mark of a checked cell there is a better choice. Unchecked cells, hollow too, are not "
-            "compared with the front, as nothing shows that they computed the right thing."
-        )
+        _draw_list(names, in_list, len(pareto(cells)), look)
+    legend(figure, unlisted, look, {}, dashes=False)
+    has_unchecked = any(_has_unchecked(cells) for _, cells in groups)
     return Drawn(
         "plane",
         "Throughput against memory",
-        "Filled marks are on the Pareto front: no other cell of the group is at least as good in both and better in "
-        f"one. {hollow}",
+        "Filled marks are on the Pareto front: no other cell of the group is at least as good in "
+        f"both and better in one. {HOLLOW_UNCHECKED if has_unchecked else HOLLOW}",
         figure,
     )
 
 
-def _both(cells: Sequence[Row]) -> list[Row]:
+def _with_both_figures(cells: Sequence[Row]) -> list[Row]:
+    """Return the cells with both a throughput and a peak memory."""
     return [row for row in cells if row.tokens_per_second and row.peak_memory_bytes]
 
 
+def _has_unchecked(cells: Sequence[Row]) -> bool:
+    """Return whether the plane shows unchecked cells beside checked ones."""
+    return any(row not in candidates(cells) for row in _with_both_figures(cells))
+
+
 def _listed(cells: Sequence[Row]) -> list[Row]:
-    """The cells that have a number in the plane: the front, and all others where they are few."""
-    front, known = pareto(cells), _both(cells)
-    return front + [row for row in known if row not in front] * (len(known) <= MOST_NUMBERED)
+    """Return the cells in the list beside the plane: the front, then all others if they are few."""
+    front, both = pareto(cells), _with_both_figures(cells)
+    if len(both) > MOST_LISTED:
+        return front
+    return front + [row for row in both if row not in front]
 
 
-def _list(panel: Axes, rows: Sequence[Row], num_front: int) -> None:
-    """The numbered cells by name: the front, leanest first, then the others."""
+def _draw_plane(panel: Axes, cells: Sequence[Row], front: Sequence[Row], look: dict[str, Look], unit: float) -> None:
+    """Draw the Pareto front, and a mark for each cell. Memory is in units of `unit` bytes."""
+    peak = peak_in(unit)
+    places = {row.plan.id: (peak(row) or 0.0, speed(row) or 0.0) for row in cells}
+    on_front = [places[row.plan.id] for row in front]
+    line: dict[str, Any] = {"color": colour("accent"), "linewidth": 1.4, "zorder": 1}
+    panel.step([x for x, _ in on_front], [y for _, y in on_front], where="post", **line)
+    for row in cells:
+        panel.plot(*places[row.plan.id], **_mark(look[row.plan.id], filled=row in front))
+    # Axes begin at 0, so that distances are true: on a cut axis 1% looks like half.
+    panel.set_xlim(0, 1.14 * max((x for x, _ in places.values()), default=1.0))
+    panel.set_ylim(0, 1.16 * max((y for _, y in places.values()), default=1.0))
+    comma_ticks(panel.xaxis)
+    comma_ticks(panel.yaxis)
+
+
+def _mark(look: Look, filled: bool) -> dict[str, Any]:
+    """Return the style of a cell's mark in the plane."""
+    return {
+        "marker": look.marker,
+        "markersize": 7,
+        "markeredgecolor": look.colour,
+        "markeredgewidth": 1.3,
+        "markerfacecolor": look.colour if filled else colour("paper"),
+        "linestyle": "none",
+    }
+
+
+def _draw_list(panel: Axes, cells: Sequence[Row], num_front: int, look: dict[str, Look]) -> None:
+    """Write the names of cells beside their marks: the front, least memory first, then others."""
     panel.set_axis_off()
-    panel.set_title("Pareto front, leanest first" if num_front else "No cell has both figures")
-    roomy = len(rows) <= 9
-    line = min(0.13, 1 / (len(rows) + 0.5))
-    for place, row in enumerate(rows):
+    panel.set_xlim(0, 1)
+    panel.set_ylim(0, 1)
+    panel.set_title("Pareto front, least memory first" if num_front else "No cell has both figures")
+    line_height = min(0.13, 1 / (len(cells) + 0.5))
+    for place, row in enumerate(cells):
         on_front = place < num_front
-        top = 0.98 - (place + (0.4 if not on_front and num_front else 0)) * line
+        gap = 0.4 if num_front and not on_front else 0  # between the front and the others, in lines
+        y = 0.95 - (place + gap) * line_height
         ink = colour("ink" if on_front else "muted")
-        told: dict[str, Any] = {"transform": panel.transAxes, "va": "top"}
-        panel.text(0, top, f"{place + 1}", fontsize=8.5, weight="bold", color=ink, **told)
-        panel.text(0.09, top, printable(row.name, NAME), fontsize=8.5, color=ink, **told)
-        if roomy:
+        panel.plot(0.02, y, clip_on=False, **_mark(look[row.plan.id], on_front))
+        panel.text(0.09, y, one_line(row.name, MAX_NAME), va="center", color=ink)
+        if len(cells) <= 9:  # else there is no room
             figures = f"{size(row.peak_memory_bytes)}, {number(row.tokens_per_second)} tokens/s"
-            panel.text(0.09, top - 0.052, figures, fontsize=7.5, color=colour("muted"), **told)
+            panel.text(0.09, y - 0.052, figures, va="center", fontsize=7.5, color=colour("muted"))
+
+
+# --------------------------------------------------------------------------------- step times
 
 
 def steps(groups: Groups, look: dict[str, Look]) -> Drawn:
-    """How even the steps are: p10 to p90 as a bar, the median as a mark, the longest step as a tick."""
-    figure, axes = grid(len(groups), 1, [bars_height(cells) for _, cells in groups])
-    longest = max((found["max"] for _, cells in groups for row in cells if (found := _percentiles(row))), default=1.0)
-    unit, unit_name = second_unit(longest)
-    for (title, cells), (panel,) in zip(groups, axes, strict=True):
+    """Draw the median, the spread from p10 to p90, and the longest of each cell's step times."""
+    figure, panels = grid(len(groups), 1, [bars_height(cells) for _, cells in groups])
+    percentiles = [_percentiles(row) for _, cells in groups for row in cells]
+    unit, unit_name = second_unit(max((times["max"] for times in percentiles if times), default=1.0))
+    for (title, cells), (panel,) in zip(groups, panels, strict=True):
         set_title(panel, f"Step time, {unit_name}", title)
-        in_places(panel, cells, partial(_even, panel, look, unit))
+        in_places(panel, cells, partial(_draw_steps, panel, look, unit))
     return Drawn(
         "steps",
         "Step times",
-        "Mark: the median (p50), written beside the row. Thick bar: p10 to p90. Tick: the longest step.",
+        "The mark and the number are the median (p50). The thick bar reaches from p10 to p90. "
+        "The tick is the longest step.",
         figure,
     )
 
 
-def _even(panel: Axes, look: dict[str, Look], unit: float, place: int, row: Row) -> tuple[float, float] | None:
-    found = _percentiles(row)
-    if found is None:
+def _draw_steps(panel: Axes, look: dict[str, Look], unit: float, place: int, row: Row) -> tuple[float, float] | None:
+    """Draw a cell's step times in units of `unit` seconds; see `in_places` for the result."""
+    times = _percentiles(row)
+    if times is None:
         return None
-    p10, p50, p90, most = (found[key] / unit for key in ("p10", "p50", "p90", "max"))
+    p10, p50, p90, longest = (times[key] / unit for key in PERCENTILES)
     style = look[row.plan.id]
-    panel.plot([p10, most], [place, place], color=colour("faint"), linewidth=1)
+    panel.plot([p10, longest], [place, place], color=colour("faint"), linewidth=1)
     panel.plot([p10, p90], [place, place], color=style.colour, linewidth=6, alpha=0.45, solid_capstyle="butt")
     panel.plot(p50, place, marker=style.marker, color=style.colour, markersize=7)
-    panel.plot(most, place, marker="|", color=colour("ink"), markersize=9, markeredgewidth=1.4)
-    return most, p50
+    panel.plot(longest, place, marker="|", color=colour("ink"), markersize=9, markeredgewidth=1.4)
+    return longest, p50
 
 
 def _percentiles(row: Row) -> dict[str, float] | None:
-    found = row.record.step_seconds if row.record and row.measured else None
-    return found if found and {"p10", "p50", "p90", "max"} <= found.keys() else None
-
-
-def _unique(drawn: Sequence[Drawn]) -> list[Drawn]:
-    """The same figures, numbered where two have one name: axes `a.b` and `a b` are files of their own."""
-    names = [one.name for one in drawn]
-    again = [names[:place].count(name) for place, name in enumerate(names)]
-    return [replace(one, name=f"{one.name}--{n + 1}") if n else one for one, n in zip(drawn, again, strict=True)]
+    """Return a cell's step times in seconds by PERCENTILES, or None where they are not shown."""
+    times = row.record.step_seconds if row.record and row.measured else None
+    return times if times and times.keys() >= set(PERCENTILES) else None

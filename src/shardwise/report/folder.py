@@ -1,4 +1,4 @@
-"""Read what `shardwise bench` left in a folder; what is broken in one cell is that cell's problem, not the bench's."""
+"""Reads the folder of a bench. A broken file of one cell becomes a problem of that cell alone."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from shardwise.records.record import PipelineRecord
 from shardwise.schedule.timeline import unpack
 
 T = TypeVar("T")
-FOLDER = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,200}")
-"""What a cell may be called, since its folder is called so."""
+CELL_ID = re.compile(r"(?!\.)[A-Za-z0-9._+-]{1,200}")
+"""The ids that a cell may have: the folder of the cell has the same name."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A bench's folder as it is now, finished or not."""
+    """The folder of a bench, finished or not. Each mapping is by cell id."""
 
     sweep: SweepRecord
-    records: dict[str, CellRecord] = field(default_factory=dict)  # cell -> its record, of those that have one
-    problems: dict[str, str] = field(default_factory=dict)  # cell -> why its record cannot be read
-    begun: dict[str, int] = field(default_factory=dict)  # cell -> rounds that have a folder
-    run_files: dict[str, str] = field(default_factory=dict)  # cell -> its run file's text
+    records: dict[str, CellRecord] = field(default_factory=dict)  # of the cells that have one
+    problems: dict[str, str] = field(default_factory=dict)  # why a record cannot be read
+    begun: dict[str, int] = field(default_factory=dict)  # rounds that have a folder
+    run_files: dict[str, str] = field(default_factory=dict)  # text of the run file
 
 
 def read_bench(folder: str | Path) -> Bench:
-    """Everything there is; UserError where the folder holds no readable `sweep.json`, so that nothing can be shown."""
+    """Read the folder of a bench. Raises UserError where it has no readable `sweep.json`."""
     folder = Path(folder)
     bench = Bench(_read_sweep(folder / SWEEP))
     for plan in bench.sweep.cells:
-        home = folder / plan.id
-        if (home / RUN_FILE).is_file():
-            bench.run_files[plan.id] = (home / RUN_FILE).read_text(encoding="utf-8", errors="replace")
-        bench.begun[plan.id] = len(list(home.glob("round-*")))
-        if (home / RECORD).exists():
+        cell_folder = folder / plan.id
+        run_file, record_file = cell_folder / RUN_FILE, cell_folder / RECORD
+        if run_file.is_file():
+            bench.run_files[plan.id] = run_file.read_text(encoding="utf-8", errors="replace")
+        bench.begun[plan.id] = len(list(cell_folder.glob("round-*")))
+        if record_file.exists():
             try:
-                bench.records[plan.id] = _read_record(home / RECORD)
+                bench.records[plan.id] = _read_record(record_file)
             except UserError as error:
                 bench.problems[plan.id] = str(error)
     return bench
 
 
 def _read_record(path: Path) -> CellRecord:
-    """A cell's record, whose fields hold what their types say; UserError where they do not."""
+    """Return a cell's record. Raises UserError where a field is not of its type."""
     try:
         record = CellRecord.read(path)
         content = json.dumps(dataclasses.asdict(record))
@@ -69,6 +70,10 @@ def _read_record(path: Path) -> CellRecord:
 
 
 def _read_sweep(path: Path) -> SweepRecord:
+    """Return the sweep of a bench.
+
+    Raises UserError where the file is damaged or of another version.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
@@ -77,23 +82,25 @@ def _read_sweep(path: Path) -> SweepRecord:
             f"{path}: cannot read it ({error.strerror}); give a folder that shardwise bench wrote"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not whole, since not JSON ({error}); run shardwise bench again") from None
+        raise UserError(f"{path}: not valid JSON ({error}); run shardwise bench again") from None
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SweepRecord.schema_version:
         raise UserError(
-            f"{path}: schema version {version}, but this program reads {SweepRecord.schema_version}; "
-            "run shardwise bench again, or read it with the version of shardwise that wrote it"
+            f"{path}: schema version {version}, but this program reads version "
+            f"{SweepRecord.schema_version}; run shardwise bench again, or read it with the "
+            "version of shardwise that wrote it"
         )
     sweep = _typed(SweepRecord, text, path)
     ids = [plan.id for plan in sweep.cells]
     for name in ids:
-        if not FOLDER.fullmatch(name) or ids.count(name) > 1:
-            raise UserError(f"{path}: the cell {name[:80]!r} has no folder of its own; run shardwise bench again")
+        if not CELL_ID.fullmatch(name) or ids.count(name) > 1:
+            problem = f"the cell id {name[:80]!r} is used twice or is no name of a folder"
+            raise UserError(f"{path}: {problem}; run shardwise bench again")
     return sweep
 
 
 def _typed(kind: type[T], content: str, path: Path, within: str = "") -> T:
-    """JSON as the dataclass that it should be; UserError names the first field of another type."""
+    """Return JSON as an object of this type. Raises UserError for a field of another type."""
     try:
         return pydantic.TypeAdapter(kind).validate_json(content, strict=True)
     except pydantic.ValidationError as error:

@@ -1,8 +1,10 @@
-"""What the figures are put together from: grids of panels, bars, and names beside points."""
+"""The parts of which figures are made: grids of panels, bars, line styles, and names beside points.
+
+A panel is one matplotlib Axes. Lengths of figures are in inches.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,29 +12,48 @@ from typing import TYPE_CHECKING, Any
 from shardwise.drawing.svg import colour
 from shardwise.report.style import Look
 from shardwise.report.tables import Row
-from shardwise.report.words import byte_unit, number, printable
+from shardwise.words import byte_unit, number, one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH = 9.0
-"""Of every figure, in inches."""
-BAR = 0.27
-"""Height of a bar's place, in inches."""
-NAME = 44
+"""The width of every figure, in inches."""
+BAR_HEIGHT = 0.27
+"""The height of the place of a bar, in inches."""
+MAX_NAME = 44
 """The most characters of a name in a figure."""
+LEGEND_WIDTH = 125
+"""The characters that fit into a line of a legend above the panels."""
 Groups = Sequence[tuple[str, list[Row]]]
 """The title of each group of cells, and its rows."""
 BESIDE: Mapping[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
-"""Where text begins behind the end of a bar."""
+"""The place of text beside the end of a bar."""
+WRONG: Mapping[str, Any] = {
+    "color": colour("bad"),
+    "linestyle": (0, (4, 1.5)),
+    "linewidth": 2.2,
+    "marker": "x",
+    "markersize": 6,
+}
+"""The loss curve of a wrong cell."""
+WRONG_TEXT: Mapping[str, Any] = {"weight": "bold", "color": colour("bad")}
+CONTROL: Mapping[str, Any] = {
+    "color": colour("muted"),
+    "linestyle": (0, (1, 1.5)),
+    "linewidth": 1.4,
+    "marker": "1",
+    "markersize": 7,
+}
+"""The loss curve of a noise control."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure and what is said of it."""
+    """A figure with its title and caption."""
 
-    name: str  # of its files; an id in the page
+    name: str  # of its files, and its id on the page
     title: str
     caption: str
     figure: Figure
@@ -41,25 +62,30 @@ class Drawn:
 def grid(
     num_rows: int, num_columns: int, heights: Sequence[float], widths: Sequence[float] | None = None
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure and its panels, by rows; `heights` of the rows' insides in inches, `widths` as shares."""
+    """Return an empty figure and its panels, row by row.
+
+    `heights` are those of the rows' panels in inches, `widths` those of the columns relative to
+    each other.
+    """
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.04, hspace=0.04)
-    # Titles and the ticks below take 0.65 inches of each row.
+    # Titles and ticks take 0.65 inches of each row.
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.65 * num_rows), layout=layout)
     axes = figure.subplots(num_rows, num_columns, squeeze=False, height_ratios=heights, width_ratios=widths)
-    return figure, [list(line) for line in axes]
+    return figure, [list(row) for row in axes]
 
 
-def set_title(panel: Axes, what: str, group: str) -> None:
-    """Say above a panel what it shows, and of which group."""
-    panel.set_title(f"{group}\n{what}" if group else what)
+def set_title(panel: Axes, quantity: str, group: str) -> None:
+    """Write above a panel which quantity it shows, and of which group of cells."""
+    panel.set_title(f"{group}\n{quantity}" if group else quantity)
 
 
 def bars_height(cells: Sequence[Row]) -> float:
-    """What a panel with a bar for each cell needs, in inches."""
-    return max(2, len(cells)) * (BAR if len(cells) <= 12 else 0.75 * BAR)
+    """Return the height of a panel with a bar for each cell, in inches."""
+    per_bar = BAR_HEIGHT if len(cells) <= 12 else 0.75 * BAR_HEIGHT
+    return max(2, len(cells)) * per_bar
 
 
 def legend(
@@ -69,9 +95,10 @@ def legend(
     special: Mapping[str, Mapping[str, Any]],
     dashes: bool = True,
 ) -> None:
-    """Above the panels: what these cells' colours and markers stand for, then dashes, then lines of a way of their own.
+    """Draw a legend above the panels.
 
-    A name all of whose cells are unchecked says so.
+    It lists the colours and markers of the cells, then their dashes, then the `special` line styles
+    by name. A name whose cells are all unchecked is marked as such.
     """
     from matplotlib.lines import Line2D
 
@@ -79,53 +106,48 @@ def legend(
     for row in cells:
         states.setdefault(look[row.plan.id].name, set()).add(row.state)
     entries = {}
-    for row in cells:
-        style = look[row.plan.id]
-        mark = " (unchecked)" if states[style.name] == {"unchecked"} else ""
+    styles = [look[row.plan.id] for row in cells]
+    for style in styles:
         if style.name:
-            entries[f"{printable(style.name, NAME)}{mark}"] = Line2D(
+            mark = " (unchecked)" if states[style.name] == {"unchecked"} else ""
+            entries[f"{one_line(style.name, MAX_NAME)}{mark}"] = Line2D(
                 [], [], color=style.colour, marker=style.marker, markersize=5, linewidth=1.6
             )
-    variants = {look[row.plan.id].variant: look[row.plan.id].dash for row in cells if look[row.plan.id].variant}
+    variants = {style.variant: style.dash for style in styles if style.variant}
     if dashes and len(variants) > 1:
-        entries |= {
-            printable(name, NAME): Line2D([], [], color=colour("muted"), linestyle=dash, linewidth=1.6)
-            for name, dash in variants.items()
-        }
-    entries |= {name: Line2D([], [], **style) for name, style in special.items()}
+        for name, dash in variants.items():
+            line = Line2D([], [], color=colour("muted"), linestyle=dash, linewidth=1.6)
+            entries[one_line(name, MAX_NAME)] = line
+    for name, style in special.items():
+        entries[name] = Line2D([], [], **style)
     if len(entries) > 1:
-        key(figure, list(entries.values()), list(entries))
+        draw_legend(figure, list(entries.values()), list(entries))
 
 
-def key(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> None:
-    """A legend above the panels in as many columns as fit, for which the figure grows."""
-    room = 125  # characters, of which each entry takes seven for its mark
-    in_one = sum(len(name) + 7 for name in names) <= room
-    num_columns = len(names) if in_one else min(len(names), max(1, room // (max(map(len, names)) + 7)))
+def draw_legend(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> None:
+    """Draw a legend above the panels in as many columns as fit. The figure grows by its height."""
+    widths = [len(name) + 7 for name in names]  # in characters; the handle takes seven
+    num_columns = len(names)
+    if sum(widths) > LEGEND_WIDTH:
+        num_columns = min(num_columns, max(1, LEGEND_WIDTH // max(widths)))
     num_lines = -(-len(names) // num_columns)
     figure.set_figheight(figure.get_figheight() + 0.2 + 0.19 * num_lines)
-    look: dict[str, Any] = {"handlelength": 2.6, "handleheight": 1.0, "columnspacing": 1.6}
-    figure.legend(handles, names, loc="outside upper left", ncols=num_columns, **look)
-
-
-def settle(figure: Figure) -> None:
-    """Lay the panels out once and for all; what is added later is placed by where they are."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    spacing: dict[str, Any] = {"handlelength": 2.6, "handleheight": 1.0, "columnspacing": 1.6}
+    figure.legend(handles, names, loc="outside upper left", ncols=num_columns, **spacing)
 
 
 def speed(row: Row) -> float | None:
-    """Tokens per second."""
+    """Return the tokens per second of a cell."""
     return row.tokens_per_second
 
 
 def peak_in(unit: float) -> Callable[[Row], float | None]:
-    """The peak memory of a cell, in units of so many bytes."""
+    """Return a function that gives the peak memory of a cell in units of so many bytes."""
     return lambda row: row.peak_memory_bytes / unit if row.peak_memory_bytes else None
 
 
 def peak_unit(cells: Iterable[Row]) -> tuple[float, str]:
-    """The unit in which these cells' peak memory is told, and its name."""
+    """Return the unit for the peak memory of these cells: its size in bytes, and its name."""
     return byte_unit(max((row.peak_memory_bytes or 0 for row in cells), default=1))
 
 
@@ -134,12 +156,12 @@ def bars(
     cells: Sequence[Row],
     look: dict[str, Look],
     read: Callable[[Row], float | None],
-    spread: Callable[[Row], tuple[float, float] | None] = lambda _: None,
+    read_range: Callable[[Row], tuple[float, float] | None] = lambda _: None,
 ) -> None:
-    """A horizontal bar for each cell, its value beside it."""
+    """Draw a horizontal bar for each cell, its value beside it, and a whisker over its range."""
 
     def draw(place: int, row: Row) -> tuple[float, float] | None:
-        value, low_high = read(row), spread(row)
+        value, low_high = read(row), read_range(row)
         if value is None:
             return None
         panel.barh(place, value, height=0.62, color=look[row.plan.id].colour, linewidth=0)
@@ -153,54 +175,52 @@ def bars(
 
 
 def in_places(panel: Axes, cells: Sequence[Row], draw: Callable[[int, Row], tuple[float, float] | None]) -> None:
-    """A place for each cell, the first on top, with its name at the left.
+    """Draw each cell in a place of its own, the first on top, with its name on the left.
 
-    `draw` tells where what it has drawn ends, and the number to write there; None where there is nothing to draw.
+    `draw` draws one cell and returns where the drawing ends, and the number to write there. It
+    returns None where the cell has no figure; the reason is then written in its place.
     """
     largest = 0.0
+    # A light box keeps lines from running through a number.
+    box = {"facecolor": colour("paper"), "edgecolor": "none", "pad": 1.0}
     for place, row in enumerate(cells):
         drawn = draw(place, row)
         if drawn is None:
-            _say_why(panel, place, row)
+            _write_reason(panel, place, row)
             continue
         end, value = drawn
         largest = max(largest, end)
-        clear = {"facecolor": colour("paper"), "edgecolor": "none", "pad": 1.0}  # of lines that would run through it
-        panel.annotate(number(value), (end, place), fontsize=8.5, bbox=clear, **BESIDE)
+        panel.annotate(number(value), (end, place), fontsize=8.5, bbox=box, **BESIDE)
     panel.set_xlim(0, (largest or 1.0) * 1.16)
     name_places(panel, [row.name for row in cells])
     comma_ticks(panel.xaxis)
 
 
 def name_places(panel: Axes, names: Sequence[str]) -> None:
-    """A name at the left of each place of a panel, the first on top."""
-    panel.set_yticks(range(len(names)), [printable(name, NAME) for name in names])
+    """Write a name on the left of each place of a panel, the first on top."""
+    panel.set_yticks(range(len(names)), [one_line(name, MAX_NAME) for name in names])
     panel.tick_params(axis="y", labelcolor=colour("ink"))
     panel.set_ylim(max(2, len(names)) - 0.4, -0.6)
     panel.grid(visible=False, axis="y")
     panel.spines["left"].set_visible(False)
 
 
-def _say_why(panel: Axes, place: float, row: Row) -> None:
+def _write_reason(panel: Axes, place: float, row: Row) -> None:
     """Write in the place of a bar why there is none."""
-    wrong = row.state == "wrong"
-    text = "✗ wrong" if wrong else "not measured" if row.measured else row.state
-    how: dict[str, Any] = (
-        {"weight": "bold", "color": colour("bad")} if wrong else {"style": "italic", "color": colour("muted")}
-    )
-    panel.annotate(text, (0, place), xycoords=("axes fraction", "data"), fontsize=8.5, **how, **BESIDE)
-
-
-WRONG: Mapping[str, Any] = {
-    "color": colour("bad"), "linestyle": (0, (4, 1.5)), "linewidth": 2.2, "marker": "x", "markersize": 6,
-}  # fmt: skip
-CONTROL: Mapping[str, Any] = {
-    "color": colour("muted"), "linestyle": (0, (1, 1.5)), "linewidth": 1.4, "marker": "1", "markersize": 7,
-}  # fmt: skip
+    text = "not measured" if row.measured else row.state
+    style: Any = {"style": "italic", "color": colour("muted")}
+    if row.state == "wrong":
+        text = "✗ wrong"
+        style = WRONG_TEXT
+    position: Any = {"xycoords": ("axes fraction", "data"), **BESIDE}
+    panel.annotate(text, (0, place), fontsize=8.5, **style, **position)
 
 
 def line_style(row: Row, look: Look) -> Mapping[str, Any]:
-    """How a loss curve is drawn: wrong cells, controls and references each in a way of their own."""
+    """Return the style of a loss curve.
+
+    Wrong cells, noise controls and references have styles of their own.
+    """
     if row.state == "wrong":
         return WRONG
     if row.plan.control:
@@ -210,58 +230,16 @@ def line_style(row: Row, look: Look) -> Mapping[str, Any]:
     return {"color": look.colour, "linestyle": look.dash, "linewidth": 1.3, "marker": look.marker, "markersize": 4.5}
 
 
-def number_points(
-    panel: Axes, points: Sequence[tuple[float, float, str, bool]], others: Sequence[tuple[float, float]]
-) -> None:
-    """Numbers in circles on their points, filled where so asked; one with no room there, clear of `others`, is moved.
-
-    For a figure that is settled.
-    """
-    dots = panel.figure.dpi / 72
-    step = 17 * dots
-    leash = {"arrowstyle": "-", "color": colour("muted"), "linewidth": 0.9, "shrinkA": 0, "shrinkB": 0}
-    taken = [tuple(panel.transData.transform(point)) for point in others]
-    turns = [sign * i * math.pi / 6 for i in range(7) for sign in (1, -1)]
-    for x, y, text, filled in points:
-        at = panel.transData.transform((x, y))
-        away = math.pi * (0.75 if filled else -0.25)  # the front rises: left of it and above there is nothing
-        ways = [(r * math.cos(away + turn), r * math.sin(away + turn)) for r in (1, 1.5, 2, 3) for turn in turns]
-        places = [(at[0] + dx * step, at[1] + dy * step) for dx, dy in [(0.0, 0.0), *ways]]
-        free = (place for place in places if all(math.dist(place, other) >= 0.99 * step for other in taken))
-        place = next(free, places[0])
-        taken.append(place)
-        moved = ((place[0] - at[0]) / dots, (place[1] - at[1]) / dots)
-        if place != places[0]:  # below every number
-            panel.annotate("", (x, y), xytext=moved, textcoords="offset points", arrowprops=leash, zorder=3)
-        panel.annotate(
-            text,
-            (x, y),
-            xytext=moved,
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=7.5,
-            weight="bold" if filled else "normal",
-            color=colour("paper" if filled else "ink"),
-            bbox={
-                "boxstyle": f"circle,pad={0.35 if len(text) == 1 else 0.2}",
-                "facecolor": colour("accent" if filled else "paper"),
-                "edgecolor": colour("accent" if filled else "faint"),
-            },
-            zorder=5 if filled else 4,
-        )
-
-
 def comma_ticks(axis: Any) -> None:
-    """Few ticks, thousands apart."""
+    """Set at most six ticks on an axis, with commas between thousands."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(5))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
 
 
-def whole_steps(panel: Axes) -> None:
-    """Ticks at whole steps alone."""
+def step_ticks(panel: Axes) -> None:
+    """Set the ticks of the horizontal axis at whole steps."""
     from matplotlib.ticker import MaxNLocator
 
     panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))

@@ -1,5 +1,5 @@
 "use strict";
-// Tables: a click (or Enter) on a header sorts by its column, again the other way; what has no value stays last.
+// A click (or Enter) on a header sorts a table by that column, a second one in reverse. Cells without a value stay last.
 for (const table of document.querySelectorAll("table.sortable")) {
   const headers = [...table.tHead.rows[0].cells];
   for (const [column, header] of headers.entries()) {
@@ -24,11 +24,3 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   }
 }
-const root = document.documentElement;
-const toggle = document.getElementById("theme");
-toggle.hidden = false;
-toggle.addEventListener("click", () => {
-  const dark = getComputedStyle(root).colorScheme === "dark" ||
-    (!root.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches);
-  root.dataset.theme = dark ? "light" : "dark";
-});

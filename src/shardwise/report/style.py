@@ -1,4 +1,4 @@
-"""How the cells look in figures: colours, markers, dashes and hatches."""
+"""The look of the cells in figures: colours, markers, dashes and hatches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from shardwise.drawing.svg import colour
 from shardwise.records.cell import SweepRecord
+from shardwise.report.names import is_number, named_values
 from shardwise.report.tables import Row
-from shardwise.report.words import is_number, named_values
 
 _COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "*", "h", "<", ">")
@@ -19,7 +19,7 @@ HATCHES = ("", "////", "....", "xxxx", "----", "\\\\\\\\", "oo", "++")
 
 @dataclass(frozen=True)
 class Look:
-    """How a cell is drawn in every figure: not by colour alone."""
+    """The look of a cell, the same in every figure. Cells differ in more than colour."""
 
     name: str  # what the colour and the marker stand for
     variant: str  # what the dashes stand for
@@ -29,27 +29,28 @@ class Look:
 
 
 def looks(sweep: SweepRecord, rows: Sequence[Row], apart_from: str = "") -> dict[str, Look]:
-    """Cell -> its look: colour and marker by its value on the first compared axis of names, dashes by the others.
+    """Return the look of each cell by its id.
 
-    `apart_from`: an axis that the figure shows in another way.
+    Colour and marker stand for the cell's value on the first compared axis, if possible one whose
+    values are not numbers. Dashes stand for its values on the other compared axes. `apart_from` is
+    an axis that the figure shows in another way.
     """
-    compared = [axis for axis in sweep.axes if axis.compared and len(axis.values) > 1 and axis.name != apart_from]
-    named = [axis for axis in compared if not is_number(axis.values[0])]
-    first, rest = (named + compared)[:1], [axis for axis in compared if axis not in (named + compared)[:1]]
-    names: list[str] = []
-    variants: list[str] = []
-    found = {}
-    for row in rows:
-        name, variant = named_values(row.plan, sweep, first), named_values(row.plan, sweep, rest)
-        for known, value in ((names, name), (variants, variant)):
-            if value not in known:
-                known.append(value)
-        index = names.index(name)
-        found[row.plan.id] = Look(
-            name,
-            variant,
-            colour(_COLOURS[index % len(_COLOURS)]),
-            _MARKERS[index % len(_MARKERS)],
-            _DASHES[variants.index(variant) % len(_DASHES)],
+    varied = [axis for axis in sweep.axes if axis.compared and len(axis.values) > 1]
+    compared = [axis for axis in varied if axis.name != apart_from]
+    not_numbers = [axis for axis in compared if not is_number(axis.values[0])]
+    first = (not_numbers or compared)[:1]
+    rest = [axis for axis in compared if axis not in first]
+    names = {row.plan.id: named_values(row.plan, sweep, first) for row in rows}
+    variants = {row.plan.id: named_values(row.plan, sweep, rest) for row in rows}
+    colour_of = {name: place for place, name in enumerate(dict.fromkeys(names.values()))}
+    dash_of = {name: place for place, name in enumerate(dict.fromkeys(variants.values()))}
+    return {
+        cell: Look(
+            name=names[cell],
+            variant=variants[cell],
+            colour=colour(_COLOURS[colour_of[names[cell]] % len(_COLOURS)]),
+            marker=_MARKERS[colour_of[names[cell]] % len(_MARKERS)],
+            dash=_DASHES[dash_of[variants[cell]] % len(_DASHES)],
         )
-    return found
+        for cell in names
+    }

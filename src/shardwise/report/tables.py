@@ -1,4 +1,4 @@
-"""Arithmetic on a bench's records: which cells are right, how fast and how lean they are against one another."""
+"""The rows of a report: which cells are right, and how their speed and memory compare."""
 
 from __future__ import annotations
 
@@ -8,94 +8,123 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
+from shardwise.config import flat
 from shardwise.records.cell import Axis, CellPlan, CellRecord, SweepRecord
 from shardwise.records.record import Status
 from shardwise.report.folder import Bench
+from shardwise.report.names import label_of
 from shardwise.report.verdict import Verdict, setting, verdicts
-from shardwise.report.words import label_of
+from shardwise.words import counted
 
 State = Status | Literal["unchecked", "wrong", "unreadable", "not run"]
 STATES: tuple[State, ...] = (
-    *("ok", "unchecked", "wrong", "oom", "unsupported", "timeout", "failed", "stopped", "unreadable", "not run"),
+    "ok",
+    "unchecked",
+    "wrong",
+    "oom",
+    "unsupported",
+    "timeout",
+    "failed",
+    "stopped",
+    "unreadable",
+    "not run",
 )
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "temporary")
+LAYOUT_PREFIX, GLOBAL_BATCH = "parallel.", "training.global_batch_size"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell as it is shown. What was not measured, or must not be told of a wrong cell, is None."""
+    """One cell in a report.
+
+    A figure is None where it was not measured, and on a cell that is wrong.
+    """
 
     plan: CellPlan
-    label: str  # what it is called among the cells of its group
+    label: str  # name among the cells of its group
     state: State
-    reason: str = ""
+    reason: str = ""  # why the state is not ok
     record: CellRecord | None = None
     verdict: Verdict | None = None  # of a cell that ran to its end
-    is_baseline: bool = False  # speeds are set against it
-    is_reference: bool = False  # losses are: a baseline's, or of other numerics
+    is_baseline: bool = False  # the speeds of others are compared with it
+    is_reference: bool = False  # the losses of others are compared with it
     tokens_per_second: float | None = None
-    tokens_range: tuple[float, float] | None = None  # over the good rounds, where there are several
+    tokens_range: tuple[float, float] | None = None  # over the good rounds, if there are several
     peak_memory_bytes: int | None = None  # of the rank with the most
     speedup: float | None = None  # over the baseline
     speedup_over: str | None = None  # name of the baseline
-    over_slowest: float | None = None  # over the slowest cell of the group
-    efficiency: float | None = None  # T_N / (N T_1), T in global tokens/s
-    efficiency_over: str | None = None  # name of the cell that T_1 is of
-    saving: float | None = None  # share of ddp's peak memory that is not needed
-    saving_over: str | None = None
+    over_slowest: float | None = None  # speed-up over the slowest cell of the group
+    efficiency: float | None = None  # T_N / (N T_1), where T is global tokens/s
+    efficiency_over: str | None = None  # name of the cell of T_1
+    saving: float | None = None  # 1 - peak memory / peak memory of ddp
+    saving_over: str | None = None  # name of the cell of ddp
 
     @property
     def measured(self) -> bool:
-        """Whether its figures may be told; a control ran for its losses alone."""
+        """Return whether its figures are shown.
+
+        Those of a noise control are not: it runs for its losses.
+        """
         return self.state in ("ok", "unchecked") and not self.plan.control
 
     @property
     def name(self) -> str:
-        """Its label, as it stands beside its figures."""
+        """Return its label as it stands beside its figures."""
         return f"{self.label} (unchecked)" if self.state == "unchecked" else self.label
 
     @property
-    def good_rounds(self) -> int:
-        """How many of its rounds its figures are of."""
-        return sum(a_round["status"] == "ok" for a_round in self.record.rounds) if self.record else 0
+    def num_good_rounds(self) -> int:
+        """Return the number of rounds behind its figures."""
+        rounds = self.record.rounds if self.record else []
+        return sum(entry["status"] == "ok" for entry in rounds)
 
 
 def make_rows(bench: Bench) -> list[Row]:
-    """A row for each cell of the sweep, controls too, in the sweep's order: never a gap."""
+    """Return a row for every cell of the sweep, including noise controls and cells not run."""
     sweep = bench.sweep
-    found = verdicts(sweep, bench.records)
+    verdict_of = verdicts(sweep, bench.records)
     baselines = {_baseline_of(plan) for plan in sweep.cells if not plan.control}
     references = baselines | {plan.reference for plan in sweep.cells}
     rows = []
     for plan in sweep.cells:
-        label, record, verdict = label_of(plan, sweep), bench.records.get(plan.id), found.get(plan.id)
+        label = label_of(plan, sweep)
+        record, verdict = bench.records.get(plan.id), verdict_of.get(plan.id)
         if record is None:
             rows.append(_without_record(plan, label, bench))
             continue
-        state, reason = (verdict.state, verdict.reason) if verdict else (record.status, record.reason)
-        row = Row(plan, label, state, reason, record, verdict, plan.id in baselines, plan.id in references)
-        rows.append(_with_figures(row) if row.measured else row)
-    return [_derive(row, rows) if row.measured else row for row in rows]
+        row = Row(
+            plan=plan,
+            label=label,
+            state=verdict.state if verdict else record.status,
+            reason=verdict.reason if verdict else record.reason,
+            record=record,
+            verdict=verdict,
+            is_baseline=plan.id in baselines,
+            is_reference=plan.id in references,
+        )
+        rows.append(_with_figures(row, record) if row.measured else row)
+    return [_with_ratios(row, rows) if row.measured else row for row in rows]
 
 
 def _baseline_of(plan: CellPlan) -> str | None:
-    """The id of the cell that this one's speed is set against; None for a baseline."""
+    """Return the id of the cell that this cell's speed is compared with; None for a baseline."""
     return plan.baseline or plan.reference
 
 
 def _without_record(plan: CellPlan, label: str, bench: Bench) -> Row:
+    """Return the row of a cell that has no readable record."""
     if plan.id in bench.problems:
         return Row(plan, label, "unreadable", bench.problems[plan.id])
-    begun, rounds = bench.begun.get(plan.id, 0), bench.sweep.rounds
-    if begun:
-        return Row(plan, label, "not run", f"{begun} of {rounds} rounds begun, none recorded")
-    return Row(plan, label, "not run", "shardwise bench has not come to it")
+    num_begun = bench.begun.get(plan.id, 0)
+    if num_begun:
+        reason = f"{num_begun} of {counted(bench.sweep.rounds, 'round')} begun, none recorded"
+        return Row(plan, label, "not run", reason)
+    return Row(plan, label, "not run", "shardwise bench has not reached it")
 
 
-def _with_figures(row: Row) -> Row:
-    record = row.record
-    assert record is not None
-    low_high = record.spread.get("tokens_per_second") if row.good_rounds > 1 else None
+def _with_figures(row: Row, record: CellRecord) -> Row:
+    """Return a row with the figures of its record."""
+    low_high = record.spread.get("tokens_per_second") if row.num_good_rounds > 1 else None
     return replace(
         row,
         tokens_per_second=record.tokens_per_second,
@@ -104,71 +133,90 @@ def _with_figures(row: Row) -> Row:
     )
 
 
-def _derive(row: Row, rows: Sequence[Row]) -> Row:
-    """What follows from a cell's figures and those of the cells of its group."""
-    group = [r for r in rows if r.plan.group == row.plan.group and r.measured]
-    processes, found = row.plan.nproc, {}
-    baseline = row if row.is_baseline else next((r for r in group if r.plan.id == _baseline_of(row.plan)), None)
-    if speed := row.tokens_per_second:
-        if baseline and baseline.tokens_per_second:
-            found |= {"speedup": speed / baseline.tokens_per_second, "speedup_over": baseline.name}
-        found["over_slowest"] = speed / min(r.tokens_per_second for r in group if r.tokens_per_second)
-        alone = _nearest(row, group, lambda r: r.plan.nproc == 1 and bool(r.tokens_per_second))
-        if alone and alone.tokens_per_second and processes > 1:
-            found |= {"efficiency": speed / alone.tokens_per_second / processes, "efficiency_over": alone.name}
-    ddp = _nearest(row, group, lambda r: r.plan.nproc == processes and _is_ddp(r))
+def _with_ratios(row: Row, rows: Sequence[Row]) -> Row:
+    """Return a row with its ratios to other cells of its group."""
+    group = [other for other in rows if other.plan.group == row.plan.group and other.measured]
+    ratios: dict[str, Any] = {}
+    speed = row.tokens_per_second
+    if speed:
+        ratios |= _speed_ratios(row, speed, group)
+    ddp = _nearest(row, group, lambda other: other.plan.nproc == row.plan.nproc and _is_ddp(other))
     if ddp and ddp.peak_memory_bytes and row.peak_memory_bytes and not _is_ddp(row):
-        found |= {"saving": 1 - row.peak_memory_bytes / ddp.peak_memory_bytes, "saving_over": ddp.name}
-    return replace(row, **found)
+        ratios["saving"] = 1 - row.peak_memory_bytes / ddp.peak_memory_bytes
+        ratios["saving_over"] = ddp.name
+    return replace(row, **ratios)
+
+
+def _speed_ratios(row: Row, speed: float, group: Sequence[Row]) -> dict[str, Any]:
+    """Return the speed-ups and the efficiency of a cell of this speed in tokens/s."""
+    ratios: dict[str, Any] = {}
+    baseline_id = row.plan.id if row.is_baseline else _baseline_of(row.plan)
+    baseline = next((other for other in group if other.plan.id == baseline_id), None)
+    if baseline and baseline.tokens_per_second:
+        ratios["speedup"] = speed / baseline.tokens_per_second
+        ratios["speedup_over"] = baseline.name
+    slowest = min(other.tokens_per_second for other in group if other.tokens_per_second)
+    ratios["over_slowest"] = speed / slowest
+    alone = _nearest(row, group, lambda other: other.plan.nproc == 1 and bool(other.tokens_per_second))
+    if alone and alone.tokens_per_second and row.plan.nproc > 1:
+        ratios["efficiency"] = speed / alone.tokens_per_second / row.plan.nproc
+        ratios["efficiency_over"] = alone.name
+    return ratios
+
+
+def run_settings(record: CellRecord) -> dict[str, Any]:
+    """Return a record's config as `section.key` -> value, without the output folder."""
+    settings = flat(record.config)
+    settings.pop("training.output_dir", None)
+    return settings
 
 
 def differing_keys(a: CellRecord, b: CellRecord) -> list[str]:
-    """The keys of the run file that two cells do not have in common, where their output lies aside."""
-    of_a, of_b = flat(a), flat(b)
-    return [key for key in dict.fromkeys([*of_a, *of_b]) if of_a.get(key, ...) != of_b.get(key, ...)]
+    """Return the keys of the run file in which two cells differ, except their output folder."""
+    of_a, of_b = run_settings(a), run_settings(b)
+    keys = dict.fromkeys([*of_a, *of_b])
+    return [key for key in keys if of_a.get(key, ...) != of_b.get(key, ...)]
 
 
-def flat(record: CellRecord) -> dict[str, Any]:
-    """A record's config as `section.key` -> value, without where its output lies."""
-    found: dict[str, Any] = {}
-    for section, keys in record.config.items():
-        found |= {f"{section}.{key}": v for key, v in keys.items()} if isinstance(keys, dict) else {section: keys}
-    found.pop("training.output_dir", None)
-    return found
-
-
-def _nearest(row: Row, group: Sequence[Row], wanted: Callable[[Row], bool]) -> Row | None:
-    """The wanted cell that differs from this one in layout alone, and in as few keys as there is."""
-    found = [
-        (len(keys), place, other)
-        for place, other in enumerate(group)
-        if wanted(other) and row.record and other.record
-        for keys in [differing_keys(row.record, other.record)]
-        if all(key.startswith("parallel.") or key == "training.global_batch_size" for key in keys)
-    ]
-    return min(found)[2] if found else None
+def _nearest(row: Row, group: Sequence[Row], accept: Callable[[Row], bool]) -> Row | None:
+    """Return the accepted cell that differs in layout alone, and in the fewest keys."""
+    choices = []
+    for place, other in enumerate(group):
+        if not (accept(other) and row.record and other.record):
+            continue
+        keys = differing_keys(row.record, other.record)
+        if all(key.startswith(LAYOUT_PREFIX) or key == GLOBAL_BATCH for key in keys):
+            choices.append((len(keys), place, other))
+    return min(choices)[2] if choices else None
 
 
 def _is_ddp(row: Row) -> bool:
-    """Of the whole model on each rank: neither cut into stages nor within layers."""
-    whole = all(setting(row.record, "parallel", axis) in (1, None) for axis in ("pp", "tp"))
-    return whole and setting(row.record, "parallel", "data") == "ddp"
+    """Return whether each rank of a cell has the whole model, cut neither by pp nor by tp."""
+    is_replicated = all(setting(row.record, "parallel", axis) in (1, None) for axis in ("pp", "tp"))
+    return is_replicated and setting(row.record, "parallel", "data") == "ddp"
 
 
 def scaling_kind(sweep: SweepRecord) -> str:
-    """`weak`: equal tokens per process; `strong`: equal tokens in all."""
-    weak = any({"nproc", "training.global_batch_size"} <= set(axis.keys) and axis.compared for axis in sweep.axes)
-    return "weak" if weak else "strong"
+    """Return `weak` if each process has equally many tokens, `strong` if all together have."""
+    keys = {"nproc", GLOBAL_BATCH}
+    is_weak = any(axis.compared and keys <= set(axis.keys) for axis in sweep.axes)
+    return "weak" if is_weak else "strong"
 
 
 def candidates(rows: Sequence[Row]) -> list[Row]:
-    """The cells of a group that may be called its best: unchecked ones only where none is known to be right."""
-    known = [row for row in rows if row.measured]
-    return [row for row in known if row.state == "ok"] or known
+    """Return the cells that may be the best of a group.
+
+    Unchecked cells may be only where no cell is ok.
+    """
+    measured = [row for row in rows if row.measured]
+    return [row for row in measured if row.state == "ok"] or measured
 
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
-    """The candidates that no other beats in speed or memory without losing in the other; leanest first."""
+    """Return the Pareto front of speed and memory among the candidates, least memory first.
+
+    A cell is on the front where no other is at least as good in both and better in one.
+    """
     points = [
         (row.tokens_per_second, row.peak_memory_bytes, row)
         for row in candidates(rows)
@@ -183,17 +231,21 @@ def pareto(rows: Sequence[Row]) -> list[Row]:
 
 
 def memory_parts(row: Row) -> dict[str, int] | None:
-    """What the peak of the rank with the largest one is made of, in the first good round."""
+    """Return the bytes of each part of the peak, on the rank with the largest one."""
     record = row.record
     if record is None or not row.measured or not record.memory_parts:
         return None
-    parts = max(record.memory_parts, key=lambda of_rank: sum(of_rank.get(part, 0) for part in MEMORY_PARTS))
-    return {part: parts.get(part, 0) for part in MEMORY_PARTS}
+    largest = max(record.memory_parts, key=lambda parts: sum(parts.get(part, 0) for part in MEMORY_PARTS))
+    return {part: largest.get(part, 0) for part in MEMORY_PARTS}
 
 
 def number_of(axis: Axis, row: Row) -> float | None:
-    """Where a cell lies on an axis of numbers: its value's name, or its processes where the axis sets those."""
-    if set(axis.keys) in ({"nproc"}, {"nproc", "training.global_batch_size"}):
+    """Return the place of a cell on an axis of numbers, or None where its value is no number.
+
+    On an axis that sets the number of processes, this is that number. Otherwise it is the name of
+    the value.
+    """
+    if set(axis.keys) in ({"nproc"}, {"nproc", GLOBAL_BATCH}):
         return float(row.plan.nproc)
     try:
         number = float(row.plan.values[axis.name])
@@ -203,7 +255,7 @@ def number_of(axis: Axis, row: Row) -> float | None:
 
 
 def numeric_axes(sweep: SweepRecord, rows: Sequence[Row]) -> list[Axis]:
-    """The axes along which a line can be drawn."""
+    """Return the axes along which a line can be drawn: all cells have a positive number there."""
     cells = [row for row in rows if not row.plan.control]
     return [
         axis
@@ -213,7 +265,7 @@ def numeric_axes(sweep: SweepRecord, rows: Sequence[Row]) -> list[Axis]:
 
 
 def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by group, in order."""
+    """Return the rows of each group, in their order."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.plan.group, []).append(row)
@@ -221,44 +273,55 @@ def groups_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def equal_in_all(sweep: SweepRecord) -> dict[str, Any]:
-    """What every group has in common."""
+    """Return what all groups have in common."""
     first, *others = [*sweep.equal.values()] or [{}]
-    return {key: value for key, value in first.items() if all(o.get(key, ...) == value for o in others)}
+    common = dict(first)
+    for other in others:
+        common = {key: value for key, value in common.items() if other.get(key, ...) == value}
+    return common
 
 
 def environments(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Each fact of where and with what the cells ran, with the values it had; one value where it was always that."""
-    found: dict[str, list[Any]] = {}
+    """Return the values of each fact of the cells' environments, without repetition."""
+    facts: dict[str, list[Any]] = {}
     for record in (row.record for row in rows if row.record):
         kernels = {f"{name} kernel": kernel for name, kernel in record.kernels.items()}
         for key, value in (record.environment | kernels).items():
-            if value not in found.setdefault(key, []):
-                found[key].append(value)
-    return found
+            values = facts.setdefault(key, [])
+            if value not in values:
+                values.append(value)
+    return facts
 
 
 def counts(rows: Sequence[Row]) -> dict[State, int]:
-    """How many cells, controls aside, are in each state that occurs."""
+    """Return the number of cells in each state that occurs, without noise controls."""
     states = [row.state for row in rows if not row.plan.control]
     return {state: states.count(state) for state in STATES if state in states}
 
 
 def interleaved(rows: Sequence[Row]) -> bool:
-    """Whether the times show that in each group no cell ran a round before every other had run the one before it."""
-    for cells in groups_of([row for row in rows if row.record and not row.plan.control]).values():
-        starts = [[a_round.get("started") or "" for a_round in row.record.rounds] for row in cells if row.record]
-        by_round = [[times[k] for times in starts if k < len(times)] for k in range(max(map(len, starts)))]
+    """Return whether the rounds of each group were interleaved, by the times at which they started.
+
+    They were if every cell had begun round k before any cell began round k + 1. Without times the
+    answer is no.
+    """
+    cells = [row for row in rows if row.record and not row.plan.control]
+    for of_group in groups_of(cells).values():
+        records = [row.record for row in of_group if row.record]
+        starts = [[entry.get("started") or "" for entry in record.rounds] for record in records]
+        num_rounds = max(map(len, starts))
+        by_round = [[times[k] for times in starts if k < len(times)] for k in range(num_rounds)]
         if not all(time for times in by_round for time in times):
             return False
-        if any(max(one) > min(following) for one, following in pairwise(by_round)):
+        if any(max(earlier) > min(later) for earlier, later in pairwise(by_round)):
             return False
     return True
 
 
 def rounds_of(rows: Sequence[Row]) -> str:
-    """How many good rounds the cells with figures have: `3 rounds`, `2 to 3 rounds`; empty where none has."""
-    numbers = [row.good_rounds for row in rows if row.measured and row.plan.timed]
+    """Return how many good rounds the timed cells have: `3 rounds`, `2 to 3 rounds`, or nothing."""
+    numbers = [row.num_good_rounds for row in rows if row.measured and row.plan.timed]
     if not numbers:
         return ""
     low, high = min(numbers), max(numbers)
-    return f"{low} round{'' if high == 1 else 's'}" if low == high else f"{low} to {high} rounds"
+    return counted(high, "round") if low == high else f"{low} to {high} rounds"

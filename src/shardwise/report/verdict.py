@@ -1,4 +1,7 @@
-"""Whether a cell computed the right thing: its losses against another's, as closely as rounding allows."""
+"""Verdicts: whether a cell computed the right thing.
+
+The losses of a cell are compared with those of another cell, as closely as rounding allows.
+"""
 
 from __future__ import annotations
 
@@ -8,121 +11,173 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardwise.records.cell import CellPlan, CellRecord, SweepRecord
-from shardwise.report.words import scientific
+from shardwise.words import scientific
 
 NOISE_FACTOR = 10.0
-"""A control is one draw of what rounding does to a loss; a real mistake moves it a thousand times further."""
+"""The tolerance over the difference of the noise control.
+
+A noise control is a single sample of what rounding does to a loss. A real mistake moves the loss a
+thousand times more.
+"""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one cell that ran to its end."""
+    """The verdict on one cell that ran to its end."""
 
     state: Literal["ok", "unchecked", "wrong"]
-    reason: str = ""
+    reason: str = ""  # why the state is not ok
     against: str | None = None  # id of the cell that its losses were compared with
-    departure: float | None = None  # largest |loss - that cell's| over the steps; NaN where a loss is
-    tolerance: float | None = None  # of that departure; of a baseline, what it allows others
+    difference: float | None = None  # largest |loss - loss of that cell|; NaN for a NaN loss
+    tolerance: float | None = None  # for that difference; on a baseline, for those of other cells
 
 
 def spacing(loss: float) -> float:
-    """The distance from |loss| to the next float32 above it: 2^(exponent - 23)."""
+    """Return the distance from |loss| to the next larger float32: 2^(exponent - 23)."""
     return 2.0 ** (math.frexp(loss)[1] - 24)
 
 
-def departure(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest distance at any step; NaN if any loss is not finite. Both have the same number of steps."""
+def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the largest difference at any step; NaN if a loss is not finite."""
     if not all(map(math.isfinite, losses)):
         return math.nan
     return max((abs(a - b) for a, b in zip(losses, reference, strict=True)), default=0.0)
 
 
 def tolerance(reference: Sequence[float], control: Sequence[float]) -> float:
-    """What rounding may do: the control's own departure, at least float32's spacing at the largest loss, tenfold."""
-    return NOISE_FACTOR * max(departure(control, reference), spacing(max(map(abs, reference))))
+    """Return the difference that rounding may cause around the losses of `reference`.
 
-
-def coarse(a: CellRecord, b: CellRecord) -> float:
-    """What no rounding explains between cells that round differently, or whose noise is not known.
-
-    2^-7 of the largest loss where either stores or computes in bfloat16, which has 8 bits, 2^-10 where in float16,
-    which has 11 and loses some to scaled sums; else 1e-3.
+    This is NOISE_FACTOR times the difference of the noise control, or times the spacing of float32
+    at the largest loss where that is larger.
     """
-    formats = {setting(record, *key) for record in (a, b) for key in (("model", "dtype"), ("training", "precision"))}
+    return NOISE_FACTOR * max(difference(control, reference), spacing(max(map(abs, reference))))
+
+
+def coarse_tolerance(a: CellRecord, b: CellRecord) -> float:
+    """Return the tolerance between cells that round differently, or whose noise is not known.
+
+    It is a share of the largest loss of `b`: 2^-7 where a cell stores or computes in bfloat16,
+    which has 8 significant bits, and 2^-10 where it does in float16, which has 11 and loses some in
+    scaled sums. Otherwise it is 1e-3.
+    """
+    formats = _formats(a, b)
     largest = max(map(abs, b.losses))
-    return 2**-7 * largest if "bfloat16" in formats else 2**-10 * largest if "float16" in formats else 1e-3
+    if "bfloat16" in formats:
+        return 2**-7 * largest
+    if "float16" in formats:
+        return 2**-10 * largest
+    return 1e-3
+
+
+def _formats(a: CellRecord, b: CellRecord) -> set[Any]:
+    """Return the formats in which two cells store weights or compute products."""
+    keys = (("model", "dtype"), ("training", "precision"))
+    return {setting(record, *key) for record in (a, b) for key in keys}
 
 
 def setting(record: CellRecord | None, section: str, key: str) -> Any:
-    """A value of a record's config; None where it has none, as of a run that was refused."""
-    found = record.config.get(section) if record else None
-    return found.get(key) if isinstance(found, dict) else None
+    """Return a value of a record's config, or None where it has none, as after a refusal."""
+    content = record.config.get(section) if record else None
+    return content.get(key) if isinstance(content, dict) else None
 
 
 def verdicts(sweep: SweepRecord, records: Mapping[str, CellRecord]) -> dict[str, Verdict]:
-    """The verdict on each cell, controls too, that ran to its end."""
-    found: dict[str, Verdict] = {}
+    """Return the verdict on each cell that ran to its end, noise controls included, by cell id."""
+    results: dict[str, Verdict] = {}
     controls = {plan.reference: plan.id for plan in sweep.cells if plan.control}
-    leaned_on = {name for plan in sweep.cells for name in (plan.reference, plan.baseline)}
-    # Those that others are compared with come first: a wrong one is no measure.
-    for plan in sorted(sweep.cells, key=lambda p: (p.reference is not None, p.baseline is not None)):
-        if plan.id in records and records[plan.id].status == "ok":
-            known = {name: records[name] for name, verdict in found.items() if verdict.state != "wrong"}
-            measures = {name: record for name, record in known.items() if record.losses}
-            control = records.get(controls.get(plan.reference or plan.id, ""))
-            found[plan.id] = _judge(plan, records[plan.id], measures, control, plan.id in leaned_on)
-    return found
+    used = {name for plan in sweep.cells for name in (plan.reference, plan.baseline)}
+    # Baselines and references come first: nothing is compared with a cell that is wrong.
+    order = sorted(sweep.cells, key=lambda plan: (plan.reference is not None, plan.baseline is not None))
+    for plan in order:
+        record = records.get(plan.id)
+        if record is None or record.status != "ok":
+            continue
+        usable = {
+            name: records[name]
+            for name, verdict in results.items()
+            if verdict.state != "wrong" and records[name].losses
+        }
+        control = records.get(controls.get(plan.reference or plan.id, ""))
+        results[plan.id] = _judge(plan, record, usable, control, plan.id in used)
+    return results
 
 
 def _judge(
-    plan: CellPlan, record: CellRecord, measures: Mapping[str, CellRecord], control: CellRecord | None, leaned_on: bool
+    plan: CellPlan, record: CellRecord, usable: Mapping[str, CellRecord], control: CellRecord | None, is_used: bool
 ) -> Verdict:
-    """`measures`: the cells that may be compared with. `control`: of the reference, or of this cell if it is one."""
+    """Return the verdict on one cell.
+
+    `usable` are the cells that others may be compared with. `control` is the noise control of the
+    cell's reference, or of the cell itself if it is a reference. `is_used` says whether other cells
+    are compared with this one.
+    """
     losses = record.losses
     step = next((i for i, loss in enumerate(losses, start=1) if not math.isfinite(loss)), None)
     if step is not None:
-        return Verdict("wrong", f"its loss is {losses[step - 1]} at step {step}", departure=math.nan)
-    against = plan.reference if plan.reference in measures else plan.baseline
-    measure = measures.get(against or "")
-    if measure is not None and len(losses) != len(measure.losses):
-        return Verdict("wrong", f"{len(losses)} losses where its reference has {len(measure.losses)}", against)
+        reason = f"its loss is {losses[step - 1]} at step {step}"
+        return Verdict("wrong", reason, difference=math.nan)
+    against = plan.reference if plan.reference in usable else plan.baseline
+    other = usable.get(against or "")
+    if other is not None and len(losses) != len(other.losses):
+        reason = f"it has {len(losses)} losses and {against} has {len(other.losses)}"
+        return Verdict("wrong", reason, against)
     if not losses:
         return Verdict("unchecked", "it has no losses")
-    reference = record if plan.reference is None else measures.get(plan.reference)
-    tight, doubt = _tight(plan.reference or plan.id, reference, control)
+
+    reference = record if plan.reference is None else usable.get(plan.reference)
+    tight, doubt = _tight_tolerance(plan.reference or plan.id, reference, control)
     if plan.reference is None:
-        doubt = "" if measure or (leaned_on and not against) else "no reference to check its losses against"
-    far, allowed = None, tight
-    if measure is not None:
-        far = departure(losses, measure.losses)
-        close = tight is not None and against == plan.reference and _rounds_alike(record, measure)
-        allowed = tight if close else coarse(record, measure)
-        if far > allowed:
-            said = f"its loss departs by {scientific(far)} from {against}, tolerance {scientific(allowed)}"
-            return Verdict("wrong", said, against, far, allowed)
-    between, most = record.largest_round_difference, coarse(record, record) if tight is None else tight
-    if between > most:
-        said = f"its rounds differ by {scientific(between)} in a loss, tolerance {scientific(most)}"
-        return Verdict("wrong", said, against if measure else None, far, allowed)
-    return Verdict("unchecked" if doubt else "ok", doubt, against if measure else None, far, allowed)
+        is_baseline = is_used and not against
+        doubt = "" if other or is_baseline else "there is no reference to compare its losses with"
+    largest, allowed = None, tight
+    if other is not None:
+        largest = difference(losses, other.losses)
+        is_tight = tight is not None and against == plan.reference and _round_alike(record, other)
+        allowed = tight if is_tight else coarse_tolerance(record, other)
+        assert allowed is not None
+        if largest > allowed:
+            reason = f"its loss differs from {against} by {_over(largest, allowed)}"
+            return Verdict("wrong", reason, against, largest, allowed)
+
+    compared_with = against if other else None
+    between_rounds = record.largest_round_difference
+    allowed_between = coarse_tolerance(record, record) if tight is None else tight
+    if between_rounds > allowed_between:
+        reason = f"its rounds differ in a loss by {_over(between_rounds, allowed_between)}"
+        return Verdict("wrong", reason, compared_with, largest, allowed)
+    return Verdict("unchecked" if doubt else "ok", doubt, compared_with, largest, allowed)
 
 
-def _rounds_alike(a: CellRecord, b: CellRecord) -> bool:
-    """Not where the ranks of one share a product out and round their summands of it to 16 bits."""
-    sizes = {setting(record, "parallel", "tp") for record in (a, b)}
-    formats = {setting(record, *key) for record in (a, b) for key in (("model", "dtype"), ("training", "precision"))}
-    return len(sizes) == 1 or formats == {"float32"}
+def _over(largest: float, allowed: float) -> str:
+    """Return a difference that is larger than allowed, as text."""
+    return f"{scientific(largest)}, more than {scientific(allowed)}"
 
 
-def _tight(name: str, reference: CellRecord | None, control: CellRecord | None) -> tuple[float | None, str]:
-    """The tolerance around the losses of the reference of this name, or why none is known."""
+def _round_alike(a: CellRecord, b: CellRecord) -> bool:
+    """Return whether two cells round alike.
+
+    They do not where the ranks of one share a product and round their partial sums of it to 16
+    bits.
+    """
+    tensor_sizes = {setting(record, "parallel", "tp") for record in (a, b)}
+    return len(tensor_sizes) == 1 or _formats(a, b) == {"float32"}
+
+
+def _tight_tolerance(name: str, reference: CellRecord | None, control: CellRecord | None) -> tuple[float | None, str]:
+    """Return the tolerance that the noise control of `name` gives, or None and the reason."""
     if reference is None:
         return None, f"its reference {name} has no usable losses"
-    usable = control is not None and control.status == "ok" and len(control.losses) == len(reference.losses)
-    if control is None or not usable or not all(map(math.isfinite, control.losses)):
-        return None, f"no usable noise control of {name}: no tolerance is known"
-    noise, most = departure(control.losses, reference.losses), coarse(control, reference) / NOISE_FACTOR
+    if control is None or not _is_usable(control, reference):
+        return None, f"{name} has no usable noise control, so no tolerance is known"
+    noise = difference(control.losses, reference.losses)
+    most = coarse_tolerance(control, reference) / NOISE_FACTOR
     if noise > most:
-        said = f"the noise control of {name} departs by {scientific(noise)}, more than {scientific(most)}"
-        return None, f"{said}: no tolerance is drawn from it"
+        reason = f"the noise control of {name} differs by {_over(noise, most)}"
+        return None, f"{reason}, so it gives no tolerance"
     return tolerance(reference.losses, control.losses), ""
+
+
+def _is_usable(control: CellRecord, reference: CellRecord) -> bool:
+    """Return whether a noise control ran to its end with as many finite losses as its reference."""
+    is_complete = control.status == "ok" and len(control.losses) == len(reference.losses)
+    return is_complete and all(map(math.isfinite, control.losses))

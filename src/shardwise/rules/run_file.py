@@ -67,9 +67,7 @@ RULES = (
         for key in ("schedule", "virtual_stages", "split", "memory_limit_gib")
     ),
     _belongs_to(
-        "sequence_parallel",
-        lambda cfg: cfg.parallel.tp > 1,
-        "for tensor parallelism; set parallel.tp to 2 or more",
+        "sequence_parallel", lambda cfg: cfg.parallel.tp > 1, "for tensor parallelism; set parallel.tp to 2 or more"
     ),
     _belongs_to("dp_replicate", _is_fsdp2, "for parallel.data fsdp2 (HSDP); leave it at 1"),
     _belongs_to("reshard_after_forward", _is_fsdp2, "for parallel.data fsdp2; leave it at true"),

@@ -16,12 +16,7 @@ from shardwise.layouts import V_SHAPED, least_microbatches, microbatches_left_ov
 
 Kind = Literal["F", "B", "I", "W"]
 """A forward; a whole backward; or one of its halves, the input's and the weights' gradients."""
-KIND_NAMES: dict[Kind, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward, inputs",
-    "W": "backward, weights",
-}
+KIND_NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 
 
 class Action(NamedTuple):

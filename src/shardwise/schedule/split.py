@@ -73,10 +73,7 @@ class Split:
 
 
 def split(
-    mode: Mode | Sequence[int],
-    units: Sequence[Cost],
-    pipeline: Pipeline,
-    limit_bytes: float = math.inf,
+    mode: Mode | Sequence[int], units: Sequence[Cost], pipeline: Pipeline, limit_bytes: float = math.inf
 ) -> Split:
     """Cut a model for a pipeline.
 
@@ -196,11 +193,7 @@ def _balanced(costs: Sequence[Cost], pipeline: Pipeline, limit_bytes: float) -> 
     return boundaries
 
 
-def search(
-    costs: Sequence[Cost],
-    pipeline: Pipeline,
-    limit_bytes: float = math.inf,
-) -> tuple[Boundaries, float]:
+def search(costs: Sequence[Cost], pipeline: Pipeline, limit_bytes: float = math.inf) -> tuple[Boundaries, float]:
     """Return a split that no move of `_moves` improves, and how many bytes it is above the limit.
 
     The search starts from three splits, and its result is no worse than any of them: the one with
@@ -233,11 +226,7 @@ def search(
 
 
 def _climb(
-    costs: Sequence[Cost],
-    pipeline: Pipeline,
-    start: Boundaries,
-    limit_bytes: float,
-    effort: float,
+    costs: Sequence[Cost], pipeline: Pipeline, start: Boundaries, limit_bytes: float, effort: float
 ) -> Boundaries:
     """Take the best of the nearest moves until none improves the split, or the effort is spent."""
     best, best_score = start, tuple(scores(costs, pipeline, start[None], limit_bytes)[0])
@@ -276,12 +265,7 @@ def _moves(boundaries: Boundaries) -> Iterator[Boundaries]:
     yield moved([a * one[low] + b * one[high] for low, high in pairs for a in few for b in few])
 
 
-def scores(
-    costs: Sequence[Cost],
-    pipeline: Pipeline,
-    splits: Boundaries,
-    limit_bytes: float,
-) -> Floats:
+def scores(costs: Sequence[Cost], pipeline: Pipeline, splits: Boundaries, limit_bytes: float) -> Floats:
     """Return four figures by which splits compare: [split, 4].
 
     Less is better, and the first figure that differs decides. They are bytes of the fullest rank

@@ -22,12 +22,7 @@ CHUNK = 64
 
 
 def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: State = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: State = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs [B, T, N, H] and the last state [B, N, S, H], as the package does."""
     # Autocast is off: the state is float32, whatever dtype the products around it have.
@@ -41,10 +36,7 @@ def gated_delta_rule(
         keys = k * beta[..., None]
         right_side = torch.cat([v * beta[..., None], keys * decay], -1)
         solved = torch.linalg.solve_triangular(
-            (keys @ k.mT) * decay_between,
-            right_side,
-            upper=False,
-            unitriangular=True,
+            (keys @ k.mT) * decay_between, right_side, upper=False, unitriangular=True
         )
         values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
         scores = (q @ k.mT) * decay_between

@@ -105,10 +105,7 @@ def softmax(
         "num_warps": NUM_WARPS,
     }
     place = (logits.stride(0), num_tokens, first)
-    statistics_kernel[(num_rows,)](
-        *(logits, bias, targets, peaks, totals, target_logits, *place, absent),
-        **options,
-    )
+    statistics_kernel[(num_rows,)](*(logits, bias, targets, peaks, totals, target_logits, *place, absent), **options)
     if vocabulary:
         # [rows], the maximum over all ranks, then [2, rows], the sum: three numbers per row.
         local_peaks, peaks = peaks, vocabulary.max_over_ranks(peaks)
@@ -116,8 +113,6 @@ def softmax(
         totals, target_logits = vocabulary.sum_over_ranks(torch.stack([totals, target_logits]))
     if lift is not None:
         gradient_kernel[num_rows, triton.cdiv(num_tokens, BLOCK)](
-            *(logits, bias, targets, peaks, totals, *place),
-            LIFT=lift,
-            **options,
+            *(logits, bias, targets, peaks, totals, *place), LIFT=lift, **options
         )
     return (totals.log() + (peaks - target_logits)).sum()

@@ -57,11 +57,7 @@ class Backend(Protocol):
         ...
 
     def output_gradients(
-        self,
-        dy: torch.Tensor,
-        b: torch.Tensor | None,
-        h: torch.Tensor | None,
-        scale: float,
+        self, dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R] of one linear.
 
@@ -85,12 +81,7 @@ class Backend(Protocol):
         """
         ...
 
-    def factor_gradient(
-        self,
-        g: torch.Tensor,
-        x: torch.Tensor,
-        drop: Dropout | None,
-    ) -> torch.Tensor:
+    def factor_gradient(self, g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
         """Return da = g^T drop(x) [linears * R, in], each g_i with its own mask.
 
         g [rows, linears * R], x [rows, in]. da is float32, or float64 for float64.

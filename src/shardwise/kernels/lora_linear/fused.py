@@ -165,11 +165,7 @@ class _LoraLinears(torch.autograd.Function):
         if needs_dx:
             assert g is not None
             dx = options.backend.input_gradient(
-                dys,
-                [weight.to(dys[0].dtype) for weight in weights],
-                g,
-                _stacked(a, options.dtype),
-                drop,
+                dys, [weight.to(dys[0].dtype) for weight in weights], g, _stacked(a, options.dtype), drop
             )
         if half == "input":
             # g and dbs read dy together, so both are computed now, and kept for the second half.
@@ -199,10 +195,7 @@ def _output_gradients(
         g, db = None, None
         if needs_g or needed:
             g, db = options.backend.output_gradients(
-                dy,
-                b_i.to(options.dtype) if needs_g else None,
-                h_i if needed else None,
-                scale,
+                dy, b_i.to(options.dtype) if needs_g else None, h_i if needed else None, scale
             )
         gs.append(g)
         dbs.append(db)
@@ -242,9 +235,5 @@ def _quarters(values: Sequence[Any]) -> list[Sequence[Any]]:
     return [values[i * size : (i + 1) * size] for i in range(4)]
 
 
-def _dropout(
-    options: _Options,
-    seeds: torch.Tensor | None,
-    features: torch.Tensor | None,
-) -> Dropout | None:
+def _dropout(options: _Options, seeds: torch.Tensor | None, features: torch.Tensor | None) -> Dropout | None:
     return None if seeds is None else Dropout(options.p, seeds, features)

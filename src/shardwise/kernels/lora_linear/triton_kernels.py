@@ -38,10 +38,7 @@ def _tuned(*configs: tuple[dict[str, int], int, int]) -> Any:
         return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
     return triton.autotune(
-        choices,
-        key=["num_features", "rank", "num_masks", "CASE"],
-        do_bench=seconds,
-        cache_results=True,
+        choices, key=["num_features", "rank", "num_masks", "CASE"], do_bench=seconds, cache_results=True
     )
 
 
@@ -176,11 +173,7 @@ def expand_kernel(
     _put(out, total, rows, row_inside, features, feature_inside)
 
 
-@_tuned(
-    ({"BLOCK_ROWS": 32}, 8, 4),
-    ({"BLOCK_ROWS": 64}, 4, 3),
-    ({"BLOCK_ROWS": 64}, 8, 3),
-)
+@_tuned(({"BLOCK_ROWS": 32}, 8, 4), ({"BLOCK_ROWS": 64}, 4, 3), ({"BLOCK_ROWS": 64}, 8, 3))
 @triton.jit
 def output_gradients_kernel(
     dy, b, h, g_parts, db_parts, num_rows, num_features, rank, num_masks,

@@ -10,10 +10,5 @@ KIMI_LINEAR = Family(
     splits=SPLITS | {"self_attn": kda.kimi_linear},
     # No router: its load is balanced by a bias on the scores (e_score_correction_bias), not by a loss.
     experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-    gating=(
-        "self_attn.forget_gate.f_a_proj",
-        "self_attn.forget_gate.f_b_proj",
-        "self_attn.b_proj",
-        "mlp.gate",
-    ),
+    gating=("self_attn.forget_gate.f_a_proj", "self_attn.forget_gate.f_b_proj", "self_attn.b_proj", "mlp.gate"),
 )

@@ -52,11 +52,7 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
 
 
 def use_lora_kernel(
-    model: nn.Module,
-    kernel: Kernel,
-    device: torch.device,
-    precision: str = "float32",
-    half: BackwardHalf | None = None,
+    model: nn.Module, kernel: Kernel, device: torch.device, precision: str = "float32", half: BackwardHalf | None = None
 ) -> str:
     """Let the plain LoRA layers of a model, on any device yet, compute with a kernel that runs on `device`.
 

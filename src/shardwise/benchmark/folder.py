@@ -1,0 +1,167 @@
+"""The folder of a bench: its lock, sweep and run files, and the cells of earlier calls."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Generator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.benchmark.cells import CellState, cell_record
+from shardwise.benchmark.sweep import Cell, Sweep
+from shardwise.config import UserError
+from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round
+from shardwise.records.record import RunRecord, dumps, temporary_of, write_atomically
+
+DEFINING = ("values", "nproc", "reference", "control")
+"""The fields of a cell's plan that define it. The others follow from the sweep."""
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Generator[None]:
+    """Make the folder and keep other benches out of it.
+
+    Raises UserError where that is not possible.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot make or open the folder ({error.strerror})") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--out {out}: another bench is running in it; wait, or choose another folder") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def prepare(out: Path, sweep: Sweep, rerun: Sequence[Cell]) -> None:
+    """Write the sweep and its run files, and remove the rounds of the cells that run again.
+
+    Raises UserError where the folder holds another sweep, or anything else.
+    """
+    if (out / SWEEP).exists():
+        _check_same_sweep(out, sweep)
+    elif any(path != temporary_of(out / SWEEP) for path in out.iterdir()):
+        raise UserError(f"--out {out} holds something other than a bench; choose another folder")
+    try:
+        write_atomically(out / SWEEP, dumps(asdict(sweep.record), indent=1) + "\n")
+        for cell in sweep.cells:
+            folder = out / cell.plan.id
+            folder.mkdir(exist_ok=True)
+            write_atomically(folder / RUN_FILE, _as_yaml(cell.run))
+            if cell in rerun:
+                (folder / RECORD).unlink(missing_ok=True)
+                for round_folder in folder.glob("round-*"):
+                    shutil.rmtree(round_folder)
+    except PermissionError as error:
+        raise UserError(f"--out {out}: cannot write {error.filename} ({error.strerror})") from None
+
+
+def _check_same_sweep(out: Path, sweep: Sweep) -> None:
+    """Raise UserError where the folder holds a sweep with other axes, values or runs.
+
+    The number of rounds and the time limit may differ, and so may what another version of this
+    program derives from the same sweep file.
+    """
+    new_files = {cell.plan.id: _as_yaml(cell.run) for cell in sweep.cells}
+    new = _definition(json.loads(dumps(asdict(sweep.record))), new_files)
+    try:
+        record = json.loads((out / SWEEP).read_text(encoding="utf-8"))
+        paths = {plan["id"]: out / plan["id"] / RUN_FILE for plan in record["cells"]}
+        old_files = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+        old = _definition(record, old_files)
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise UserError(f"{out} holds a damaged bench ({error}); choose another --out") from None
+    if difference := _first_difference(old, new):
+        raise UserError(f"--out {out} holds another sweep: {difference}; choose another --out")
+
+
+def _definition(record: dict[str, Any], run_files: dict[str, str]) -> dict[str, Any]:
+    """Return what defines a sweep: the values of its axes, and each cell's plan and run file."""
+    runs = {name: yaml.safe_load(text) for name, text in run_files.items()}
+    for run in runs.values():
+        run["training"].pop("output_dir", None)  # the folder may have been moved
+    axes = {axis["name"]: axis["values"] for axis in record["axes"]}
+    cells = {}
+    for plan in record["cells"]:
+        cells[plan["id"]] = {key: plan[key] for key in DEFINING} | {"run": runs[plan["id"]]}
+    return {"axes": axes, "cells": cells}
+
+
+def _first_difference(old: Any, new: Any, *where: str) -> str:
+    """Return the first difference of two nested mappings in words, or nothing if they are equal."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in old | new:
+            if key not in old or key not in new:
+                place = "the folder" if key in old else "the sweep file"
+                return f"{'.'.join((*where, key))} is only in {place}"
+            if difference := _first_difference(old[key], new[key], *where, key):
+                return difference
+        return ""
+    if old == new:
+        return ""
+    return f"{'.'.join(where)} is {old!r} in the folder and {new!r} in the sweep file"
+
+
+def _as_yaml(run: dict[str, Any]) -> str:
+    return yaml.safe_dump(run, sort_keys=False)
+
+
+def read_state(cell: Cell, folder: Path) -> CellState:
+    """Return a cell with the rounds in its folder, and bring its record up to date.
+
+    A refused cell gets its record here. A round whose record cannot be read is left out with all
+    later ones. Raises UserError where the cell's own record cannot be read.
+    """
+    state = CellState(cell, folder)
+    if cell.refusal:
+        state.record = CellRecord("unsupported", cell.run, cell.refusal, cell=asdict(cell.plan))
+        state.record.write(folder / RECORD)
+    elif (folder / RECORD).exists():
+        old, rounds = _read_record(cell, folder)
+        _read_rounds(state, rounds)
+        if state.rounds:
+            state.record = cell_record(cell.plan, state.rounds, state.run_records, old.command, old.environment)
+            if state.record != old:
+                state.record.write(folder / RECORD)
+    return state
+
+
+def _read_record(cell: Cell, folder: Path) -> tuple[CellRecord, list[Round]]:
+    """Return a cell's record and its rounds.
+
+    Raises UserError where they are damaged or of another version.
+    """
+    way_out = f"run it again with --rerun {cell.plan.id}"
+    try:
+        record = CellRecord.read(folder / RECORD)
+        assert isinstance(record, CellRecord)
+        return record, [Round(**entry) for entry in record.rounds]
+    except UserError as error:
+        raise UserError(f"{error}: {way_out}") from None
+    except TypeError:
+        raise UserError(f"{folder / RECORD}: another version of shardwise wrote its rounds: {way_out}") from None
+
+
+def _read_rounds(state: CellState, rounds: Sequence[Round]) -> None:
+    """Add to a cell's state the rounds whose records can be read, up to the first that cannot."""
+    for number, entry in enumerate(rounds, start=1):
+        path = state.folder / f"round-{number}" / RECORD
+        try:
+            record = RunRecord.read(path)
+        except UserError:
+            print(f"{path} cannot be read; {state.cell.plan.id} runs again from round {number} on", flush=True)
+            return
+        state.run_records.append(record)
+        state.rounds.append(entry)
