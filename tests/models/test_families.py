@@ -114,7 +114,7 @@ def test_an_unknown_kind_of_layer() -> None:
     config = read_config(tiny("tiny-llama"))
     config.layer_types = ["full_attention", "sideways"]
     with pytest.raises(UserError, match="has 'sideways', which llama does not know here; it may have full_attention, "):
-        FAMILIES["llama"].kinds(config)
+        FAMILIES["llama"].mixers_of(config)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

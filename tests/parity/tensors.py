@@ -47,7 +47,7 @@ def _variants() -> Iterator[Cell]:
         yield from (cell(family, layout, "full", "operators") for family in ("llama", "qwen3_5_text"))
         for family in FAMILIES:
             yield cell(family, layout, "lora", "checkpointing")
-            if FAMILY_FACTS[family].token_mixers:
+            if FAMILY_FACTS[family].keeps_documents_apart:
                 yield cell(family, layout, "lora", "isolated")
             if FAMILY_FACTS[family].experts:
                 yield cell(family, layout, "lora", "experts")

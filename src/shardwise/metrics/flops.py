@@ -29,7 +29,7 @@ def model_flops_per_token(counts: ModelCounts, sequence_length: int) -> float:
     and none below the lowest trainable weight. The head counts on every position, with a target or without.
 
     Within the unit of the lowest trainable weight a gradient is counted wherever something at an earlier stage of
-    the unit is trainable (`counts._STAGES`). There parallel branches share a stage and a core has one backward
+    the unit is trainable (`LayerSpec.stage_of`). There parallel branches share stages and a core has one backward
     for all of its inputs: an adapter on one branch only is counted up to a few products of one layer too high.
     """
     total = 0.0
@@ -50,9 +50,9 @@ def hardware_flops_per_token(
 
     Against the model's FLOPs:
 
-    - cores as executed (see `models/cores.py`);
+    - cores as executed (`Kind.core` in models/kinds);
     - `checkpointing: full` runs every layer's forward once more, a list of kinds those layers', less its last product
-      where nothing after that is saved (`counts._ends_layer`). A layer with nothing trainable at or below it saves
+      where nothing after that is saved (`Kind.ends`). A layer with nothing trainable at or below it saves
       nothing for a backward, so its checkpoint is never opened and it runs once. Embedding and head are not
       checkpointed. `operators` runs only B of each adapter, and PEFT's folding, again;
     - PEFT adapts a stack of experts (or a router) by folding: in each forward it adds B A, of 2 r n FLOPs for a
@@ -65,7 +65,7 @@ def hardware_flops_per_token(
     affair, and not known here.
 
     Left out: the K - 1 columns of padding that a convolution computes and drops; under `operators`, what a core
-    computes elementwise (`models/cores.py`), which is run again.
+    computes elementwise (`Kind.core`), which is run again.
     """
     units = (unit_flops_per_token(unit, sequence_length, micro_batch_size, checkpointing) for unit in counts.units)
     return sum(unit.total for unit in units)

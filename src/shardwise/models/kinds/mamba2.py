@@ -1,15 +1,21 @@
-"""Mamba2: heads are dealt out, with the group of B and C that each reads."""
+"""Mamba2 (arXiv 2405.21060): a state-space scan by heads, each of which reads one of several groups of B and C.
+
+Tensor parallelism shards the heads, with the group that each reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers import PretrainedConfig
 
-from shardwise.models.tensor_splits.base import (
+from shardwise.models.kinds.base import Kind
+from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
     Indivisible,
@@ -24,8 +30,48 @@ from shardwise.models.tensor_splits.base import (
 HEADS = "heads of Mamba2"
 
 
-def mamba2(block: Any, num_ranks: int) -> BlockSplit:
-    """The way in gives [z, x, B, C, dt], one after the other; x, B and C go through the convolution.
+@dataclass(frozen=True)
+class Mamba2:
+    """The state-space scan of Mamba2 (arXiv 2405.21060): N heads of size P, with a state of P x S per head.
+
+    Model FLOPs, the recurrence on one token: decay the state (P S), add x B^T (2 P S), read with C (2 P S): 5 N P S.
+    (Megatron-LM counts 7, the discretisation included.)
+
+    Executed, per head and chunk of Q tokens: scores C B^T (2 Q^2 S), scores times x (2 Q^2 P), the chunk's state and
+    the read of the state before it (2 Q P S each); then, over the n chunks of a sequence, all states passed on at
+    once by one (n + 1) x (n + 1) product, 2 (n + 1)^2 P S. Twice that in the backward.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    chunk_size: int
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 5.0 * self.num_heads * self.head_dim * self.state_size
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        q, p, s = self.chunk_size, self.head_dim, self.state_size
+        chunks = -(-sequence_length // q)
+        per_chunk = 2 * q * q * (p + s) + 4 * q * p * s
+        return self.num_heads * (chunks * per_chunk + 2 * (chunks + 1) ** 2 * p * s) / sequence_length
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 2.0 * self.executed_forward(sequence_length)
+
+
+def core(config: PretrainedConfig) -> Mamba2:
+    """Return the core by the config, which has one of two sets of names."""
+    if hasattr(config, "mamba_n_heads"):
+        return Mamba2(config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_chunk_size)
+    return Mamba2(config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, config.chunk_size)
+
+
+def split(block: Any, num_ranks: int) -> BlockSplit:
+    """Shard by heads. The first projection gives [z, x, B, C, dt]; x, B and C go through the convolution.
 
     Consecutive heads read one group. With fewer groups than ranks, neighbours hold the same one.
     """
@@ -69,7 +115,7 @@ def mamba2(block: Any, num_ranks: int) -> BlockSplit:
 
 
 def _norm_groups(block: Any) -> int:
-    """Over how many groups of features the norm is, each on its own; 0: Falcon-H1 may have none."""
+    """Return the number of groups of features that the norm is over; 0: there is none, which Falcon-H1 may choose."""
     if not hasattr(block.norm, "weight"):
         return 0
     if hasattr(block.norm, "group_size"):
@@ -79,7 +125,7 @@ def _norm_groups(block: Any) -> int:
 
 
 def gated_rms_norm(num_groups: int, norm: Any, num_features: int, add_up: Sum) -> Callable[..., torch.Tensor]:
-    """An RMS norm over each group's features, which several ranks share, before or after they are multiplied by a gate.
+    """Return an RMS norm over the features of each group, which several ranks share, before or after a gate.
 
     In float32, as transformers' Mamba2 layers have it.
     """
@@ -94,3 +140,17 @@ def gated_rms_norm(num_groups: int, norm: Any, num_features: int, add_up: Sum) -
         return (normed if gate_first else normed * factor).to(x.dtype)
 
     return forward
+
+
+MAMBA2 = Kind(
+    "mamba2",
+    before=(("in_proj",), ("conv1d", "A_log", "dt_bias", "D")),
+    after=(("norm",), ("out_proj",)),
+    core=core,
+    split=split,
+    keeps_documents_apart=True,
+    ends=("out_proj",),
+    rates=("A_log",),
+    # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
+    bypassed=("out_proj",),
+)
