@@ -164,6 +164,7 @@ def test_lora_on_an_embedding_multiplies_its_second_factor_only():
     ("family", "layer", "expected"),
     [
         ("llama", 0, {"mlp.down_proj.weight"}),
+        ("olmo2", 0, set()),  # a norm follows
         ("lfm2", 0, {"feed_forward.w2.weight"}),
         ("gpt2", 0, {"mlp.c_proj.weight"}),
         ("qwen3_moe", 0, set()),

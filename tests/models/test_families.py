@@ -14,6 +14,7 @@ from tests.models.tiny import PLAIN, TINY, on_meta, tiny, tokens
 
 KINDS = {
     "tiny-qwen3": ["full_attention"] * 3 + ["sliding_attention"],
+    "tiny-olmo2": ["full_attention"] * 4,
     "tiny-qwen3_moe": ["full_attention"] * 4,
     "tiny-lfm2": ["short_convolution"] * 2 + ["full_attention", "short_convolution"],
     "tiny-gpt2": ["full_attention"] * 4,

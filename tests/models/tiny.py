@@ -20,6 +20,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 PLAIN = (  # one of each family
     "tiny-llama",
     "tiny-qwen3",
+    "tiny-olmo2",
     "tiny-qwen3_moe",
     "tiny-qwen3_5",
     "tiny-qwen3_next",

@@ -41,7 +41,7 @@ from tests.parity.harness import Cell, microbatches, run_config, start
         ("tiny-llama", 100, "this llama has 256 tokens in its vocabulary, "),
         # 12 heads of JetBlock and of attention, 2 of keys and values, 8,960 feed-forward features.
         ("jet-nemotron-2b", 8, "this jet_nemotron has 12 heads of JetBlock, which .* use 1, 2 or 4$"),
-        ("tiny-qwen3_next", 3, "this qwen3_next has 32 features of an expert, which .* use 1, 2 or 4$"),
+        ("tiny-qwen3_next", 3, "this qwen3_next has 4 key heads of Gated DeltaNet, which .* use 1, 2 or 4$"),
     ],
 )
 def test_a_model_that_cannot_be_dealt_out_says_to_how_many_it_can(name, tp, told):

@@ -23,7 +23,7 @@ from shardwise.models.spec import Block, LayerSpec, ModelSpec
 __all__ = ["FAMILIES", "Family", "family_of", "spec_of", "unproven_note"]
 
 _COMMON = (
-    *(Family(name) for name in ("llama", "qwen3")),
+    *(Family(name) for name in ("llama", "qwen3", "olmo2")),
     Family(
         "qwen3_5_text",
         mixers={"linear_attention": mixer("linear_attn", gated_delta_net.JOINED), "full_attention": FULL},
