@@ -97,7 +97,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     counts = None if notes else count_model(hf, spec)
     cut = None if facts.pipeline is None else _cut(cfg, mesh, facts, facts.pipeline, counts)
     if cfg.parallel.tp > 1:
-        notes += _not_dealt_out(tensor_plan.undealt_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh)
+        notes += _not_dealt_out(tensor_plan.replicated_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh)
     if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
         notes += (f"parallel.memory_limit_gib: {caveat}",)
     notes += facts.notes

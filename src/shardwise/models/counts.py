@@ -1,8 +1,10 @@
-"""Parameters and products of a model, unit by unit: arithmetic on shapes and `requires_grad`; nothing is run.
+"""Parameters and products of a model, unit by unit: arithmetic on shapes and `requires_grad`;
+nothing is run.
 
-A multiply-add is 2 FLOPs. Only products count: linears, routers, experts, convolutions, LoRA factors (a Weight each)
-and the sequence-mixing cores. Norms, activations, softmax, rotary embeddings, gates and biases count 0, as they do in
-the figures of other projects; an embedding is looked up, not multiplied, and counts 0 too.
+A multiply-add is 2 FLOPs. Only products count: linears, routers, experts, convolutions, LoRA
+factors (a Weight each) and the sequence-mixing cores. Norms, activations, softmax, rotary
+embeddings, gates and biases count 0, as they do in the figures of other projects; an embedding is
+looked up, not multiplied, and counts 0 too.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from shardwise.models.spec import CORE_STAGE, LayerSpec, ModelSpec
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that multiplies activations, 2 FLOPs per element, token and product it takes part in."""
+    """A weight that multiplies activations, 2 FLOPs per element, token and product it takes part
+    in.
+    """
 
     name: str
     numel: int
@@ -72,9 +76,11 @@ _WRAPPING = re.compile(r"\.(base_layer|lora_(embedding_)?[AB]\.\w+|modules_to_sa
 
 
 def count_model(model: PreTrainedModel, spec: ModelSpec) -> ModelCounts:
-    """Count a causal language model, on any device (`meta` too), with PEFT's LoRA layers or without.
+    """Count a causal language model, on any device (`meta` too), with PEFT's LoRA layers or
+    without.
 
-    `requires_grad` must be as in training. Sharded parameters (DTensor) count with their global shape.
+    `requires_grad` must be as in training. Sharded parameters (DTensor) count with their global
+    shape.
     """
     counted: set[int] = set()
     units: list[Unit] = []
@@ -86,13 +92,18 @@ def count_model(model: PreTrainedModel, spec: ModelSpec) -> ModelCounts:
 
 
 def unit_modules(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
-    """The modules of each unit, from the embedding to the head, by path in the transformers model."""
+    """Return the paths of each unit's modules, from the embedding to the head."""
     embed = (spec.embed,) if spec.positions is None else (spec.embed, spec.positions)
     return (embed, *((layer.name,) for layer in spec.layers), (spec.norm, spec.head))
 
 
 def _count_unit(
-    model: PreTrainedModel, names: tuple[str, ...], kind: str, layer: LayerSpec | None, counted: set[int], below: bool
+    model: PreTrainedModel,
+    names: tuple[str, ...],
+    kind: str,
+    layer: LayerSpec | None,
+    counted: set[int],
+    below: bool,
 ) -> Unit:
     owned = [(f"{name}.{n}", p) for name in names for n, p in model.get_submodule(name).named_parameters()]
     new = [p for _, p in owned if id(p) not in counted]
@@ -140,7 +151,9 @@ def _core(layer: LayerSpec, config: PretrainedConfig) -> Core | None:
 
 
 def _site(model: nn.Module, name: str) -> str:
-    """The place in the transformers model where a parameter acts; for a LoRA factor, the place of what it adapts."""
+    """The place in the transformers model where a parameter acts; for a LoRA factor, the place of
+    what it adapts.
+    """
     module, lora, _ = name.partition(".lora_")
     wrapper = model.get_submodule(module) if lora else None
     if isinstance(wrapper, ParamWrapper):
@@ -151,13 +164,17 @@ def _site(model: nn.Module, name: str) -> str:
 def _stage(model: nn.Module, name: str, modules: tuple[str, ...], layer: LayerSpec | None) -> tuple[int, int, int, int]:
     """Return where in the dataflow of its unit a parameter acts.
 
-    A product needs the gradient of its input if something in an earlier unit or at an earlier stage is trainable.
-    Branches that run side by side share stages; one that joins late (such as the output gate) is taken to act where it
-    starts.
+    A product needs the gradient of its input if something in an earlier unit or at an earlier stage
+    is trainable. Branches that run side by side share stages; one that joins late (such as the
+    output gate) is taken to act where it starts.
     """
     site = _site(model, name)
     if layer is None:  # the head after the final norm
-        stage = (next(i for i, module in enumerate(modules) if f"{site}.".startswith(f"{module}.")), 0, 0)
+        stage = (
+            next(i for i, module in enumerate(modules) if f"{site}.".startswith(f"{module}.")),
+            0,
+            0,
+        )
     else:
         within = site.removeprefix(f"{layer.name}.")
         stage = layer.stage_of(within)
@@ -173,14 +190,16 @@ def _active_share(stacks: list[nn.Parameter], config: PretrainedConfig) -> float
 
 
 def _fold_rank(model: nn.Module, name: str) -> int:
-    """The rank of the adapter that a LoRA factor belongs to if PEFT folds it into its parameter, else 0."""
+    """The rank of the adapter that a LoRA factor belongs to if PEFT folds it into its parameter,
+    else 0.
+    """
     module, _, rest = name.partition(".lora_")
     wrapper = model.get_submodule(module)
     return wrapper.r[rest.split(".")[1]] if isinstance(wrapper, ParamWrapper) else 0
 
 
 def _last_product(layer: LayerSpec, names: list[str]) -> str | None:
-    """Return the weight of a layer's last product, if nothing after it is saved for the backward (`Kind.ends`)."""
+    """Return the weight of a layer's last product if nothing later is saved (`Kind.ends`)."""
     block = layer.blocks[-1]
     ends = tuple(f"{layer.name}.{block.path}.{end}." for end in block.kind.ends)
     candidates = [name for name in names if name.startswith(ends) and name.endswith(".weight")]

@@ -1,4 +1,4 @@
-"""What the rest of the project knows of a model: which modules it is made of, in order, and of what kind each is."""
+"""What the rest of the project knows of a model: its modules in order, and the kind of each."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class LayerSpec:
 
     name: str  # module path in the transformers model, such as "model.layers.3"
     kind: str
-    """What mixes its tokens: the name of a kind of `models/kinds`, or one of the family's own where several mixers lie
-    side by side."""
+    """What mixes its tokens: the name of a kind of `models/kinds`, or one of the family's own where
+    several mixers lie side by side."""
     feed_forward: str  # what follows in the same layer: dense | moe | none
     mixers: tuple[Block, ...] = field(default=(), repr=False)
     """What gives the layer its kind: one block, or several side by side."""
@@ -69,7 +69,7 @@ class LayerSpec:
         return tuple(f"{block.path}.{name}" for block in self.blocks for name in block.kind.experts)
 
     def stage_of(self, name: str) -> Stage | None:
-        """Return where a module or parameter acts, by its path in the layer; None where no kind says so."""
+        """Return where a module or parameter of the layer acts; None where no kind says so."""
         return next(self._stages_of(name), None)
 
     def _stages_of(self, name: str) -> Iterator[Stage]:
@@ -91,7 +91,9 @@ CORE_STAGE: Stage = (1, *CORE_STEP)
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A causal language model, or a pipeline stage of one, as an ordered list of modules by path in the whole model."""
+    """A causal language model, or a pipeline stage of one, as an ordered list of modules by path in
+    the whole model.
+    """
 
     family: str  # config.model_type
     embed: str
@@ -103,6 +105,7 @@ class ModelSpec:
     hidden_size: int
     vocab_size: int
     first: bool = True
-    """Holds the embedding, and that of positions. (A last stage has a tied one too, but only as its head's weight.)"""
+    """Holds the embedding, and that of positions. (A last stage has a tied one too, but only as its
+    head's weight.)"""
     last: bool = True
     """Holds final norm, head and loss."""

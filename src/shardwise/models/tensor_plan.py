@@ -27,7 +27,8 @@ def problem(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str | None:
 
 
 def split_blocks(hf: PreTrainedModel, layer: LayerSpec, num_ranks: int) -> dict[str, BlockSplit | None]:
-    """Return how each block of a layer is cut, by its path there; None for one that every rank computes whole.
+    """Return how each block of a layer is cut, by its path there; None for one that every rank
+    computes whole.
 
     Raises Indivisible.
     """
@@ -41,10 +42,12 @@ def split_blocks(hf: PreTrainedModel, layer: LayerSpec, num_ranks: int) -> dict[
     return splits
 
 
-def undealt_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> list[Counter[str]]:
-    """Return the bytes that a rank has of matrices that others have too, whole or in part: by name, for each unit.
+def replicated_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> list[Counter[str]]:
+    """Return the bytes that a rank has of matrices that others have too, whole or in part: by name,
+    for each unit.
 
-    Units are the embedding (and what else lies outside of the layers, as learned positions do), the layers, the head.
+    Units are the embedding (and what else lies outside of the layers, as learned positions do), the
+    layers, the head.
     """
     cuts = cuts_of(hf, spec, num_ranks)
     units = {f"{layer.name}.": Counter() for layer in spec.layers}
@@ -61,7 +64,9 @@ def undealt_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> lis
 
 
 def cuts_of(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
-    """Return how each parameter within the layers that is not whole is cut, by its name. Raises Indivisible."""
+    """Return how each parameter within the layers that is not whole is cut, by its name. Raises
+    Indivisible.
+    """
     cuts: dict[str, Cut] = {}
     for layer in spec.layers:
         for path, split in split_blocks(hf, layer, num_ranks).items():
@@ -72,7 +77,8 @@ def cuts_of(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, C
 
 
 def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
-    """Return how each parameter of a block, with PEFT's layers in it, that is not whole is cut, by its name there.
+    """Return how each parameter of a block, with PEFT's layers in it, that is not whole is cut, by
+    its name there.
 
     An adapter is cut as its base is: B with the features that come out, A with those that go in.
     """
@@ -90,7 +96,9 @@ def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
 
 
 def rows_in(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
-    """Return the linears of a block, with PEFT's layers in it, whose input features are cut, by their path there."""
+    """Return the linears of a block, with PEFT's layers in it, whose input features are cut, by
+    their path there.
+    """
     found = {}
     for path, module in block.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and not is_adapter(f"{path}."):
@@ -101,7 +109,9 @@ def rows_in(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
 
 
 def _goes_in(base: nn.Module, cut: Cut) -> bool:
-    """Return whether a linear [out, in], a Conv1D [in, out] or a stack of experts [E, out, in] is cut by its input."""
+    """Return whether a linear [out, in], a Conv1D [in, out] or a stack of experts [E, out, in] is
+    cut by its input.
+    """
     if isinstance(base, nn.Linear):
         return cut.dim == 1
     return cut.dim == (0 if isinstance(base, Conv1D) else 2)

@@ -17,7 +17,9 @@ HEAD_DIM = 2
 
 def block(num_heads: int, num_kv_heads: int) -> LlamaAttention:
     config = LlamaConfig(
-        hidden_size=HEAD_DIM * num_heads, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads
+        hidden_size=HEAD_DIM * num_heads,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
     )
     with torch.device("meta"):
         return LlamaAttention(config, 0)
@@ -38,7 +40,12 @@ def test_a_query_head_finds_its_own_key_head(num_kv_heads: int, groups: int, num
     for rank in range(num_ranks):
         own = {
             name: split.weights[f"{name}.weight"].rows.take(heads, 0, rank)[::HEAD_DIM].tolist()
-            for name, heads in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys), ("o_proj", queries))
+            for name, heads in (
+                ("q_proj", queries),
+                ("k_proj", keys),
+                ("v_proj", keys),
+                ("o_proj", queries),
+            )
         }
         assert (
             own["q_proj"]

@@ -70,7 +70,8 @@ def test_a_ranks_heads_find_their_own_group(num_groups: int, num_ranks: int) -> 
         assert z.equal(dt.repeat_interleave(size))
         assert x.equal(z)
         assert b.equal(c)
-        # Head h of the model reads group h // (heads / groups); the mixer's code says so of what it holds.
+        # Head h of the model reads group h // (heads / groups); the mixer's code says so of what it
+        # holds.
         read = b[::size].repeat_interleave(local_heads // local_groups)
         assert read.equal(dt // (heads // num_groups))
         assert split.weights["conv1d.weight"].rows.take(torch.cat(rows[1:4]), 0, rank).equal(torch.cat([x, b, c]))
@@ -78,7 +79,11 @@ def test_a_ranks_heads_find_their_own_group(num_groups: int, num_ranks: int) -> 
 
 @pytest.mark.parametrize(
     ("groups", "heads", "num_ranks", "what"),
-    [(3, 6, 2, "3 groups of heads of Mamba2"), (2, 6, 3, "2 groups of"), (1, 6, 4, "6 heads of Mamba2")],
+    [
+        (3, 6, 2, "3 groups of heads of Mamba2"),
+        (2, 6, 3, "2 groups of"),
+        (1, 6, 4, "6 heads of Mamba2"),
+    ],
 )
 def test_groups_and_heads_that_cannot_be_dealt_out(groups: int, heads: int, num_ranks: int, what: str) -> None:
     with pytest.raises(Indivisible, match=what):

@@ -1,4 +1,5 @@
-"""What a kind of block is called, and what its modules are called, stands in models/kinds and models/families alone."""
+"""What a kind of block is called, and what its modules are called, stands in models/kinds and
+models/families alone."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ NAMES = {name for kind in KINDS for name in (kind.name, *modules_of(kind)) if le
 
 
 def words(path: Path) -> Iterator[tuple[int, str]]:
-    """Identifiers, and words of strings that are not prose (which stands alone, as docstrings do), by line."""
+    """Identifiers, and words of strings that are not prose (which stands alone, as docstrings do),
+    by line."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -70,7 +72,11 @@ def test_no_name_stands_elsewhere() -> None:
 def test_the_search_finds_names(tmp_path: Path) -> None:
     file = tmp_path / "some.py"
     file.write_text('"""A docstring with q_proj."""\nx = "mlp"\ny.q_proj = "an mlp, and a moe"\nz = f"{x}.in_proj"\n')
-    assert {(line, word) for line, word in words(file) if word in NAMES} == {(2, "mlp"), (3, "q_proj"), (4, "in_proj")}
+    assert {(line, word) for line, word in words(file) if word in NAMES} == {
+        (2, "mlp"),
+        (3, "q_proj"),
+        (4, "in_proj"),
+    }
 
 
 def test_what_may_have_names_needs_them() -> None:
@@ -88,7 +94,15 @@ def test_all_kinds_are_listed() -> None:
 def test_a_kind_speaks_of_its_own_modules(kind: Kind) -> None:
     steps = [name for step in (*kind.before, *kind.after) for name in step]
     assert len(steps) == len(set(steps))
-    for names in (kind.shares_input, kind.ends, kind.gates, kind.gating, kind.rates, kind.bypassed, kind.experts):
+    for names in (
+        kind.shares_input,
+        kind.ends,
+        kind.gates,
+        kind.gating,
+        kind.rates,
+        kind.bypassed,
+        kind.experts,
+    ):
         assert set(names) <= set(steps)
     assert set(kind.shares_input) <= set(kind.before[0])
     assert kind.core is None or kind.mixes_tokens

@@ -1,4 +1,4 @@
-"""The model families that are proven to train right, and the ModelSpec of a model of one of them."""
+"""The families that are proven to train right, and the ModelSpec of a model of one of them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,17 @@ _COMMON = (
     *(Family(name) for name in ("llama", "qwen3", "olmo2")),
     Family(
         "qwen3_5_text",
-        mixers={"linear_attention": mixer("linear_attn", gated_delta_net.JOINED), "full_attention": FULL},
+        mixers={
+            "linear_attention": mixer("linear_attn", gated_delta_net.JOINED),
+            "full_attention": FULL,
+        },
     ),
     Family(
         "olmo_hybrid",
-        mixers={"linear_attention": mixer("linear_attn", gated_delta_net.SEPARATE), "full_attention": FULL},
+        mixers={
+            "linear_attention": mixer("linear_attn", gated_delta_net.SEPARATE),
+            "full_attention": FULL,
+        },
     ),
 )
 _PROVEN = (

@@ -41,7 +41,8 @@ class Cut:
     """What a pipeline stage must know of the base model around the layers (see models/stage.py)."""
 
     factor: str | None = None
-    """Attribute of the base model that multiplies the embeddings it is given, and not only its own."""
+    """Attribute of the base model that multiplies the embeddings it is given, and not only its
+    own."""
     dropout: str | None = None
     """The dropout between embedding and first layer."""
     layer_attribute: str | None = None
@@ -51,7 +52,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Family:
-    """The facts about a family of models (one `model_type`) that the rest of the project goes by."""
+    """The facts about a family of models, one `model_type`."""
 
     model_type: str
     embed: str = "model.embed_tokens"
@@ -61,16 +62,18 @@ class Family:
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: SOFTMAX)
     """From the entries of `config.layer_types` to what mixes tokens in such a layer."""
     feed_forward: Mapping[str, Blocks] = field(default_factory=lambda: {"dense": {"mlp": feed_forward.MLP}})
-    """What comes after the mixer of a layer, in layers without experts (dense) and with them (moe). A family whose
-    layers hold one block each has none."""
+    """What comes after the mixer of a layer, in layers without experts (dense) and with them (moe).
+    A family whose layers hold one block each has none."""
     norms: Norms = COMMON_NORMS
     """Names of a layer's own norms."""
     positions: str | None = None
     """A learned embedding of positions that is added to that of tokens."""
     cut: Cut = Cut()
-    """Where it differs from a base model that only runs its layers on the embeddings it is given."""
+    """Where it differs from a base model that only runs its layers on the embeddings it is
+    given."""
     router: str | None = None
-    """Class of the routers that are trained with a load-balancing loss, called with hidden states."""
+    """Class of the routers that are trained with a load-balancing loss, called with hidden
+    states."""
 
     logits_multiplied_by: str | None = None
     """Attribute of the config with a factor on what the head gives."""
@@ -80,11 +83,12 @@ class Family:
     """Attribute of the config with the cap c of c * tanh(logits / c); null in a config: no cap."""
 
     renamed_by_peft: tuple[str, ...] = ()
-    """Last parts of linears' names that PEFT takes for the names of routed experts (see `lora.save_adapter`)."""
+    """Last parts of linears' names that PEFT takes for the names of routed experts (see
+    `lora.save_adapter`)."""
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """All blocks that a layer may have, without repetition; several kinds may lie at one path."""
+        """All blocks that a layer may have; several kinds may lie at one path."""
         after = [Block(path, kind) for blocks in self.feed_forward.values() for path, kind in blocks.items()]
         return tuple(dict.fromkeys([*(block for mixer in self.mixers.values() for block in mixer.blocks), *after]))
 
@@ -125,7 +129,8 @@ class Family:
         return self._named(lambda kind: kind.bypassed)
 
     def mixers_of(self, config: PretrainedConfig) -> list[Mixer]:
-        """Return the mixer of every layer, in order; the same attention in all where the config lists none.
+        """Return the mixer of every layer, in order; the same attention in all where the config
+        lists none.
 
         Raises UserError for an entry that is none of `mixers`.
         """

@@ -1,4 +1,4 @@
-"""Falcon-H1: Mamba2 and full attention side by side on the same input in every layer, then an MLP."""
+"""Falcon-H1: Mamba2 and full attention side by side on the same input, then an MLP."""
 
 from shardwise.models.families.base import Cut, Family, Mixer
 from shardwise.models.kinds import attention, feed_forward, mamba2
@@ -9,7 +9,10 @@ FALCON_H1 = Family(
     norm="model.final_layernorm",
     logits_multiplied_by="lm_head_multiplier",
     mixers={
-        "hybrid": Mixer("attention_and_mamba2", (Block("self_attn", attention.FULL), Block("mamba", mamba2.MAMBA2)))
+        "hybrid": Mixer(
+            "attention_and_mamba2",
+            (Block("self_attn", attention.FULL), Block("mamba", mamba2.MAMBA2)),
+        )
     },
     feed_forward={"dense": {"feed_forward": feed_forward.MLP}},
     norms=Norms(between="pre_ff_layernorm"),

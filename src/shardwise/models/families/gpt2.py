@@ -1,4 +1,4 @@
-"""GPT-2: learned positions; its linears are transformers' Conv1D, which keep their weight as [in, out]."""
+"""GPT-2: learned positions; its linears are Conv1D, which keep their weight as [in, out]."""
 
 from shardwise.models.families.base import Cut, Family, mixer
 from shardwise.models.kinds import attention

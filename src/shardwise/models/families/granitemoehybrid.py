@@ -1,4 +1,4 @@
-"""Granite 4.0 hybrids: Mamba2 or full attention, then a mixture of experts beside an MLP that every token takes."""
+"""Granite 4.0 hybrids: Mamba2 or full attention, then a mixture of experts beside an MLP."""
 
 from shardwise.models.families.base import FULL, Cut, Family, mixer
 from shardwise.models.kinds import feed_forward, mamba2, mixture

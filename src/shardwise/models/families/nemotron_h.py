@@ -1,4 +1,4 @@
-"""Nemotron-H: one mixer per block, which is Mamba2, full attention, an MLP or a mixture of experts."""
+"""Nemotron-H: one block in each layer: Mamba2, full attention, an MLP or a mixture of experts."""
 
 from shardwise.models.families.base import Cut, Family, mixer
 from shardwise.models.kinds import attention, feed_forward, mamba2, mixture
@@ -16,6 +16,7 @@ NEMOTRON_H = Family(
     },
     feed_forward={},  # a block of its own
     norms=Norms(before="norm"),
-    # No router: its load is balanced by a bias on the scores (e_score_correction_bias), not by a loss.
+    # No router: its load is balanced by a bias on the scores (e_score_correction_bias), not by a
+    # loss.
     cut=Cut(layer_attribute="block_type"),
 )

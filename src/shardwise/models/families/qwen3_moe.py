@@ -1,4 +1,4 @@
-"""Qwen3-MoE: attention, then a mixture of experts, or an MLP in the layers that the config names."""
+"""Qwen3-MoE: attention, then a mixture of experts, or an MLP where the config says so."""
 
 from shardwise.models.families.base import Family
 from shardwise.models.kinds import feed_forward, mixture

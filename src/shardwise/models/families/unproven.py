@@ -36,11 +36,13 @@ _RENAMED = ("gate_proj", "up_proj", "down_proj", "gate")
 def inspect_family(model: PreTrainedModel) -> Family:
     """Return the family that a model on any device, with adapters or without, makes by itself.
 
-    The common shape: an embedding, one list of decoder layers, a final norm next to it, a head, and no parameter or
-    shared weight beside these, except embeddings such as that of positions. Raises UserError that says what is not so.
+    The common shape: an embedding, one list of decoder layers, a final norm next to it, a head, and
+    no parameter or shared weight beside these, except embeddings such as that of positions. Raises
+    UserError that says what is not so.
 
-    What the modules don't show is taken with care: layers that are not softmax attention keep transformers' name of
-    their type, linears that a fused kernel may read past are left without adapters, and no router has a loss.
+    What the modules don't show is taken with care: layers that are not softmax attention keep
+    transformers' name of their type, linears that a fused kernel may read past are left without
+    adapters, and no router has a loss.
     """
     layers, num_layers = _list_of_layers(model)
     embed, norm, head = _around_layers(model, layers)
@@ -136,7 +138,9 @@ def _check_weights(model: PreTrainedModel, head: str) -> None:
 
 
 def _guess(child: str, inside: Mapping[str, int], reads_past: bool) -> Kind:
-    """Return what the names below a child of a layer let one guess; `inside`: dims of a layer's parameters by name."""
+    """Return what the names below a child of a layer let one guess; `inside`: dims of a layer's
+    parameters by name.
+    """
     names = [name for name in inside if name.startswith(f"{child}.")]
     linears = sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
 
@@ -158,7 +162,7 @@ def _ends_with(name: str, ends: tuple[str, ...]) -> bool:
 
 
 def _mixer(layer_type: str, blocks: Blocks, attention: str) -> Mixer:
-    """Return the mixer of layers of a type: all blocks that may mix tokens, as it is not known which do."""
+    """Return the mixer of layers of a type: all blocks that may mix tokens."""
     return Mixer(
         layer_type,
         tuple(

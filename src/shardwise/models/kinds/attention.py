@@ -1,4 +1,5 @@
-"""Softmax attention: over all tokens before, over a window of them, or with keys and values made of a latent.
+"""Softmax attention: over all tokens before, over a window of them, or with keys and values made of
+a latent.
 
 Tensor parallelism shards the heads.
 """
@@ -28,13 +29,15 @@ from shardwise.models.tensor_cuts import (
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal softmax attention of N query heads, with queries and keys of size K and values of size V.
+    """Causal softmax attention of N query heads, with queries and keys of size K and values of size
+    V.
 
-    Token t meets t keys, (T + 1) / 2 on average; a query-key pair costs 2 K for its score and 2 V for its value, so a
-    forward is N (K + V) (T + 1) per token: half of what counters that ignore causality give. Grouped key/value heads
-    save memory, not products, nor do latent ones (DeepSeek-V2, arXiv 2405.04434), which training expands. Fused (flash)
-    kernels skip the masked half, and in the backward they compute the scores again: five products (scores, dQ and dK of
-    K, dP and dV of V) for the forward's two.
+    Token t meets t keys, (T + 1) / 2 on average; a query-key pair costs 2 K for its score and 2 V
+    for its value, so a forward is N (K + V) (T + 1) per token: half of what counters that ignore
+    causality give. Grouped key/value heads save memory, not products, nor do latent ones
+    (DeepSeek-V2, arXiv 2405.04434), which training expands. Fused (flash) kernels skip the masked
+    half, and in the backward they compute the scores again: five products (scores, dQ and dK of K,
+    dP and dV of V) for the forward's two.
     """
 
     num_heads: int
@@ -58,8 +61,8 @@ class Attention:
 class SlidingAttention:
     """Attention of which a token meets the last W keys only, itself among them.
 
-    On average over T tokens it meets W - W (W - 1) / 2T of them (W at most T), at 4 N H each. transformers hands fused
-    attention that band as a mask, which it applies to all T x T pairs.
+    On average over T tokens it meets W - W (W - 1) / 2T of them (W at most T), at 4 N H each.
+    transformers hands fused attention that band as a mask, which it applies to all T x T pairs.
     """
 
     num_heads: int
@@ -93,7 +96,7 @@ def sliding_core(config: PretrainedConfig) -> SlidingAttention:
 
 
 def latent_core(config: PretrainedConfig) -> Attention:
-    """Return the core of latent attention; `head_dim` of its config is the rotary part of its keys."""
+    """Return the core of latent attention; `head_dim` in its config is another size."""
     key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     return Attention(config.num_attention_heads, key_dim, config.v_head_dim)
 
@@ -103,10 +106,11 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
-    """Shard q, k, v by heads, o by what the heads give: the shape of most families, with grouped heads or without.
+    """Shard q, k, v by heads, o by what the heads give: the shape of most families, with grouped
+    heads or without.
 
-    With fewer key/value heads than ranks, neighbours hold the same one. Norms of q and k over a head are whole on every
-    rank; those over all heads are sharded.
+    With fewer key/value heads than ranks, neighbours hold the same one. Norms of q and k over a
+    head are whole on every rank; those over all heads are sharded.
     """
     size = block.head_dim
     leaves = "o_proj" if hasattr(block, "o_proj") else "out_proj"

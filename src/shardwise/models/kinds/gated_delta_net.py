@@ -1,7 +1,7 @@
 """Gated DeltaNet (arXiv 2412.06464): a recurrence that decays its state and corrects what it reads.
 
-Tensor parallelism shards the key heads, with the value heads that go with each. Families pack its projections in three
-ways, each of which is a `Kind` here.
+Tensor parallelism shards the key heads, with the value heads that go with each. Families pack its
+projections in three ways, each of which is a `Kind` here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Kind
-from shardwise.models.tensor_cuts import BlockSplit, Cut, Rows, blocked, even, linear, require_divides
+from shardwise.models.tensor_cuts import (
+    BlockSplit,
+    Cut,
+    Rows,
+    blocked,
+    even,
+    linear,
+    require_divides,
+)
 
 HEADS = "key heads of Gated DeltaNet"
 VALUE_HEADS = "value heads of Gated DeltaNet"
@@ -20,17 +28,20 @@ VALUE_HEADS = "value heads of Gated DeltaNet"
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """The gated delta rule (arXiv 2412.06464) of N value heads, with a state S of K x V (key and value size) per head.
+    """The gated delta rule (arXiv 2412.06464) of N value heads, with a state S of K x V (key and
+    value size) per head.
 
-    Model FLOPs, the recurrence on one token: decay S (K V), predict the value S^T k (2 K V), add k times its error
-    (2 K V), read S^T q (2 K V): 7 N K V. (Megatron-LM counts 8 N V^2.)
+    Model FLOPs, the recurrence on one token: decay S (K V), predict the value S^T k (2 K V), add k
+    times its error (2 K V), read S^T q (2 K V): 7 N K V. (Megatron-LM counts 8 N V^2.)
 
-    Executed, per head and chunk of C tokens: products k k^T and q k^T (2 C^2 K each), weights times new values (2 C^2
-    V), the state read by keys and by queries and then updated (2 C K V each); and two unit-triangular solves of a C x
-    C system with K and with V columns, C (C - 1) per column, which torch's FLOP counter counts as 0. The backward has
-    two products for each of those, less what has no gradient: the first chunk reads a constant state (2 C K V saved
-    twice) and the last one's updated state is dropped (4 C K V). A solve's backward is the transposed solve and one
-    full product, 2 C^2 per column. Kernels of other packages chunk in their own way; their count differs.
+    Executed, per head and chunk of C tokens: products k k^T and q k^T (2 C^2 K each), weights times
+    new values (2 C^2 V), the state read by keys and by queries and then updated (2 C K V each); and
+    two unit-triangular solves of a C x C system with K and with V columns, C (C - 1) per column,
+    which torch's FLOP counter counts as 0. The backward has two products for each of those, less
+    what has no gradient: the first chunk reads a constant state (2 C K V saved twice) and the last
+    one's updated state is dropped (4 C K V). A solve's backward is the transposed solve and one
+    full product, 2 C^2 per column. Kernels of other packages chunk in their own way; their count
+    differs.
     """
 
     num_heads: int
@@ -70,7 +81,7 @@ def core(config: PretrainedConfig) -> GatedDeltaNet:
 
 
 def split_by_key_head(block: Any, num_ranks: int) -> BlockSplit:
-    """Shard two projections, in which the q, k, v and z of a key head lie together, and so do its b and a."""
+    """Shard two projections: q, k, v and z of a key head lie together, and so do its b and a."""
     require_divides(num_ranks, block.num_k_heads, HEADS)
     keys, values, heads = block.key_dim, block.value_dim, block.num_v_heads
     projections = {
@@ -81,7 +92,7 @@ def split_by_key_head(block: Any, num_ranks: int) -> BlockSplit:
 
 
 def split_joined(block: Any, num_ranks: int) -> BlockSplit:
-    """Shard a projection in which q, k and v lie one after the other, and one each for z, b and a."""
+    """Shard a projection of q, k and v, one after the other, and one each of z, b and a."""
     require_divides(num_ranks, block.num_k_heads, HEADS)
     keys, values = block.key_dim, block.value_dim
     per_head = even(num_ranks, block.num_v_heads, VALUE_HEADS)
@@ -111,7 +122,7 @@ def split_separate(block: Any, num_ranks: int) -> BlockSplit:
 
 
 def _split(block: Any, num_ranks: int, projections: dict[str, Rows], out: str) -> BlockSplit:
-    """Add what all have: the convolution over [q, k, v], rates of decay per value head, and the last projection."""
+    """Add what all have: convolution over [q, k, v], rates of decay, and the last projection."""
     keys, values = block.key_dim, block.value_dim
     channels = blocked(num_ranks, (keys, keys, values), HEADS)
     per_head = even(num_ranks, block.num_v_heads, VALUE_HEADS)
@@ -119,7 +130,11 @@ def _split(block: Any, num_ranks: int, projections: dict[str, Rows], out: str) -
         name: cut for path, rows in projections.items() for name, cut in linear(block, path, "out", rows).items()
     }
     weights |= linear(block, out, "in", even(num_ranks, values, HEADS))
-    weights |= {"conv1d.weight": Cut(0, channels), "A_log": Cut(0, per_head), "dt_bias": Cut(0, per_head)}
+    weights |= {
+        "conv1d.weight": Cut(0, channels),
+        "A_log": Cut(0, per_head),
+        "dt_bias": Cut(0, per_head),
+    }
     attributes = {
         name: getattr(block, name) // num_ranks
         for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
@@ -151,7 +166,10 @@ JOINED = replace(
 """Qwen3.5's: q, k and v in one projection, one after the other."""
 SEPARATE = replace(
     BY_KEY_HEAD,
-    before=(("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"), ("conv1d", "A_log", "dt_bias")),
+    before=(
+        ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
+        ("conv1d", "A_log", "dt_bias"),
+    ),
     after=(("o_norm",), ("o_proj",)),
     split=split_separate,
     shares_input=("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),

@@ -1,8 +1,9 @@
-"""JetBlock: a gated delta rule whose values pass a convolution with kernels generated from the input.
+"""JetBlock: a gated delta rule whose values pass a convolution with kernels generated from the
+input.
 
-Tensor parallelism shards the heads. What generates the kernels of a token has two factors: all heads share the result
-of the first one, which is whole on every rank; of the second one the rows of a head, W of each of its value channels,
-lie together.
+Tensor parallelism shards the heads. What generates the kernels of a token has two factors: all
+heads share the result of the first one, which is whole on every rank; of the second one the rows of
+a head, W of each of its value channels, lie together.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ HEADS = "heads of JetBlock"
 
 @dataclass(frozen=True)
 class DynamicConvolution:
-    """A convolution of C channels whose kernel of W taps is an activation: another one for each token and channel.
+    """A convolution of C channels whose kernel of W taps is an activation: another one for each
+    token and channel.
 
-    A tap is a multiply-add, so a forward is 2 W C; a backward has as much for the values and as much for the kernels.
-    All of it is elementwise, so that torch's FLOP counter counts 0. (What generates the kernels are linears.)
+    A tap is a multiply-add, so a forward is 2 W C; a backward has as much for the values and as
+    much for the kernels. All of it is elementwise, so that torch's FLOP counter counts 0. (What
+    generates the kernels are linears.)
     """
 
     num_channels: int
@@ -56,14 +59,30 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     """
     per_head = even(num_ranks, block.A_log.numel(), HEADS)
     weights = {name: Cut(0, per_head) for name in ("A_log", "dt_bias")}
-    for path in ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "dynamic_conv1d.kernel_generator.w2"):
+    for path in (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "g_proj",
+        "a_proj",
+        "b_proj",
+        "dynamic_conv1d.kernel_generator.w2",
+    ):
         features = even(num_ranks, unwrapped(block.get_submodule(path)).out_features, HEADS)
         weights |= linear(block, path, "out", features)
     values = even(num_ranks, unwrapped(block.get_submodule("o_proj")).in_features, HEADS)
     return BlockSplit(weights | linear(block, "o_proj", "in", values))
 
 
-FIRST = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "dynamic_conv1d.kernel_generator.w1")
+FIRST = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "a_proj",
+    "b_proj",
+    "g_proj",
+    "dynamic_conv1d.kernel_generator.w1",
+)
 JET_BLOCK = Kind(
     "jet_block",
     before=(FIRST, ("dynamic_conv1d.kernel_generator.w2", "A_log", "dt_bias")),

@@ -1,7 +1,8 @@
-"""Kimi Delta Attention (Kimi Linear, arXiv 2510.26692): the delta rule with a decay for each channel.
+"""Kimi Delta Attention (Kimi Linear, arXiv 2510.26692): the delta rule with a decay for each
+channel.
 
-Tensor parallelism shards the heads. Where a projection has two factors, all heads share the result of the first one,
-which is whole on every rank.
+Tensor parallelism shards the heads. Where a projection has two factors, all heads share the result
+of the first one, which is whole on every rank.
 """
 
 from __future__ import annotations
@@ -12,20 +13,31 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Kind
-from shardwise.models.tensor_cuts import BlockSplit, Cut, blocked, depthwise, even, linear, require_divides
+from shardwise.models.tensor_cuts import (
+    BlockSplit,
+    Cut,
+    blocked,
+    depthwise,
+    even,
+    linear,
+    require_divides,
+)
 
 
 @dataclass(frozen=True)
 class KimiDeltaAttention:
-    """The delta rule with a decay per channel (arXiv 2510.26692): N heads, with a state of H x H per head.
+    """The delta rule with a decay per channel (arXiv 2510.26692): N heads, with a state of H x H
+    per head.
 
-    Model FLOPs, the recurrence on one token: as in Gated DeltaNet, whose decay is one number per head, 7 N H^2.
+    Model FLOPs, the recurrence on one token: as in Gated DeltaNet, whose decay is one number per
+    head, 7 N H^2.
 
-    Executed, per head and chunk of C tokens. As matrix products: the inverted system times values and keys, and weights
-    times new values (2 C^2 H each); the state read by keys and by queries and then updated (2 C H^2 each). Written out
-    with elements, as the decay lies inside the sums, so that torch's FLOP counter counts 0: k k^T and q k^T (2 C^2 H
-    each) and the inversion row by row (2 i^2 for row i: C (C - 1) (2 C - 1) / 3). The backward has two products for
-    each, less what has no gradient: as in Gated DeltaNet, 8 C H^2 per sequence.
+    Executed, per head and chunk of C tokens. As matrix products: the inverted system times values
+    and keys, and weights times new values (2 C^2 H each); the state read by keys and by queries and
+    then updated (2 C H^2 each). Written out with elements, as the decay lies inside the sums, so
+    that torch's FLOP counter counts 0: k k^T and q k^T (2 C^2 H each) and the inversion row by row
+    (2 i^2 for row i: C (C - 1) (2 C - 1) / 3). The backward has two products for each, less what
+    has no gradient: as in Gated DeltaNet, 8 C H^2 per sequence.
     """
 
     num_heads: int
@@ -66,7 +78,10 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     width, num_heads, what = block.qkv_dim, block.num_heads, "heads of Kimi Delta Attention"
     require_divides(num_ranks, num_heads, what)
     per_head, features = even(num_ranks, num_heads, what), even(num_ranks, width, what)
-    weights = {"forget_gate.dt_bias": Cut(0, features), "forget_gate.A_log": Cut(2, per_head)}  # [N H] and [1, 1, N, 1]
+    weights = {
+        "forget_gate.dt_bias": Cut(0, features),
+        "forget_gate.A_log": Cut(2, per_head),
+    }  # [N H] and [1, 1, N, 1]
     for name in ("q_proj", "k_proj", "v_proj", "g_b_proj", "forget_gate.f_b_proj"):
         weights |= linear(block, name, "out", features)
     weights |= linear(block, "b_proj", "out", per_head) | linear(block, "o_proj", "in", features)

@@ -1,4 +1,5 @@
-"""Mamba (the first one, arXiv 2312.00752): a selective scan, in which each channel has a state of its own.
+"""Mamba (the first one, arXiv 2312.00752): a selective scan, in which each channel has a state of
+its own.
 
 Tensor parallelism shards the channels.
 """
@@ -11,15 +12,24 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Kind
-from shardwise.models.tensor_cuts import BlockSplit, Cut, blocked, depthwise, even, linear, unwrapped
+from shardwise.models.tensor_cuts import (
+    BlockSplit,
+    Cut,
+    blocked,
+    depthwise,
+    even,
+    linear,
+    unwrapped,
+)
 
 
 @dataclass(frozen=True)
 class Mamba:
     """The selective scan of Mamba (arXiv 2312.00752): C channels, each with a state of S.
 
-    Model FLOPs, the recurrence on one token: decay the state (C S), add x B^T (2 C S), read with C (2 C S): 5 C S, as
-    for Mamba2. Executed: the same, token by token; the read alone is a matrix product.
+    Model FLOPs, the recurrence on one token: decay the state (C S), add x B^T (2 C S), read with C
+    (2 C S): 5 C S, as for Mamba2. Executed: the same, token by token; the read alone is a matrix
+    product.
     """
 
     num_channels: int
@@ -53,7 +63,10 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     weights = linear(block, "in_proj", "out", blocked(num_ranks, (width, width), what))
     weights |= depthwise(block, "conv1d", channels)
     weights |= linear(block, "x_proj", "in", channels) | linear(block, "dt_proj", "out", channels)
-    weights |= {"A_log": Cut(0, channels), "D": Cut(0, channels)}  # [channels, state] and [channels]
+    weights |= {
+        "A_log": Cut(0, channels),
+        "D": Cut(0, channels),
+    }  # [channels, state] and [channels]
     return BlockSplit(weights | linear(block, "out_proj", "in", channels), summed=("x_proj",))
 
 

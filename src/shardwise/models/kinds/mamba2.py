@@ -1,4 +1,5 @@
-"""Mamba2 (arXiv 2405.21060): a state-space scan by heads, each of which reads one of several groups of B and C.
+"""Mamba2 (arXiv 2405.21060): a state-space scan by heads, each of which reads one of several groups
+of B and C.
 
 Tensor parallelism shards the heads, with the group that each reads.
 """
@@ -32,14 +33,16 @@ HEADS = "heads of Mamba2"
 
 @dataclass(frozen=True)
 class Mamba2:
-    """The state-space scan of Mamba2 (arXiv 2405.21060): N heads of size P, with a state of P x S per head.
+    """The state-space scan of Mamba2 (arXiv 2405.21060): N heads of size P, with a state of P x S
+    per head.
 
-    Model FLOPs, the recurrence on one token: decay the state (P S), add x B^T (2 P S), read with C (2 P S): 5 N P S.
-    (Megatron-LM counts 7, the discretisation included.)
+    Model FLOPs, the recurrence on one token: decay the state (P S), add x B^T (2 P S), read with C
+    (2 P S): 5 N P S. (Megatron-LM counts 7, the discretisation included.)
 
-    Executed, per head and chunk of Q tokens: scores C B^T (2 Q^2 S), scores times x (2 Q^2 P), the chunk's state and
-    the read of the state before it (2 Q P S each); then, over the n chunks of a sequence, all states passed on at
-    once by one (n + 1) x (n + 1) product, 2 (n + 1)^2 P S. Twice that in the backward.
+    Executed, per head and chunk of Q tokens: scores C B^T (2 Q^2 S), scores times x (2 Q^2 P), the
+    chunk's state and the read of the state before it (2 Q P S each); then, over the n chunks of a
+    sequence, all states passed on at once by one (n + 1) x (n + 1) product, 2 (n + 1)^2 P S. Twice
+    that in the backward.
     """
 
     num_heads: int
@@ -71,7 +74,8 @@ def core(config: PretrainedConfig) -> Mamba2:
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
-    """Shard by heads. The first projection gives [z, x, B, C, dt]; x, B and C go through the convolution.
+    """Shard by heads. The first projection gives [z, x, B, C, dt]; x, B and C go through the
+    convolution.
 
     Consecutive heads read one group. With fewer groups than ranks, neighbours hold the same one.
     """
@@ -109,13 +113,16 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
         attributes,
         norms={"norm": partial(gated_rms_norm, normed)} if spread else {},
         buffers={"mup_vector": Cut(2, way_in)} if hasattr(block, "mup_vector") else {},
-        # mamba_ssm's training kernel ends with a norm over the features that this rank has of a group.
+        # mamba_ssm's training kernel ends with a norm over the features that this rank has of a
+        # group.
         as_in_evaluation=spread,
     )
 
 
 def _norm_groups(block: Any) -> int:
-    """Return the number of groups of features that the norm is over; 0: there is none, which Falcon-H1 may choose."""
+    """Return the number of groups of features that the norm is over; 0: there is none, which
+    Falcon-H1 may choose.
+    """
     if not hasattr(block.norm, "weight"):
         return 0
     if hasattr(block.norm, "group_size"):
@@ -125,7 +132,8 @@ def _norm_groups(block: Any) -> int:
 
 
 def gated_rms_norm(num_groups: int, norm: Any, num_features: int, add_up: Sum) -> Callable[..., torch.Tensor]:
-    """Return an RMS norm over the features of each group, which several ranks share, before or after a gate.
+    """Return an RMS norm over the features of each group, which several ranks share, before or
+    after a gate.
 
     In float32, as transformers' Mamba2 layers have it.
     """
@@ -151,6 +159,7 @@ MAMBA2 = Kind(
     keeps_documents_apart=True,
     ends=("out_proj",),
     rates=("A_log",),
-    # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
+    # mamba_ssm's training kernel ends with the output projection and takes its weight as an
+    # argument.
     bypassed=("out_proj",),
 )

@@ -1,4 +1,6 @@
-"""Mixtures of experts. Tensor parallelism shards the feed-forward width of every expert alike; routers are whole."""
+"""Mixtures of experts. Tensor parallelism shards the feed-forward width of every expert alike;
+routers are whole.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from typing import Any
 
 from shardwise.models.kinds import feed_forward
 from shardwise.models.kinds.base import Kind
-from shardwise.models.tensor_cuts import BlockSplit, Cut, Rows, Segment, blocked, even, linear, unwrapped
+from shardwise.models.tensor_cuts import (
+    BlockSplit,
+    Cut,
+    Rows,
+    Segment,
+    blocked,
+    even,
+    linear,
+    unwrapped,
+)
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
@@ -26,7 +37,12 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     latent = getattr(block, "fc2_latent_proj", None)  # Nemotron-H, where experts have a narrower width of their own
     if getattr(latent, "bias", None) is not None:
         # Held whole, but called a share, so that its bias is added once and not on each rank.
-        weights |= linear(block, "fc2_latent_proj", "in", Rows(num_ranks, (Segment(unwrapped(latent).in_features, 1),)))
+        weights |= linear(
+            block,
+            "fc2_latent_proj",
+            "in",
+            Rows(num_ranks, (Segment(unwrapped(latent).in_features, 1),)),
+        )
     for name in ("shared_expert", "shared_experts"):
         if hasattr(block, name):
             weights |= feed_forward.cuts(block, name, num_ranks)

@@ -1,4 +1,4 @@
-"""Jet-Nemotron: JetBlock, full and sliding-window attention, one of them in each layer, then an MLP."""
+"""Jet-Nemotron: JetBlock, full attention or sliding attention, then an MLP."""
 
 from shardwise.models.families.base import SOFTMAX, Family, mixer
 from shardwise.models.kinds import jet_block
