@@ -93,7 +93,7 @@ def _facts(cell: Cell, job: Job, mesh: Mesh, batches: Sequence[Batch]) -> Facts:
         for part in job.pm.parts
         if isinstance(part, CausalLM)
         for layer in part.spec.layers
-        for path in FAMILIES[cell.family].splits
+        for path in FAMILIES[cell.family].paths
         if any(name.startswith(f"{layer.name}.{path}.") for name in named)
     ]
     cut = {name: dim for name, parameter in named.items() if (dim := _tp_dim(parameter)) is not None}
@@ -117,7 +117,7 @@ def _facts(cell: Cell, job: Job, mesh: Mesh, batches: Sequence[Batch]) -> Facts:
         hidden_bytes=4 * batches[0].input_ids.numel() * job.spec.hidden_size,
         num_tokens=batches[0].input_ids.numel(),
         num_blocks=len(blocks),
-        num_mixers=len(FAMILIES[cell.family].token_mixers.get(job.spec.layers[0].kind, ("attn",))),
+        num_mixers=len(job.spec.layers[0].mixers),
         in_blocks=frozenset(name for name in named if name.startswith(tuple(blocks))),
         shared_bytes=tuple(_shared({name: whole[name] for name in trained & cut.keys()}, job.hf.config, sizes["tp"])),
         first=first,

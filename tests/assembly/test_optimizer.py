@@ -65,6 +65,9 @@ DELTA_NET = {"linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.norm.weigh
 QK_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 NOT_DECAYED = {
     "tiny-llama": PLAIN_NORMS,
+    "tiny-olmo2": {
+        *QK_NORMS, "post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "norm.weight",
+    },
     "tiny-qwen3_moe": {*PLAIN_NORMS, *QK_NORMS, "mlp.gate.weight"},
     "tiny-qwen3_5": {
         *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight",

@@ -135,7 +135,8 @@ def draw(seed: int, folder: Path) -> Draw:
         training=Training(output_dir="unused", steps=STEPS, device="cpu", seed=seed),
     )
     hf_config = load.read_config(cfg.model)
-    cfg = replace(cfg, training=_training(cfg, sizes, FAMILIES[family].kinds(hf_config), random["training"]))
+    kinds = [mixer.name for mixer in FAMILIES[family].mixers_of(hf_config)]
+    cfg = replace(cfg, training=_training(cfg, sizes, kinds, random["training"]))
     if random["lora"].random() < 0.6:
         cfg = replace(cfg, lora=_lora(cfg, hf_config, random["lora"]))
     if cfg.training.precision == "bfloat16":  # weights off by 1e-7 may be rounded the other way: they stay as they are

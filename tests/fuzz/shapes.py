@@ -297,6 +297,7 @@ def _jet_nemotron(sizes: Sizes) -> dict[str, Any]:
 _FLAGS = {
     "llama": ("attention_bias", "mlp_bias"),
     "qwen3": ("attention_bias",),
+    "olmo2": ("attention_bias",),
     "qwen3_moe": ("attention_bias", "norm_topk_prob"),
     "qwen3_5_text": ("attention_bias",),
     "qwen3_next": ("attention_bias", "norm_topk_prob"),
@@ -315,6 +316,7 @@ _FLAGS = {
 _OWN = {
     "llama": _llama,
     "qwen3": _qwen3,
+    "olmo2": _attention,
     "qwen3_moe": _qwen3_moe,
     "qwen3_5_text": _delta_net,
     "qwen3_next": _qwen3_next,

@@ -11,18 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import PreTrainedModel
 
 from shardwise.metrics.flops import hardware_flops_per_token, model_flops_per_token, utilization
-from shardwise.models.cores import (
-    Attention,
-    Both,
-    Core,
-    DynamicConvolution,
-    GatedDeltaNet,
-    KimiDeltaAttention,
-    Mamba,
-    SlidingAttention,
-)
 from shardwise.models.counts import ModelCounts, count_model
-from shardwise.models.families.base import ATTENTION
+from shardwise.models.kinds.attention import Attention, SlidingAttention
+from shardwise.models.kinds.base import Both, Core
+from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
+from shardwise.models.kinds.jet_block import DynamicConvolution
+from shardwise.models.kinds.kda import KimiDeltaAttention
+from shardwise.models.kinds.mamba import Mamba
 from shardwise.models.patches.dropout import DropoutState
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.activation_checkpoint import recompute
@@ -116,7 +111,7 @@ EXPERTS = {
 @pytest.mark.parametrize("checkpointing", ["operators", "one-kind"])
 def test_selective_checkpointing_matches_the_counter(family, checkpointing):
     model, spec = build(family)
-    attention = next(layer.kind for layer in spec.layers if layer.kind in ATTENTION)
+    attention = next(layer.kind for layer in spec.layers if layer.attention)
     check(model, spec, [attention] if checkpointing == "one-kind" else checkpointing)
 
 

@@ -35,6 +35,7 @@ _HYBRID = {
 _MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 32}
 CONFIGS = {
     "llama": {"num_hidden_layers": 2},
+    "olmo2": {"num_hidden_layers": 2, "head_dim": 8},
     "qwen3": {
         "num_hidden_layers": 2,
         "head_dim": 8,

@@ -20,6 +20,7 @@ from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, Family, family_of, spec_of
+from shardwise.models.families.base import Mixer
 from shardwise.models.patches import patch
 from shardwise.models.patches.loss import loss_of_run
 from shardwise.models.patches.router_loss import RouterLoss
@@ -213,7 +214,7 @@ def test_chunked_loss_with_a_soft_cap(monkeypatch, tmp_path):
         logits_soft_cap=1.0,
     )
     config.save_pretrained(tmp_path)
-    mixers = {layer_type: layer_type for layer_type in config.layer_types}
+    mixers = {layer_type: Mixer(layer_type, ()) for layer_type in config.layer_types}
     family = Family("recurrent_gemma", norm="model.final_norm", mixers=mixers, logits_capped_by="logits_soft_cap")
     monkeypatch.setitem(FAMILIES, "recurrent_gemma", family)
     chunked, plain = (with_loss(tmp_path, loss) for loss in ("chunked", "plain"))

@@ -14,6 +14,7 @@ from tests.models.tiny import PLAIN, TINY, on_meta, tiny, tokens
 
 KINDS = {
     "tiny-qwen3": ["full_attention"] * 3 + ["sliding_attention"],
+    "tiny-olmo2": ["full_attention"] * 4,
     "tiny-qwen3_moe": ["full_attention"] * 4,
     "tiny-lfm2": ["short_convolution"] * 2 + ["full_attention", "short_convolution"],
     "tiny-gpt2": ["full_attention"] * 4,
@@ -114,7 +115,7 @@ def test_an_unknown_kind_of_layer() -> None:
     config = read_config(tiny("tiny-llama"))
     config.layer_types = ["full_attention", "sideways"]
     with pytest.raises(UserError, match="has 'sideways', which llama does not know here; it may have full_attention, "):
-        FAMILIES["llama"].kinds(config)
+        FAMILIES["llama"].mixers_of(config)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -24,6 +24,7 @@ from tests.models.tiny import PLAIN, TINY, logits, on_meta, relative_error, tiny
 # and out; layer 1 has 2 stacks, the others an MLP. JetBlock: q, k, v, a, b, g, o and the generator's w1 and w2; an MLP.
 EXPECTED = {
     "tiny-llama": {"full_attention": (4 * 7, 28, 28, 16)},
+    "tiny-olmo2": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-qwen3": {"full_attention": (3 * 7, 21, 21, 12), "sliding_attention": (7, 7, 7, 4)},
     "tiny-qwen3_moe": {"full_attention": (4 * 4 + 3 + 3 * 2, 19, 25, 16)},
     "tiny-lfm2": {"short_convolution": (3 * 5, 15, 15, 0), "full_attention": (7, 7, 7, 4)},

@@ -42,7 +42,9 @@ def test_inspection_finds_what_is_written_of_the_listed_families(name: str) -> N
         assert set(found.experts) == set(known.experts)
         assert set(found.gates) >= set(known.gates)
         assert set(found.bypassed) >= set(known.bypassed)
-        assert set(found.feed_forward) >= set(known.feed_forward) & {n.partition(".")[0] for n in _inside(model)}
+        assert set(found.feed_forward_paths) >= set(known.feed_forward_paths) & {
+            n.partition(".")[0] for n in _inside(model)
+        }
 
 
 def _inside(model: PreTrainedModel) -> set[str]:

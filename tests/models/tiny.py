@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.config import Lora, Model
-from shardwise.models.families import spec_of
+from shardwise.models.families import Family, spec_of
 from shardwise.models.load import build_meta, fill, read_config, weights
 from shardwise.models.lora import Coverage, adapter_weights, inject
 
@@ -19,6 +20,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 PLAIN = (  # one of each family
     "tiny-llama",
     "tiny-qwen3",
+    "tiny-olmo2",
     "tiny-qwen3_moe",
     "tiny-qwen3_5",
     "tiny-qwen3_next",
@@ -48,6 +50,17 @@ def on_meta(model: Model) -> PreTrainedModel:
 def entries(model: Model, seed: int = 0) -> dict[str, torch.Tensor]:
     """All of the model's weights by transformers name."""
     return dict(weights(on_meta(model), model, seed))
+
+
+def with_whole_feed_forwards(family: Family) -> Family:
+    """The family, of which tensor parallelism leaves the feed-forwards whole."""
+    return replace(
+        family,
+        feed_forward={
+            label: {path: replace(kind, split=None) for path, kind in blocks.items()}
+            for label, blocks in family.feed_forward.items()
+        },
+    )
 
 
 def with_adapters(model: Model, lora: Lora, factor_std: float = 0.05) -> tuple[PreTrainedModel, Coverage]:

@@ -16,7 +16,6 @@ from shardwise.assembly.describe import describe
 from shardwise.config import UserError
 from shardwise.interfaces import Batch
 from shardwise.metrics.memory import PeakMemory
-from shardwise.models.families.base import ATTENTION
 from shardwise.parallel.activation_checkpoint import PRODUCTS, _keep_products
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import forward_backward
@@ -56,8 +55,9 @@ def _gradients(
 
 
 def _all_ways(family: str, mode: str, precision: str) -> tuple[list[tuple[dict[str, torch.Tensor], Any]], bool]:
-    kinds = {layer.kind for layer in _build(family, mode, "none")[0].spec.layers}
-    attention = sorted(kinds & set(ATTENTION))
+    layers = _build(family, mode, "none")[0].spec.layers
+    kinds = {layer.kind for layer in layers}
+    attention = sorted({layer.kind for layer in layers if layer.attention})
     ways = ("none", "operators", "full", attention)
     return [_gradients(family, mode, way, precision) for way in ways], kinds == set(attention)
 

@@ -1,7 +1,6 @@
 """What a config may turn on or off, sizes that are no powers of two, and blocks left whole: against one process."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from transformers.models.granitemoehybrid import modeling_granitemoehybrid as gr
 
 from shardwise.models import families
 from tests.distributed import run_ranks
-from tests.models.tiny import CONFIGS
+from tests.models.tiny import CONFIGS, with_whole_feed_forwards
 from tests.parity import harness
 from tests.parity.harness import Cell, compare, run_cell, verdict
 
@@ -73,7 +72,7 @@ def test_a_block_that_is_left_whole(cell: Cell, monkeypatch: pytest.MonkeyPatch)
     """Every rank computes all of a feed-forward, of a mixture with its router's own loss too."""
     (reference,) = run_ranks(1, run_cell, cell.reference())
     family = families.FAMILIES[cell.family]
-    monkeypatch.setitem(families.FAMILIES, cell.family, replace(family, splits=family.splits | {"mlp": None}))
+    monkeypatch.setitem(families.FAMILIES, cell.family, with_whole_feed_forwards(family))
     assert verdict(compare(run_ranks(2, run_cell, cell), reference)) == []
 
 

@@ -26,7 +26,7 @@ from shardwise.parallel.tensor_axis import TensorAxis
 from shardwise.parallel.tensor_modules import split_embedding
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
-from tests.models.tiny import CONFIGS, on_meta, tiny
+from tests.models.tiny import CONFIGS, on_meta, tiny, with_whole_feed_forwards
 from tests.parity import harness
 from tests.parity.harness import Cell, microbatches, run_config, start
 
@@ -41,7 +41,7 @@ from tests.parity.harness import Cell, microbatches, run_config, start
         ("tiny-llama", 100, "this llama has 256 tokens in its vocabulary, "),
         # 12 heads of JetBlock and of attention, 2 of keys and values, 8,960 feed-forward features.
         ("jet-nemotron-2b", 8, "this jet_nemotron has 12 heads of JetBlock, which .* use 1, 2 or 4$"),
-        ("tiny-qwen3_next", 3, "this qwen3_next has 32 features of an expert, which .* use 1, 2 or 4$"),
+        ("tiny-qwen3_next", 3, "this qwen3_next has 4 key heads of Gated DeltaNet, which .* use 1, 2 or 4$"),
     ],
 )
 def test_a_model_that_cannot_be_dealt_out_says_to_how_many_it_can(name, tp, told):
@@ -107,7 +107,7 @@ def test_what_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
     assert run_ranks(2, notes_and_matrices, Cell("gpt2", "tp", "full", 2)) == [((TOLD + parts,), 1024 * 64 * 4)] * 2
     # And a block that is not cut at all: up and down, 64 x 172 and back.
     llama = families.FAMILIES["llama"]
-    monkeypatch.setitem(families.FAMILIES, "llama", replace(llama, splits=llama.splits | {"mlp": None}))
+    monkeypatch.setitem(families.FAMILIES, "llama", with_whole_feed_forwards(llama))
     one = 4 * 64 * 172 * 4
     parts = ", ".join(f"mlp.{name} ({one:,})" for name in ("gate_proj", "up_proj", "down_proj"))
     expected = ((f"{TOLD}{parts}; {3 * one:,} in the whole model",), 3 * one)

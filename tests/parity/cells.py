@@ -39,7 +39,7 @@ VARIANTS = (
     *(
         Cell(family, layout, mode, 2, "isolated")
         for family in FAMILIES
-        if FAMILY_FACTS[family].token_mixers
+        if FAMILY_FACTS[family].keeps_documents_apart
         for layout, mode in (("ddp", "lora"), ("fsdp2", "full"))
     ),
     *(Cell(family, "fsdp2", "full", 2, "operators") for family in ("qwen3_5_text", "jet_nemotron")),

@@ -39,6 +39,7 @@ FAMILIES = {
     "olmo_hybrid": "tiny-olmo_hybrid",
     "nemotron_h": "tiny-nemotron_h",
     "qwen3": "tiny-qwen3",
+    "olmo2": "tiny-olmo2",
     "qwen3_moe": "tiny-qwen3_moe",
     "lfm2": "tiny-lfm2",
     "gpt2": "tiny-gpt2",

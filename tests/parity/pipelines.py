@@ -101,7 +101,7 @@ def _variants() -> Iterator[Cell]:
     yield from (cell("jet_nemotron", "1f1b", mode, variant="tied") for mode in MODES)
     for family in FAMILIES:
         yield cell(family, "1f1b", "full", variant="checkpointing")
-        if FAMILY_FACTS[family].token_mixers:
+        if FAMILY_FACTS[family].keeps_documents_apart:
             yield from (cell(family, schedule, "lora", variant="isolated") for schedule in ("1f1b", "zbv"))
     yield from (cell("qwen3_5_text", schedule, "full", 4, "tied") for schedule in SINGLE)
     for schedule, rows in (("1f1b", 8), ("interleaved-1f1b", 8), ("zbv", 16), ("dualpipe-v", 16)):

@@ -14,7 +14,7 @@ PROCESSES = {"tp": 2, "ddp-tp": 4, "zero1-tp": 4, "fsdp2-tp": 4, "pp-tp": 4}
 """By layout, with or without sequence parallelism: as many as give each axis 2 ranks, or 8."""
 WIDE = (
     *("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "gpt2", "lfm2", "nemotron_h"),
-    "jet_nemotron",
+    *("jet_nemotron", "olmo2"),
 )
 """Their tiny models can be dealt out to 4 ranks; key/value heads and groups of `SHARED` are then held by two each."""
 SHARED = ("granitemoehybrid", "jamba")
@@ -47,7 +47,7 @@ def _variants() -> Iterator[Cell]:
         yield from (cell(family, layout, "full", "operators") for family in ("llama", "qwen3_5_text"))
         for family in FAMILIES:
             yield cell(family, layout, "lora", "checkpointing")
-            if FAMILY_FACTS[family].token_mixers:
+            if FAMILY_FACTS[family].keeps_documents_apart:
                 yield cell(family, layout, "lora", "isolated")
             if FAMILY_FACTS[family].experts:
                 yield cell(family, layout, "lora", "experts")

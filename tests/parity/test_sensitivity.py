@@ -255,9 +255,9 @@ def projection_handed_anothers_output():
 def state_runs_on_into_the_next_document():
     isolate = isolation.isolate
 
-    def attention_only(hf, spec, family, state):
+    def attention_only(hf, spec, state):
         layers = tuple(layer for layer in spec.layers if layer.kind == "full_attention")
-        isolate(hf, replace(spec, layers=layers), family, state)
+        isolate(hf, replace(spec, layers=layers), state)
 
     isolation.isolate = attention_only
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardwise.models import tensor_cuts
+from shardwise.models.kinds import attention, jet_block
 from shardwise.models.patches import dropout
-from shardwise.models.tensor_splits import attention, base, jet_block
 from shardwise.parallel import ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
 from shardwise.parallel.reduce import sum_gradients, sum_over
 from shardwise.training import gradients
@@ -45,15 +46,15 @@ def router_not_summed():
 
 
 def blocks_of_rows_taken_for_one():
-    ranges = base.Rows.ranges
+    ranges = tensor_cuts.Rows.ranges
 
     def one(self, rank):
         if self.shared:
             return ranges(self, rank)
         return [(rank * self.local_size, self.local_size)]
 
-    base.Rows.ranges = one
-    base.Rows.in_order = property(lambda self: not self.shared)
+    tensor_cuts.Rows.ranges = one
+    tensor_cuts.Rows.in_order = property(lambda self: not self.shared)
 
 
 def kernel_factor_not_summed():
@@ -61,30 +62,30 @@ def kernel_factor_not_summed():
 
 
 def kernels_cut_as_if_taps_came_first():
-    split = jet_block.jet_block
+    split = jet_block.split
 
     def taps_first(block, num_ranks):
         found = split(block, num_ranks)
         taps = block.dynamic_conv1d.width
         generated = {name: cut for name, cut in found.weights.items() if "w2" in name}
         rows = {
-            name: replace(cut, rows=base.blocked(num_ranks, (cut.rows.size // taps,) * taps, ""))
+            name: replace(cut, rows=tensor_cuts.blocked(num_ranks, (cut.rows.size // taps,) * taps, ""))
             for name, cut in generated.items()
         }
         return replace(found, weights={**found.weights, **rows})
 
-    jet_block.jet_block = taps_first
+    object.__setattr__(jet_block.JET_BLOCK, "split", taps_first)
 
 
 def key_heads_of_another_group():
-    ranges = base.Rows.ranges
+    ranges = tensor_cuts.Rows.ranges
 
     def turned(self, rank):
         if not self.shared:
             return ranges(self, rank)
         return ranges(self, self.num_ranks - 1 - rank)
 
-    base.Rows.ranges = turned
+    tensor_cuts.Rows.ranges = turned
 
 
 def gradients_of_shared_heads_not_summed():
@@ -96,7 +97,7 @@ def shared_heads_counted_by_each_rank():
 
 
 def mask_of_the_first_features_on_every_rank():
-    take = base.Rows.take
+    take = tensor_cuts.Rows.take
 
     def share(block, linear, rows, axis):
         adapter = block.get_submodule(linear.removesuffix(".base_layer"))
@@ -134,7 +135,7 @@ def router_loss_of_each_rank():
 
 
 def squares_of_own_heads_only():
-    norm = base.rms_norm
+    norm = tensor_cuts.rms_norm
     attention.rms_norm = lambda module, features, add_up: norm(module, features // 2, lambda squares: squares)
 
 

@@ -18,7 +18,7 @@ from shardwise.assembly.loss_scale import LossScale
 from shardwise.assembly.optimizer import is_decayed, make_lr_schedule, make_optimizer
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
-from shardwise.models import load, lora
+from shardwise.models import load, lora, tensor_plan
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
@@ -26,7 +26,6 @@ from shardwise.models.initialise import nudged
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import stages
-from shardwise.models.tensor_splits import plan
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.process.watchdog import beat, paused
@@ -99,7 +98,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     counts = None if notes else count_model(hf, spec)
     cut = None if facts.pipeline is None else _cut(cfg, mesh, facts, facts.pipeline, counts)
     if cfg.parallel.tp > 1:
-        notes += _not_dealt_out(plan.undealt_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh)
+        notes += _not_dealt_out(tensor_plan.replicated_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh)
     if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
         notes += (f"parallel.memory_limit_gib: {caveat}",)
     notes += facts.notes

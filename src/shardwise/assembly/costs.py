@@ -14,7 +14,6 @@ from shardwise.config import RunConfig
 from shardwise.layouts import HALVING, V_SHAPED
 from shardwise.metrics.flops import unit_flops_per_token
 from shardwise.models.counts import ModelCounts, Unit, Weight, count_model, unit_modules
-from shardwise.models.families.base import SOFTMAX
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.costs import COUNTED, Cost, CostSource
 from shardwise.schedule.orders import Pipeline
@@ -67,8 +66,8 @@ def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int)
 
 def memory_caveat(spec: ModelSpec, source: CostSource) -> str | None:
     """What is wrong with the memory of a split by these costs, in words; None where nothing is known to be."""
-    plain = (*SOFTMAX.values(), "mlp", "moe")
-    recurrent = [kind for kind in dict.fromkeys(layer.kind for layer in spec.layers) if kind not in plain]
+    keeping = [layer for layer in spec.layers if any(block.kind.keeps_more for block in layer.mixers)]
+    recurrent = list(dict.fromkeys(layer.kind for layer in keeping))
     if source.is_measured or not recurrent:
         return None
     return (

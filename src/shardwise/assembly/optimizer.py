@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config import Optimizer
 from shardwise.models.families import Family
+from shardwise.models.kinds import RATES
 from shardwise.models.names import hf_name, is_adapter
 
 STATES = {"adamw": {"step", "exp_avg", "exp_avg_sq"}, "sgd": set[str]()}
@@ -30,7 +31,7 @@ def is_decayed(name: str, parameter: nn.Parameter, family: Family) -> bool:
     if is_adapter(name):
         return True
     module, _, own = hf_name(name).rpartition(".")
-    if own == "A_log" or any(module.endswith(f".{gate}") for gate in family.gating):
+    if own in RATES or any(module.endswith(f".{gate}") for gate in family.gating):
         return False
     return sum(size > 1 for size in parameter.shape) > 1
 

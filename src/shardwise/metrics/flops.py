@@ -38,7 +38,7 @@ def model_flops_per_token(counts: ModelCounts, sequence_length: int) -> float:
     without.
 
     In the unit of the lowest trainable weight, a gradient counts where something at an earlier
-    stage of the unit is trainable (`counts._STAGES`). Parallel branches share a stage there, and a
+    stage of the unit is trainable (`LayerSpec.stage_of`). Parallel branches share a stage there, and a
     core has one backward for all of its inputs. So an adapter on one branch alone counts too high,
     by a few products of one layer at most.
     """
@@ -57,10 +57,10 @@ def hardware_flops_per_token(
 
     They differ from the model's FLOPs in these points:
 
-    - Cores count as they are executed (see `models/cores.py`).
+    - Cores count as they are executed (`Kind.core` in models/kinds).
     - `checkpointing: full` runs the forward of every layer again, and a list of kinds that of these
       layers. The last product does not run again where nothing after it is saved
-      (`counts._ends_layer`). A layer with nothing trainable at or below it saves nothing for a
+      (`Kind.ends`). A layer with nothing trainable at or below it saves nothing for a
       backward, so it runs once. Embedding and head are not checkpointed. `operators` runs only B
       of each adapter again, and the folding of PEFT.
     - PEFT adapts a stack of experts (or a router) by folding. Each forward adds B A to the whole
@@ -73,7 +73,7 @@ def hardware_flops_per_token(
     number depends on the data and is not known here.
 
     Not counted are the K - 1 columns of padding that a convolution computes and drops, and, under
-    `operators`, the elementwise part of a core (`models/cores.py`), which runs again.
+    `operators`, the elementwise part of a core (`Kind.core`), which runs again.
     """
     total = 0.0
     for unit in counts.units:

@@ -17,7 +17,6 @@ from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, Family, family_of, spec_of, unproven_note
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import reach
-from shardwise.models.patches.isolation import TOKENWISE
 from shardwise.rules import offered_layouts
 
 _LEGEND = (
@@ -57,7 +56,7 @@ def layer_facts(model: PreTrainedModel) -> list[LayerFacts]:
             parameters=sum(p.numel() for p in model.get_submodule(layer.name).parameters()),
             auto=within(layer.name, auto),
             all_linear=within(layer.name, more),
-            isolated=layer.kind in family.token_mixers or layer.kind in TOKENWISE,
+            isolated=layer.keeps_documents_apart,
         )
         for number, layer in enumerate(spec.layers)
     ]

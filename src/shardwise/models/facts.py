@@ -8,11 +8,10 @@ from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
 
 from shardwise.layouts import ModelFacts
+from shardwise.models import tensor_plan
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.patches import experts, lora_kernel, router_loss
-from shardwise.models.patches.isolation import TOKENWISE
 from shardwise.models.spec import ModelSpec
-from shardwise.models.tensor_splits import plan
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 
@@ -32,15 +31,16 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         has_router_loss=bool(router_loss.routers_of(hf, family)),
         adds_positions=family.positions is not None,
         kinds_without_isolation=tuple(
-            kind for kind in kinds if kind not in TOKENWISE and kind not in family.token_mixers
+            dict.fromkeys(layer.kind for layer in spec.layers if not layer.keeps_documents_apart)
         ),
         trains_in_16_bits=any(p.requires_grad and p.dtype != torch.float32 for p in hf.parameters()),
         has_plain_adapters=lora_kernel.has_plain_layers(hf),
         has_expert_adapters=any(isinstance(module, ParamWrapper) for module in hf.modules()),
         saved_layers=_saved_layers(hf, spec),
-        blocks=tuple(family.splits),
-        indivisible=lambda num_ranks: plan.problem(hf, spec, num_ranks) if is_listed else None,
-        odd_experts=lambda num_ranks: experts.why_one_by_one(hf, spec, family, num_ranks),
+        blocks=family.paths,
+        indivisible=lambda num_ranks: tensor_plan.problem(hf, spec, num_ranks) if is_listed else None,
+        # How the blocks of another family are cut is not known, so that a rule refuses to.
+        odd_experts=lambda num_ranks: experts.why_one_by_one(hf, spec, family, num_ranks if is_listed else 1),
     )
 
 

@@ -21,7 +21,6 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, UserError
 from shardwise.models.families import Family, family_of
-from shardwise.models.families.base import ATTENTION
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.patches.dropout import stable_seed
 from shardwise.models.spec import LayerSpec, ModelSpec
@@ -199,7 +198,7 @@ def _choose(candidates: dict[str, LayerSpec], lora: Lora, spec: ModelSpec, famil
             chosen = [
                 path
                 for path in reachable
-                if candidates[path].kind in ATTENTION and names[path].startswith(f"{family.attention}.")
+                if names[path].startswith(tuple(f"{block}." for block in candidates[path].attention))
             ]
             if not chosen:
                 raise UserError(f"lora.targets: this {spec.family} has no attention layer for `attention`; use auto")

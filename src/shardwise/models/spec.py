@@ -1,8 +1,35 @@
-"""What the rest of the project knows of a model: which modules it is made of, in order, and of what kind each is."""
+"""What the rest of the project knows of a model: its modules in order, and the kind of each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shardwise.models.kinds.base import CORE_STEP, Kind
+
+Stage = tuple[int, int, int]
+"""Where in the dataflow of a layer something acts: what data meets later is greater."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A mixer or a feed-forward of a layer."""
+
+    path: str  # in the layer, such as "self_attn"
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Names of the norms that a layer has by itself; no family has all of them in one layer."""
+
+    before: str = "input_layernorm"
+    between: str = "post_attention_layernorm"
+    """After the mixer or before the feed-forward."""
+    after: str = "post_feedforward_layernorm"
+
+
+COMMON_NORMS = Norms()
 
 
 @dataclass(frozen=True)
@@ -11,14 +38,62 @@ class LayerSpec:
 
     name: str  # module path in the transformers model, such as "model.layers.3"
     kind: str
-    """What mixes tokens: full_attention | sliding_attention | gated_delta_net | mamba2 | mamba | kda |
-    short_convolution | jet_block | attention_and_mamba2 (side by side); or mlp | moe, a block that mixes none."""
+    """What mixes its tokens: the name of a kind of `models/kinds`, or one of the family's own where
+    several mixers lie side by side."""
     feed_forward: str  # what follows in the same layer: dense | moe | none
+    mixers: tuple[Block, ...] = field(default=(), repr=False)
+    """What gives the layer its kind: one block, or several side by side."""
+    feed_forwards: tuple[Block, ...] = field(default=(), repr=False)
+    """What follows: one block, or several side by side."""
+    norms: Norms = field(default=COMMON_NORMS, repr=False)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks, in the order in which data meets them."""
+        return (*self.mixers, *self.feed_forwards)
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether `data.packing: isolated` is proven to keep documents apart in it."""
+        apart = [block.kind.keeps_documents_apart or not block.kind.mixes_tokens for block in self.mixers]
+        return bool(apart) and all(apart)
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """Paths of its blocks of softmax attention."""
+        return tuple(block.path for block in self.mixers if block.kind.is_attention)
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Paths of its stacks of experts."""
+        return tuple(f"{block.path}.{name}" for block in self.blocks for name in block.kind.experts)
+
+    def stage_of(self, name: str) -> Stage | None:
+        """Return where a module or parameter of the layer acts; None where no kind says so."""
+        return next(self._stages_of(name), None)
+
+    def _stages_of(self, name: str) -> Iterator[Stage]:
+        norms, blocks = self.norms, (self.mixers, self.feed_forwards)
+        for place, norm in enumerate((norms.before, norms.between, norms.after)):
+            if name == norm:
+                yield 2 * place, 0, 0
+        for place, side_by_side in enumerate(blocks):
+            for block in side_by_side:
+                if name.startswith(f"{block.path}."):
+                    step = block.kind.step_of(name.removeprefix(f"{block.path}."))
+                    if step is not None:
+                        yield 2 * place + 1, *step
+
+
+CORE_STAGE: Stage = (1, *CORE_STEP)
+"""Where the mixer's core acts."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A causal language model, or a pipeline stage of one, as an ordered list of modules by path in the whole model."""
+    """A causal language model, or a pipeline stage of one, as an ordered list of modules by path in
+    the whole model.
+    """
 
     family: str  # config.model_type
     embed: str
@@ -30,6 +105,7 @@ class ModelSpec:
     hidden_size: int
     vocab_size: int
     first: bool = True
-    """Holds the embedding, and that of positions. (A last stage has a tied one too, but only as its head's weight.)"""
+    """Holds the embedding, and that of positions. (A last stage has a tied one too, but only as its
+    head's weight.)"""
     last: bool = True
     """Holds final norm, head and loss."""

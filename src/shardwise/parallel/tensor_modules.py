@@ -18,8 +18,8 @@ from shardwise.kernels.linear_cross_entropy import Vocabulary
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.names import in_use
 from shardwise.models.patches.dropout import SlotDropout
-from shardwise.models.tensor_splits.base import BlockSplit, Rows
-from shardwise.models.tensor_splits.plan import rows_in
+from shardwise.models.tensor_cuts import BlockSplit, Rows
+from shardwise.models.tensor_plan import rows_in
 from shardwise.parallel.place import local
 from shardwise.parallel.tensor_axis import Move, TensorAxis
 

@@ -6,7 +6,7 @@ of [B, T, D] in the forward and one in the backward, or, with sequence paralleli
 in the place of each, which move as many bytes. The embedding adds up one [B, T, D], the head its hidden states'
 gradient and three numbers a token.
 
-How blocks are cut, the model's families say (models/tensor_splits). Weights are DTensors along `tp`, so that whatever
+How a block is cut, its kind says (models/kinds). Weights are DTensors along `tp`, so that whatever
 shards, counts or saves parameters sees whole ones; while a block runs, the model's own code finds plain shares under
 their names. An adapter is cut as its base is.
 Sources: Shoeybi et al., "Megatron-LM", arXiv 1909.08053; sequence parallelism: Korthikanti et al., arXiv 2205.05198.
@@ -26,8 +26,8 @@ from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
-from shardwise.models.tensor_splits.base import BlockSplit, Cut
-from shardwise.models.tensor_splits.plan import parameter_cuts, split_blocks
+from shardwise.models.tensor_cuts import BlockSplit, Cut
+from shardwise.models.tensor_plan import parameter_cuts, split_blocks
 from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_gradients
 from shardwise.parallel.tensor_axis import TensorAxis
@@ -114,7 +114,7 @@ class _Splitter:
         if spec.last:
             split_head(hf.get_submodule(spec.head), spec.vocab_size, self.axis)
         for layer in spec.layers:
-            for path, split in split_blocks(hf, spec, layer, self.axis.size).items():
+            for path, split in split_blocks(hf, layer, self.axis.size).items():
                 self._block(f"{layer.name}.{path}", split)
         if self.axis.sequence_parallel:
             self._share_tokens()

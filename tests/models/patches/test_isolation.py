@@ -19,14 +19,16 @@ from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of
+from shardwise.models.families.base import mixer
+from shardwise.models.kinds import gated_delta_net
 from shardwise.models.patches import patch
 from shardwise.models.patches.dropout import DropoutState, SlotDropout
-from shardwise.models.patches.isolation import TOKENWISE, documents_of, isolate
+from shardwise.models.patches.isolation import documents_of, isolate
 from shardwise.parallel.activation_checkpoint import recompute
 from tests.models.tiny import relative_error, with_adapters
 from tests.parity.harness import Cell, run_config
 
-ISOLATED = sorted(name for name, family in FAMILIES.items() if family.token_mixers)
+ISOLATED = sorted(name for name, family in FAMILIES.items() if family.keeps_documents_apart)
 # The tiny models' chunks have 64 (Gated DeltaNet) and 32 tokens (Mamba2), their convolutions reach 3 tokens back: a
 # document longer than a chunk, one of a single token, two, and rows that part in different places; the last is whole.
 LENGTHS = ((1, 66, 2, 15), (20, 3, 61), (84,))
@@ -141,12 +143,13 @@ def test_logits_are_those_of_the_document_alone(family):
 
 @pytest.mark.parametrize("family", ISOLATED)
 def test_every_kind_of_layer_would_leak(family):
-    kinds = {layer.kind for layer in model(family, "concat").spec.layers} - set(TOKENWISE)
+    layers = model(family, "concat").spec.layers
+    kinds = {layer.kind for layer in layers if any(block.kind.mixes_tokens for block in layer.mixers)}
     for kind in kinds:
         lm = model(family, "concat")
         others = tuple(layer for layer in lm.spec.layers if layer.kind != kind)
         lm.isolated = True
-        isolate(lm.hf, replace(lm.spec, layers=others), FAMILIES[family], lm.dropout)
+        isolate(lm.hf, replace(lm.spec, layers=others), lm.dropout)
         assert logits_error(lm, packed()) > 1e-4, kind  # ten times what isolation may be off by
 
 
@@ -256,5 +259,9 @@ def test_not_asked_for_nothing_is_wrapped():
 
 def test_kinds_without_proof_are_told():
     lm = model("qwen3_5_text", "concat")
-    family = replace(FAMILIES["qwen3_5_text"], token_mixers={"full_attention": ("self_attn",)})
-    assert facts_of(lm.hf, lm.spec, family).kinds_without_isolation == ("gated_delta_net",)
+    unproven = mixer("linear_attn", replace(gated_delta_net.JOINED, keeps_documents_apart=False))
+    layers = tuple(
+        replace(layer, mixers=unproven.blocks) if layer.kind == unproven.name else layer for layer in lm.spec.layers
+    )
+    found = facts_of(lm.hf, replace(lm.spec, layers=layers), lm.family)
+    assert found.kinds_without_isolation == ("gated_delta_net",)

@@ -15,10 +15,11 @@ from shardwise.config import Lora, UserError
 from shardwise.kernels import lora_linear
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.metrics.memory import PeakMemory
+from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.lora import adapter_layers
 from shardwise.models.patches import lora_kernel
 from shardwise.models.patches.dropout import DropoutState, replace_dropouts
-from shardwise.models.patches.lora_kernel import SHARING, backend_of, use_lora_kernel
+from shardwise.models.patches.lora_kernel import backend_of, use_lora_kernel
 from tests.kernels.lora_linear.cases import worst
 from tests.models.patches.test_dropout import batch
 from tests.models.tiny import PLAIN, tiny, tokens, with_adapters
@@ -65,13 +66,13 @@ def test_as_peft_computes_and_what_shares_an_input_is_computed_together(name, ca
     expected = gradients(model)
     groups: dict[tuple[str, int], list[str]] = {}
     for path, x in inputs:
-        deep = [shared for shared in SHARING if "." in shared and path.endswith(f".{shared}")]
+        deep = [shared for shared in SHARED_INPUTS if "." in shared and path.endswith(f".{shared}")]
         own = deep[0] if deep else path.rpartition(".")[2]
         parent = path.removesuffix(f".{own}")
         if not parent.endswith(".experts"):
             groups.setdefault((parent, id(x)), []).append(own)
     for group in groups.values():
-        assert len(group) == 1 or set(group) <= SHARING, f"{group} share an input"
+        assert len(group) == 1 or set(group) <= SHARED_INPUTS, f"{group} share an input"
     for hook in hooks:
         hook.remove()
     use_lora_kernel(model, "auto", CPU)

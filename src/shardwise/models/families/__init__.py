@@ -1,10 +1,10 @@
-"""The model families that are proven to train right, and the ModelSpec of a model of one of them."""
+"""The families that are proven to train right, and the ModelSpec of a model of one of them."""
 
 from __future__ import annotations
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shardwise.models.families.base import HYBRID, HYBRID_MIXERS, SPLITS, Family
+from shardwise.models.families.base import FULL, Family, Mixer, mixer
 from shardwise.models.families.falcon_h1 import FALCON_H1
 from shardwise.models.families.gpt2 import GPT2
 from shardwise.models.families.granitemoehybrid import GRANITEMOEHYBRID
@@ -16,27 +16,21 @@ from shardwise.models.families.nemotron_h import NEMOTRON_H
 from shardwise.models.families.qwen3_moe import QWEN3_MOE
 from shardwise.models.families.qwen3_next import QWEN3_NEXT
 from shardwise.models.families.unproven import inspect_family, unproven_note
+from shardwise.models.kinds import gated_delta_net
 from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.spec import LayerSpec, ModelSpec
-from shardwise.models.tensor_splits import delta_net
+from shardwise.models.spec import Block, LayerSpec, ModelSpec
 
 __all__ = ["FAMILIES", "Family", "family_of", "spec_of", "unproven_note"]
 
 _COMMON = (
-    *(Family(name, token_mixers=HYBRID_MIXERS) for name in ("llama", "qwen3")),
+    *(Family(name) for name in ("llama", "qwen3", "olmo2")),
     Family(
         "qwen3_5_text",
-        mixers=HYBRID,
-        token_mixers=HYBRID_MIXERS,
-        splits=SPLITS | {"linear_attn": delta_net.qwen3_5},
-        gating=("linear_attn.in_proj_a", "linear_attn.in_proj_b"),
+        mixers={"linear_attention": mixer("linear_attn", gated_delta_net.JOINED), "full_attention": FULL},
     ),
     Family(
         "olmo_hybrid",
-        mixers=HYBRID,
-        token_mixers=HYBRID_MIXERS,
-        splits=SPLITS | {"linear_attn": delta_net.olmo_hybrid},
-        gating=("linear_attn.a_proj", "linear_attn.b_proj"),
+        mixers={"linear_attention": mixer("linear_attn", gated_delta_net.SEPARATE), "full_attention": FULL},
     ),
 )
 _PROVEN = (
@@ -56,26 +50,30 @@ FAMILIES = {family.model_type: family for family in _PROVEN}
 
 
 def family_of(model: PreTrainedModel) -> Family:
-    """The family of a model, on any device: a listed one, or what inspection finds.
+    """Return the family of a model, on any device: a listed one, or what inspection finds.
 
-    UserError if the model type is not listed and not of the common shape.
+    Raises UserError if the model type is not listed and not of the common shape.
     """
     return FAMILIES.get(model.config.model_type) or inspect_family(model)
 
 
 def spec_of(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
-    """The model as an ordered list of modules, each of which is checked to be there."""
+    """Return the model as an ordered list of modules, each of which is checked to be there."""
     family = family_of(model)
-    kinds = family.kinds(config)
-    names = [f"{family.layers}.{i}" for i in range(len(kinds))]
+    mixers = family.mixers_of(config)
+    names = [f"{family.layers}.{i}" for i in range(len(mixers))]
     assert len(list(model.get_submodule(family.layers).children())) == len(names)
-    for name in filter(None, (family.embed, family.positions, family.norm, family.head, *names)):
+    layers = tuple(_layer(model, name, mixer, family) for name, mixer in zip(names, mixers))
+    blocks = [f"{layer.name}.{block.path}" for layer in layers for block in layer.blocks]
+    if family.model_type not in FAMILIES:  # which blocks a layer of a type has is a guess
+        blocks = []
+    for name in filter(None, (family.embed, family.positions, family.norm, family.head, *names, *blocks)):
         model.get_submodule(name)  # raises AttributeError with the missing name
     return ModelSpec(
         family=family.model_type,
         embed=family.embed,
         positions=family.positions,
-        layers=tuple(LayerSpec(n, kind, _feed_forward(model, n, family)) for n, kind in zip(names, kinds)),
+        layers=layers,
         norm=family.norm,
         head=family.head,
         tied=f"{family.head}.weight" in model.all_tied_weights_keys,
@@ -84,9 +82,15 @@ def spec_of(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
     )
 
 
+def _layer(model: PreTrainedModel, name: str, mixer: Mixer, family: Family) -> LayerSpec:
+    label = _feed_forward(model, name, family)
+    after = tuple(Block(path, kind) for path, kind in family.feed_forward.get(label, {}).items())
+    return LayerSpec(name, mixer.name, label, mixer.blocks, after, family.norms)
+
+
 def _feed_forward(model: PreTrainedModel, layer: str, family: Family) -> str:
     parameters = {hf_name(name) for name, _ in model.get_submodule(layer).named_parameters() if not is_adapter(name)}
-    found = [name for name in parameters if any(name.startswith(f"{module}.") for module in family.feed_forward)]
+    found = [name for name in parameters if any(name.startswith(f"{path}.") for path in family.feed_forward_paths)]
     if not found:
         return "none"
     return "moe" if any(name in family.experts for name in found) else "dense"

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from transformers import PretrainedConfig
 
 from shardwise.config import UserError
-from shardwise.models.tensor_splits.attention import attention
-from shardwise.models.tensor_splits.base import SplitBlock
-from shardwise.models.tensor_splits.feed_forward import feed_forward
+from shardwise.models.kinds import attention, feed_forward
+from shardwise.models.kinds.base import Kind
+from shardwise.models.spec import COMMON_NORMS, Block, Norms
 
-SOFTMAX = {"full_attention": "full_attention", "sliding_attention": "sliding_attention"}
-"""`Family.mixers` of families with attention only."""
-HYBRID = {"linear_attention": "gated_delta_net", "full_attention": "full_attention"}
-"""Those of hybrids with Gated DeltaNet."""
-ATTENTION = ("full_attention", "sliding_attention", "attention_and_mamba2")
-"""Layer kinds with softmax attention: what `lora.targets: attention` means."""
-HYBRID_MIXERS = {
-    "full_attention": ("self_attn",),
-    "sliding_attention": ("self_attn",),
-    "gated_delta_net": ("linear_attn",),
-}
-"""`Family.token_mixers` of families that call them so."""
+Blocks = Mapping[str, Kind]
+"""Kinds of blocks by their path in a layer."""
 
 
-SPLITS: dict[str, SplitBlock | None] = {"self_attn": attention, "mlp": feed_forward}
-"""`Family.splits` of the common shape."""
+@dataclass(frozen=True)
+class Mixer:
+    """What mixes the tokens of a layer: one block, or several side by side on the same input."""
+
+    name: str
+    """`LayerSpec.kind` of such a layer."""
+    blocks: tuple[Block, ...]
+
+
+def mixer(path: str, kind: Kind) -> Mixer:
+    """Return a mixer of one block, by its path in the layer."""
+    return Mixer(kind.name, (Block(path, kind),))
+
+
+FULL = mixer("self_attn", attention.FULL)
+SOFTMAX = {"full_attention": FULL, "sliding_attention": mixer("self_attn", attention.SLIDING)}
+"""`Family.mixers` of the common shape."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class Cut:
     """What a pipeline stage must know of the base model around the layers (see models/stage.py)."""
 
     factor: str | None = None
-    """Attribute of the base model that multiplies the embeddings it is given, and not only its own."""
+    """Attribute of the base model that multiplies the embeddings it is given, and not only its
+    own."""
     dropout: str | None = None
     """The dropout between embedding and first layer."""
     layer_attribute: str | None = None
@@ -45,28 +52,28 @@ class Cut:
 
 @dataclass(frozen=True)
 class Family:
-    """The facts about a family of models (one `model_type`) that the rest of the project goes by."""
+    """The facts about a family of models, one `model_type`."""
 
     model_type: str
     embed: str = "model.embed_tokens"
     layers: str = "model.layers"
     norm: str = "model.norm"
     head: str = "lm_head"
-    mixers: Mapping[str, str] = field(default_factory=lambda: SOFTMAX)
-    """From the entries of `config.layer_types` to layer kinds."""
-    feed_forward: tuple[str, ...] = ("mlp",)
-    """Modules of a layer that come after its mixer, those of them that it has: an MLP or a mixture of experts."""
+    mixers: Mapping[str, Mixer] = field(default_factory=lambda: SOFTMAX)
+    """From the entries of `config.layer_types` to what mixes tokens in such a layer."""
+    feed_forward: Mapping[str, Blocks] = field(default_factory=lambda: {"dense": {"mlp": feed_forward.MLP}})
+    """What comes after the mixer of a layer, in layers without experts (dense) and with them (moe).
+    A family whose layers hold one block each has none."""
+    norms: Norms = COMMON_NORMS
+    """Names of a layer's own norms."""
     positions: str | None = None
     """A learned embedding of positions that is added to that of tokens."""
-    token_mixers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """From layer kinds to the modules of a layer that carry something from one token to the next, where they are proven
-    to keep documents apart (tests/models/patches/test_isolation.py); `data.packing: isolated` refuses the others."""
     cut: Cut = Cut()
-    """Where it differs from a base model that only runs its layers on the embeddings it is given."""
-    splits: Mapping[str, SplitBlock | None] = field(default_factory=lambda: SPLITS)
-    """How tensor parallelism cuts the blocks of a layer, by path; None: not at all, every rank computes all of it."""
+    """Where it differs from a base model that only runs its layers on the embeddings it is
+    given."""
     router: str | None = None
-    """Class of the routers that are trained with a load-balancing loss, called with hidden states."""
+    """Class of the routers that are trained with a load-balancing loss, called with hidden
+    states."""
 
     logits_multiplied_by: str | None = None
     """Attribute of the config with a factor on what the head gives."""
@@ -75,28 +82,60 @@ class Family:
     logits_capped_by: str | None = None
     """Attribute of the config with the cap c of c * tanh(logits / c); null in a config: no cap."""
 
-    attention: str = "self_attn"
-    """The module of an attention layer that holds its projections."""
-    experts: tuple[str, ...] = ()
-    """Parameters of a layer that stack the weights of all routed experts, [E, out, in]."""
-    gates: tuple[str, ...] = ()
-    """Linears of a layer that give a score rather than a projection; `lora.targets: auto` leaves them frozen."""
-    gating: tuple[str, ...] = ()
-    """Linears of a layer whose output only routes tokens or sets how fast a state decays and is written; weight decay
-    leaves them alone. (The gate of an MLP or of a mixer's output weighs features: it is a weight like any other.)"""
-    bypassed: tuple[str, ...] = ()
-    """Linears of a layer whose weight is read past the module, by a fused GPU kernel or by the layer itself, so that an
-    adapter would do nothing."""
     renamed_by_peft: tuple[str, ...] = ()
-    """Last parts of linears' names that PEFT takes for the names of routed experts (see `lora.save_adapter`)."""
+    """Last parts of linears' names that PEFT takes for the names of routed experts (see
+    `lora.save_adapter`)."""
 
-    def kinds(self, config: PretrainedConfig) -> list[str]:
-        """The kind of every layer, in order (see LayerSpec); the same attention in all where the config lists none.
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks that a layer may have; several kinds may lie at one path."""
+        after = [Block(path, kind) for blocks in self.feed_forward.values() for path, kind in blocks.items()]
+        return tuple(dict.fromkeys([*(block for mixer in self.mixers.values() for block in mixer.blocks), *after]))
 
-        UserError for an entry that is none of `mixers`.
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the blocks in a layer."""
+        return tuple(dict.fromkeys(block.path for block in self.blocks))
+
+    @cached_property
+    def feed_forward_paths(self) -> tuple[str, ...]:
+        """Paths of the feed-forwards in a layer."""
+        return tuple(dict.fromkeys(path for blocks in self.feed_forward.values() for path in blocks))
+
+    @cached_property
+    def keeps_documents_apart(self) -> bool:
+        """Whether `data.packing: isolated` is proven for all of its mixers."""
+        kinds = [block.kind for mixer in self.mixers.values() for block in mixer.blocks]
+        return all(kind.keeps_documents_apart or not kind.mixes_tokens for kind in kinds)
+
+    @cached_property
+    def experts(self) -> tuple[str, ...]:
+        """Parameters of a layer that stack the weights of all routed experts, [E, out, in]."""
+        return self._named(lambda kind: kind.experts)
+
+    @cached_property
+    def gates(self) -> tuple[str, ...]:
+        """Linears of a layer that are `Kind.gates`."""
+        return self._named(lambda kind: kind.gates)
+
+    @cached_property
+    def gating(self) -> tuple[str, ...]:
+        """Linears of a layer that are `Kind.gating`."""
+        return self._named(lambda kind: kind.gating)
+
+    @cached_property
+    def bypassed(self) -> tuple[str, ...]:
+        """Linears of a layer that are `Kind.bypassed`."""
+        return self._named(lambda kind: kind.bypassed)
+
+    def mixers_of(self, config: PretrainedConfig) -> list[Mixer]:
+        """Return the mixer of every layer, in order; the same attention in all where the config
+        lists none.
+
+        Raises UserError for an entry that is none of `mixers`.
         """
-        attention = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-        types = getattr(config, "layer_types", None) or [attention] * config.num_hidden_layers
+        alike = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+        types = getattr(config, "layer_types", None) or [alike] * config.num_hidden_layers
         for layer_type in types:
             if layer_type not in self.mixers:
                 raise UserError(
@@ -104,3 +143,7 @@ class Family:
                     f"it may have {', '.join(self.mixers)}"
                 )
         return [self.mixers[layer_type] for layer_type in types]
+
+    def _named(self, names_of: Callable[[Kind], tuple[str, ...]]) -> tuple[str, ...]:
+        named = (".".join(filter(None, (b.path, name))) for b in self.blocks for name in names_of(b.kind))
+        return tuple(dict.fromkeys(named))

@@ -1,19 +1,17 @@
-"""Falcon-H1: Mamba2 and full attention side by side on the same input in every layer, then an MLP."""
+"""Falcon-H1: Mamba2 and full attention side by side on the same input, then an MLP."""
 
-from shardwise.models.families.base import Cut, Family
-from shardwise.models.tensor_splits.attention import attention
-from shardwise.models.tensor_splits.feed_forward import mlp
-from shardwise.models.tensor_splits.mamba2 import mamba2
+from shardwise.models.families.base import Cut, Family, Mixer
+from shardwise.models.kinds import attention, feed_forward, mamba2
+from shardwise.models.spec import Block, Norms
 
 FALCON_H1 = Family(
     "falcon_h1",
     norm="model.final_layernorm",
     logits_multiplied_by="lm_head_multiplier",
-    mixers={"hybrid": "attention_and_mamba2"},
-    token_mixers={"attention_and_mamba2": ("self_attn", "mamba")},
-    feed_forward=("feed_forward",),
-    splits={"self_attn": attention, "mamba": mamba2, "feed_forward": mlp},
+    mixers={
+        "hybrid": Mixer("attention_and_mamba2", (Block("self_attn", attention.FULL), Block("mamba", mamba2.MAMBA2)))
+    },
+    feed_forward={"dense": {"feed_forward": feed_forward.MLP}},
+    norms=Norms(between="pre_ff_layernorm"),
     cut=Cut(layers_return_tuples=True),
-    # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
-    bypassed=("mamba.out_proj",),
 )

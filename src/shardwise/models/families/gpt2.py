@@ -1,8 +1,8 @@
-"""GPT-2: learned positions; its linears are transformers' Conv1D, which keep their weight as [in, out]."""
+"""GPT-2: learned positions; its linears are Conv1D, which keep their weight as [in, out]."""
 
-from shardwise.models.families.base import Cut, Family
-from shardwise.models.tensor_splits.attention import gpt2_attention
-from shardwise.models.tensor_splits.feed_forward import mlp
+from shardwise.models.families.base import Cut, Family, mixer
+from shardwise.models.kinds import attention
+from shardwise.models.spec import Norms
 
 GPT2 = Family(
     "gpt2",
@@ -10,8 +10,7 @@ GPT2 = Family(
     positions="transformer.wpe",
     layers="transformer.h",
     norm="transformer.ln_f",
-    attention="attn",
-    splits={"attn": gpt2_attention, "mlp": mlp},
+    mixers={"full_attention": mixer("attn", attention.JOINED)},
+    norms=Norms(before="ln_1", between="ln_2"),
     cut=Cut(dropout="transformer.drop"),
-    # No token_mixers: positions are added before the first layer and run on from one document to the next.
 )

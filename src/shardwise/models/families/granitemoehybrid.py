@@ -1,21 +1,16 @@
-"""Granite 4.0 hybrids: Mamba2 or full attention, then a mixture of experts beside an MLP that every token takes."""
+"""Granite 4.0 hybrids: Mamba2 or full attention, then a mixture of experts beside an MLP."""
 
-from shardwise.models.families.base import Cut, Family
-from shardwise.models.tensor_splits.attention import attention
-from shardwise.models.tensor_splits.feed_forward import gate_up_mlp, mixture
-from shardwise.models.tensor_splits.mamba2 import mamba2
+from shardwise.models.families.base import FULL, Cut, Family, mixer
+from shardwise.models.kinds import feed_forward, mamba2, mixture
 
 GRANITEMOEHYBRID = Family(
     "granitemoehybrid",
-    mixers={"linear_attention": "mamba2", "full_attention": "full_attention"},
-    token_mixers={"mamba2": ("mamba",), "full_attention": ("self_attn",)},
-    feed_forward=("block_sparse_moe", "shared_mlp"),
-    splits={"self_attn": attention, "mamba": mamba2, "block_sparse_moe": mixture, "shared_mlp": gate_up_mlp},
+    mixers={"linear_attention": mixer("mamba", mamba2.MAMBA2), "full_attention": FULL},
+    feed_forward={
+        "dense": {"shared_mlp": feed_forward.JOINED},
+        "moe": {"block_sparse_moe": mixture.ROUTER, "shared_mlp": feed_forward.JOINED},
+    },
     cut=Cut(factor="embedding_multiplier"),
     router="GraniteMoeHybridTopKRouter",
     logits_divided_by="logits_scaling",
-    experts=("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"),
-    gating=("block_sparse_moe.router",),
-    # mamba_ssm's training kernel ends with the output projection and takes its weight as an argument.
-    bypassed=("mamba.out_proj",),
 )

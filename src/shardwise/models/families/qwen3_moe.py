@@ -1,12 +1,11 @@
-"""Qwen3-MoE: attention, then a mixture of experts, or an MLP in the layers that the config names."""
+"""Qwen3-MoE: attention, then a mixture of experts, or an MLP where the config says so."""
 
-from shardwise.models.families.base import HYBRID_MIXERS, Family
+from shardwise.models.families.base import Family
+from shardwise.models.kinds import feed_forward, mixture
 
 QWEN3_MOE = Family(
     "qwen3_moe",
-    token_mixers=HYBRID_MIXERS,
+    feed_forward={"dense": {"mlp": feed_forward.MLP}, "moe": {"mlp": mixture.MIXTURE}},
     router="Qwen3MoeTopKRouter",
-    experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-    gating=("mlp.gate",),
     renamed_by_peft=("gate_proj", "up_proj", "down_proj"),
 )

@@ -1,16 +1,12 @@
-"""Qwen3-Next: Gated DeltaNet and full attention, a mixture of experts with a shared one after each mixer."""
+"""Qwen3-Next: Gated DeltaNet or full attention, then a mixture of experts with a shared one."""
 
-from shardwise.models.families.base import HYBRID, HYBRID_MIXERS, SPLITS, Family
-from shardwise.models.tensor_splits import delta_net
+from shardwise.models.families.base import FULL, Family, mixer
+from shardwise.models.kinds import feed_forward, gated_delta_net, mixture
 
 QWEN3_NEXT = Family(
     "qwen3_next",
-    mixers=HYBRID,
-    token_mixers=HYBRID_MIXERS,
-    splits=SPLITS | {"linear_attn": delta_net.qwen3_next},
+    mixers={"linear_attention": mixer("linear_attn", gated_delta_net.BY_KEY_HEAD), "full_attention": FULL},
+    feed_forward={"dense": {"mlp": feed_forward.MLP}, "moe": {"mlp": mixture.WITH_GATED_EXPERT}},
     router="Qwen3NextTopKRouter",
-    experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-    gates=("mlp.shared_expert_gate",),
-    gating=("linear_attn.in_proj_ba", "mlp.gate", "mlp.shared_expert_gate"),
     renamed_by_peft=("gate_proj", "up_proj", "down_proj"),
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,74 +12,57 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from shardwise.config import UserError
-from shardwise.models.families.base import ATTENTION, Family
+from shardwise.models.families.base import Blocks, Family, Mixer
+from shardwise.models.kinds import KINDS
+from shardwise.models.kinds.base import Kind
 from shardwise.models.names import hf_name, in_use, is_adapter
+from shardwise.models.spec import Block
 
+
+def _last_parts(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+# What is known of listed kinds says what a name of an unlisted model may mean.
+_ATTENTION = tuple(dict.fromkeys(kind.name for kind in KINDS if kind.is_attention))
+_TOKENWISE = tuple(dict.fromkeys(kind.name for kind in KINDS if not kind.mixes_tokens))
+_SCORES = _last_parts(name for kind in KINDS if kind.experts for name in kind.gating)
+_GATING = _last_parts(name for kind in KINDS for name in kind.gating)
+_BYPASSED = _last_parts(name for kind in KINDS for name in kind.bypassed)
 _FEED_FORWARD = ("mlp", "feed_forward", "ffn", "moe")
-_SCORES = ("gate", "router", "shared_expert_gate")
-_RATES = ("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj", "dt_proj")
-_READ_PAST = ("out_proj", "dt_proj")
 _RENAMED = ("gate_proj", "up_proj", "down_proj", "gate")
 
 
 def inspect_family(model: PreTrainedModel) -> Family:
-    """The family that a model on any device, with adapters or without, makes by itself.
+    """Return the family that a model on any device, with adapters or without, makes by itself.
 
-    The common shape: an embedding, one list of decoder layers, a final norm next to it, a head, and no parameter or
-    shared weight beside these, but for embeddings such as that of positions. UserError that says what is not so.
+    The common shape: an embedding, one list of decoder layers, a final norm next to it, a head, and
+    no parameter or shared weight beside these, except embeddings such as that of positions. Raises
+    UserError that says what is not so.
 
-    What the modules don't show is taken with care: layers that are not softmax attention keep transformers' name of
-    their type, linears that a fused kernel may read past are left without adapters, and no router has a loss.
+    What the modules don't show is taken with care: layers that are not softmax attention keep
+    transformers' name of their type, linears that a fused kernel may read past are left without
+    adapters, and no router has a loss.
     """
-    paths = {id(module): path for path, module in model.named_modules()}
-    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    outer = [(path, m) for path, m in lists if not any(path.startswith(f"{other}.") for other, _ in lists)]
-    if not outer:
-        raise _not_standard(model, "it has no list of layers")
-    layers, modules = max(outer, key=lambda found: len(found[1]))
-    above, _, own = layers.rpartition(".")
-    beside = [(name, type(in_use(module)).__name__) for name, module in model.get_submodule(above).named_children()]
-    after = beside[[name for name, _ in beside].index(own) :]
-    found = {
-        "embedding of tokens": paths.get(id(model.get_input_embeddings())),
-        "final norm after its layers": next(
-            (f"{above}.{name}" for name, kind in after if "norm" in kind.lower()), None
-        ),
-        "head": paths.get(id(model.get_output_embeddings())),
-    }
-    for what, path in found.items():
-        if path is None:
-            raise _not_standard(model, f"it has no {what}")
-    embed, norm, head = (str(path) for path in found.values())
-    embeddings = [
-        path
-        for path, m in model.named_modules()
-        if isinstance(m, nn.Embedding) and not f"{path}.".startswith((f"{embed}.", f"{head}."))
-    ]
-    positions = next((path for path in embeddings if not path.startswith(f"{layers}.")), None)
+    layers, num_layers = _list_of_layers(model)
+    embed, norm, head = _around_layers(model, layers)
+    positions = _positions(model, embed, layers, head)
     dims = {hf_name(name): parameter.ndim for name, parameter in model.named_parameters() if not is_adapter(name)}
-    known = tuple(f"{path}." for path in (embed, layers, norm, head, positions) if path)
-    beyond = [name for name in dims if not name.startswith(known)]
-    if beyond:
-        raise _not_standard(model, f"it has {beyond[0]} beside embedding, layers, final norm and head")
-    shared = [name for name in model.all_tied_weights_keys if not name.startswith(f"{head}.")]
-    if shared:
-        raise _not_standard(model, f"{shared[0]} is shared with another part of the model")
-    for transform in get_model_conversion_mapping(model, add_legacy=False):
-        if isinstance(transform, WeightConverter) and len(transform.target_patterns) > 1:
-            raise _not_standard(model, "an entry of its checkpoints is made of several weights")
-
+    _check_rest(model, dims, tuple(f"{path}." for path in (embed, layers, norm, head, positions) if path))
+    _check_weights(model, head)
     types = getattr(model.config, "layer_types", None) or []
-    if types and len(types) != len(modules):
-        raise _not_standard(model, f"config.layer_types names {len(types)} layers, but the model has {len(modules)}")
+    if types and len(types) != num_layers:
+        raise _not_standard(model, f"config.layer_types names {len(types)} layers, but the model has {num_layers}")
     inside = {
         name.removeprefix(f"{layers}.").partition(".")[2]: n
         for name, n in dims.items()
         if name.startswith(f"{layers}.")
     }
     children = sorted({name.partition(".")[0] for name in inside if "norm" not in name})
-    linears = sorted(name.removesuffix(".weight") for name in inside if name.endswith(".weight"))
-    experts = tuple(name for name, n in inside.items() if n == 3 and re.search(r"(^|\.)experts\.\w+$", name))
+    attention = next((name for name in reversed(children) if "attn" in name or "attention" in name), "")
+    kinds = {name: _guess(name, inside, reads_past=bool(set(types) - set(_ATTENTION))) for name in children}
+    after = {name: kind for name, kind in kinds.items() if any(part in name for part in _FEED_FORWARD)}
+    mixing = {name: kind for name, kind in kinds.items() if name not in after}
     return Family(
         model.config.model_type,
         embed=embed,
@@ -85,27 +70,114 @@ def inspect_family(model: PreTrainedModel) -> Family:
         layers=layers,
         norm=norm,
         head=head,
-        mixers={kind: kind for kind in ("full_attention", "sliding_attention", *types)},
-        feed_forward=tuple(name for name in children if any(part in name for part in _FEED_FORWARD)),
-        attention=next((name for name in reversed(children) if "attn" in name or "attention" in name), ""),
-        experts=experts,
-        gates=tuple(name for name in linears if _ends_with(name, _SCORES) or re.search(r"(^|\.)experts\.\d+\.", name)),
-        gating=tuple(name for name in linears if _ends_with(name, (*_SCORES, *_RATES))),
-        bypassed=tuple(name for name in linears if _ends_with(name, _READ_PAST)) if set(types) - set(ATTENTION) else (),
-        renamed_by_peft=_RENAMED if experts else (),
+        mixers={name: _mixer(name, mixing, attention) for name in (*_ATTENTION, *types)},
+        feed_forward={"dense": after, "moe": after},
+        renamed_by_peft=_RENAMED if any(kind.experts for kind in kinds.values()) else (),
     )
 
 
 def unproven_note(family: str) -> str:
-    """What is told of a run of a model type that is not listed."""
+    """Return what a run of a model type that is not listed prints."""
     return (
         f"family {family} is not proven here: its parts were found by inspection, no test shows that it trains alike "
         "under every layout, its loss is computed from whole logits, and no FLOPs are counted (mfu and hfu are null)"
     )
 
 
+def _list_of_layers(model: PreTrainedModel) -> tuple[str, int]:
+    """Return the path and length of the longest list of modules that lies in no other."""
+    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    outer = [(path, m) for path, m in lists if not any(path.startswith(f"{other}.") for other, _ in lists)]
+    if not outer:
+        raise _not_standard(model, "it has no list of layers")
+    layers, modules = max(outer, key=lambda item: len(item[1]))
+    return layers, len(modules)
+
+
+def _around_layers(model: PreTrainedModel, layers: str) -> tuple[str, str, str]:
+    """Return the paths of embedding, final norm and head."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    above, _, last = layers.rpartition(".")
+    beside = [(name, type(in_use(module)).__name__) for name, module in model.get_submodule(above).named_children()]
+    after = beside[[name for name, _ in beside].index(last) :]
+    embed, norm, head = (
+        paths.get(id(model.get_input_embeddings())),
+        next((f"{above}.{name}" for name, kind in after if "norm" in kind.lower()), None),
+        paths.get(id(model.get_output_embeddings())),
+    )
+    if embed is None:
+        raise _not_standard(model, "it has no embedding of tokens")
+    if norm is None:
+        raise _not_standard(model, "it has no final norm after its layers")
+    if head is None:
+        raise _not_standard(model, "it has no head")
+    return embed, norm, head
+
+
+def _positions(model: PreTrainedModel, embed: str, layers: str, head: str) -> str | None:
+    """Return the path of an embedding outside of the layers that is not that of tokens."""
+    tables = [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    known = (f"{embed}.", f"{head}.")
+    others = [path for path in tables if not f"{path}.".startswith(known)]
+    return next((path for path in others if not path.startswith(f"{layers}.")), None)
+
+
+def _check_rest(model: PreTrainedModel, names: Iterable[str], known: tuple[str, ...]) -> None:
+    beyond = [name for name in names if not name.startswith(known)]
+    if beyond:
+        raise _not_standard(model, f"it has {beyond[0]} beside embedding, layers, final norm and head")
+
+
+def _check_weights(model: PreTrainedModel, head: str) -> None:
+    shared = [name for name in model.all_tied_weights_keys if not name.startswith(f"{head}.")]
+    if shared:
+        raise _not_standard(model, f"{shared[0]} is shared with another part of the model")
+    for transform in get_model_conversion_mapping(model, add_legacy=False):
+        if isinstance(transform, WeightConverter) and len(transform.target_patterns) > 1:
+            raise _not_standard(model, "an entry of its checkpoints is made of several weights")
+
+
+def _guess(child: str, inside: Mapping[str, int], reads_past: bool) -> Kind:
+    """Return what the names below a child of a layer let one guess; `inside`: dims of a layer's
+    parameters by name.
+    """
+    names = [name for name in inside if name.startswith(f"{child}.")]
+    linears = sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+
+    def within(found: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name.removeprefix(child).removeprefix(".") for name in found)
+
+    scores = [name for name in linears if _ends_with(name, _SCORES) or re.search(r"(^|\.)experts\.\d+\.", name)]
+    return Kind(
+        child,
+        experts=within(name for name in names if inside[name] == 3 and re.search(r"(^|\.)experts\.\w+$", name)),
+        gates=within(scores),
+        gating=within(name for name in linears if _ends_with(name, _GATING)),
+        bypassed=within(name for name in linears if _ends_with(name, _BYPASSED)) if reads_past else (),
+    )
+
+
 def _ends_with(name: str, ends: tuple[str, ...]) -> bool:
     return name.rpartition(".")[2] in ends
+
+
+def _mixer(layer_type: str, blocks: Blocks, attention: str) -> Mixer:
+    """Return the mixer of layers of a type: all blocks that may mix tokens."""
+    return Mixer(
+        layer_type,
+        tuple(
+            Block(
+                path,
+                replace(
+                    kind,
+                    name=layer_type,
+                    mixes_tokens=layer_type not in _TOKENWISE,
+                    is_attention=path == attention and layer_type in _ATTENTION,
+                ),
+            )
+            for path, kind in blocks.items()
+        ),
+    )
 
 
 def _not_standard(model: PreTrainedModel, reason: str) -> UserError:

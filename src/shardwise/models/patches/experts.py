@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig
+from shardwise.models import tensor_plan
 from shardwise.models.families import Family
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
-from shardwise.models.tensor_splits import plan
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
@@ -50,7 +50,7 @@ def _odd_stack(
     """The first stack of experts whose rows have the wrong size: its name, a rank's shape, and what whole widths must
     be multiples of.
     """
-    cuts = plan.cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
+    cuts = tensor_plan.cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
     ends = tuple(f".{name}" for name in family.experts)
     for name, parameter in hf.named_parameters():
         if is_adapter(name) or not ends or not hf_name(name).endswith(ends):

@@ -19,16 +19,12 @@ from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
-from shardwise.models.families import Family
 from shardwise.models.names import in_use
 from shardwise.models.patches.dropout import DropoutState
 from shardwise.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
-
-TOKENWISE = ("mlp", "moe")
-"""Layer kinds that carry nothing from one token to the next."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +86,20 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     """Keep documents apart in every mixer of a part, with `data.packing: isolated`."""
     if cfg.data.packing == "isolated":
         part.isolated = True
-        isolate(part.hf, part.spec, part.family, part.dropout)
+        isolate(part.hf, part.spec, part.dropout)
 
 
-def isolate(hf: PreTrainedModel, spec: ModelSpec, family: Family, state: DropoutState) -> None:
+def isolate(hf: PreTrainedModel, spec: ModelSpec, state: DropoutState) -> None:
     """Wrap the forward of every mixer of `hf`, whose kinds of layers are all proven to be isolated by it.
 
     A forward is replaced rather than a module wrapped, so that names stay and LoRA, checkpointing and sharding see
     what they always see. `state.batch` must be one `with_documents`.
     """
     for layer in spec.layers:
-        if layer.kind not in TOKENWISE:
-            for name in family.token_mixers[layer.kind]:
-                mixer = in_use(hf.get_submodule(f"{layer.name}.{name}"))
+        assert layer.keeps_documents_apart, f"{layer.kind}: a rule refuses it with data.packing isolated"
+        for block in layer.mixers:
+            if block.kind.mixes_tokens:
+                mixer = in_use(hf.get_submodule(f"{layer.name}.{block.path}"))
                 mixer.forward = _isolated(mixer.forward, state)
 
 

@@ -23,21 +23,11 @@ from shardwise.config import RunConfig, UserError
 from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.lora_linear import Backend, BackwardHalf, Linear, lora_linear
 from shardwise.models.dtypes import autocast_dtype
+from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.patches.dropout import SlotDropout
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
-
-SHARING = frozenset(
-    (
-        *("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "g_a_proj", "kv_a_proj_with_mqa"),
-        *("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
-        *("gate_proj", "up_proj", "w1", "w3"),
-        *("dynamic_conv1d.kernel_generator.w1", "forget_gate.f_a_proj"),
-    )
-)
-"""Paths of linears that, where they lie in one module, are called with one tensor. Where that is not so they cost more
-than they need, and compute the same."""
 
 OTHER_DTYPE = "set training.precision to bfloat16, or lora.kernel to auto"
 
@@ -67,7 +57,7 @@ def use_lora_kernel(
         _Shared([layer], backend, half)
     for parent in list(model.modules()):
         inner: list[tuple[str, Any]] = list(parent.named_modules())
-        together = _alike([module for path, module in inner if path in SHARING and _is_plain(module)])
+        together = _alike([module for path, module in inner if path in SHARED_INPUTS and _is_plain(module)])
         if len(together) > 1:
             shared = _Shared(together, backend, half)
             parent.forward = shared.within(parent.forward)

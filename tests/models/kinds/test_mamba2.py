@@ -8,10 +8,10 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGate
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 
 from shardwise.models.families import spec_of
+from shardwise.models.kinds import mamba2
 from shardwise.models.load import build_meta, read_config
-from shardwise.models.tensor_splits.base import BlockSplit, Indivisible
-from shardwise.models.tensor_splits.mamba2 import gated_rms_norm, mamba2
-from shardwise.models.tensor_splits.plan import problem, split_blocks
+from shardwise.models.tensor_cuts import BlockSplit, Indivisible
+from shardwise.models.tensor_plan import problem, split_blocks
 from tests.models.tiny import on_meta, relative_error, tiny
 
 # Matrices that every rank holds whole: routers, of which each needs all scores.
@@ -40,7 +40,7 @@ def test_every_matrix_is_dealt_out_and_comes_together_again(name: str, num_ranks
         module = model.get_submodule(layer.name)
         cuts = {
             f"{path}.{weight}": cut
-            for path, split in split_blocks(model, spec, layer, num_ranks).items()
+            for path, split in split_blocks(model, layer, num_ranks).items()
             for weight, cut in (split or BlockSplit({})).weights.items()
         }
         parameters = dict(module.named_parameters())
@@ -57,7 +57,7 @@ def test_every_matrix_is_dealt_out_and_comes_together_again(name: str, num_ranks
 @pytest.mark.parametrize("num_groups", [1, 2, 4, 8])
 def test_a_ranks_heads_find_their_own_group(num_groups: int, num_ranks: int) -> None:
     heads, size = 8, 16
-    split = mamba2(mixer(num_groups), num_ranks)
+    split = mamba2.split(mixer(num_groups), num_ranks)
     # Rows of in_proj by what they are: z, x and dt by head, B and C by group.
     of_head, of_group = torch.arange(heads), torch.arange(num_groups)
     rows = [of_head.repeat_interleave(size)] * 2 + [of_group.repeat_interleave(size)] * 2 + [of_head]
@@ -70,7 +70,8 @@ def test_a_ranks_heads_find_their_own_group(num_groups: int, num_ranks: int) -> 
         assert z.equal(dt.repeat_interleave(size))
         assert x.equal(z)
         assert b.equal(c)
-        # Head h of the model reads group h // (heads / groups); the mixer's code says so of what it holds.
+        # Head h of the model reads group h // (heads / groups); the mixer's code says so of what it
+        # holds.
         read = b[::size].repeat_interleave(local_heads // local_groups)
         assert read.equal(dt // (heads // num_groups))
         assert split.weights["conv1d.weight"].rows.take(torch.cat(rows[1:4]), 0, rank).equal(torch.cat([x, b, c]))
@@ -82,14 +83,14 @@ def test_a_ranks_heads_find_their_own_group(num_groups: int, num_ranks: int) -> 
 )
 def test_groups_and_heads_that_cannot_be_dealt_out(groups: int, heads: int, num_ranks: int, what: str) -> None:
     with pytest.raises(Indivisible, match=what):
-        mamba2(mixer(groups, heads), num_ranks)
+        mamba2.split(mixer(groups, heads), num_ranks)
 
 
 def test_a_norm_that_sees_no_groups_is_over_all_ranks() -> None:
     block = mixer(2)
-    assert not mamba2(block, 2).norms  # a group each
+    assert not mamba2.split(block, 2).norms  # a group each
     del block.norm.group_size  # as Granite's norm was in transformers 5.17
-    assert mamba2(block, 2).norms.keys() == {"norm"}
+    assert mamba2.split(block, 2).norms.keys() == {"norm"}
 
 
 def test_which_sizes_a_model_has() -> None:
@@ -120,7 +121,7 @@ def test_a_norm_of_which_ranks_share_a_group(name: str, groups: int) -> None:
     def computed(add_up: Callable[[torch.Tensor, int], torch.Tensor], rank: int) -> torch.Tensor:
         own, features, factor = (share[rank] for share in shares)
         norm.weight = torch.nn.Parameter(own)
-        return gated_rms_norm(groups, norm, width, add_up)(features, factor)
+        return mamba2.gated_rms_norm(groups, norm, width, add_up)(features, factor)
 
     summands: list[torch.Tensor] = []  # of each rank
     for rank in range(num_ranks):

@@ -1,9 +1,11 @@
-"""The words in which a block, a mixer or a feed-forward of a layer, says how it is cut over tensor-parallel ranks.
+"""How the weights of a block are cut over the ranks of tensor parallelism.
 
-A block takes hidden states [B, T, D] that are equal on every rank. With its share of the weights, each rank computes a
-summand of the block's output; only the output is added up. So whatever lies between, a state, a gate, a router, an
-adapter's factor, needs no reduction of its own, as long as a rank can compute its share without the others'; weights
-that every rank holds whole get a summand of their gradient on each.
+A block is a mixer or a feed-forward of a layer. It takes hidden states [B, T, D] that are equal on
+every rank. With its share of the weights, each rank computes a partial sum of the block's output,
+and only the output is reduced. So nothing between (a state, a gate, a router, a factor of an
+adapter) needs a reduction of its own, as long as a rank can compute its share without the others'.
+Weights that are whole on every rank get a partial sum of their gradient on each.
+
 Source of the scheme: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3.
 """
 
@@ -19,15 +21,16 @@ from transformers.pytorch_utils import Conv1D
 
 
 class Indivisible(ValueError):
-    """What cannot be cut into so many shares: "4 key/value heads"."""
+    """What cannot be cut into so many equal shares, such as "4 key/value heads"."""
 
 
 @dataclass(frozen=True)
 class Segment:
     """Consecutive rows that are cut into equal shares, one after the other.
 
-    With fewer shares than ranks, neighbours hold the same one (with 1, all hold all of it): such as a key/value head
-    that the query heads of several ranks attend to. Each then has a summand of its gradient.
+    With fewer shares than ranks, neighbours hold the same share (with 1, all ranks hold everything).
+    An example is a key/value head that query heads of several ranks attend to. Each of these ranks
+    then has a partial sum of its gradient.
     """
 
     size: int
@@ -36,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Rows:
-    """A dim of a weight as consecutive segments; a rank holds its share of each, one after the other."""
+    """A dim of a weight as consecutive segments. A rank holds its share of each, in that order."""
 
     num_ranks: int
     segments: tuple[Segment, ...]
@@ -48,38 +51,38 @@ class Rows:
 
     @property
     def size(self) -> int:
-        """Of the whole dim."""
+        """The size of the whole dim."""
         return sum(segment.size for segment in self.segments)
 
     @property
     def local_size(self) -> int:
-        """Of what a rank holds."""
+        """The size of a rank's part of the dim."""
         return sum(segment.size // segment.shares for segment in self.segments)
 
     @property
     def in_order(self) -> bool:
-        """The ranks' shares, joined in rank order, are the whole dim as it was."""
+        """Whether the ranks' parts, joined in rank order, are the dim as it was."""
         return len(self.segments) == 1 and not self.shared
 
     @property
     def shared(self) -> bool:
-        """Some rows are held by more than one rank."""
+        """Whether more than one rank holds some of the rows."""
         return any(segment.shares < self.num_ranks for segment in self.segments)
 
     @property
     def num_shared(self) -> int:
-        """Rows of a rank that others hold too."""
+        """The number of a rank's rows that other ranks hold too."""
         return sum(segment.size // segment.shares for segment in self.segments if segment.shares < self.num_ranks)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
-        """(start, length) of a rank's rows in the whole dim."""
+        """Return (start, length) in the whole dim of each range of a rank's rows."""
         starts = accumulate((segment.size for segment in self.segments), initial=0)
         lengths = [segment.size // segment.shares for segment in self.segments]
         places = [rank * segment.shares // self.num_ranks for segment in self.segments]
         return [(start + place * length, length) for start, place, length in zip(starts, places, lengths)]
 
     def counted(self, rank: int) -> list[tuple[int, int]]:
-        """(start, length) among a rank's own rows of those that no lower rank holds."""
+        """Return (start, length) among a rank's rows of those that no lower rank holds."""
         found, start = [], 0
         for segment in self.segments:
             length = segment.size // segment.shares
@@ -89,8 +92,9 @@ class Rows:
         return found
 
     def shared_segments(self, rank: int) -> list[tuple[Segment, int, int, int]]:
-        """(segment, start, length, place) of what a rank shares with others: where it starts among the rank's rows, how
-        long it is there, and where that lies in the segment.
+        """Return (segment, start, length, place) of each segment that a rank shares with others.
+
+        `start` and `length`: where it lies among the rank's rows; `place`: where these lie in it.
         """
         found, start = [], 0
         for segment in self.segments:
@@ -101,16 +105,16 @@ class Rows:
         return found
 
     def take(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
-        """A rank's share of a whole tensor: a view if it is one range, else a copy."""
+        """Return a rank's part of a whole tensor: a view if it is one range, else a copy."""
         pieces = [whole.narrow(dim, start, length) for start, length in self.ranges(rank)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def arrange(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """All ranks' shares of a whole tensor, joined in rank order."""
+        """Return all ranks' parts of a whole tensor, joined in rank order."""
         return torch.cat([self.take(whole, dim, rank) for rank in range(self.num_ranks)], dim)
 
     def restore(self, arranged: torch.Tensor, dim: int) -> torch.Tensor:
-        """What `arrange` came from; of rows that several ranks hold, the first one's."""
+        """Undo `arrange`; of rows that several ranks hold, take those of the first."""
         held = arranged.split(self.local_size, dim)
         pieces, start = [], 0
         for segment in self.segments:
@@ -130,10 +134,10 @@ class Cut:
 
 
 Sum = Callable[..., torch.Tensor]
-"""Adds summands up over the ranks, or, given a number of shares too, over the neighbours that hold the same one; so
-does its backward."""
+"""Adds up partial sums over the ranks, or, given a number of shares too, over the neighbours that
+hold the same share. Its backward does the same."""
 SplitNorm = Callable[[Any, int, Sum], Callable[..., torch.Tensor]]
-"""(norm, its features on all ranks, sum) -> a forward of the norm that is given this rank's features."""
+"""Makes of (norm, its features on all ranks, sum) a forward that takes this rank's features."""
 
 
 @dataclass(frozen=True)
@@ -141,21 +145,27 @@ class BlockSplit:
     """How one block is cut; names are those of the transformers model, within the block."""
 
     weights: Mapping[str, Cut]
-    """By parameter; all others are held whole by every rank."""
+    """By parameter; every rank holds all others whole."""
     attributes: Mapping[str, int] = field(default_factory=dict)
-    """What the block's own code must take for its sizes, by path of the attribute. (A Conv1D's is set for it.)"""
+    """Sizes that the block's own code must find in these attributes. (Those of a Conv1D are set
+    anyway.)"""
     norms: Mapping[str, SplitNorm] = field(default_factory=dict)
     """Modules that normalise over features that are cut."""
     summed: tuple[str, ...] = ()
-    """Linears within the block that multiply features that are cut, and whose whole output every rank needs."""
+    """Linears within the block that multiply features that are cut, and whose whole output every
+    rank needs."""
     buffers: Mapping[str, Cut] = field(default_factory=dict)
-    """Those of which a rank needs its share only."""
+    """Buffers of which a rank needs its part only."""
     as_in_evaluation: bool = False
-    """In training too, the block's own code must not take a kernel for training that runs past its modules."""
+    """In training too, the block's own code must not take a kernel for training that runs past its
+    modules."""
 
 
 def rms_norm(norm: Any, num_features: int, add_up: Sum) -> Callable[[torch.Tensor], torch.Tensor]:
-    """W x / sqrt(mean(x^2) + eps), in float32 but for the product with w, as transformers' llama has it."""
+    """Return a forward of w x / sqrt(mean(x^2) + eps) over features that are cut.
+
+    It computes in float32, except for the product with w, as transformers' llama does.
+    """
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -166,32 +176,33 @@ def rms_norm(norm: Any, num_features: int, add_up: Sum) -> Callable[[torch.Tenso
 
 
 SplitBlock = Callable[[Any, int], BlockSplit]
-"""(a block on any device, number of ranks) -> how it is cut; raises Indivisible."""
+"""Makes of (a block on any device, number of ranks) how it is cut; raises Indivisible."""
 
 
 def even(num_ranks: int, size: int, what: str) -> Rows:
-    """`size` rows, heads or features (`what`), in equal shares, one per rank."""
+    """Return `size` rows, heads or features (`what`) in equal shares, one for each rank."""
     require_divides(num_ranks, size, what)
     return Rows(num_ranks, (Segment(size, num_ranks),))
 
 
 def blocked(num_ranks: int, sizes: Sequence[int], what: str) -> Rows:
-    """Segments that lie one after the other, such as q, k and v, each in equal shares."""
+    """Return segments that lie one after the other, such as q, k and v, in equal shares."""
     for size in sizes:
         require_divides(num_ranks, size, what)
     return Rows(num_ranks, tuple(Segment(size, num_ranks) for size in sizes))
 
 
 def require_divides(num_ranks: int, size: int, what: str) -> None:
-    """Indivisible if `size` things cannot be dealt out evenly."""
+    """Raise Indivisible if `size` things cannot be sharded evenly."""
     if size % num_ranks:
         raise Indivisible(f"{size} {what}")
 
 
 def linear(block: Any, name: str, features: str, rows: Rows) -> dict[str, Cut]:
-    """The weights of a linear (or Conv1D) whose `out` or `in` features are cut, if the block has it.
+    """Return the cuts of a linear (or Conv1D) by its `out` or `in` features, if the block has it.
 
-    Its bias is cut with the features that come out; where features that go in are cut, every rank holds it whole.
+    Its bias is cut with the features that come out. Where features that go in are cut, the bias is
+    whole on every rank.
     """
     try:
         module = unwrapped(block.get_submodule(name))
@@ -205,13 +216,13 @@ def linear(block: Any, name: str, features: str, rows: Rows) -> dict[str, Cut]:
 
 
 def depthwise(block: Any, name: str, channels: Rows) -> dict[str, Cut]:
-    """The weights of a convolution that has one filter for each channel."""
+    """Return the cuts of a convolution that has one filter for each channel."""
     module = unwrapped(block.get_submodule(name))
     return {f"{name}.{own}": Cut(0, channels) for own, _ in module.named_parameters()}
 
 
 def unwrapped(module: Any) -> Any:
-    """The module of transformers that PEFT may have wrapped."""
+    """Return the module of transformers that PEFT may have wrapped."""
     while (inner := getattr(module, "base_layer", None) or getattr(module, "original_module", None)) is not None:
         module = inner
     return module

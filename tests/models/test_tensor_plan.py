@@ -16,8 +16,8 @@ from shardwise.config import Lora
 from shardwise.models.families import spec_of
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import adapter_layers, inject
-from shardwise.models.tensor_splits.base import BlockSplit, unwrapped
-from shardwise.models.tensor_splits.plan import parameter_cuts, problem, rows_in, split_blocks
+from shardwise.models.tensor_cuts import BlockSplit, unwrapped
+from shardwise.models.tensor_plan import parameter_cuts, problem, rows_in, split_blocks
 from tests.models.tiny import PLAIN, entries, on_meta, tiny
 
 KIMI = ("forget_gate.f_a_proj", "g_a_proj", "kv_a_proj_with_mqa")  # first factors, of which all heads need the result
@@ -32,9 +32,9 @@ WHOLE = {
 }
 """The matrices of a layer that every rank holds whole: routers, and first factors."""
 INDIVISIBLE = {
-    "tiny-qwen3_5": "172 feed-forward features",
-    "tiny-qwen3_next": "32 features of an expert",
-    "tiny-olmo_hybrid": "172 feed-forward features",
+    "tiny-qwen3_5": "4 key heads of Gated DeltaNet",
+    "tiny-qwen3_next": "4 key heads of Gated DeltaNet",
+    "tiny-olmo_hybrid": "4 key heads of Gated DeltaNet",
     "tiny-lfm2": "64 channels of a short convolution",
     "tiny-gpt2": "4 attention heads",
     "tiny-nemotron_h": "8 heads of Mamba2",
@@ -43,7 +43,7 @@ INDIVISIBLE = {
     "tiny-jamba": "128 channels of Mamba",
     "tiny-jet_nemotron": "4 heads of JetBlock",
 }
-"""What 3 ranks cannot share; of the others, attention heads. (The Gated DeltaNets have 6 key heads.)"""
+"""What 3 ranks cannot share; of the others, attention heads."""
 
 SIZES = [(name, num_ranks) for name in PLAIN for num_ranks in (2, 4) if (name, num_ranks) != ("tiny-falcon_h1", 4)]
 """Falcon-H1's tiny model has 6 heads of Mamba2."""
@@ -53,7 +53,7 @@ def blocks(model: PreTrainedModel, num_ranks: int) -> Iterator[tuple[str, nn.Mod
     """(path, module, split) of every block of a model; here each of them is cut."""
     spec = spec_of(model.config, model)
     for layer in spec.layers:
-        for path, split in split_blocks(model, spec, layer, num_ranks).items():
+        for path, split in split_blocks(model, layer, num_ranks).items():
             assert split is not None
             yield f"{layer.name}.{path}", model.get_submodule(f"{layer.name}.{path}"), split
 

@@ -1,4 +1,4 @@
-"""From a model and a number of ranks to what becomes of each of its blocks and parameters."""
+"""How each block and parameter of a model is sharded over a number of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -8,47 +8,46 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from shardwise.models.families import FAMILIES
 from shardwise.models.lora import adapter_layers
 from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.spec import LayerSpec, ModelSpec
-from shardwise.models.tensor_splits.base import BlockSplit, Cut, Indivisible, unwrapped
+from shardwise.models.tensor_cuts import BlockSplit, Cut, Indivisible, unwrapped
 
 
 def problem(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str | None:
-    """What cannot be cut into `num_ranks` shares, if anything."""
+    """Return what cannot be cut into `num_ranks` shares, if anything."""
     if -(-spec.vocab_size // num_ranks) * (num_ranks - 1) >= spec.vocab_size:
         return f"{spec.vocab_size} tokens in its vocabulary"
     try:
         for layer in spec.layers:
-            split_blocks(hf, spec, layer, num_ranks)
+            split_blocks(hf, layer, num_ranks)
     except Indivisible as error:
         return str(error)
     return None
 
 
-def split_blocks(
-    hf: PreTrainedModel, spec: ModelSpec, layer: LayerSpec, num_ranks: int
-) -> dict[str, BlockSplit | None]:
-    """By path in the layer, how each of its blocks is cut; None for one that every rank computes whole.
+def split_blocks(hf: PreTrainedModel, layer: LayerSpec, num_ranks: int) -> dict[str, BlockSplit | None]:
+    """Return how each block of a layer is cut, by its path there; None for one that every rank
+    computes whole.
 
     Raises Indivisible.
     """
     module = hf.get_submodule(layer.name)
-    found: dict[str, BlockSplit | None] = {}
-    for path, split in FAMILIES[spec.family].splits.items():
-        wrapped = _submodule(module, path)
-        if wrapped is not None:
-            block = in_use(wrapped)
-            name = path if block is wrapped else f"{path}.modules_to_save.default"
-            found[name] = None if split is None else split(block, num_ranks)
-    return found
+    splits: dict[str, BlockSplit | None] = {}
+    for block in layer.blocks:
+        wrapped = module.get_submodule(block.path)
+        used = in_use(wrapped)
+        path = block.path if used is wrapped else f"{block.path}.modules_to_save.default"
+        splits[path] = None if block.kind.split is None else block.kind.split(used, num_ranks)
+    return splits
 
 
-def undealt_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> list[Counter[str]]:
-    """Bytes that a rank has of matrices that others have too, whole or in part: by name, of each unit of a split.
+def replicated_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> list[Counter[str]]:
+    """Return the bytes that a rank has of matrices that others have too, whole or in part: by name,
+    for each unit.
 
-    Units are the embedding (and what else lies outside of the layers, as learned positions do), the layers, the head.
+    Units are the embedding (and what else lies outside of the layers, as learned positions do), the
+    layers, the head.
     """
     cuts = cuts_of(hf, spec, num_ranks)
     units = {f"{layer.name}.": Counter() for layer in spec.layers}
@@ -65,10 +64,12 @@ def undealt_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> lis
 
 
 def cuts_of(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
-    """By name in the model, how each parameter within the layers is cut that is not whole. Raises Indivisible."""
+    """Return how each parameter within the layers that is not whole is cut, by its name. Raises
+    Indivisible.
+    """
     cuts: dict[str, Cut] = {}
     for layer in spec.layers:
-        for path, split in split_blocks(hf, spec, layer, num_ranks).items():
+        for path, split in split_blocks(hf, layer, num_ranks).items():
             if split is not None:
                 cut = parameter_cuts(hf.get_submodule(f"{layer.name}.{path}"), split)
                 cuts |= {f"{layer.name}.{path}.{name}": rows for name, rows in cut.items()}
@@ -76,7 +77,8 @@ def cuts_of(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, C
 
 
 def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
-    """By name in the block, with PEFT's layers in it: how each parameter is cut that is not whole.
+    """Return how each parameter of a block, with PEFT's layers in it, that is not whole is cut, by
+    its name there.
 
     An adapter is cut as its base is: B with the features that come out, A with those that go in.
     """
@@ -94,7 +96,9 @@ def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
 
 
 def rows_in(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
-    """By path in the block, with PEFT's layers in it: the linears of which the features that go in are cut."""
+    """Return the linears of a block, with PEFT's layers in it, whose input features are cut, by
+    their path there.
+    """
     found = {}
     for path, module in block.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and not is_adapter(f"{path}."):
@@ -105,14 +109,9 @@ def rows_in(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
 
 
 def _goes_in(base: nn.Module, cut: Cut) -> bool:
-    """A linear's weight is [out, in], a Conv1D's [in, out], a stack of experts [E, out, in]."""
+    """Return whether a linear [out, in], a Conv1D [in, out] or a stack of experts [E, out, in] is
+    cut by its input.
+    """
     if isinstance(base, nn.Linear):
         return cut.dim == 1
     return cut.dim == (0 if isinstance(base, Conv1D) else 2)
-
-
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.models.tensor_splits.base import Indivisible, Rows, Segment, blocked, even
+from shardwise.models.tensor_cuts import Indivisible, Rows, Segment, blocked, even
 
 
 @st.composite

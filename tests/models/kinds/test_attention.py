@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from shardwise.models.tensor_splits.attention import attention
-from shardwise.models.tensor_splits.base import Indivisible
+from shardwise.models.kinds import attention
+from shardwise.models.tensor_cuts import Indivisible
 
 HEAD_DIM = 2
 
@@ -28,7 +28,7 @@ def block(num_heads: int, num_kv_heads: int) -> LlamaAttention:
 def test_a_query_head_finds_its_own_key_head(num_kv_heads: int, groups: int, num_ranks: int) -> None:
     num_heads = groups * num_kv_heads
     try:
-        split = attention(block(num_heads, num_kv_heads), num_ranks)
+        split = attention.split(block(num_heads, num_kv_heads), num_ranks)
     except Indivisible:
         shares = min(num_ranks, num_kv_heads)
         assert num_heads % num_ranks or num_kv_heads % shares or num_ranks % shares
@@ -53,6 +53,6 @@ def test_a_query_head_finds_its_own_key_head(num_kv_heads: int, groups: int, num
 
 def test_heads_that_cannot_be_dealt_out_are_named() -> None:
     with pytest.raises(Indivisible, match=r"^6 attention heads$"):
-        attention(block(6, 2), 4)
+        attention.split(block(6, 2), 4)
     with pytest.raises(Indivisible, match=r"^6 key/value heads$"):
-        attention(block(12, 6), 4)
+        attention.split(block(12, 6), 4)

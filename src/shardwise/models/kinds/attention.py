@@ -1,0 +1,209 @@
+"""Softmax attention: over all tokens before, over a window of them, or with keys and values made of
+a latent.
+
+Tensor parallelism shards the heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from shardwise.models.kinds.base import Kind
+from shardwise.models.tensor_cuts import (
+    BlockSplit,
+    Cut,
+    Indivisible,
+    Rows,
+    Segment,
+    blocked,
+    even,
+    linear,
+    require_divides,
+    rms_norm,
+    unwrapped,
+)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal softmax attention of N query heads, with queries and keys of size K and values of size
+    V.
+
+    Token t meets t keys, (T + 1) / 2 on average; a query-key pair costs 2 K for its score and 2 V
+    for its value, so a forward is N (K + V) (T + 1) per token: half of what counters that ignore
+    causality give. Grouped key/value heads save memory, not products, nor do latent ones
+    (DeepSeek-V2, arXiv 2405.04434), which training expands. Fused (flash) kernels skip the masked
+    half, and in the backward they compute the scores again: five products (scores, dQ and dK of K,
+    dP and dV of V) for the forward's two.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return float(self.num_heads * (self.key_dim + self.value_dim) * (sequence_length + 1))
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.model_forward(sequence_length)
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return float(self.num_heads * (3 * self.key_dim + 2 * self.value_dim) * (sequence_length + 1))
+
+
+@dataclass(frozen=True)
+class SlidingAttention:
+    """Attention of which a token meets the last W keys only, itself among them.
+
+    On average over T tokens it meets W - W (W - 1) / 2T of them (W at most T), at 4 N H each.
+    transformers hands fused attention that band as a mask, which it applies to all T x T pairs.
+    """
+
+    num_heads: int
+    head_dim: int
+    window: int
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        window = min(self.window, sequence_length)
+        keys = window - window * (window - 1) / (2 * sequence_length)
+        return 4.0 * self.num_heads * self.head_dim * keys
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 4.0 * self.num_heads * self.head_dim * sequence_length
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 2.5 * self.executed_forward(sequence_length)
+
+
+def full_core(config: PretrainedConfig) -> Attention:
+    """Return the core of attention over all tokens before."""
+    size = _head_dim(config)
+    return Attention(config.num_attention_heads, size, size)
+
+
+def sliding_core(config: PretrainedConfig) -> SlidingAttention:
+    """Return the core of attention over a window."""
+    return SlidingAttention(config.num_attention_heads, _head_dim(config), config.sliding_window)
+
+
+def latent_core(config: PretrainedConfig) -> Attention:
+    """Return the core of latent attention; `head_dim` in its config is another size."""
+    key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return Attention(config.num_attention_heads, key_dim, config.v_head_dim)
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def split(block: Any, num_ranks: int) -> BlockSplit:
+    """Shard q, k, v by heads, o by what the heads give: the shape of most families, with grouped
+    heads or without.
+
+    With fewer key/value heads than ranks, neighbours hold the same one. Norms of q and k over a
+    head are whole on every rank; those over all heads are sharded.
+    """
+    size = block.head_dim
+    leaves = "o_proj" if hasattr(block, "o_proj") else "out_proj"
+    num_heads = unwrapped(block.get_submodule(leaves)).in_features // size
+    num_kv_heads = unwrapped(block.get_submodule("v_proj")).out_features // size
+    require_divides(num_ranks, num_heads, "attention heads")
+    shares = min(num_ranks, num_kv_heads)
+    if num_kv_heads % shares or num_ranks % shares:
+        raise Indivisible(f"{num_kv_heads} key/value heads")
+    # A head of q may come with as many features for its gate.
+    queries = even(num_ranks, unwrapped(block.get_submodule("q_proj")).out_features, "query features")
+    keys = Rows(num_ranks, (Segment(num_kv_heads * size, shares),))
+    out = even(num_ranks, num_heads * size, "attention heads")
+    weights = {
+        **linear(block, "q_proj", "out", queries),
+        **linear(block, "k_proj", "out", keys),
+        **linear(block, "v_proj", "out", keys),
+        **linear(block, leaves, "in", out),
+    }
+    norms = {}
+    for name, rows in (("q_norm", queries), ("k_norm", keys)):
+        norm = getattr(block, name, None)
+        if norm is not None and norm.weight.numel() == rows.size and rows.size != size:
+            weights[f"{name}.weight"] = Cut(0, rows)
+            norms[name] = rms_norm
+    groups = {"num_key_value_groups": num_heads // num_ranks * shares // num_kv_heads}
+    return BlockSplit(weights, groups, norms)
+
+
+def split_latent(block: Any, num_ranks: int) -> BlockSplit:
+    """Shard by heads what expands the latent of keys and values (and of queries, if they have one).
+
+    All heads share a latent, so it is whole on every rank.
+    """
+    require_divides(num_ranks, block.num_heads, "attention heads")
+    weights: dict[str, Cut] = {}
+    for name, size, features in (
+        ("q_proj", block.qk_head_dim, "out"),
+        ("q_b_proj", block.qk_head_dim, "out"),
+        ("kv_b_proj", block.qk_nope_head_dim + block.v_head_dim, "out"),
+        ("o_proj", block.v_head_dim, "in"),
+    ):
+        weights |= linear(block, name, features, even(num_ranks, block.num_heads * size, "attention heads"))
+    return BlockSplit(weights)
+
+
+def split_joined(block: Any, num_ranks: int) -> BlockSplit:
+    """Shard a Conv1D in which q, k and v lie one after the other."""
+    require_divides(num_ranks, block.num_heads, "attention heads")
+    width = block.embed_dim
+    weights = {
+        **linear(block, "c_attn", "out", blocked(num_ranks, (width, width, width), "query features")),
+        **linear(block, "c_proj", "in", even(num_ranks, width, "attention features")),
+    }
+    return BlockSplit(weights, {"split_size": width // num_ranks, "num_heads": block.num_heads // num_ranks})
+
+
+FULL = Kind(
+    "full_attention",
+    before=(("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm", "q_layernorm", "k_layernorm")),
+    after=(("o_proj", "out_proj"),),
+    core=full_core,
+    split=split,
+    keeps_documents_apart=True,
+    is_attention=True,
+    keeps_more=False,
+    shares_input=("q_proj", "k_proj", "v_proj"),
+    ends=("o_proj", "out_proj"),
+)
+SLIDING = replace(FULL, name="sliding_attention", core=sliding_core)
+LATENT = replace(
+    FULL,
+    before=(
+        ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+        ("q_a_layernorm", "kv_a_layernorm"),
+        ("q_b_proj", "kv_b_proj"),
+    ),
+    after=(("o_proj",),),
+    core=latent_core,
+    split=split_latent,
+    # Not q_a_proj, which takes the same tensor: no tiny model has it.
+    shares_input=("q_proj", "kv_a_proj_with_mqa"),
+    ends=("o_proj",),
+)
+"""Of DeepSeek-V2, which Kimi Linear has too."""
+JOINED = replace(
+    FULL,
+    before=(("c_attn",),),
+    after=(("c_proj",),),
+    split=split_joined,
+    # Its family adds positions before the first layer, which run on from one document to the next.
+    keeps_documents_apart=False,
+    shares_input=(),
+    ends=("c_proj",),
+)
+"""GPT-2's, with one projection for q, k and v."""

@@ -1,0 +1,137 @@
+"""What the rest of the project may ask of a kind of block, and what kinds share.
+
+A block is a module of a decoder layer: a mixer, which mixes the tokens of a sequence, or a
+feed-forward. Each kind of block has a file of its own beside this one. Names in it are those of
+transformers' modules, within the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PretrainedConfig
+
+from shardwise.models.tensor_cuts import SplitBlock
+
+
+class Core(Protocol):
+    """The function between the projections of a mixer, by the sequence length T. Units: FLOPs per
+    token.
+
+    Its *model* FLOPs are what the definition of the layer asks for, whatever computes it. Its
+    *executed* FLOPs are what transformers' torch code runs (fused attention; recurrences in chunks,
+    padded to full ones, or token by token). The conventions are those of `models/counts.py`: a
+    multiply-add is 2, and only products count.
+    """
+
+    def model_forward(self, sequence_length: int) -> float:
+        """Return what the definition asks of a forward; a backward is twice that."""
+        ...
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """Return what a forward runs."""
+        ...
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """Return what a backward runs, without the forward that a checkpoint runs again."""
+        ...
+
+
+@dataclass(frozen=True)
+class Both:
+    """Two cores in one layer: side by side on the same input, or one after the other."""
+
+    one: Core
+    other: Core
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.one.model_forward(sequence_length) + self.other.model_forward(sequence_length)
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.one.executed_forward(sequence_length) + self.other.executed_forward(sequence_length)
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self.one.executed_backward(sequence_length) + self.other.executed_backward(sequence_length)
+
+
+CORE_STEP = (0, 0)
+"""Where the core stands among the steps of `Kind.step_of`."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of block, or the variant of it that some families have.
+
+    `before` and `after` name all modules with parameters, and all parameters of the block itself,
+    in the order in which data meets them: before the core and after it (all before, where there is
+    no core). Modules of one step act side by side. Where models of a kind differ in a name, all its
+    names stand in the same step.
+    """
+
+    name: str
+    """`LayerSpec.kind` of a layer whose tokens such a block mixes. It stands in records and run
+    files."""
+    before: tuple[tuple[str, ...], ...] = ()
+    after: tuple[tuple[str, ...], ...] = ()
+    core: Callable[[PretrainedConfig], Core] | None = None
+    """Return the core by the config of a model; None where tokens do not meet, or meet in a weight
+    like any other."""
+    split: SplitBlock | None = None
+    """Return how tensor parallelism shards a block; None: every rank computes all of it."""
+
+    mixes_tokens: bool = True
+    """Carries something from one token to the next."""
+    keeps_documents_apart: bool = False
+    """`data.packing: isolated` is proven to keep documents apart in it
+    (tests/models/patches/test_isolation.py)."""
+    is_attention: bool = False
+    """Is softmax attention: `lora.targets: attention` means its projections."""
+    keeps_more: bool = True
+    """A forward keeps more for its backward than what goes into products and comes out of them,
+    such as states."""
+
+    shares_input: tuple[str, ...] = ()
+    """Linears that, where they lie in one module, are called with one tensor: LoRA reads it
+    once."""
+    ends: tuple[str, ...] = ()
+    """Linears of which the block's output is a sum without weights, so that nothing after them is
+    saved for a backward.
+
+    torch's checkpoint (not reentrant) runs a layer again until the last tensor that its backward
+    needs has been saved. A product saves its operands before it runs, so the one that only the
+    residual sum follows is not run again. A norm after it, or the weighted sum of routed experts,
+    saves its input and has it run."""
+    gates: tuple[str, ...] = ()
+    """Linears that give a score rather than a projection; `lora.targets: auto` leaves them
+    frozen."""
+    gating: tuple[str, ...] = ()
+    """Linears whose output only routes tokens or sets how fast a state decays and is written;
+    weight decay leaves them alone. (The gate of an MLP or of a mixer's output weighs features: it
+    is a weight like any other.)"""
+    rates: tuple[str, ...] = ()
+    """Parameters that set how fast a state decays, in some models matrices: no factors of a
+    product, never decayed."""
+    bypassed: tuple[str, ...] = ()
+    """Linears whose weight is read past the module, by a fused GPU kernel or by the block itself,
+    so that an adapter would do nothing."""
+    experts: tuple[str, ...] = ()
+    """Parameters that stack the weights of all routed experts, [E, out, in]."""
+
+    def step_of(self, name: str) -> tuple[int, int] | None:
+        """Return where a module or parameter of the block acts; None if it is not of this kind.
+
+        Steps compare as data meets them. Those of two blocks side by side do too: before the core
+        they are counted from the blocks' common input, after it from their common output.
+        """
+        for place, step in enumerate(self.before):
+            if name in step:
+                return CORE_STEP[0] - 1, place
+        for place, step in enumerate(self.after):
+            if name in step:
+                return CORE_STEP[0] + 1, place - len(self.after)
+        return None

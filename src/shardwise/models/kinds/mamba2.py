@@ -1,0 +1,155 @@
+"""Mamba2 (arXiv 2405.21060): a state-space scan by heads, each of which reads one of several groups
+of B and C.
+
+Tensor parallelism shards the heads, with the group that each reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import PretrainedConfig
+
+from shardwise.models.kinds.base import Kind
+from shardwise.models.tensor_cuts import BlockSplit, Cut, Indivisible, Rows, Segment, Sum, depthwise, even, linear
+
+HEADS = "heads of Mamba2"
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """The state-space scan of Mamba2 (arXiv 2405.21060): N heads of size P, with a state of P x S
+    per head.
+
+    Model FLOPs, the recurrence on one token: decay the state (P S), add x B^T (2 P S), read with C
+    (2 P S): 5 N P S. (Megatron-LM counts 7, the discretisation included.)
+
+    Executed, per head and chunk of Q tokens: scores C B^T (2 Q^2 S), scores times x (2 Q^2 P), the
+    chunk's state and the read of the state before it (2 Q P S each); then, over the n chunks of a
+    sequence, all states passed on at once by one (n + 1) x (n + 1) product, 2 (n + 1)^2 P S. Twice
+    that in the backward.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    chunk_size: int
+
+    def model_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 5.0 * self.num_heads * self.head_dim * self.state_size
+
+    def executed_forward(self, sequence_length: int) -> float:
+        """See Core."""
+        q, p, s = self.chunk_size, self.head_dim, self.state_size
+        chunks = -(-sequence_length // q)
+        per_chunk = 2 * q * q * (p + s) + 4 * q * p * s
+        return self.num_heads * (chunks * per_chunk + 2 * (chunks + 1) ** 2 * p * s) / sequence_length
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 2.0 * self.executed_forward(sequence_length)
+
+
+def core(config: PretrainedConfig) -> Mamba2:
+    """Return the core by the config, which has one of two sets of names."""
+    if hasattr(config, "mamba_n_heads"):
+        return Mamba2(config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_chunk_size)
+    return Mamba2(config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, config.chunk_size)
+
+
+def split(block: Any, num_ranks: int) -> BlockSplit:
+    """Shard by heads. The first projection gives [z, x, B, C, dt]; x, B and C go through the
+    convolution.
+
+    Consecutive heads read one group. With fewer groups than ranks, neighbours hold the same one.
+    """
+    groups = block.n_groups
+    shares = min(num_ranks, groups)
+    heads = even(num_ranks, block.num_heads, HEADS)
+    if groups % shares or num_ranks % shares:
+        raise Indivisible(f"{groups} groups of {HEADS}")
+    features = Segment(block.intermediate_size, num_ranks)
+    states = Segment(groups * block.ssm_state_size, shares)
+    way_in = Rows(num_ranks, (features, features, states, states, *heads.segments))
+    channels = Rows(num_ranks, (features, states, states))
+    out = Rows(num_ranks, (features,))
+    weights = {
+        **linear(block, "in_proj", "out", way_in),
+        **linear(block, "out_proj", "in", out),
+        **depthwise(block, "conv1d", channels),
+        **{name: Cut(0, heads) for name in ("A_log", "D", "dt_bias")},
+    }
+    attributes = {
+        "num_heads": heads.local_size,
+        "intermediate_size": out.local_size,
+        "n_groups": groups // shares,
+        "conv_dim": channels.local_size,
+        "conv1d.groups": channels.local_size,
+    }
+    normed = _norm_groups(block)
+    spread = 0 < normed < num_ranks
+    if normed:
+        weights["norm.weight"] = Cut(0, out)
+    if hasattr(block.norm, "n_groups"):
+        attributes["norm.n_groups"] = groups // shares
+    return BlockSplit(
+        weights,
+        attributes,
+        norms={"norm": partial(gated_rms_norm, normed)} if spread else {},
+        buffers={"mup_vector": Cut(2, way_in)} if hasattr(block, "mup_vector") else {},
+        # mamba_ssm's training kernel ends with a norm over the features that this rank has of a
+        # group.
+        as_in_evaluation=spread,
+    )
+
+
+def _norm_groups(block: Any) -> int:
+    """Return the number of groups of features that the norm is over; 0: there is none, which
+    Falcon-H1 may choose.
+    """
+    if not hasattr(block.norm, "weight"):
+        return 0
+    if hasattr(block.norm, "group_size"):
+        return block.intermediate_size // block.norm.group_size
+    # In transformers 5.17, Granite's is over all features, whatever their groups.
+    return getattr(block.norm, "n_groups", 1)
+
+
+def gated_rms_norm(num_groups: int, norm: Any, num_features: int, add_up: Sum) -> Callable[..., torch.Tensor]:
+    """Return an RMS norm over the features of each group, which several ranks share, before or
+    after a gate.
+
+    In float32, as transformers' Mamba2 layers have it.
+    """
+    gate_first = not getattr(norm, "norm_before_gate", False)
+
+    def forward(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        wide, factor = x.float(), F.silu(gate.float())
+        if gate_first:
+            wide = wide * factor
+        mean_square = add_up(wide.square().sum(-1, keepdim=True), num_groups) * (num_groups / num_features)
+        normed = norm.weight * (wide * torch.rsqrt(mean_square + norm.variance_epsilon))
+        return (normed if gate_first else normed * factor).to(x.dtype)
+
+    return forward
+
+
+MAMBA2 = Kind(
+    "mamba2",
+    before=(("in_proj",), ("conv1d", "A_log", "dt_bias", "D")),
+    after=(("norm",), ("out_proj",)),
+    core=core,
+    split=split,
+    keeps_documents_apart=True,
+    ends=("out_proj",),
+    rates=("A_log",),
+    # mamba_ssm's training kernel ends with the output projection and takes its weight as an
+    # argument.
+    bypassed=("out_proj",),
+)
