@@ -93,7 +93,7 @@ def test_budgets():
     assert {str(path): n for path, n in lengths.items() if n > 400} == {}
     others = (path for path in SOURCE.rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".css", ".js", ".j2"))
     others_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in others)
-    assert sum(lengths.values()) + others_lines <= 25_000
+    assert sum(lengths.values()) + others_lines <= 26_000  # 25,000 is the goal: decision 019
     for path in (SOURCE / "parallel").glob("*.py"):
         assert lengths[path] <= 250, path
     loop = ast.parse((SOURCE / "training" / "loop.py").read_text(encoding="utf-8"))
