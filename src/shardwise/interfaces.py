@@ -1,7 +1,8 @@
 """The nouns that the packages pass to one another.
 
 Shape legend for the whole project: B batch, T tokens, D model width, N query heads, K key/value heads, H head size,
-V vocabulary, F feed-forward width, E experts, R LoRA rank. Mesh dimensions are *axes*, tensor dimensions are *dims*.
+S state size, V vocabulary, F feed-forward width, E experts, R LoRA rank, C chunk. Mesh dimensions are *axes*, tensor
+dimensions are *dims*.
 """
 
 from __future__ import annotations
