@@ -68,7 +68,7 @@ def test_page_table_and_files(tmp_path, strategies_folder):
     assert "| 2 ranks · balanced | 1f1b | balanced: 12 + 6 |" in table
     for name in ("timelines", "timelines-2"):
         svg = ElementTree.parse(tmp_path / "figures" / f"{name}.svg").getroot()
-        assert "color-scheme:light dark" in svg.findtext("{http://www.w3.org/2000/svg}style", "")
+        assert "bubble" in svg.findtext("{http://www.w3.org/2000/svg}title", "")
     page = write_report(strategies_folder, tmp_path / "report.html")
     assert "imeline" not in page.read_text().partition("</style>")[2]
     assert list((tmp_path / "figures").glob("timelines*")) == []
