@@ -26,10 +26,10 @@ SEEDS = {
     3630: "llama tp-sp full 3p",
     1672: "nemotron_h tp lora 2p",
     212: "olmo2 ddp-tp-sp full 4p",
-    15544: "olmo_hybrid pp-ddp interleaved-zero-bubble lora 4p",
+    20854: "olmo_hybrid pp-ddp interleaved-zero-bubble lora 4p",
     466: "qwen3 hsdp lora 4p",
     213: "qwen3_5_text fsdp2 lora 2p",
-    3065: "qwen3_moe zero2 lora 2p",
+    4535: "qwen3_moe zero2 lora 2p",
     6741: "qwen3_next pp zbv full 2p",
 }
 """What each seed draws: where the program draws otherwise, choose others."""

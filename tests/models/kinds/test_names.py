@@ -22,8 +22,6 @@ HOME = (SOURCE / "models" / "kinds", SOURCE / "models" / "families")
 ALLOWED = {
     # It replaces the forward of one class of transformers, with the names of that class.
     "models/patches/forget_gate.py": {"f_a_proj", "f_b_proj", "A_log", "dt_bias"},
-    # www.w3.org
-    "schedule/trace.py": {"w3"},
 }
 """By file, the names that it may have, and why."""
 
@@ -55,7 +53,9 @@ def words(path: Path) -> Iterator[tuple[int, str]]:
                 yield from ((line, part) for part in word.split(".") if not plain(part))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             yield line, node.value
-            yield from ((line, word) for word in re.findall(r"[\w-]+", node.value) if not plain(word))
+            yield from (
+                (line, word) for word in re.findall(r"[\w-]+", re.sub(r"\S+://\S+", "", node.value)) if not plain(word)
+            )
 
 
 def test_no_name_stands_elsewhere() -> None:
