@@ -19,6 +19,15 @@ _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropo
 def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts:
     """Return the facts of a whole model with its adapters, on any device."""
     is_listed = family.model_type in FAMILIES
+
+    def indivisible(num_ranks: int) -> str | None:
+        return tensor_plan.problem(hf, spec, num_ranks) if is_listed else None
+
+    def odd_experts(num_ranks: int) -> str | None:
+        # Where the blocks cannot be cut, or how is not known, another rule refuses.
+        cuts = is_listed and indivisible(num_ranks) is None
+        return experts.why_one_by_one(hf, spec, family, num_ranks if cuts else 1)
+
     kinds = tuple(dict.fromkeys(layer.kind for layer in spec.layers))
     return ModelFacts(
         family=family.model_type,
@@ -38,9 +47,8 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         has_expert_adapters=any(isinstance(module, ParamWrapper) for module in hf.modules()),
         saved_layers=_saved_layers(hf, spec),
         blocks=family.paths,
-        indivisible=lambda num_ranks: tensor_plan.problem(hf, spec, num_ranks) if is_listed else None,
-        # How the blocks of another family are cut is not known, so that a rule refuses to.
-        odd_experts=lambda num_ranks: experts.why_one_by_one(hf, spec, family, num_ranks if is_listed else 1),
+        indivisible=indivisible,
+        odd_experts=odd_experts,
     )
 
 
