@@ -118,12 +118,6 @@ def test_what_is_kept(tmp_path):
     assert read_manifest(tmp_path / "checkpoints" / "step-8").best == best
 
 
-def test_the_best_is_not_kept_where_none_is_known(tmp_path):
-    cfg = config(tmp_path, keep_best=True)
-    with pytest.raises(UserError, match=r"training\.keep_best needs a validation loss; set data\.validation"):
-        replace(cfg, data=replace(cfg.data, validation=0.0))
-
-
 def make_checkpoints(folder: Path, *names: str) -> None:
     for name in names:
         (folder / "checkpoints" / name).mkdir(parents=True)

@@ -52,7 +52,7 @@ CASES = {
     "no adapter there": (["--lora.targets=[q_prj]"], r"q_prj.*q_proj"),
     "replicas of ddp": (
         ["--parallel.data=ddp", "--parallel.dp_replicate=2"],
-        r"dp_replicate is for fsdp2 .*leave it at 1",
+        r"dp_replicate is 2, which is for parallel.data fsdp2 .*leave it at 1",
     ),
     "replicas that do not divide": (
         ["--parallel.data=fsdp2", "--parallel.dp_replicate=2"],
@@ -92,7 +92,7 @@ CASES = {
         ["--parallel.pp=2"],
         r"parallel.pp is 2, which does not divide the 1 processes; use --nproc 2 or a multiple of it",
     ),
-    "a pipeline's key without one": (["--parallel.split=uniform"], r"split is 'uniform', for a pipeline; set"),
+    "a pipeline's key without one": (["--parallel.split=uniform"], r"split is 'uniform', which is for a pipeline; set"),
     "schedule": (["--parallel.pp=2", "--parallel.schedule=zb"], r"parallel.schedule is .zb.: input should be .gpipe"),
     "shares of a layer in one process": (
         ["--parallel.tp=2"],
@@ -192,7 +192,7 @@ def test_a_world_that_does_not_fit(run_file, capfd):
 
 def test_shares_of_layers_that_there_are_not(folder):
     """On every rank the user's mistake; that it is one line then, the test above shows."""
-    features = "this qwen3_5_text has 172 feed-forward features, which cannot be dealt out evenly to so many ranks"
+    features = "this qwen3_5_text has 172 feed-forward features, which cannot be sharded evenly over so many ranks"
     cfg = replace(config(folder, "three-shares"), parallel=Parallel(tp=3))
     with pytest.raises(RuntimeError, match=f"UserError: .*{features}.*; use 1, 2 or 4\n"):
         run_ranks(3, run, cfg)

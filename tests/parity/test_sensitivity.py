@@ -41,7 +41,15 @@ def after_fsdp2(change):
     def apply(pm, mesh, cfg, spec):
         return change(fsdp2.apply(pm, mesh, cfg, spec), mesh)
 
-    order.ORDER = tuple((name, apply if name == "fsdp2" else strategy) for name, strategy in order.ORDER)
+    in_place_of("fsdp2", apply)
+
+
+def in_place_of(name, apply):
+    """Let ORDER do something else in the place of a strategy."""
+    for group in ("BEFORE_LOADING", "AFTER_LOADING"):
+        entries = getattr(order, group)
+        changed = (entry._replace(apply=apply) if entry.name == name else entry for entry in entries)
+        setattr(order, group, tuple(changed))
 
 
 def fsdp_mean_instead_of_sum():
@@ -107,7 +115,7 @@ def states_under_the_names_of_other_parameters():
 
         return apply(replace(pm, make_optimizer=make_optimizer), mesh, cfg, spec)
 
-    order.ORDER = tuple((name, swapping if name == "zero1" else strategy) for name, strategy in order.ORDER)
+    in_place_of("zero", swapping)
 
 
 def whole_gradients_left_on_every_rank():

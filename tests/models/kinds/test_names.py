@@ -21,7 +21,7 @@ SOURCE = Path(kinds.__file__).parents[2]
 HOME = (SOURCE / "models" / "kinds", SOURCE / "models" / "families")
 ALLOWED = {
     # It replaces the forward of one class of transformers, with the names of that class.
-    "models/patches/forget_gate.py": {"f_a_proj", "f_b_proj", "A_log", "dt_bias"},
+    "models/patches/forget_gate.py": {"f_a_proj", "f_b_proj", "A_log", "dt_bias"}
 }
 """By file, the names that it may have, and why."""
 
