@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import get_type_hints
@@ -133,6 +134,12 @@ def test_a_removed_key_is_refused_by_name_and_dropped_from_what_was_stored(value
     stored["lora"]["merged"] = value
     assert ("merged" in without_removed(stored)["lora"]) == value
     assert without_removed(stored | {"lora": None})["lora"] is None
+
+
+def test_a_pipe_as_run_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "run.yaml")
+    with pytest.raises(UserError, match="a pipe; give the path of a YAML file"):
+        load_config(tmp_path / "run.yaml")
 
 
 def test_a_file_that_is_no_run_file(tmp_path):

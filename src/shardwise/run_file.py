@@ -66,6 +66,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
 
 def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     """Read a YAML file whose content has to be a mapping; `what` tells the user so. A key given twice is an error."""
+    # Nobody may ever write to a pipe, and reading it would wait.
+    require(not Path(path).is_fifo(), f"{path}: a pipe; give the path of a YAML file")
     try:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)

@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,13 +35,14 @@ from shardwise.checkpoint.folder import (
 from shardwise.checkpoint.index import read_index
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig, UserError
+from shardwise.data.state import SlotState
 from shardwise.interfaces import Evaluation
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.process.ending import RunError, explain
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
-from tests.parity.harness import Cell, microbatches, run_config
+from tests.parity.harness import GLOBAL_BATCH, Cell, microbatches, run_config
 
 
 class NoLoader:
@@ -51,7 +52,7 @@ class NoLoader:
         self.validation = SimpleNamespace(corpus=SimpleNamespace(fingerprint=lambda: validation_text))
 
     def state(self) -> dict[str, Any]:
-        return {"step": 0, "read_from": {}, "slots": {}}
+        return {"step": 0, "read_from": {}, "slots": {str(i): asdict(SlotState()) for i in range(GLOBAL_BATCH)}}
 
 
 def config(folder: Path, **training: Any) -> RunConfig:

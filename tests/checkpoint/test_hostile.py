@@ -158,6 +158,10 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a file elsewhere": lambda content: content | {"files": content["files"] | {"../step-1/index.json": FILE}},
     "a file at the root": lambda content: content | {"files": content["files"] | {"/etc/hostname": FILE}},
     "config is text": lambda content: content | {"config": "x"},
+    "config is empty": lambda content: content | {"config": {}},
+    "config of another shape": lambda content: content | {"config": content["config"] | {"training": []}},
+    "no slots": lambda content: content | {"loader": content["loader"] | {"slots": {}}},
+    "another step": lambda content: content | {"step": content["step"] + 1},
 }
 FILE = {"num_bytes": 1, "sha256": "0"}
 

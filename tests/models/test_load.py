@@ -74,6 +74,10 @@ LLAMA = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
         ({"rope_parameters": {"rope_type": "magic"}}, "rope_type is 'magic'.*yarn"),
         ({"rope_scaling": {"type": "magic"}}, "rope_type is 'magic'"),
         ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is"),
+        ({"pad_token_id": 10**6}, "pad_token_id is 1000000 .* beyond vocab_size, 256"),
+        ({"num_experts": 4, "num_experts_per_tok": 1000}, "num_experts_per_tok is 1000 .* more than num_experts, 4"),
+        ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+        ({"ssm_state_size": 0}, "ssm_state_size is 0"),
     ],
     ids=str,
 )

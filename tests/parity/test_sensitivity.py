@@ -253,8 +253,8 @@ def dropout_left_out_of_the_inputs_gradient():
 def projection_handed_anothers_output():
     compute = lora_kernel._compute
 
-    def swapped(layers, x, backend):
-        ys = compute(layers, x, backend)
+    def swapped(layers, x, backend, half):
+        ys = compute(layers, x, backend, half)
         return (*ys[:-2], ys[-1], ys[-2]) if len(ys) > 1 and ys[-1].shape == ys[-2].shape else ys
 
     lora_kernel._compute = swapped

@@ -22,6 +22,8 @@ from shardwise.checkpoint.folder import complete
 from shardwise.config import UserError
 from shardwise.parallel.mesh import build_mesh
 from shardwise.process import watchdog
+from shardwise.process.ending import RunError
+from shardwise.process.watchdog import watch
 from shardwise.training import loop
 from tests.checkpoint.test_checkpointer import config, start_run
 from tests.distributed import PATIENCE, run_ranks
@@ -191,3 +193,8 @@ def beats_of_an_export(folder: Path) -> tuple[int, int]:
 def test_an_export_moves_with_every_tensor(tmp_path):
     ((beats, parameters),) = run_ranks(1, beats_of_an_export, tmp_path)
     assert beats == parameters > 1
+
+
+def test_a_folder_that_is_gone_before_the_watch_begins_is_one_line(tmp_path):
+    with pytest.raises(RunError, match="was the output folder removed"), watch(60.0, tmp_path / "gone" / "x", print):
+        pass

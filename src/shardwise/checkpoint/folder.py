@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from shardwise.checkpoint.index import INDEX, DamagedError, check_header, is_file_name, parse, read_file, read_index
+from shardwise.config import UserError
 from shardwise.records.record import dumps
+from shardwise.run_file import parse_config, without_removed
 
 FORMAT = 3
 CHECKPOINTS, MANIFEST, METRICS, BEST = "checkpoints", "checkpoint.json", "metrics.jsonl", "best"
@@ -60,6 +62,7 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
     """
     try:
         manifest = read_manifest(folder)
+        _check_content(folder, manifest)
         index = read_index(folder)
         if missing := {INDEX, METRICS, *index.files()} - manifest.files.keys():
             raise DamagedError(f"{folder / MANIFEST} is altered: it does not know {min(missing)}")
@@ -72,6 +75,20 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
     except DamagedError as error:
         return str(error)
     return None
+
+
+def _check_content(folder: Path, manifest: Manifest) -> None:
+    """Raise DamagedError where a manifest is well formed, and yet cannot be that of a run in this folder."""
+    path = folder / MANIFEST
+    if re.fullmatch(r"step-\d+", folder.name) and step_of(folder) != manifest.step:
+        raise DamagedError(f"{path} is altered: it is of step {manifest.step}")
+    try:
+        cfg = parse_config(without_removed(manifest.config), source=str(path))
+    except UserError as error:
+        raise DamagedError(f"{error}: this version cannot read its config") from None
+    slots = {str(slot) for slot in range(cfg.training.global_batch_size)}
+    if manifest.loader["slots"].keys() != slots:
+        raise DamagedError(f"{path} is altered: its slots are not those of the global batch")
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from shardwise.process.ending import RunError
+
 GRACE_SECONDS = 5.0
 """How much later a process ends whose Python threads do not run any more."""
 TELL_SECONDS = 120.0
@@ -107,7 +109,12 @@ def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Gener
                     traceback.print_exc()
                 os._exit(1)
 
-    with watched(), stacks.open("w", encoding="utf-8") as file:
+    try:
+        file = stacks.open("w", encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunError(f"{stacks.parent}: cannot write there ({reason}); was the output folder removed?") from None
+    with watched(), file:
         thread = threading.Thread(target=guard, name="watchdog", args=(file, arm(file)), daemon=True)
         thread.start()
         try:
