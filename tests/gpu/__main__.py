@@ -18,14 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "src"))  # the interpreter need not have shardwise installed
 
 from shardwise.records.record import dumps  # noqa: E402
-from tests.gpu.timing import (  # noqa: E402
-    Deadline,
-    comparisons,
-    run_limited,
-    start_side,
-    time_pair,
-    with_figures,
-)
+from tests.gpu.timing import Deadline, comparisons, run_limited, start_side, time_pair, with_figures  # noqa: E402
 from tests.gpu.workload import LORA_STEP, REHEARSAL  # noqa: E402
 
 TOTAL_SECONDS = 460
