@@ -48,11 +48,12 @@ from tests.parity.harness import GLOBAL_BATCH, Cell, microbatches, run_config
 class NoLoader:
     """In the place of a run's loaders: these tests make their batches themselves."""
 
-    def __init__(self, validation_text: str = "") -> None:
+    def __init__(self, validation_text: str = "", rows: int = GLOBAL_BATCH) -> None:
+        self.rows = rows
         self.validation = SimpleNamespace(corpus=SimpleNamespace(fingerprint=lambda: validation_text))
 
     def state(self) -> dict[str, Any]:
-        return {"step": 0, "read_from": {}, "slots": {str(i): asdict(SlotState()) for i in range(GLOBAL_BATCH)}}
+        return {"step": 0, "read_from": {}, "slots": {str(i): asdict(SlotState()) for i in range(self.rows)}}
 
 
 def config(folder: Path, **training: Any) -> RunConfig:

@@ -389,7 +389,7 @@ def cross(folder: Path, read: Path | None, cell: Cell) -> Values:
     if start.folder is None:
         training_step(job, microbatches(cfg, mesh, 1), mesh, None)
     checkpoint.restore(start, job, cfg)
-    with Checkpointer(cfg, job, NoLoader(), start) as checkpointer:
+    with Checkpointer(cfg, job, NoLoader(rows=cfg.training.global_batch_size), start) as checkpointer:
         checkpointer.save(1)
     return values(job, cfg)
 
