@@ -19,7 +19,7 @@ SEEDS = {
     2081: "falcon_h1 ddp lora 2p",
     5709: "gpt2 zero1 full 3p",
     685: "granitemoehybrid fsdp1 full 2p",
-    22813: "jamba pp-tp interleaved-1f1b lora 4p",
+    22903: "jamba tp lora 2p",
     4439: "jet_nemotron fsdp2-tp full 4p",
     162: "kimi_linear fsdp2 lora 2p",
     5273: "lfm2 pp interleaved-1f1b lora 2p",
