@@ -179,7 +179,7 @@ def build_parser() -> Parser:
     train.add_argument(
         "--resume",
         metavar="WHERE",
-        help="go on from a checkpoint: latest, latest-good (the newest that is whole), auto (or anew), or its folder",
+        help="resume: latest, latest-good (the newest that is whole), auto (or from scratch), or a checkpoint's folder",
     )
 
     bench = commands.add_parser(
@@ -193,7 +193,7 @@ def build_parser() -> Parser:
     bench.add_argument("--out", required=True, metavar="DIR", help="folder for everything the bench leaves")
     for option, told in (
         ("--only", "run only the cells whose id matches one of these patterns, such as 'ddp-*'"),
-        ("--rerun", "forget what the matching cells have done, and run them anew"),
+        ("--rerun", "forget what the matching cells have done, and run them from scratch"),
     ):
         bench.add_argument(option, nargs="+", action="extend", default=[], metavar="ID", help=told)
 

@@ -159,7 +159,7 @@ class Parallel(Section):
     offload: Literal["none", "optimizer", "all"] = "none"
     """fsdp2: keep the optimizer (its states and its step), or it and the sharded weights and gradients, on the CPU."""
     tp: int = 1
-    """Tensor: number of ranks that the weights of each layer are dealt out to."""
+    """Tensor: number of ranks over which the weights of each layer are sharded."""
     sequence_parallel: bool = False
     """Tensor: between the blocks of layers, a rank holds 1/tp of the tokens."""
     pp: int = 1

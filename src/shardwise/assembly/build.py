@@ -98,7 +98,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     counts = None if notes else count_model(hf, spec)
     cut = None if facts.pipeline is None else _cut(cfg, mesh, facts, facts.pipeline, counts)
     if cfg.parallel.tp > 1:
-        notes += _not_dealt_out(tensor_plan.replicated_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh)
+        notes += _replicated_note(tensor_plan.replicated_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh)
     if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
         notes += (f"parallel.memory_limit_gib: {caveat}",)
     notes += facts.notes
@@ -163,8 +163,8 @@ def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
     return notes
 
 
-def _not_dealt_out(units: Sequence[Counter[str]], cut: Cut | None, cfg: RunConfig, mesh: Mesh) -> tuple[str, ...]:
-    """What tensor parallelism does not deal out, if anything: of the whole model, so alike on all ranks."""
+def _replicated_note(units: Sequence[Counter[str]], cut: Cut | None, cfg: RunConfig, mesh: Mesh) -> tuple[str, ...]:
+    """Return what tensor parallelism does not shard, if anything, in the whole model: the same on all ranks."""
     whole = sum(units, Counter())
     told = ", ".join(f"{name} ({num_bytes:,})" for name, num_bytes in whole.items())
     said = (

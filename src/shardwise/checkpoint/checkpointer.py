@@ -204,7 +204,7 @@ def restore(start: Start, job: Job, cfg: RunConfig) -> None:
         job.optimizer.state.clear()
         raise UserError(
             f"checkpoint {start.folder} does not fit this run: {problems[0]}; take one of a run of the same model and "
-            "lora, or start anew without training.resume"
+            "lora, or start from scratch without training.resume"
         )
     try:
         # Each rank reads its shards, from whatever files they lie in. In place, where a tensor is portable as it is.

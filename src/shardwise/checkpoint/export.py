@@ -39,7 +39,7 @@ def save_result(
         deque(whole, maxlen=0)  # takes part in the gathering
         return None
     folder = output_dir / ("model" if cfg.lora is None else "adapter")
-    if not output_dir.is_dir():  # removed or moved; to make it anew would part what is in it
+    if not output_dir.is_dir():  # removed or moved; to make it again would separate what is in it
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
     unfinished = folder.with_name(folder.name + UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed

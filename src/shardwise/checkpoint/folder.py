@@ -108,7 +108,7 @@ def read_manifest(folder: Path) -> Manifest:
     if content.get("format") != FORMAT:
         raise DamagedError(
             f"{path} has format {str(content.get('format'))[:20]}, and this version reads {FORMAT}: end that run with "
-            "the version of shardwise that wrote it, or start anew in another folder"
+            "the version of shardwise that wrote it, or start from scratch in another folder"
         )
     parse(path, dumps(content), _Content)
     if bad := next((name for name in content["files"] if not is_file_name(name)), None):

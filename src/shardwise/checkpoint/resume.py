@@ -1,4 +1,4 @@
-"""Where a run starts: anew, or after a checkpoint that was found whole and fits, before anything is loaded."""
+"""Where a run starts: from scratch, or after a checkpoint that was found whole and fits, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def find_start(cfg: RunConfig) -> Start:
         passed_over.append(f"{folder.name} is passed over, it is damaged: {problem}")
     raise UserError(
         f"training.resume is {wanted}, but {cfg.training.output_dir} holds no {'whole ' * bool(found)}checkpoint"
-        f"{''.join(f' ({line})' for line in passed_over)}; leave resume out to start anew"
+        f"{''.join(f' ({line})' for line in passed_over)}; leave resume out to start from scratch"
     )
 
 
@@ -114,14 +114,14 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
             hint = f" (the {old.optimizer.lr_schedule} schedule depends on it)" if key == "training.steps" else ""
             raise UserError(
                 f"{key} is {now.get(key)}, but checkpoint {folder} was trained with {before.get(key)}{hint}; "
-                "set it back, or start anew without training.resume"
+                "set it back, or start from scratch without training.resume"
             )
     model = fingerprint(cfg)
     for name in sorted(model.keys() | manifest.model.keys()):
         if model.get(name) != manifest.model.get(name):
             raise UserError(
                 f"model.path {cfg.model.path}: {name} is not what checkpoint {folder} was trained on; "
-                "put that file back, or start anew without training.resume"
+                "put that file back, or start from scratch without training.resume"
             )
     if manifest.step > cfg.training.steps:
         raise UserError(f"training.steps is {cfg.training.steps}, but checkpoint {folder} has done {manifest.step}")

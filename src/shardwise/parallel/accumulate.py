@@ -1,6 +1,6 @@
 """Gradients of bfloat16 weights that add up in float32 over micro-batches and ranks, and are rounded once.
 
-A bfloat16 sum stops growing when a summand is under 1/256 of it. Memory: 4 bytes for a gradient instead of 2.
+A bfloat16 sum stops growing when what is added is under 1/256 of it. Memory: 4 bytes for a gradient instead of 2.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     computed again runs compiled too.
     """
     dynamo: Any = importlib.import_module("torch._dynamo")  # seconds that only a compiled run has to wait
-    dynamo.reset()  # what earlier runs of this process have compiled counts too; one still in use compiles anew
+    dynamo.reset()  # what earlier runs of this process have compiled counts too; one still in use compiles again
     dynamo.config.recompile_limit = VERSIONS_PER_LAYER * len(spec.layers)
     dynamo.config.fail_on_recompile_limit_hit = True
     for part in pm.parts:

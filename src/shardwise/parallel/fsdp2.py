@@ -44,7 +44,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
             part.set_requires_all_reduce(sync)
 
     def reduce() -> None:
-        # Found anew at each call: loading replaces the parameters on meta by others.
+        # Looked up at each call: loading replaces the parameters on meta by others.
         sum_gradients(trained_whole(pm), mesh, DATA_AXES)
 
     replicated = any(True for _ in trained_whole(pm))

@@ -212,7 +212,7 @@ class _Bench:
 
 
 def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]) -> _Bench:
-    """The stages with their weights, treated as in the run but for what data parallelism does."""
+    """The stages with their weights, treated as in the run, except what data parallelism does."""
     hf, spec = facts.hf, facts.spec
     top = len(spec.layers) + 1
     made: list[Stage] = []

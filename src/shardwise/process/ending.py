@@ -57,7 +57,7 @@ class Stopped(Exception):
 
 
 def explain(error: BaseException, where: str = "") -> Ending:
-    """The user's mistake and want of memory in one line, anything else with its traceback.
+    """The user's mistake and out of memory in one line, anything else with its traceback.
 
     `where` names the rank where there are several, as in " on rank 1 of 2".
     """

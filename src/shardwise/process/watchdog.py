@@ -39,7 +39,7 @@ _clocks: dict[int, _Clock] = {}
 
 
 def beat() -> None:
-    """Something was finished: a step, an evaluated batch, a checkpoint. The time of this thread starts anew."""
+    """Something was finished: a step, an evaluated batch, a checkpoint. The time of this thread starts again at 0."""
     if (clock := _clocks.get(threading.get_ident())) is not None:
         clock.last_beat = time.monotonic()
 
