@@ -45,10 +45,15 @@ def train_tokenizer() -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|end|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train(sorted(map(str, (CORPUS / "python").iterdir())), trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(CORPUS / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(
+        CORPUS / "tokenizer"
+    )
 
 
 if __name__ == "__main__":

@@ -22,11 +22,18 @@ LEAST_GAIN = 0.3  # nats that the tuning takes off the validation loss of the de
 
 def main() -> int:
     """Prepare, train, tune, compare; returns 1 if a strategy failed or did not learn, 2 if there is no such model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default=MODEL, help=f"folder with a config.json (default: {MODEL})")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model", nargs="?", default=MODEL, help=f"folder with a config.json (default: {MODEL})"
+    )
     model = parser.parse_args().model
     if not Path(model, "config.json").is_file():
-        print(f"error: {model}: no folder with a config.json; configs/models has some", file=sys.stderr)
+        print(
+            f"error: {model}: no folder with a config.json; configs/models has some",
+            file=sys.stderr,
+        )
         return 2
     start = time.monotonic()
     shutil.rmtree(RUNS, ignore_errors=True)
@@ -38,10 +45,16 @@ def main() -> int:
     run("-m", "shardwise", "bench", "configs/demo/sweep.yaml", f"--out={BENCH}")
     run("-m", "shardwise", "report", str(BENCH), "-o", str(RUNS / "report.html"))
     least = LEAST_GAIN if model == MODEL else 0.0
-    failed = [folder.name for folder in sorted(BENCH.iterdir()) if folder.is_dir() and not learned(folder, least)]
+    failed = [
+        folder.name
+        for folder in sorted(BENCH.iterdir())
+        if folder.is_dir() and not learned(folder, least)
+    ]
     print(f"{time.monotonic() - start:.0f} s in all; the page: {RUNS / 'report.html'}")
     if failed:
-        print(f"not ok, or validation loss did not fall by more than {least} nats: {', '.join(failed)}")
+        print(
+            f"not ok, or validation loss did not fall by more than {least} nats: {', '.join(failed)}"
+        )
     return 1 if failed else 0
 
 
@@ -61,7 +74,9 @@ def run(*arguments: str) -> None:
 def learned(cell: Path, least: float) -> bool:
     """Whether a cell of the bench succeeded and its validation loss fell by more than `least` nats."""
     record = json.loads((cell / "record.json").read_text())
-    return record["status"] == "ok" and record["eval"][0]["loss"] - record["eval"][-1]["loss"] > least
+    return (
+        record["status"] == "ok" and record["eval"][0]["loss"] - record["eval"][-1]["loss"] > least
+    )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,10 @@ def _main(
         os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # Those of pytest write into what it captures.
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, *(os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    sys.stdin, sys.stdout, sys.stderr = (
+        sys.__stdin__,
+        *(os.fdopen(number, "w", buffering=1) for number in (1, 2)),
+    )
     sys.argv = ["shardwise", *arguments]
     logging.root.handlers.clear()
     warnings.resetwarnings()

@@ -50,15 +50,23 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.sent: list[Sent] = []
         used = [axis for axis in mesh.AXES if mesh.size(axis) > 1]
-        self.axes = {tuple(dist.get_process_group_ranks(mesh.dense.get_group(axis))): axis for axis in used}
+        self.axes = {
+            tuple(dist.get_process_group_ranks(mesh.dense.get_group(axis))): axis for axis in used
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
         if func.namespace == "c10d" and name not in _FREE:
             kind, place = _KINDS[name]
-            group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+            group = next(
+                a
+                for a in args
+                if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())
+            )
             axis = self.axes[tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group)))]
-            self.sent.append(Sent(kind, axis, 1, sum(tensor.nbytes for tensor in tree_leaves(args[place]))))
+            self.sent.append(
+                Sent(kind, axis, 1, sum(tensor.nbytes for tensor in tree_leaves(args[place])))
+            )
         assert func.namespace != "_c10d_functional", f"{func} is not counted"
         return func(*args, **(kwargs or {}))
 
@@ -76,7 +84,10 @@ def count(cell: Cell) -> Counted:
     cfg = run_config(cell)
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
-    for step in (1, 2):  # in the first ones ddp agrees upon its buckets, and pipelines make their stages ready
+    for step in (
+        1,
+        2,
+    ):  # in the first ones ddp agrees upon its buckets, and pipelines make their stages ready
         training_step(job, microbatches(cfg, mesh, step), mesh, 1.0)
     batches = microbatches(cfg, mesh, 3)
     with Collectives(mesh) as collectives:
@@ -96,14 +107,20 @@ def _facts(cell: Cell, job: Job, mesh: Mesh, batches: Sequence[Batch]) -> Facts:
         for path in FAMILIES[cell.family].paths
         if any(name.startswith(f"{layer.name}.{path}.") for name in named)
     ]
-    cut = {name: dim for name, parameter in named.items() if (dim := _tp_dim(parameter)) is not None}
+    cut = {
+        name: dim for name, parameter in named.items() if (dim := _tp_dim(parameter)) is not None
+    }
     whole = _shapes(cell)
     shapes = {name: [*whole[name]] for name in named}
     for name, dim in cut.items():  # rows that several ranks hold are there more than once
         shapes[name][dim] = named[name].shape[dim] // sizes["tp"]
     trained = frozenset(name for name, parameter in named.items() if parameter.requires_grad)
     first, last = any(spec.first for spec in specs), any(spec.last for spec in specs)
-    tied = frozenset([f"{job.spec.embed}.weight"] if job.spec.tied and first != last and cell.mode == "full" else [])
+    tied = frozenset(
+        [f"{job.spec.embed}.weight"]
+        if job.spec.tied and first != last and cell.mode == "full"
+        else []
+    )
     return Facts(
         cell=cell,
         sizes=sizes,
@@ -119,7 +136,11 @@ def _facts(cell: Cell, job: Job, mesh: Mesh, batches: Sequence[Batch]) -> Facts:
         num_blocks=len(blocks),
         num_mixers=len(job.spec.layers[0].mixers),
         in_blocks=frozenset(name for name in named if name.startswith(tuple(blocks))),
-        shared_bytes=tuple(_shared({name: whole[name] for name in trained & cut.keys()}, job.hf.config, sizes["tp"])),
+        shared_bytes=tuple(
+            _shared(
+                {name: whole[name] for name in trained & cut.keys()}, job.hf.config, sizes["tp"]
+            )
+        ),
         first=first,
         last=last,
     )
@@ -141,8 +162,14 @@ def _shared(shapes: dict[str, torch.Size], config: Any, tp: int) -> Iterator[int
         path = name.split(".")
         if {"k_proj", "v_proj"} & set(path) and config.num_key_value_heads < tp:
             yield 4 * prod(shape)
-        if "mamba" in path and {"in_proj", "conv1d"} & set(path) and getattr(config, "mamba_n_groups", tp) < tp:
-            yield from 2 * [4 * config.mamba_n_groups * config.mamba_d_state * prod(shape[1:])]  # B and C
+        if (
+            "mamba" in path
+            and {"in_proj", "conv1d"} & set(path)
+            and getattr(config, "mamba_n_groups", tp) < tp
+        ):
+            yield from 2 * [
+                4 * config.mamba_n_groups * config.mamba_d_state * prod(shape[1:])
+            ]  # B and C
 
 
 def _units(specs: Sequence[ModelSpec], names: frozenset[str]) -> Iterator[Unit]:
@@ -162,4 +189,11 @@ def _tp_dim(parameter: torch.Tensor) -> int | None:
     """Along which dim a parameter is dealt out; none if every rank has it whole."""
     if not isinstance(parameter, DTensor):
         return None
-    return next((p.dim for a, p in zip(axes_of(parameter), parameter.placements) if a == "tp" and p.is_shard()), None)
+    return next(
+        (
+            p.dim
+            for a, p in zip(axes_of(parameter), parameter.placements)
+            if a == "tp" and p.is_shard()
+        ),
+        None,
+    )

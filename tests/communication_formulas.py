@@ -26,8 +26,14 @@ Total = dict[tuple[str, str], tuple[int, int]]
 """By (kind, mesh axis): calls and bytes."""
 
 WITHIN = {
-    "olmo_hybrid": (2, 2),  # an attention layer, whose q and k are each normalised over all heads: their squares' sums
-    "jamba": (2, 2 * (6 + 2 * 8)),  # two Mamba layers, where all channels give the time step's factor, B and C
+    "olmo_hybrid": (
+        2,
+        2,
+    ),  # an attention layer, whose q and k are each normalised over all heads: their squares' sums
+    "jamba": (
+        2,
+        2 * (6 + 2 * 8),
+    ),  # two Mamba layers, where all channels give the time step's factor, B and C
     "granitemoehybrid": (1, 2),  # on 4 ranks: a Mamba2 layer, whose norm is over 2 groups
 }
 """Messages, and numbers per token, that blocks of the tiny models add up within themselves; backwards as many again."""
@@ -84,7 +90,10 @@ class Facts:
         shape = self.shapes[name]
         if name not in self.cut:
             return shard_dim(shape, num_shards)
-        return next((d for d, size in enumerate(shape) if d != self.cut[name] and size % num_shards == 0), None)
+        return next(
+            (d for d, size in enumerate(shape) if d != self.cut[name] and size % num_shards == 0),
+            None,
+        )
 
     def whole(self, names: Iterable[str], num_shards: int) -> frozenset[str]:
         """Those that no data rank has a share of."""
@@ -102,13 +111,21 @@ class Facts:
 def numbers(facts: Facts) -> Iterator[Sent]:
     """Once a step: targets (int64) over the data axes, the loss over these and stages; the norm's squares, for each set
     of axes that trained parameters are cut along over these axes, and over stages."""
-    shards = {"zero1": "dp_replicate", "zero2": "dp_replicate"} | dict.fromkeys(("fsdp1", "fsdp2", "hsdp"), "dp_shard")
+    shards = {"zero1": "dp_replicate", "zero2": "dp_replicate"} | dict.fromkeys(
+        ("fsdp1", "fsdp2", "hsdp"), "dp_shard"
+    )
     data = shards.get(facts.cell.data)
     whole = facts.whole(facts.trained, facts.sizes[data]) if data else facts.trained
     sets = {(data,) * (name not in whole) + ("tp",) * (name in facts.cut) for name in facts.trained}
     for axis in ("dp_replicate", "dp_shard"):
         yield Sent("all-reduce", axis, 1, 8)
-    for axis in ("pp", "dp_replicate", "dp_shard", "pp", *(axis for axes in sets for axis in axes if axis)):
+    for axis in (
+        "pp",
+        "dp_replicate",
+        "dp_shard",
+        "pp",
+        *(axis for axes in sets for axis in axes if axis),
+    ):
         yield Sent("all-reduce", axis, 1, 4)
 
 
@@ -188,7 +205,9 @@ def tensor(facts: Facts) -> Iterator[Sent]:
     """
     m = facts.num_microbatches
     below = facts.num_mixers if facts.first and facts.cell.mode == "lora" else 0
-    inputs = facts.num_blocks - below + facts.last  # of which a gradient is wanted: of blocks and of the head
+    inputs = (
+        facts.num_blocks - below + facts.last
+    )  # of which a gradient is wanted: of blocks and of the head
     units = Counter({"all-reduce": int(facts.first)})
     if facts.sp:
         units["reduce-scatter"] += facts.num_blocks + inputs
@@ -201,7 +220,9 @@ def tensor(facts: Facts) -> Iterator[Sent]:
     yield Sent("all-reduce", "tp", 2 * m * messages, 2 * m * facts.num_tokens * per_token * 4)
     yield Sent("all-reduce", "tp", facts.last * m * 2, facts.last * facts.num_targets * 3 * 4)
     n = facts.sizes["dp_shard"]
-    ends = {name for name in facts.trained if not facts.sp and name not in facts.in_blocks}  # the same on every rank
+    ends = {
+        name for name in facts.trained if not facts.sp and name not in facts.in_blocks
+    }  # the same on every rank
     summands = facts.trained - facts.cut.keys() - ends
     yield Sent("all-reduce", "tp", bool(summands), facts.bytes_of(summands, n) // n)
     for size in facts.shared_bytes:

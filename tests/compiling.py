@@ -2,5 +2,9 @@
 
 import importlib
 
-for name in ("torch._dynamo.backends.debugging", "torch._dynamo.repro.after_aot", "torch._inductor.compile_fx"):
+for name in (
+    "torch._dynamo.backends.debugging",
+    "torch._dynamo.repro.after_aot",
+    "torch._inductor.compile_fx",
+):
     importlib.import_module(name)

@@ -20,7 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["SHARDWISE_CACHE"] = os.path.join(tempfile.gettempdir(), "shardwise-no-such-cache")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-settings.register_profile("patient", deadline=None)  # a busy machine may take a while for one example
+settings.register_profile(
+    "patient", deadline=None
+)  # a busy machine may take a while for one example
 settings.load_profile("patient")
 
 

@@ -31,7 +31,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(rank, world_size, Path(folder) / "store", sender, function, args), daemon=True
+                target=_rank_main,
+                args=(rank, world_size, Path(folder) / "store", sender, function, args),
+                daemon=True,
             )
             process.start()
             sender.close()
@@ -51,7 +53,9 @@ def _collect(pipes: list[Connection]) -> list[Any]:
         waiting = [pipe for i, pipe in enumerate(pipes) if i not in results]
         ready = wait(waiting, PATIENCE)
         if not ready:
-            raise TimeoutError(f"ranks {[i for i in range(len(pipes)) if i not in results]} did not end")
+            raise TimeoutError(
+                f"ranks {[i for i in range(len(pipes)) if i not in results]} did not end"
+            )
         for pipe in ready:
             rank = pipes.index(pipe)
             try:
@@ -62,7 +66,9 @@ def _collect(pipes: list[Connection]) -> list[Any]:
                 # Who loses a peer fails of it, and may be heard before the peer's end is.
                 for other in wait([other for other in waiting if other is not pipe], 0.5):
                     if _is_dead(other):
-                        raise RuntimeError(f"rank {pipes.index(other)} died without a word:\n{value}")
+                        raise RuntimeError(
+                            f"rank {pipes.index(other)} died without a word:\n{value}"
+                        )
                 raise RuntimeError(f"rank {rank} of {len(pipes)}:\n{value}")
             results[rank] = torch.load(io.BytesIO(value), weights_only=False)
     return [results[rank] for rank in range(len(pipes))]
@@ -77,13 +83,22 @@ def _is_dead(pipe: Connection) -> bool:
 
 
 def _rank_main(
-    rank: int, world_size: int, store: Path, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    store: Path,
+    sender: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was inherited is not looked through whenever a test collects its own garbage
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=PATIENCE),
         )
         value = function(*args)
         dist.barrier()

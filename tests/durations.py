@@ -60,12 +60,20 @@ class Durations:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if sum(self.wall.values()) < 10:
             return
-        folders = {file: "/".join(PurePath(file).parts[:2]) if file.count("/") > 1 else "tests" for file in self.cpu}
+        folders = {
+            file: "/".join(PurePath(file).parts[:2]) if file.count("/") > 1 else "tests"
+            for file in self.cpu
+        }
         terminalreporter.section("durations by folder")
         write = terminalreporter.write_line
         write(f"{'items':>6} {'CPU s':>8} {'wall s':>8}")
         for folder in sorted(set(folders.values()), key=lambda f: -self._sum(self.cpu, folders, f)):
-            write(self._row(folder, *(self._sum(of, folders, folder) for of in (self.items, self.cpu, self.wall))))
+            write(
+                self._row(
+                    folder,
+                    *(self._sum(of, folders, folder) for of in (self.items, self.cpu, self.wall)),
+                )
+            )
         write(self._row("all", *(sum(of.values()) for of in (self.items, self.cpu, self.wall))))
         write(self._row("importing and collecting, all processes", 0, self.setting_up, 0))
         write("the most expensive files:")

@@ -30,11 +30,26 @@ RUN_ALL = "SHARDWISE_PINS"
 QUICK = "SHARDWISE_QUICK"
 """Environment variable: if set, tests of `NOT_QUICK` that are not marked `quick` do not run."""
 NOT_QUICK = (
-    *("tests/benchmark/test_runner.py", "tests/gpu", "tests/integration", "tests/parity", "tests/test_readme.py"),
+    *(
+        "tests/benchmark/test_runner.py",
+        "tests/gpu",
+        "tests/integration",
+        "tests/parity",
+        "tests/test_readme.py",
+    ),
     *(f"tests/models/test_{name}.py" for name in ("adapter", "isolation", "stage")),
-    *(f"tests/parallel/test_{name}.py" for name in ("accumulate", "activation_checkpoint", "communication", "compile")),
-    *(f"tests/parallel/test_{name}.py" for name in ("fsdp2", "loading", "logits_memory", "state_bytes")),
-    *(f"tests/parallel/test_{name}.py" for name in ("tensor_options", "tensor_parallel", "tensor_state_bytes", "zero")),
+    *(
+        f"tests/parallel/test_{name}.py"
+        for name in ("accumulate", "activation_checkpoint", "communication", "compile")
+    ),
+    *(
+        f"tests/parallel/test_{name}.py"
+        for name in ("fsdp2", "loading", "logits_memory", "state_bytes")
+    ),
+    *(
+        f"tests/parallel/test_{name}.py"
+        for name in ("tensor_options", "tensor_parallel", "tensor_state_bytes", "zero")
+    ),
     *(f"tests/training/test_{name}.py" for name in ("launch", "measure", "watchdog")),
 )
 """Folders and files of tests; `make test` prints what each costs."""
@@ -83,22 +98,34 @@ class LeftOut:
         self.last_green = json.loads(LAST_GREEN.read_text()) if LAST_GREEN.exists() else {}
 
     @pytest.hookimpl(trylast=True)  # after `-m` and `-k`
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         items.sort(key=_place)
         quick = os.environ.get(QUICK)
-        later = [item for item in items if quick and key(item.path).startswith(NOT_QUICK) and not is_quick(item)]
+        later = [
+            item
+            for item in items
+            if quick and key(item.path).startswith(NOT_QUICK) and not is_quick(item)
+        ]
         self.reasons["train, start commands or compile; `make test` runs them"] += len(later)
         holding = [] if os.environ.get(RUN_ALL) else [item for item in items if self._holds(item)]
         for item in holding:
-            libraries = " ".join(f"{library} {installed(library)}" for library in libraries_of(item))
-            self.reasons[f"show what {libraries} does and were green with it; `make pins` runs them"] += 1
+            libraries = " ".join(
+                f"{library} {installed(library)}" for library in libraries_of(item)
+            )
+            self.reasons[
+                f"show what {libraries} does and were green with it; `make pins` runs them"
+            ] += 1
         if left := {*holding, *later}:
             config.hook.pytest_deselected(items=list(left))
             items[:] = [item for item in items if item not in left]
 
     def _holds(self, item: pytest.Item) -> bool:
         libraries = libraries_of(item)
-        return bool(libraries) and self.last_green.get(key(item.path)) == state(libraries, item.path)
+        return bool(libraries) and self.last_green.get(key(item.path)) == state(
+            libraries, item.path
+        )
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         slow = sum(item.get_closest_marker("slow") is not None for item in items)
@@ -111,7 +138,9 @@ class LeftOut:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self.reasons |= Counter(getattr(node, "workeroutput", {}).get("left_out", {}))  # every worker collects all
+        self.reasons |= Counter(
+            getattr(node, "workeroutput", {}).get("left_out", {})
+        )  # every worker collects all
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         for reason, count in sorted((+self.reasons).items()):

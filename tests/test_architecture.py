@@ -30,8 +30,28 @@ ARROWS = {
     "drawing": {"schedule"},
     "assembly": {"process", "models", "parallel", "metrics", "kernels", "schedule"},
     "checkpoint": {"assembly", "process", "models", "data", "parallel", "metrics", "records"},
-    "planner": {"assembly", "process", "models", "parallel", "metrics", "schedule", "checkpoint", "drawing", "records"},
-    "training": {"planner", "checkpoint", "assembly", "process", "models", "data", "parallel", "metrics", "records"},
+    "planner": {
+        "assembly",
+        "process",
+        "models",
+        "parallel",
+        "metrics",
+        "schedule",
+        "checkpoint",
+        "drawing",
+        "records",
+    },
+    "training": {
+        "planner",
+        "checkpoint",
+        "assembly",
+        "process",
+        "models",
+        "data",
+        "parallel",
+        "metrics",
+        "records",
+    },
     "launch": {"training", "planner", "checkpoint", "assembly", "process", "parallel", "metrics"},
     "benchmark": {"records"},
     "report": {"records", "schedule", "drawing"},
@@ -77,10 +97,14 @@ def test_arrows_go_one_way(path):
     for name in imports(path):
         if name.startswith("shardwise.") and here not in FREE:
             there = name.split(".")[1]
-            assert there in EVERYONE | {here, "__version__"} | ARROWS.get(here, set()), f"{path}: imports {name}"
+            assert there in EVERYONE | {here, "__version__"} | ARROWS.get(here, set()), (
+                f"{path}: imports {name}"
+            )
         for where, forbidden in FORBIDDEN.items():
             if str(path.relative_to(SOURCE)).startswith(where):
-                assert not any(name == f or name.startswith(f + ".") for f in forbidden), f"{path}: imports {name}"
+                assert not any(name == f or name.startswith(f + ".") for f in forbidden), (
+                    f"{path}: imports {name}"
+                )
 
 
 def test_every_package_has_its_arrows():
@@ -91,13 +115,19 @@ def test_every_package_has_its_arrows():
 def test_budgets():
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
     assert {str(path): n for path, n in lengths.items() if n > 400} == {}
-    others = (path for path in SOURCE.rglob("*") if path.suffix in (".cu", ".cuh", ".h", ".css", ".js", ".j2"))
+    others = (
+        path
+        for path in SOURCE.rglob("*")
+        if path.suffix in (".cu", ".cuh", ".h", ".css", ".js", ".j2")
+    )
     others_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in others)
     assert sum(lengths.values()) + others_lines <= 26_000  # 25,000 is the goal: decision 019
     for path in (SOURCE / "parallel").glob("*.py"):
         assert lengths[path] <= 250, path
     loop = ast.parse((SOURCE / "training" / "loop.py").read_text(encoding="utf-8"))
-    (train,) = (node for node in loop.body if isinstance(node, ast.FunctionDef) and node.name == "train")
+    (train,) = (
+        node for node in loop.body if isinstance(node, ast.FunctionDef) and node.name == "train"
+    )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
     assert sum(len(dataclasses.fields(section)) for section in sections()) <= 90
@@ -114,7 +144,9 @@ def test_config_page_is_what_the_code_says():
     tool = runpy.run_path(str(ROOT / "tools" / "config_reference.py"))
     committed = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
     assert committed == tool["page"](), "run python tools/config_reference.py"
-    keys = [f"{cls.__name__.lower()}.{f.name}" for cls in sections() for f in dataclasses.fields(cls)]
+    keys = [
+        f"{cls.__name__.lower()}.{f.name}" for cls in sections() for f in dataclasses.fields(cls)
+    ]
     assert [key for key in keys if f"`{key}`" not in committed] == []
 
 
@@ -125,7 +157,11 @@ def test_compatibility_page_is_what_the_code_and_the_results_say():
 
 
 def test_every_strategy_has_code_a_test_and_a_page():
-    shared = {"zero1": "zero", "zero2": "zero", "zero3": "fsdp2"}  # two stages in one file; another name
+    shared = {
+        "zero1": "zero",
+        "zero2": "zero",
+        "zero3": "fsdp2",
+    }  # two stages in one file; another name
     strategies = [name for name in get_args(get_type_hints(Parallel)["data"]) if name != "single"]
     assert strategies
     layouts = {cell.layout for cell in FAST}
@@ -141,7 +177,9 @@ def test_every_test_file_mirrors_a_module():
 
 
 def test_what_pytest_passes_over_here_is_run_by_make():
-    (_, folder) = re.findall(r'norecursedirs = \["(.+)", "(.+)"\]', (ROOT / "pyproject.toml").read_text())[0]
+    (_, folder) = re.findall(
+        r'norecursedirs = \["(.+)", "(.+)"\]', (ROOT / "pyproject.toml").read_text()
+    )[0]
     assert list((ROOT / "tests" / "kernels" / folder).glob("test_*.py"))
     assert f"/python -m pytest tests/kernels/{folder}\n" in (ROOT / "Makefile").read_text()
 

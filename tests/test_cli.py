@@ -43,25 +43,55 @@ def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         (("train", "broken.yaml"), "broken.yaml: not valid YAML"),
         (("train", "list.yaml"), "list.yaml: a run file is a mapping of sections"),
         (("train", "unknown.yaml"), "unknown.yaml: unknown key training.step; did you mean steps?"),
-        (("train", "run.yaml", "--optimiser.lr=1"), "--optimiser.lr: unknown key optimiser; did you mean optimizer?"),
+        (
+            ("train", "run.yaml", "--optimiser.lr=1"),
+            "--optimiser.lr: unknown key optimiser; did you mean optimizer?",
+        ),
         (("train", "run.yaml", "--training.steps=many"), "run.yaml: training.steps is 'many'"),
-        (("train", "run.yaml", "--training.steps", "5"), "unknown argument --training.steps; see shardwise --help"),
-        (("train", "run.yaml", "--=5"), "unknown argument --=5; see shardwise --help (an override is written"),
-        (("train", "run.yaml", "--foo=1"), "unknown argument --foo=1; see shardwise --help (an override is written"),
-        (("train", "run.yaml", "--training.steps=[1"), "--training.steps: the value is not valid YAML; quote it"),
+        (
+            ("train", "run.yaml", "--training.steps", "5"),
+            "unknown argument --training.steps; see shardwise --help",
+        ),
+        (
+            ("train", "run.yaml", "--=5"),
+            "unknown argument --=5; see shardwise --help (an override is written",
+        ),
+        (
+            ("train", "run.yaml", "--foo=1"),
+            "unknown argument --foo=1; see shardwise --help (an override is written",
+        ),
+        (
+            ("train", "run.yaml", "--training.steps=[1"),
+            "--training.steps: the value is not valid YAML; quote it",
+        ),
         (("train", "run.yaml", "--verbose"), "unknown argument --verbose; see shardwise --help"),
         (("train", "run.yaml", "more.yaml"), "unknown argument more.yaml; see shardwise --help"),
         (("train", "run.yaml", "--nproc", "0"), "--nproc is 0; give at least 1"),
         (("train", "run.yaml", "--nproc=two"), "argument --nproc: invalid int value: 'two'"),
-        (("train", "run.yaml", "--training.output_dir=full"), "training.output_dir full holds another run"),
+        (
+            ("train", "run.yaml", "--training.output_dir=full"),
+            "training.output_dir full holds another run",
+        ),
         (
             ("train", "run.yaml", "--measure.trackers=[trackio]"),
             "measure.trackers names trackio, which is not installed",
         ),
-        (("bench", "run.yaml"), "the following arguments are required: --out; see shardwise bench --help"),
-        (("bench", "none.yaml", "--out=out"), "none.yaml: cannot read the file (No such file or directory)"),
-        (("bench", "run.yaml", "--out", "out"), "run.yaml: unknown key model; known keys: title, base"),
-        (("bench", "run.yaml", "--out=out", "--training.steps=2"), "unknown argument --training.steps=2"),
+        (
+            ("bench", "run.yaml"),
+            "the following arguments are required: --out; see shardwise bench --help",
+        ),
+        (
+            ("bench", "none.yaml", "--out=out"),
+            "none.yaml: cannot read the file (No such file or directory)",
+        ),
+        (
+            ("bench", "run.yaml", "--out", "out"),
+            "run.yaml: unknown key model; known keys: title, base",
+        ),
+        (
+            ("bench", "run.yaml", "--out=out", "--training.steps=2"),
+            "unknown argument --training.steps=2",
+        ),
         (("export", "--merge", "model", "adapter"), "argument --merge: expected 3 arguments"),
         (
             ("export", "--merge", "model", "adapter", "out", "--model.init=random"),
@@ -119,7 +149,11 @@ def launched(monkeypatch) -> list[tuple[RunConfig, int | None]]:
 
 
 def test_train_passes_overrides_and_processes_on(folder, launched):
-    overrides = ["--training.sample=Once upon a = b", "--lora={r: 4, alpha: 8}", "--training.steps=7"]
+    overrides = [
+        "--training.sample=Once upon a = b",
+        "--lora={r: 4, alpha: 8}",
+        "--training.steps=7",
+    ]
     assert cli.main(["train", overrides[0], "run.yaml", *overrides[1:], "--nproc=2"]) == 3
     ((cfg, nproc),) = launched
     assert (cfg.training.sample, cfg.training.steps, nproc) == ("Once upon a = b", 7, 2)
@@ -140,7 +174,9 @@ def test_train_leaves_the_number_of_processes_open(folder, launched):
 
 def test_export_merges_an_adapter(monkeypatch, capsys):
     calls = []
-    monkeypatch.setattr(adapter, "merge_adapter", lambda *arguments, tokenizer: calls.append(arguments))
+    monkeypatch.setattr(
+        adapter, "merge_adapter", lambda *arguments, tokenizer: calls.append(arguments)
+    )
     assert cli.main(["export", "--merge", "base", "run/adapter", "merged"]) == 0
     assert calls == [(Model("base"), "run/adapter", "merged")]
     assert capsys.readouterr().out.startswith("merged run/adapter into base: merged")

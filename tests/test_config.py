@@ -43,20 +43,31 @@ def test_a_mapping_that_was_merged_elsewhere_before_it_is_read():
     assert yaml.load(text, _PlainData) == {"a": {"b": {"x": 2}}, "c": {"x": 2}}
 
 
-@pytest.mark.parametrize("twice", ["lora: {r: 1, r: 2}", "lora: {<<: {r: 1, r: 2}}", "lora: {<<: {r: 1}, <<: {r: 2}}"])
+@pytest.mark.parametrize(
+    "twice", ["lora: {r: 1, r: 2}", "lora: {<<: {r: 1, r: 2}}", "lora: {<<: {r: 1}, <<: {r: 2}}"]
+)
 def test_a_key_given_twice(twice, tmp_path):
     with pytest.raises(UserError, match=r"not valid YAML .*the key (r|<<) is given twice"):
         load(tmp_path, twice)
 
 
-FLOW, BLOCK = "[" * 3000 + "]" * 3000, "\n" + "".join(" " * level + "a:\n" for level in range(1, 700))
+FLOW, BLOCK = (
+    "[" * 3000 + "]" * 3000,
+    "\n" + "".join(" " * level + "a:\n" for level in range(1, 700)),
+)
 LISTS = "&a0 [x, x]" + "".join(f", &a{i} [" + f"*a{i - 1}, " * 9 + "]" for i in range(1, 12))
-MERGED = "&a0 {a: 1}" + "".join(f", &a{i} {{<<: [" + f"*a{i - 1}, " * 9 + "]}" for i in range(1, 12))
+MERGED = "&a0 {a: 1}" + "".join(
+    f", &a{i} {{<<: [" + f"*a{i - 1}, " * 9 + "]}" for i in range(1, 12)
+)
 
 
-@pytest.mark.parametrize("value", [FLOW, BLOCK, f"[{LISTS}]", f"[{MERGED}]"], ids=["flow", "block", "lists", "merged"])
+@pytest.mark.parametrize(
+    "value", [FLOW, BLOCK, f"[{LISTS}]", f"[{MERGED}]"], ids=["flow", "block", "lists", "merged"]
+)
 def test_deep_or_endless_yaml_is_one_line(value, tmp_path):
-    with pytest.raises(UserError, match=r"not valid YAML .*(20 levels deep|more than 100,000 values)"):
+    with pytest.raises(
+        UserError, match=r"not valid YAML .*(20 levels deep|more than 100,000 values)"
+    ):
         load(tmp_path, f"lora: {value}")
     (tmp_path / "sweep.yaml").write_text(f"base: {value}")
     with pytest.raises(UserError, match="not valid YAML"):
@@ -71,7 +82,9 @@ def test_a_list_that_holds_itself(tmp_path):
         load(tmp_path, "lora: {r: &a [*a]}")
 
 
-@pytest.mark.parametrize("number", ["1e30", "1.0e+30", "1" + "0" * 30, "0x" + "f" * 5000, "1" * 5000, "-.inf", ".nan"])
+@pytest.mark.parametrize(
+    "number", ["1e30", "1.0e+30", "1" + "0" * 30, "0x" + "f" * 5000, "1" * 5000, "-.inf", ".nan"]
+)
 def test_whole_numbers_that_none_can_be(number, tmp_path):
     (tmp_path / "run.yaml").write_text(SECTIONS)
     for key in ("lora.r", "training.steps", "training.seed", "data.sequence_length"):
@@ -83,7 +96,9 @@ def test_whole_numbers_that_none_can_be(number, tmp_path):
 
 def section_of(key: str, value: object) -> object:
     section, _, name = key.partition(".")
-    needed = {"model": {"path": "a"}, "data": {"train": "a"}, "training": {"output_dir": "a"}}.get(section, {})
+    needed = {"model": {"path": "a"}, "data": {"train": "a"}, "training": {"output_dir": "a"}}.get(
+        section, {}
+    )
     return getattr(config, section.capitalize())(**{**needed, name: value})
 
 
@@ -118,10 +133,14 @@ def test_every_number_of_a_run_file_has_a_range():
 
 
 def test_a_step_of_more_tokens_than_any_run_has():
-    with pytest.raises(UserError, match="is 16,777,216,000 tokens in a step; give at most 1,000,000,000"):
+    with pytest.raises(
+        UserError, match="is 16,777,216,000 tokens in a step; give at most 1,000,000,000"
+    ):
         rules.check(
             config.RunConfig(
-                config.Model("a"), config.Data("a", sequence_length=2**24), config.Training("a", global_batch_size=1000)
+                config.Model("a"),
+                config.Data("a", sequence_length=2**24),
+                config.Training("a", global_batch_size=1000),
             )
         )
 

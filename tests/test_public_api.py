@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
-MODULES = [path for path in sorted(SOURCE.rglob("*.py")) if path.stat().st_size and path.name != "__main__.py"]
+MODULES = [
+    path
+    for path in sorted(SOURCE.rglob("*.py"))
+    if path.stat().st_size and path.name != "__main__.py"
+]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -21,10 +25,14 @@ def test_public_names_have_docstrings_and_types(path):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             assert ast.get_docstring(node), f"{path}: {node.name} has no docstring"
         # Arguments of Triton's kernels are values on the device: Python has no types for them.
-        if isinstance(node, ast.FunctionDef) and "triton.jit" not in map(ast.unparse, node.decorator_list):
+        if isinstance(node, ast.FunctionDef) and "triton.jit" not in map(
+            ast.unparse, node.decorator_list
+        ):
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             assert node.returns is not None, f"{path}: {node.name} does not say what it returns"
-            assert all(a.annotation for a in arguments), f"{path}: {node.name} has an argument without a type"
+            assert all(a.annotation for a in arguments), (
+                f"{path}: {node.name} has an argument without a type"
+            )
 
 
 def test_import_is_light():

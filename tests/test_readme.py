@@ -30,7 +30,9 @@ RUN_FILES = [path for path in YAML_FILES if path not in SWEEPS]
 
 
 def blocks(language: str, page: Path) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S
+    )
 
 
 def test_few_words_before_the_first_command():
@@ -75,18 +77,27 @@ def test_shown_commands_parse_and_shown_run_files_hold(page, tmp_path):
         if "axes" in content:
             (tmp_path / "configs").symlink_to(ROOT / "configs")
             (tmp_path / "sweep.yaml").write_text(block)
-            assert not [cell.refusal for cell in read_sweep(tmp_path / "sweep.yaml", tmp_path).cells if cell.refusal]
+            assert not [
+                cell.refusal
+                for cell in read_sweep(tmp_path / "sweep.yaml", tmp_path).cells
+                if cell.refusal
+            ]
         else:
             assert isinstance(parse_config(content, str(page)), RunConfig)
     for line in "\n".join(blocks("bash", page)).splitlines():
         _, found, arguments = line.partition("shardwise ")
         if not found:
             continue
-        words = [word for word in arguments.split("#")[0].split() if not re.match(r"--\w+\.\w+=", word)]
+        words = [
+            word for word in arguments.split("#")[0].split() if not re.match(r"--\w+\.\w+=", word)
+        ]
         args, unknown = build_parser().parse_known_args(words)
         assert not unknown, line
         if args.command == "train" and args.run.startswith("configs/"):
-            load_config(ROOT / args.run, [word for word in arguments.split() if re.match(r"--\w+\.\w+=", word)])
+            load_config(
+                ROOT / args.run,
+                [word for word in arguments.split() if re.match(r"--\w+\.\w+=", word)],
+            )
 
 
 def test_readme_commands_run(tmp_path):
@@ -140,7 +151,10 @@ def test_the_demo_takes_another_model_and_ends_where_a_command_fails(monkeypatch
     monkeypatch.setattr(sys, "argv", ["demo.py", "my/model"])
     Path("runs/demo").mkdir(parents=True)  # what an earlier demo left
     assert demo["main"]() == 2
-    assert capsys.readouterr() == ("", "error: my/model: no folder with a config.json; configs/models has some\n")
+    assert capsys.readouterr() == (
+        "",
+        "error: my/model: no folder with a config.json; configs/models has some\n",
+    )
     assert Path("runs/demo").is_dir()
     assert not asked
 
@@ -149,4 +163,6 @@ def test_the_demo_takes_another_model_and_ends_where_a_command_fails(monkeypatch
     with pytest.raises(SystemExit) as end:
         demo["main"]()
     assert end.value.code == 3
-    assert asked[1:] == ["-m shardwise train configs/demo/base.yaml --nproc=2 --model.path=my/model"]
+    assert asked[1:] == [
+        "-m shardwise train configs/demo/base.yaml --nproc=2 --model.path=my/model"
+    ]

@@ -41,13 +41,29 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "virtual_stages without its strategy": ("llama", {"parallel": {"virtual_stages": 2}}, 1),
     "split without its strategy": ("llama", {"parallel": {"split": "uniform"}}, 1),
     "memory_limit_gib without its strategy": ("llama", {"parallel": {"memory_limit_gib": 1.0}}, 1),
-    "sequence_parallel without its strategy": ("llama", {"parallel": {"sequence_parallel": True}}, 1),
-    "dp_replicate without its strategy": ("llama", {"parallel": {"data": "ddp", "dp_replicate": 2}}, 2),
-    "reshard_after_forward without its strategy": ("llama", {"parallel": {"reshard_after_forward": False}}, 1),
+    "sequence_parallel without its strategy": (
+        "llama",
+        {"parallel": {"sequence_parallel": True}},
+        1,
+    ),
+    "dp_replicate without its strategy": (
+        "llama",
+        {"parallel": {"data": "ddp", "dp_replicate": 2}},
+        2,
+    ),
+    "reshard_after_forward without its strategy": (
+        "llama",
+        {"parallel": {"reshard_after_forward": False}},
+        1,
+    ),
     "offload without its strategy": ("llama", {"parallel": {"data": "ddp", "offload": "all"}}, 2),
     "fsdp1_wrap without its strategy": ("llama", {"parallel": {"fsdp1_wrap": "naive"}}, 1),
     "keep_best without validation": ("llama", {"training": {"keep_best": True}}, 1),
-    "tokens in a step": ("llama", {"data": {"sequence_length": 16_777_216}, "training": {"global_batch_size": 64}}, 1),
+    "tokens in a step": (
+        "llama",
+        {"data": {"sequence_length": 16_777_216}, "training": {"global_batch_size": 64}},
+        1,
+    ),
     "compile with isolated documents": (
         "llama",
         {"data": {"packing": "isolated"}, "training": {"compile": "inductor"}},
@@ -66,10 +82,26 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"data": "fsdp1", "fsdp1_wrap": "naive"}, "lora": LORA, "model": BFLOAT16},
         2,
     ),
-    "tp with parallel.offload": ("llama", {"parallel": {"data": "fsdp2", "tp": 2, "offload": "all"}}, 4),
-    "tp with training.compile": ("llama", {"parallel": {"tp": 2}, "training": {"compile": "inductor"}}, 2),
-    "tp with training.precision": ("llama", {"parallel": {"tp": 2}, "training": {"precision": "float16"}}, 2),
-    "tp with a memory limit": ("llama", {"parallel": {"tp": 2, "pp": 2, "memory_limit_gib": 8.0}}, 4),
+    "tp with parallel.offload": (
+        "llama",
+        {"parallel": {"data": "fsdp2", "tp": 2, "offload": "all"}},
+        4,
+    ),
+    "tp with training.compile": (
+        "llama",
+        {"parallel": {"tp": 2}, "training": {"compile": "inductor"}},
+        2,
+    ),
+    "tp with training.precision": (
+        "llama",
+        {"parallel": {"tp": 2}, "training": {"precision": "float16"}},
+        2,
+    ),
+    "tp with a memory limit": (
+        "llama",
+        {"parallel": {"tp": 2, "pp": 2, "memory_limit_gib": 8.0}},
+        4,
+    ),
     "sequence length over sp": (
         "llama",
         {"parallel": {"tp": 2, "sequence_parallel": True}, "data": {"sequence_length": 31}},
@@ -99,28 +131,54 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "pp and tp divide the ranks": ("llama", {"parallel": {"tp": 2}}, 3),
     "single on several ranks": ("llama", {}, 2),
-    "dp_replicate divides the ranks": ("llama", {"parallel": {"data": "fsdp2", "dp_replicate": 3}}, 4),
+    "dp_replicate divides the ranks": (
+        "llama",
+        {"parallel": {"data": "fsdp2", "dp_replicate": 3}},
+        4,
+    ),
     "fsdp1 on one rank": ("llama", {"parallel": {"data": "fsdp1"}}, 1),
     "the global batch over the ranks": ("llama", {"parallel": {"data": "ddp"}}, 3),
-    "micro-batches of a schedule": ("llama", {"parallel": PIPELINE, "training": {"global_batch_size": 1}}, 2),
+    "micro-batches of a schedule": (
+        "llama",
+        {"parallel": PIPELINE, "training": {"global_batch_size": 1}},
+        2,
+    ),
     "equal rounds of micro-batches": (
         "llama",
-        {"parallel": {**PIPELINE, "schedule": "interleaved-1f1b"}, "training": {"global_batch_size": 5}},
+        {
+            "parallel": {**PIPELINE, "schedule": "interleaved-1f1b"},
+            "training": {"global_batch_size": 5},
+        },
         2,
     ),
     "a family that is not listed, with tp or pp": ("mistral", {"parallel": {"tp": 2}}, 2),
-    "a loss on logits of a family that is not listed": ("mistral", {"training": {"loss": "chunked"}}, 1),
+    "a loss on logits of a family that is not listed": (
+        "mistral",
+        {"training": {"loss": "chunked"}},
+        1,
+    ),
     "kinds of layers to recompute": ("llama", {"training": {"checkpointing": ["mamba2"]}}, 1),
     "learned positions": ("gpt2", {"data": {"sequence_length": 4096}}, 1),
     "dropout inside attention": ("attention-dropout", {}, 1),
     "isolated documents with added positions": ("gpt2", {"data": {"packing": "isolated"}}, 1),
     "isolated documents in kinds without proof": ("mistral", {"data": {"packing": "isolated"}}, 1),
     "router loss without routers": ("llama", {"model": {"router_aux_loss_coef": 0.01}}, 1),
-    "LoRA kernel without plain adapters": ("qwen3_moe", {"lora": {**EXPERTS, "kernel": "torch"}}, 1),
-    "fsdp1 with adapters on experts": ("qwen3_moe", {"parallel": {"data": "fsdp1"}, "lora": EXPERTS}, 2),
+    "LoRA kernel without plain adapters": (
+        "qwen3_moe",
+        {"lora": {**EXPERTS, "kernel": "torch"}},
+        1,
+    ),
+    "fsdp1 with adapters on experts": (
+        "qwen3_moe",
+        {"parallel": {"data": "fsdp1"}, "lora": EXPERTS},
+        2,
+    ),
     "tp with whole layers in modules_to_save": (
         "llama",
-        {"parallel": {"tp": 2}, "lora": {"r": 4, "targets": ["o_proj"], "modules_to_save": ["layers.0"]}},
+        {
+            "parallel": {"tp": 2},
+            "lora": {"r": 4, "targets": ["o_proj"], "modules_to_save": ["layers.0"]},
+        },
         2,
     ),
     "sizes over tp": ("llama", {"parallel": {"tp": 3}}, 3),
@@ -130,7 +188,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {**PIPELINE, "data": "fsdp2"}, "model": BFLOAT16, "training": FLOAT32_SUMS},
         4,
     ),
-    "float32 sums with tp": ("llama", {"parallel": {"tp": 2}, "model": BFLOAT16, "training": FLOAT32_SUMS}, 2),
+    "float32 sums with tp": (
+        "llama",
+        {"parallel": {"tp": 2}, "model": BFLOAT16, "training": FLOAT32_SUMS},
+        2,
+    ),
     "float32 sums with fsdp1": (
         "llama",
         {"parallel": {"data": "fsdp1"}, "model": BFLOAT16, "training": FLOAT32_SUMS},
@@ -138,7 +200,14 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "tied weights on one rank, sharded": (
         "gpt2",
-        {"parallel": {**PIPELINE, "schedule": "zbv", "data": "fsdp2", "reshard_after_forward": False}},
+        {
+            "parallel": {
+                **PIPELINE,
+                "schedule": "zbv",
+                "data": "fsdp2",
+                "reshard_after_forward": False,
+            }
+        },
         4,
     ),
     "more stages than layers": ("llama", {"parallel": {"pp": 5}}, 5),
@@ -147,7 +216,10 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
 }
 """By rule, a run that it forbids: tiny model, sections of the run file, number of processes."""
 OLD_TORCH = {
-    "compile with LoRA's kernels on an old torch": {"training": {"compile": "inductor"}, "lora": LORA},
+    "compile with LoRA's kernels on an old torch": {
+        "training": {"compile": "inductor"},
+        "lora": LORA,
+    },
     "pp on an old torch": {"parallel": PIPELINE},
 }
 """Rules that the installed torch does not break."""
@@ -162,11 +234,16 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
         folder = tmp_path_factory.mktemp(name)
         if name == "mistral":
             return str(write_config(name, folder))
-        changed = {"attention-dropout": ("llama", {"attention_dropout": 0.1}), "odd-experts": ("qwen3_moe", ODD)}
+        changed = {
+            "attention-dropout": ("llama", {"attention_dropout": 0.1}),
+            "odd-experts": ("qwen3_moe", ODD),
+        }
         if name not in changed:
             return str(ROOT / "configs" / "models" / f"tiny-{name.removesuffix('_text')}")
         base, keys = changed[name]
-        content = json.loads((ROOT / "configs" / "models" / f"tiny-{base}" / "config.json").read_text())
+        content = json.loads(
+            (ROOT / "configs" / "models" / f"tiny-{base}" / "config.json").read_text()
+        )
         (folder / "config.json").write_text(json.dumps({**content, **keys}))
         return str(folder)
 
@@ -254,7 +331,9 @@ def test_a_run_file_is_refused_when_it_is_read():
 
 def refusal(cfg: RunConfig, num_ranks: int) -> str | None:
     """What the launcher, `split` and `build` say of a run; they must not differ."""
-    mesh: Any = SimpleNamespace(dense=SimpleNamespace(size=lambda: num_ranks), device=torch.device("cpu"))
+    mesh: Any = SimpleNamespace(
+        dense=SimpleNamespace(size=lambda: num_ranks), device=torch.device("cpu")
+    )
     try:
         describe(cfg, num_ranks)
     except UserError as error:
@@ -304,13 +383,21 @@ LEFT_OUT = {
         "optimizer.name",
         "optimizer.lr_schedule",
     ),
-    *("training.device", "training.overwrite", "training.async_save", "measure.memory", "measure.reverse_microbatches"),
+    *(
+        "training.device",
+        "training.overwrite",
+        "training.async_save",
+        "measure.memory",
+        "measure.reverse_microbatches",
+    ),
     *("measure.trackers", "lora.rslora", "measure.nudge_weights", "lora.targets", "data.train"),
 }
 """Keys that no rule asks about, and lists."""
 
 
-def covering(domains: dict[str, list[Any]], may_run: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
+def covering(
+    domains: dict[str, list[Any]], may_run: Callable[[dict[str, Any]], bool]
+) -> Iterator[dict[str, Any]]:
     """Yield draws of one value for each key: every pair of values of two keys that `may_run` allows comes up in one."""
     draw = random.Random(0)
     keys = list(domains)
@@ -326,7 +413,9 @@ def covering(domains: dict[str, list[Any]], may_run: Callable[[dict[str, Any]], 
         first = min(left)
         for _ in range(TRIES):
             chosen = {key: draw.randrange(len(domains[key])) for key in keys} | dict(first)
-            pairs = {((a, chosen[a]), (b, chosen[b])) for a, b in itertools.combinations(keys, 2)} & left
+            pairs = {
+                ((a, chosen[a]), (b, chosen[b])) for a, b in itertools.combinations(keys, 2)
+            } & left
             values = {key: domains[key][i] for key, i in chosen.items()}
             if len(pairs) > len(covered) and may_run(values):
                 best, covered = values, pairs
@@ -351,7 +440,12 @@ def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:
     adapters, parallel = sections.pop("lora", {}), sections["parallel"]
     if values["lora"]:
         sections["lora"] = {"r": 4, **adapters}
-    needs = {"pp": PIPELINE_KEYS, "tp": ("sequence_parallel",), "fsdp2": FSDP2_KEYS, "fsdp1": ("fsdp1_wrap",)}
+    needs = {
+        "pp": PIPELINE_KEYS,
+        "tp": ("sequence_parallel",),
+        "fsdp2": FSDP2_KEYS,
+        "fsdp1": ("fsdp1_wrap",),
+    }
     is_used = {"pp": parallel["pp"] > 1, "tp": parallel["tp"] > 1, parallel["data"]: True}
     for strategy, keys in needs.items():
         for key in keys:
@@ -364,7 +458,9 @@ def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:
 
 def test_every_pair_of_choices_has_one_answer(folder_of):
     """Pairwise over the run file's enumerations, the families and the sizes of axes."""
-    answers = Counter(refusal(*drawn(values, folder_of)) for values in covering(choices(), lambda values: True))
+    answers = Counter(
+        refusal(*drawn(values, folder_of)) for values in covering(choices(), lambda values: True)
+    )
     assert len(answers) > 20
 
 

@@ -22,20 +22,54 @@ WAYS_OUT = (
     "quote it", "mend it", "use ", "is for", "see ", "is not a switch", "string", "number",
 )  # fmt: skip
 
-extremes = st.sampled_from([0, -1, 1, 2**31, 2**63, -(2**63), 10**30, math.nan, math.inf, -math.inf, 1e30, 1e-320])
-words = st.sampled_from(
-    ["", " ", "auto", "none", "full", "fsdp2", "chat", "latest", "a\0b", "\ud800", "𝕏é‮", "x" * 10_000, "1e30", "true"]
+extremes = st.sampled_from(
+    [0, -1, 1, 2**31, 2**63, -(2**63), 10**30, math.nan, math.inf, -math.inf, 1e30, 1e-320]
 )
-scalars = st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | extremes | words | st.binary(max_size=3)
+words = st.sampled_from(
+    [
+        "",
+        " ",
+        "auto",
+        "none",
+        "full",
+        "fsdp2",
+        "chat",
+        "latest",
+        "a\0b",
+        "\ud800",
+        "𝕏é‮",
+        "x" * 10_000,
+        "1e30",
+        "true",
+    ]
+)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.floats()
+    | extremes
+    | words
+    | st.binary(max_size=3)
+)
 values = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(scalars, inner, max_size=2) | st.tuples(inner, inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(scalars, inner, max_size=2)
+        | st.tuples(inner, inner)
+    ),
     max_leaves=5,
 )
 
 
 def base() -> dict[str, Any]:
-    return {"model": {"path": "a"}, "data": {"train": "a"}, "training": {"output_dir": "a"}, "lora": {}}
+    return {
+        "model": {"path": "a"},
+        "data": {"train": "a"},
+        "training": {"output_dir": "a"},
+        "lora": {},
+    }
 
 
 def nested(depth: int) -> list[Any]:
@@ -59,11 +93,15 @@ def check(answer: Callable[[], RunConfig]) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=600, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    deadline=None, max_examples=600, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 def test_any_values_of_any_keys(data: st.DataObject) -> None:
     run = base()
     for section, key in data.draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=3)):
-        run[section] = {**run[section], key: data.draw(values)} if section in run else {key: data.draw(values)}
+        run[section] = (
+            {**run[section], key: data.draw(values)} if section in run else {key: data.draw(values)}
+        )
     check(lambda: parse_config(run))
 
 
@@ -94,15 +132,22 @@ def test_any_value_of_a_section(section: str, value: Any) -> None:
     key=st.sampled_from([f"{s}.{k}" for s, k in KEYS]) | st.text(max_size=8),
     text=st.text(max_size=20) | values.map(repr),
 )
-@settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 def test_any_override(tmp_path_factory: pytest.TempPathFactory, key: str, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "run.yaml"
     path.write_text(json.dumps(base()))
     check(lambda: load_config(path, [f"--{key}={text}"]))
 
 
-@given(st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")))
-@settings(deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    st.binary(max_size=60)
+    | st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass"))
+)
+@settings(
+    deadline=None, max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 def test_any_file(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(content)

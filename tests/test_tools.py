@@ -47,20 +47,35 @@ def test_only_what_one_rank_does_alone_gets_faster(tool: ModuleType) -> None:
 def test_an_uneven_pipeline_loses_less_than_its_costs_say(tool: ModuleType) -> None:
     # A stage of 1 and one of 3 seconds alone, 1.25 times as much while both work. While the first does a micro-batch,
     # 1.25 s, the second does 1 of its 3 seconds; the other 2 go at full speed: 3.25 s, where the costs say 3.75.
-    chunks = [Cost(f"{s}", 1.25 * s / 2, 1.25 * s / 2, 0.0, activation_bytes=0, output_bytes=0) for s in (1.0, 3.0)]
+    chunks = [
+        Cost(f"{s}", 1.25 * s / 2, 1.25 * s / 2, 0.0, activation_bytes=0, output_bytes=0)
+        for s in (1.0, 3.0)
+    ]
     step = simulate(Pipeline("1f1b", 2, 200), chunks)
     fill_and_drain = 1.25 * (1 + 3)  # at most one micro-batch through both
     assert step.seconds == pytest.approx(200 * 3.75, abs=fill_and_drain)
-    assert tool.corrected_seconds(step, slowdown=1.25) == pytest.approx(200 * 3.25, abs=fill_and_drain)
+    assert tool.corrected_seconds(step, slowdown=1.25) == pytest.approx(
+        200 * 3.25, abs=fill_and_drain
+    )
 
 
 @pytest.mark.parametrize("tool", ["pipeline_split"], indirect=True)
 def test_a_simulated_step_is_simulated_without_error_from_its_own_costs(tool: ModuleType) -> None:
-    chunks = [Cost("below", 0.25, 0.0, 0.0, 0, 0, backward=False), Cost("above", 0.5, 0.75, 0.0, 0, 0)]
+    chunks = [
+        Cost("below", 0.25, 0.0, 0.0, 0, 0, backward=False),
+        Cost("above", 0.5, 0.75, 0.0, 0, 0),
+    ]
     step = simulate(Pipeline("1f1b", 2, 4), chunks)  # whole microseconds, which are kept exactly
     assert tool.own_seconds({"schedule": "1f1b", "events": pack(step)}) == 1.0
-    late = Timeline(2, tuple(e._replace(start=2 * e.start, end=2 * e.start + e.end - e.start) for e in step.events))
-    assert tool.own_seconds({"schedule": "1f1b", "events": pack(late)}) < 0.6  # the same costs, twice as far apart
+    late = Timeline(
+        2,
+        tuple(
+            e._replace(start=2 * e.start, end=2 * e.start + e.end - e.start) for e in step.events
+        ),
+    )
+    assert (
+        tool.own_seconds({"schedule": "1f1b", "events": pack(late)}) < 0.6
+    )  # the same costs, twice as far apart
 
 
 @pytest.mark.parametrize("tool", ["pipeline_split"], indirect=True)
@@ -78,7 +93,9 @@ def test_zero_bubble_wins_by_the_weights_gradients_alone(tool: ModuleType, ranks
     assert tool.predicted("lora", ranks, m)["speed_over_1f1b"]["zb1p"] == 1.0
     # (m + p - 1) (F + I + W) over m (F + I + W) + (p - 1) (F + I - W), with F = I = W = 1.
     expected = 3 * (m + ranks - 1) / (3 * m + ranks - 1)
-    assert tool.predicted("full", ranks, m)["speed_over_1f1b"]["zb1p"] == pytest.approx(expected, abs=5e-5)
+    assert tool.predicted("full", ranks, m)["speed_over_1f1b"]["zb1p"] == pytest.approx(
+        expected, abs=5e-5
+    )
 
 
 @pytest.mark.parametrize("tool", ["pipeline_shapes"], indirect=True)
@@ -90,20 +107,31 @@ def test_zero_bubble_wins_by_the_weights_gradients_alone(tool: ModuleType, ranks
         ("jet-ai/Jet-Nemotron-2B", 1_964_806_208),
     ],
 )
-def test_published_models_have_their_published_size(tool: ModuleType, repository: str, parameters: int) -> None:
+def test_published_models_have_their_published_size(
+    tool: ModuleType, repository: str, parameters: int
+) -> None:
     (shape,) = (shape for shape in tool.SHAPES if shape.repository == repository)
     embedding, *others = tool.units_of(shape, "full")
     tied = shape.config["tie_word_embeddings"]  # then the head's unit counts the matrix once more
-    matrix = shape.config["vocab_size"] * shape.config.get("n_embd", shape.config.get("hidden_size")) if tied else 0
+    matrix = (
+        shape.config["vocab_size"] * shape.config.get("n_embd", shape.config.get("hidden_size"))
+        if tied
+        else 0
+    )
     assert embedding.parameters + sum(unit.parameters for unit in others) - matrix == parameters
 
 
 @pytest.mark.parametrize("tool", ["communication"], indirect=True)
 def test_the_page_of_communication_is_what_the_results_say(tool: ModuleType) -> None:
     result = json.loads(tool.RESULTS.read_text(encoding="utf-8"))
-    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(result), "run python tools/communication.py --page-only"
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(result), (
+        "run python tools/communication.py --page-only"
+    )
     for row in result["rows"]:
-        assert (row["derived_bytes"], row["derived_calls"]) == (row["counted_bytes"], row["calls"]), row["layout"]
+        assert (row["derived_bytes"], row["derived_calls"]) == (
+            row["counted_bytes"],
+            row["calls"],
+        ), row["layout"]
     assert {row["layout"] for row in result["rows"]} == set(PROVEN) - {"single"}
 
 
@@ -118,8 +146,15 @@ def test_interval_of_a_median_by_order_statistics(tool: ModuleType) -> None:
 
 @pytest.mark.parametrize("tool", ["tensor_overhead"], indirect=True)
 @pytest.mark.parametrize("mode", ["full", "lora"])
-def test_both_sides_of_the_overhead_train_alike(tool: ModuleType, mode: str, tmp_path: Path) -> None:
-    sizes = tool.SIZES | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 128}
+def test_both_sides_of_the_overhead_train_alike(
+    tool: ModuleType, mode: str, tmp_path: Path
+) -> None:
+    sizes = tool.SIZES | {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "vocab_size": 128,
+    }
     (tmp_path / "config.json").write_text(json.dumps(sizes), encoding="utf-8")
     for ours, others in run_ranks(2, both_losses, tool, str(tmp_path), mode):
         assert ours == pytest.approx(others, rel=1e-5)

@@ -42,7 +42,9 @@ def test_units():
     assert words.span((950.0, 1040.0)) == "950 – 1,040"
 
 
-@pytest.mark.parametrize("write", [words.size, words.seconds, words.ratio, words.percent, words.span])
+@pytest.mark.parametrize(
+    "write", [words.size, words.seconds, words.ratio, words.percent, words.span]
+)
 def test_what_was_not_measured_has_no_figure(write):
     assert write(None) == words.NOTHING
 
@@ -58,7 +60,11 @@ def test_durations():
 
 
 def test_counts_and_lists():
-    assert [words.counted(count, "round") for count in (0, 1, 2)] == ["0 rounds", "1 round", "2 rounds"]
+    assert [words.counted(count, "round") for count in (0, 1, 2)] == [
+        "0 rounds",
+        "1 round",
+        "2 rounds",
+    ]
     assert [words.listed("abcdef"[:length]) for length in (0, 1, 2, 4, 6)] == [
         "",
         "a",

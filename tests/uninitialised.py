@@ -15,7 +15,18 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PRODUCTS = ("mm", "bmm", "addmm", "addmv", "baddbmm", "mv", "_grouped_mm", "linear", "matmul", "convolution")
+PRODUCTS = (
+    "mm",
+    "bmm",
+    "addmm",
+    "addmv",
+    "baddbmm",
+    "mv",
+    "_grouped_mm",
+    "linear",
+    "matmul",
+    "convolution",
+)
 
 
 class Products(TorchDispatchMode):
@@ -35,7 +46,9 @@ class Products(TorchDispatchMode):
             self.count += 1
             for operand in args:
                 if isinstance(operand, torch.Tensor) and _spanned(operand).isnan().any():
-                    self.poisoned.append(f"{name} of {tuple(operand.shape)}, strides {operand.stride()}")
+                    self.poisoned.append(
+                        f"{name} of {tuple(operand.shape)}, strides {operand.stride()}"
+                    )
         return func(*args, **(kwargs or {}))
 
 

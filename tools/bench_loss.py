@@ -29,11 +29,15 @@ LOSSES = {"plain": naive.linear_cross_entropy, "chunked": chunked.linear_cross_e
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "loss.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "results" / "loss.json"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     generator = torch.Generator().manual_seed(0)
@@ -61,14 +65,18 @@ def main() -> None:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def compare(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, repeats: int) -> dict[str, Any]:
+def compare(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, repeats: int
+) -> dict[str, Any]:
     """Both losses' peak bytes and seconds, and how many times less the chunked one takes (ratios of medians)."""
     runs: dict[str, list[tuple[float, float, int]]] = {name: [] for name in LOSSES}
     for _ in range(repeats):
         for name in LOSSES:
             runs[name].append(measure(name, hidden, weight, labels))
     values = [run[0] for name in LOSSES for run in runs[name]]
-    assert max(values) - min(values) <= 1e-5 * max(values), "the losses differ: no figures on a wrong result"
+    assert max(values) - min(values) <= 1e-5 * max(values), (
+        "the losses differ: no figures on a wrong result"
+    )
     seconds = {name: [run[1] for run in runs[name]] for name in LOSSES}
     peak = {name: max(run[2] for run in runs[name]) for name in LOSSES}
     return {
@@ -79,7 +87,9 @@ def compare(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, re
     }
 
 
-def measure(name: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[float, float, int]:
+def measure(
+    name: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> tuple[float, float, int]:
     """The loss, seconds of forward and backward, and peak bytes above what was there and the head's gradient."""
     hidden.grad = weight.grad = None
     gc.collect()
@@ -90,7 +100,11 @@ def measure(name: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch
         seconds = time.perf_counter() - start
     assert memory.peak_bytes is not None
     assert memory.entry_bytes is not None
-    return loss.item(), seconds, memory.peak_bytes - memory.entry_bytes - weight.nbytes * weight.requires_grad
+    return (
+        loss.item(),
+        seconds,
+        memory.peak_bytes - memory.entry_bytes - weight.nbytes * weight.requires_grad,
+    )
 
 
 if __name__ == "__main__":

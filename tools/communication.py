@@ -77,7 +77,10 @@ def page(result: dict[str, Any]) -> str:
     ]
     for layout, formulas in ALONE.items():
         both = [rows[layout, mode] for mode in ("full", "lora")]
-        cells = [f"{row['derived_bytes']:,} | {row['counted_bytes']:,} | {sum(row['calls'].values())}" for row in both]
+        cells = [
+            f"{row['derived_bytes']:,} | {row['counted_bytes']:,} | {sum(row['calls'].values())}"
+            for row in both
+        ]
         lines.append(f"| {' | '.join((layout, *formulas, *cells))} |")
     lines += [
         "",
@@ -92,14 +95,28 @@ def page(result: dict[str, Any]) -> str:
     ]
     for layout in TOGETHER:
         both = [rows[layout, mode] for mode in ("full", "lora")]
-        cells = [f"{row['counted_bytes']:,} | {' + '.join(map(str, _by_kind(row)))}" for row in both]
+        cells = [
+            f"{row['counted_bytes']:,} | {' + '.join(map(str, _by_kind(row)))}" for row in both
+        ]
         lines.append(f"| {layout} | {both[0]['processes']} | {' | '.join(cells)} |")
-    lines += ["", "## Beside the table of ZeRO's authors", "", "One micro-batch per step, in units of r Φ.", ""]
+    lines += [
+        "",
+        "## Beside the table of ZeRO's authors",
+        "",
+        "One micro-batch per step, in units of r Φ.",
+        "",
+    ]
     lines += ["| | " + " | ".join(PAPER) + " |", "|---|" + "---:|" * len(PAPER)]
-    lines.append("| Rajbhandari et al., section 7 | " + " | ".join(f"{times}" for times in PAPER.values()) + " |")
+    lines.append(
+        "| Rajbhandari et al., section 7 | "
+        + " | ".join(f"{times}" for times in PAPER.values())
+        + " |"
+    )
     unit = full * (result["num_ranks"] - 1) / result["num_ranks"]
     counted = [rows[layout, "full"]["counted_bytes"] / unit for layout in PAPER]
-    lines.append("| counted, full training | " + " | ".join(f"{times:.2f}" for times in counted) + " |")
+    lines.append(
+        "| counted, full training | " + " | ".join(f"{times:.2f}" for times in counted) + " |"
+    )
     return HEAD + "\n".join(lines) + "\n" + FOOT
 
 
@@ -118,7 +135,9 @@ def measure() -> dict[str, Any]:
             nproc, micro_rows = 8 if len(parts) == 3 or "hsdp" in parts else 4, 1
         for mode in ("full", "lora"):
             schedule = "1f1b" if "pp" in parts else ""
-            cell = Cell("llama", layout, mode, nproc, schedule=schedule, rows=ROWS, micro_rows=micro_rows)
+            cell = Cell(
+                "llama", layout, mode, nproc, schedule=schedule, rows=ROWS, micro_rows=micro_rows
+            )
             ranks = run_ranks(nproc, count, cell)
             most = max(ranks, key=lambda rank: sent_bytes(rank.sent, rank.facts.sizes))
             facts = most.facts
@@ -131,9 +150,15 @@ def measure() -> dict[str, Any]:
                     "micro_batches": facts.num_microbatches,
                     "derived_bytes": sent_bytes(derived, facts.sizes),
                     "counted_bytes": sent_bytes(most.sent, facts.sizes),
-                    "whole_bytes": {" ".join(key): size for key, (_, size) in sorted(most.sent.items())},
-                    "derived_calls": {" ".join(key): number for key, (number, _) in sorted(derived.items())},
-                    "calls": {" ".join(key): number for key, (number, _) in sorted(most.sent.items())},
+                    "whole_bytes": {
+                        " ".join(key): size for key, (_, size) in sorted(most.sent.items())
+                    },
+                    "derived_calls": {
+                        " ".join(key): number for key, (number, _) in sorted(derived.items())
+                    },
+                    "calls": {
+                        " ".join(key): number for key, (number, _) in sorted(most.sent.items())
+                    },
                 }
             )
             if layout == "ddp":
@@ -153,7 +178,9 @@ def measure() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--page-only", action="store_true")
     if not parser.parse_args().page_only:
         RESULTS.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")

@@ -51,7 +51,8 @@ def page() -> str:
     paragraphs = head.strip().split("\n\n")
     lines = [
         "\n\n".join(
-            part if part.startswith(" ") else textwrap.fill(part, 120, break_on_hyphens=False) for part in paragraphs
+            part if part.startswith(" ") else textwrap.fill(part, 120, break_on_hyphens=False)
+            for part in paragraphs
         ),
         "",
     ]

@@ -28,13 +28,21 @@ def page() -> str:
     for field in fields(classes["RunConfig"]):
         name, kind, default, _ = field
         section = classes[kind.removesuffix(" | None")]
-        needed = "required" if default is None else "leave it out to train in full" if default == "null" else "optional"
+        needed = (
+            "required"
+            if default is None
+            else "leave it out to train in full"
+            if default == "null"
+            else "optional"
+        )
         parts += [f"\n## `{name}` ({needed})\n", "| key | type | default | |", "|---|---|---|---|"]
         for key, key_kind, key_default, text in fields(section):
             shown = "required" if key_default is None else f"`{key_default}`"
             least, most = RANGES.get(f"{name}.{key}", (None, None))
             bounds = f" From {least:,} to {most:,}." if least is not None else ""
-            parts.append(f"| `{name}.{key}` | {cell(key_kind)} | {shown} | {' '.join(text.split())}{bounds} |")
+            parts.append(
+                f"| `{name}.{key}` | {cell(key_kind)} | {shown} | {' '.join(text.split())}{bounds} |"
+            )
     return "\n".join(parts) + "\n"
 
 
@@ -43,9 +51,17 @@ def fields(section: ast.ClassDef) -> list[tuple[str, str, str | None, str]]:
     found = []
     for node, after in zip(section.body, [*section.body[1:], None]):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            text = (
+                after.value.value
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                else ""
+            )
             default = None if node.value is None else ast.unparse(node.value)
-            default = AS_YAML.get(default, default.strip("'").replace("(", "[").replace(")", "]")) if default else None
+            default = (
+                AS_YAML.get(default, default.strip("'").replace("(", "[").replace(")", "]"))
+                if default
+                else None
+            )
             found.append((node.target.id, ast.unparse(node.annotation), default, str(text)))
     return found
 

@@ -63,7 +63,9 @@ ROWS = (8, 32)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "gpt2-large")
     options = parser.parse_args()
     rows = [row_of(layout, rows) for layout in PUBLISHED_GB for rows in ROWS]
@@ -114,7 +116,9 @@ def pretended(world_size: int) -> Generator[None]:
         dist.destroy_process_group()
 
 
-def moments(cfg: RunConfig, states: dict[str, int], num_gpus: int, gpu: bool = True) -> dict[str, int]:
+def moments(
+    cfg: RunConfig, states: dict[str, int], num_gpus: int, gpu: bool = True
+) -> dict[str, int]:
     """Predicted bytes alive on a rank at the moments of a step that may be its peak; see above."""
     config = read_config(cfg.model)
     d, layers, vocab, tp = config.n_embd, config.n_layer, config.vocab_size, cfg.parallel.tp
@@ -122,9 +126,14 @@ def moments(cfg: RunConfig, states: dict[str, int], num_gpus: int, gpu: bool = T
     hidden = 4 * tokens * d
     own_vocab = -(-vocab // tp)
     layer_weights = 12 * d * d // tp  # elements
-    sharded, held = cfg.parallel.data == "fsdp2" and num_gpus > 1, sum(states.values()) - states["gradients"]
+    sharded, held = (
+        cfg.parallel.data == "fsdp2" and num_gpus > 1,
+        sum(states.values()) - states["gradients"],
+    )
     gathered = 4 * (own_vocab + config.n_positions + 2) * d if sharded else 0
-    before = held + gathered + (states["gradients"] if cfg.parallel.data == "ddp" and tp == 1 else 0)
+    before = (
+        held + gathered + (states["gradients"] if cfg.parallel.data == "ddp" and tp == 1 else 0)
+    )
 
     checkpoints = layers * hidden
     head_gradient = 4 * own_vocab * d
@@ -165,7 +174,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         states = list(row["state_bytes"].values())
-        cells = [row["layout"], str(row["rows_per_device"]), *(f"{size / 1e9:.2f}" for size in (*states, sum(states)))]
+        cells = [
+            row["layout"],
+            str(row["rows_per_device"]),
+            *(f"{size / 1e9:.2f}" for size in (*states, sum(states))),
+        ]
         for loss in ("chunked", "plain"):
             found = row["moments"][loss]
             most = max(found, key=found.__getitem__)

@@ -40,7 +40,9 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "lora-step.json")
     options = parser.parse_args()
@@ -49,7 +51,13 @@ def main() -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         rows = [compare(name, *case, options.rounds) for name, case in CASES.items()]
         dist.destroy_process_group()
-    shape = {"rows": ROWS, "tokens": TOKENS, "microbatches": MICROBATCHES, "rank": RANK, "rounds": options.rounds}
+    shape = {
+        "rows": ROWS,
+        "tokens": TOKENS,
+        "microbatches": MICROBATCHES,
+        "rank": RANK,
+        "rounds": options.rounds,
+    }
     result = {"environment": environment(), "model": "demo-hybrid", **shape, "cases": rows}
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
@@ -59,7 +67,10 @@ def compare(name: str, dtype: Any, precision: Any, dropout: float, rounds: int) 
         model=Model(str(ROOT / "configs" / "models" / "demo-hybrid"), init="random", dtype=dtype),
         data=Data(train="none", sequence_length=TOKENS),
         training=Training(
-            output_dir="none", global_batch_size=ROWS * MICROBATCHES, micro_batch_size=ROWS, precision=precision
+            output_dir="none",
+            global_batch_size=ROWS * MICROBATCHES,
+            micro_batch_size=ROWS,
+            precision=precision,
         ),
         lora=Lora(r=RANK, dropout=dropout),
     )

@@ -48,8 +48,19 @@ class Shape:
 
 def _qwen(layers: int, **numbers: Any) -> dict[str, Any]:
     kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)]
-    alike = {"vocab_size": 248_320, "head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    return {"model_type": "qwen3_5_text", "num_hidden_layers": layers, "layer_types": kinds, **alike, **numbers}
+    alike = {
+        "vocab_size": 248_320,
+        "head_dim": 256,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+    return {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        **alike,
+        **numbers,
+    }
 
 
 SHAPES = (
@@ -108,12 +119,18 @@ SHAPES = (
             "tie_word_embeddings": True,
         },
     ),
-    Shape("jet-ai/Jet-Nemotron-2B", 4096, json.loads((PRESETS / "jet-nemotron-2b" / "config.json").read_text())),
+    Shape(
+        "jet-ai/Jet-Nemotron-2B",
+        4096,
+        json.loads((PRESETS / "jet-nemotron-2b" / "config.json").read_text()),
+    ),
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "pipeline-split")
     options = parser.parse_args()
     rows = [row for shape in SHAPES for mode in ("lora", "full") for row in rows_of(shape, mode)]
@@ -122,7 +139,9 @@ def main() -> None:
         "schedule": "1f1b",
         "micro_batches_per_rank": MICROBATCHES_PER_RANK,
         "lora_rank": RANK_OF_LORA,
-        "models": [{"repository": s.repository, "tokens": s.tokens, "config": s.config} for s in SHAPES],
+        "models": [
+            {"repository": s.repository, "tokens": s.tokens, "config": s.config} for s in SHAPES
+        ],
         "rows": rows,
     }
     options.out.mkdir(parents=True, exist_ok=True)

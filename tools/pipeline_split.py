@@ -70,7 +70,9 @@ TRIES, CALM = 3, 0.1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sweep", type=Path, default=ROOT / "configs" / "pipeline-split.yaml")
     parser.add_argument("--runs", type=Path, default=Path("runs/pipeline-split"))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "pipeline-split")
@@ -80,17 +82,26 @@ def main() -> None:
     found = {}
     plans = [p for p in sweep.record.cells if not p.control]
     for case in dict.fromkeys(p.values["case"] for p in plans):
-        cells = {p.values["parallel.split"]: records[p.id] for p in plans if p.values["case"] == case}
+        cells = {
+            p.values["parallel.split"]: records[p.id] for p in plans if p.values["case"] == case
+        }
         check(sweep, records, list(cells.values()))
         found[case] = result(case, sweep, options.runs, cells)
-        (options.out / f"{case}.json").write_text(json.dumps(found[case], indent=1) + "\n", encoding="utf-8")
+        (options.out / f"{case}.json").write_text(
+            json.dumps(found[case], indent=1) + "\n", encoding="utf-8"
+        )
         timelines = {
             f"{name}: {' + '.join(map(str, pipeline['layers']))} layers": unpack(pipeline["events"])
             for name, pipeline in ((name, cells[name].pipeline) for name in SPLITS)
             if pipeline is not None
         }
-        (options.out / "figures" / f"{case}.svg").write_text(gantt_file(timelines) + "\n", encoding="utf-8")
-        told = {key: found[case][key] for key in ("ratio", "bound", "slowdown", "corrected_bound", "share_reached")}
+        (options.out / "figures" / f"{case}.svg").write_text(
+            gantt_file(timelines) + "\n", encoding="utf-8"
+        )
+        told = {
+            key: found[case][key]
+            for key in ("ratio", "bound", "slowdown", "corrected_bound", "share_reached")
+        }
         print(case, json.dumps(told), flush=True)
     (options.out / "figures" / "bounds.svg").write_text(bars(found), encoding="utf-8")
 
@@ -101,7 +112,9 @@ def main() -> None:
 def measured_bench(path: Path, runs: Path) -> tuple[Sweep, dict[str, CellRecord]]:
     """Measure the costs that the cells of a sweep need, anew, then run the sweep; its cells' records by id."""
     if torch.get_num_threads() != 1:
-        sys.exit("set OMP_NUM_THREADS=1: two processes of one thread each are what two cores can time")
+        sys.exit(
+            "set OMP_NUM_THREADS=1: two processes of one thread each are what two cores can time"
+        )
     profiles = runs.with_name(f"{runs.name}-profiles")
     for folder in (runs, profiles):
         shutil.rmtree(folder, ignore_errors=True)
@@ -125,7 +138,9 @@ def measure(cfg: RunConfig, cache: Path) -> None:
         (path,) = set(cache.rglob("*.json")) - before
         text = path.read_text(encoding="utf-8")
         told = json.loads(text)
-        total = sum(unit["forward_seconds"] + unit["backward_seconds"] for unit in told["units"].values())
+        total = sum(
+            unit["forward_seconds"] + unit["backward_seconds"] for unit in told["units"].values()
+        )
         found.append((total, text, path))
         path.unlink()
         if told["spread"] < CALM and told["slowdown"] < 1 + 2 * CALM:
@@ -140,7 +155,9 @@ def check(sweep: Sweep, records: dict[str, CellRecord], cells: Sequence[CellReco
     for record in cells:
         name = record.cell["id"]
         if record.status != "ok" or found[name].state != "ok":
-            sys.exit(f"{name}: {record.reason or found[name].reason or 'nothing to compare its losses with'}")
+            sys.exit(
+                f"{name}: {record.reason or found[name].reason or 'nothing to compare its losses with'}"
+            )
 
 
 def stage_slowdown(cfg: RunConfig) -> list[float]:
@@ -152,7 +169,9 @@ def stage_slowdown(cfg: RunConfig) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         told = Path(folder, "slowdown.json")
         here = replace(cfg, training=replace(cfg.training, output_dir=folder))
-        assert start_processes(here, cfg.parallel.pp, partial(_take_turns, told)) == 0, "the stages failed"
+        assert start_processes(here, cfg.parallel.pp, partial(_take_turns, told)) == 0, (
+            "the stages failed"
+        )
         return json.loads(told.read_text(encoding="utf-8"))
 
 
@@ -166,7 +185,9 @@ def _take_turns(told: Path, cfg: RunConfig, mesh: Mesh) -> None:
     tokens = torch.randint(part.spec.vocab_size, shape, generator=generator)
     hidden = torch.randn(*shape, part.spec.hidden_size, generator=generator)
     part.train()
-    part.microbatches = [Batch(tokens, tokens, torch.zeros_like(tokens), tuple(range(shape[0])), step=1)]
+    part.microbatches = [
+        Batch(tokens, tokens, torch.zeros_like(tokens), tuple(range(shape[0])), step=1)
+    ]
     assert job.cut is not None
     below = any(unit.trainable for unit in job.cut.units[: job.cut.split.boundaries[rank]])
 
@@ -202,7 +223,9 @@ def _take_turns(told: Path, cfg: RunConfig, mesh: Mesh) -> None:
 
 def alone_seconds(timeline: Timeline) -> float:
     """For how long just one rank works."""
-    edges = sorted(edge for event in timeline.events for edge in ((event.start, 1), (event.end, -1)))
+    edges = sorted(
+        edge for event in timeline.events for edge in ((event.start, 1), (event.end, -1))
+    )
     busy, alone = 0, 0.0
     for (moment, change), (after, _) in pairwise(edges):
         busy += change
@@ -242,7 +265,10 @@ def result(case: str, sweep: Sweep, runs: Path, records: dict[str, CellRecord]) 
     slowdown = middle(stage_slowdown(cfg))
     predicted = {"uniform": cut.others["uniform"].timeline, "balanced": cut.chosen.timeline}
     bound = bound_seconds(units, pipeline)
-    corrected = {name: corrected_seconds(timeline, slowdown["median"]) for name, timeline in predicted.items()}
+    corrected = {
+        name: corrected_seconds(timeline, slowdown["median"])
+        for name, timeline in predicted.items()
+    }
     rounds = {name: read_rounds(runs / record.cell["id"]) for name, record in records.items()}
     speeds = {name: [r.tokens_per_second or 0.0 for r in each] for name, each in rounds.items()}
     ratio = ratios(speeds["balanced"], speeds["uniform"])
@@ -265,13 +291,19 @@ def result(case: str, sweep: Sweep, runs: Path, records: dict[str, CellRecord]) 
         },
         "slowdown": slowdown,
         "corrected_bound": limits,
-        "share_reached": {name: round(ratio["median"] / limit, 4) for name, limit in limits.items()},
+        "share_reached": {
+            name: round(ratio["median"] / limit, 4) for name, limit in limits.items()
+        },
         "head_in_layers": round(units[-1].seconds / statistics.mean(layers), 2),
         "layers_slowest_over_fastest": round(max(layers) / min(layers), 2),
-        "splits": {name: of_split(records[name], rounds[name], predicted[name], corrected[name]) for name in SPLITS},
+        "splits": {
+            name: of_split(records[name], rounds[name], predicted[name], corrected[name])
+            for name in SPLITS
+        },
         "costs": str(cut.source),
         "unit_seconds": {
-            unit.name: [round(unit.forward_seconds, 6), round(unit.backward_seconds, 6)] for unit in units
+            unit.name: [round(unit.forward_seconds, 6), round(unit.backward_seconds, 6)]
+            for unit in units
         },
     }
 
@@ -281,7 +313,9 @@ def read_rounds(folder: Path) -> list[RunRecord]:
     return [RunRecord.read(path) for path in sorted(folder.glob("round-*/record.json"))]
 
 
-def of_split(record: CellRecord, rounds: Sequence[RunRecord], predicted: Timeline, corrected: float) -> dict[str, Any]:
+def of_split(
+    record: CellRecord, rounds: Sequence[RunRecord], predicted: Timeline, corrected: float
+) -> dict[str, Any]:
     """One split: where it cuts, how fast it was, and how far the simulator was off."""
     steps = [r.pipeline["measured"] for r in rounds if r.pipeline]
     seconds = [step["seconds"] for step in steps]
@@ -295,7 +329,9 @@ def of_split(record: CellRecord, rounds: Sequence[RunRecord], predicted: Timelin
         "corrected_seconds": round(corrected, 4),
         "error_percent": middle([100 * (predicted.seconds / s - 1) for s in seconds]),
         "corrected_error_percent": middle([100 * (corrected / s - 1) for s in seconds]),
-        "error_percent_of_own_costs": middle([100 * (own_seconds(r.pipeline) - 1) for r in rounds if r.pipeline]),
+        "error_percent_of_own_costs": middle(
+            [100 * (own_seconds(r.pipeline) - 1) for r in rounds if r.pipeline]
+        ),
         "bubble": middle([step["bubble"] for step in steps]),
         "predicted_bubble": round(predicted.bubble(), 4),
         "started": [entry["started"] for entry in record.rounds],
@@ -332,10 +368,21 @@ def bars(found: dict[str, dict[str, Any]]) -> str:
         axes = figure.subplots()
         for place, values in enumerate(found.values()):
             low, high = values["ratio"]["interval"]
-            lengths = (values["bound"]["physical"], values["corrected_bound"]["physical"], values["ratio"]["median"])
+            lengths = (
+                values["bound"]["physical"],
+                values["corrected_bound"]["physical"],
+                values["ratio"]["median"],
+            )
             for row, ((name, tint), length) in enumerate(zip(shown.items(), lengths, strict=True)):
                 y = place + 0.26 * (row - 1)
-                axes.barh(y, length - 1, 0.22, left=1, color=colour(tint), label=name if place == 0 else None)
+                axes.barh(
+                    y,
+                    length - 1,
+                    0.22,
+                    left=1,
+                    color=colour(tint),
+                    label=name if place == 0 else None,
+                )
                 axes.text(
                     (max(length, high) if name == "measured" else length) + 0.01,
                     y,
@@ -347,7 +394,11 @@ def bars(found: dict[str, dict[str, Any]]) -> str:
         axes.set_yticks(range(len(found)), [f"case {case}" for case in found])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        axes.set_xlim(1, max(max(v["bound"]["physical"], v["ratio"]["interval"][1]) for v in found.values()) * 1.08)
+        axes.set_xlim(
+            1,
+            max(max(v["bound"]["physical"], v["ratio"]["interval"][1]) for v in found.values())
+            * 1.08,
+        )
         axes.set_xlabel("times the tokens per second of equal numbers of layers")
         figure.legend(loc="outside upper left", ncols=3)
         return svg_of(figure, "bounds")

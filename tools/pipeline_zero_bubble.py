@@ -38,8 +38,12 @@ RANKS, PER_RANK = (2, 4, 8), (2, 4, 8)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", type=Path, default=ROOT / "configs" / "pipeline-zero-bubble.yaml")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sweep", type=Path, default=ROOT / "configs" / "pipeline-zero-bubble.yaml"
+    )
     parser.add_argument("--runs", type=Path, default=Path("runs/pipeline-zero-bubble"))
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "pipeline-split")
     options = parser.parse_args()
@@ -48,7 +52,10 @@ def main() -> None:
     cells = {(plan.values["mode"], plan.values["schedule"]): records[plan.id] for plan in plans}
     check(sweep, records, list(cells.values()))
     measured = {
-        mode: {name: of_cell(options.runs, cells[mode, name], cells[mode, "1f1b"]) for name in SCHEDULES}
+        mode: {
+            name: of_cell(options.runs, cells[mode, name], cells[mode, "1f1b"])
+            for name in SCHEDULES
+        }
         for mode in MODES
     }
     result = {
@@ -60,10 +67,16 @@ def main() -> None:
         ],
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "zero-bubble.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (options.out / "zero-bubble.json").write_text(
+        json.dumps(result, indent=1) + "\n", encoding="utf-8"
+    )
     for mode, schedules in measured.items():
         for name, cell in schedules.items():
-            print(mode, name, json.dumps({key: cell[key] for key in ("speed_over_1f1b", "predicted", "layers")}))
+            print(
+                mode,
+                name,
+                json.dumps({key: cell[key] for key in ("speed_over_1f1b", "predicted", "layers")}),
+            )
 
 
 def of_cell(runs: Path, record: CellRecord, base: CellRecord) -> dict[str, Any]:
@@ -77,7 +90,9 @@ def of_cell(runs: Path, record: CellRecord, base: CellRecord) -> dict[str, Any]:
         "layers": record.pipeline["layers"],
         "micro_batches": parse_config(record.config, record.cell["id"]).training.global_batch_size,
         "tokens_per_second": middle([r.tokens_per_second or 0.0 for r in rounds]),
-        "speed_over_1f1b": ratios(*([r.tokens_per_second or 0.0 for r in each] for each in (rounds, base_rounds))),
+        "speed_over_1f1b": ratios(
+            *([r.tokens_per_second or 0.0 for r in each] for each in (rounds, base_rounds))
+        ),
         "pipeline_seconds": middle([step["seconds"] for step in steps]),
         "bubble": middle([step["bubble"] for step in steps]),
         "predicted": {
@@ -85,7 +100,9 @@ def of_cell(runs: Path, record: CellRecord, base: CellRecord) -> dict[str, Any]:
             "seconds": round(simulated["seconds"], 4),
             "bubble": round(simulated["bubble"], 4),
         },
-        "error_percent": middle([r.pipeline["simulator_error_percent"] for r in rounds if r.pipeline]),
+        "error_percent": middle(
+            [r.pipeline["simulator_error_percent"] for r in rounds if r.pipeline]
+        ),
         "costs": record.pipeline["costs"],
     }
 
@@ -103,7 +120,9 @@ def predicted(mode: str, ranks: int, num_microbatches: int) -> dict[str, Any]:
         "ranks": ranks,
         "micro_batches": num_microbatches,
         "bubble": {name: round(step.bubble(), 4) for name, step in steps.items()},
-        "speed_over_1f1b": {name: round(steps["1f1b"].seconds / step.seconds, 4) for name, step in steps.items()},
+        "speed_over_1f1b": {
+            name: round(steps["1f1b"].seconds / step.seconds, 4) for name, step in steps.items()
+        },
     }
 
 

@@ -46,10 +46,14 @@ BATCH = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="of the bytes of the corpora")
     parser.add_argument("--batches", type=int, default=300)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "stream_memory.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "results" / "stream_memory.json"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -71,7 +75,9 @@ def measure(folder: Path, name: str, scale: float, batches: int) -> dict[str, An
     """Generate a corpus and a small one like it, read both without and with a worker process, and remove them."""
     size, characters = CORPORA[name]
     if shutil.disk_usage(folder).free < 2 * scale * size:
-        sys.exit(f"{folder}: less than {2 * scale * size:,.0f} bytes free; set TMPDIR to a larger disk")
+        sys.exit(
+            f"{folder}: less than {2 * scale * size:,.0f} bytes free; set TMPDIR to a larger disk"
+        )
     paths = {"small": folder / "small.jsonl", "large": folder / "large.jsonl"}
     write_corpus(paths["small"], SMALL, characters)
     documents = write_corpus(paths["large"], int(scale * size), characters)
@@ -85,7 +91,13 @@ def measure(folder: Path, name: str, scale: float, batches: int) -> dict[str, An
     for workers in (0, 1):
         small, large = (in_new_process(folder, path, workers, batches) for path in paths.values())
         growth = large["peak"] - (large["before"] if workers == 0 else small["peak"])
-        row = {"workers": workers, "small": small, "large": large, "growth": growth, "ok": growth <= BOUND}
+        row = {
+            "workers": workers,
+            "small": small,
+            "large": large,
+            "growth": growth,
+            "ok": growth <= BOUND,
+        }
         print(name, json.dumps(row), flush=True)
         case["rows"].append(row)
     for path in paths.values():
@@ -96,7 +108,9 @@ def measure(folder: Path, name: str, scale: float, batches: int) -> dict[str, An
 def save_tokenizer(folder: Path) -> None:
     """One token a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(["<end>", *alphabet])}, []))
+    backend = Tokenizer(
+        models.BPE({symbol: i for i, symbol in enumerate(["<end>", *alphabet])}, [])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
@@ -105,7 +119,9 @@ def save_tokenizer(folder: Path) -> None:
 def write_corpus(path: Path, size: int, characters: tuple[int, int]) -> int:
     """At least `size` bytes of JSONL; how many documents they are."""
     draw = random.Random(0)
-    words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, 12))) for _ in range(5000)]
+    words = [
+        "".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, 12))) for _ in range(5000)
+    ]
     text = " ".join(draw.choices(words, k=200_000))
     written = documents = 0
     with path.open("w", encoding="ascii") as file:

@@ -25,9 +25,14 @@ def table(folder: Path) -> str:
     bench = read_bench(folder)
     groups = groups_of([row for row in make_rows(bench) if not row.plan.control])
     labels = dict.fromkeys(row.label for rows in groups.values() for row in rows)
-    lines = [["", *(group_title(group, bench.sweep) for group in groups)], ["---"] * (1 + len(groups))]
+    lines = [
+        ["", *(group_title(group, bench.sweep) for group in groups)],
+        ["---"] * (1 + len(groups)),
+    ]
     for label in labels:
-        cells = [next((row for row in rows if row.label == label), None) for rows in groups.values()]
+        cells = [
+            next((row for row in rows if row.label == label), None) for rows in groups.values()
+        ]
         lines.append([f"`{label}`", *map(figures, cells)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -36,7 +41,13 @@ def figures(row: Row | None) -> str:
     """Return a cell's speed-up and peak, as in `1.79 · 37.1`."""
     if row is None or row.peak_memory_bytes is None:
         return NOTHING
-    speed = "not timed" if not row.plan.timed else NOTHING if row.speedup is None else f"{row.speedup:.2f}"
+    speed = (
+        "not timed"
+        if not row.plan.timed
+        else NOTHING
+        if row.speedup is None
+        else f"{row.speedup:.2f}"
+    )
     return f"{speed} · {row.peak_memory_bytes / 2**20:.1f}"
 
 
@@ -50,7 +61,11 @@ def put(text: str, content: str) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Write the table of a bench (default: the committed study) into a page (default: the guide)."""
     folder = Path(arguments[0]) if arguments else ROOT / "results" / "study-cpu"
-    page = Path(arguments[1]) if len(arguments) > 1 else ROOT / "docs" / "guides" / "choosing-a-strategy.md"
+    page = (
+        Path(arguments[1])
+        if len(arguments) > 1
+        else ROOT / "docs" / "guides" / "choosing-a-strategy.md"
+    )
     page.write_text(put(page.read_text(encoding="utf-8"), table(folder)), encoding="utf-8")
 
 

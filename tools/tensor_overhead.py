@@ -72,24 +72,39 @@ Step = Callable[[Batch], float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "tensor-overhead.json")
     parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--profile", action="store_true", help="show where each side's time goes; nothing is written")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="show where each side's time goes; nothing is written",
+    )
     options = parser.parse_args()
     modes = {}
-    load_average = os.getloadavg()[0]  # more than a few tenths: something else runs, and the seconds say little
+    load_average = os.getloadavg()[
+        0
+    ]  # more than a few tenths: something else runs, and the seconds say little
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SIZES), encoding="utf-8")
         for mode in ("full", "lora"):
             arguments = (folder, mode, options.pairs, options.profile)
             multiprocessing.start_processes(compare, arguments, nprocs=RANKS, start_method="spawn")
             if not options.profile:
-                modes[mode] = json.loads((Path(folder) / f"{mode}.json").read_text(encoding="utf-8"))
+                modes[mode] = json.loads(
+                    (Path(folder) / f"{mode}.json").read_text(encoding="utf-8")
+                )
                 print(mode, modes[mode])
     if not options.profile:
         shape = {"rows": ROWS, "tokens": TOKENS, "model": SIZES}
-        result = {"environment": environment(), "load_average": load_average, **shape, "modes": modes}
+        result = {
+            "environment": environment(),
+            "load_average": load_average,
+            **shape,
+            "modes": modes,
+        }
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
@@ -97,7 +112,9 @@ def compare(rank: int, folder: str, mode: str, pairs: int, profiled: bool) -> No
     """One of the two processes; the first writes what it has found."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{mode}", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store-{mode}", rank=rank, world_size=RANKS
+    )
     cfg = run_config(folder, mode)
     mesh = build_mesh(cfg, torch.device("cpu"))
     sides = {"ours": our_step(cfg, mesh), "torch": torch_step(cfg, mesh)}
@@ -115,7 +132,10 @@ def compare(rank: int, folder: str, mode: str, pairs: int, profiled: bool) -> No
             seconds[side].append(time.perf_counter() - start)
     if rank == 0 and not profiled:
         timed = {"wall": seconds, "cpu": cpu_seconds}
-        found = {clock: ratios(*(taken[side][WARM_UP:] for side in sides)) for clock, taken in timed.items()}
+        found = {
+            clock: ratios(*(taken[side][WARM_UP:] for side in sides))
+            for clock, taken in timed.items()
+        }
         result = {"pairs": pairs, **found, **difference(*losses.values())}
         (Path(folder) / f"{mode}.json").write_text(json.dumps(result), encoding="utf-8")
     for side, step in sides.items() if profiled else ():
@@ -146,7 +166,13 @@ def batch_of(number: int) -> Batch:
     """Random rows, the same on every rank and for both sides."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, SIZES["vocab_size"], (ROWS, TOKENS + 1), generator=generator)
-    return Batch(tokens[:, :-1], tokens[:, 1:], torch.zeros(ROWS, TOKENS, dtype=torch.long), tuple(range(ROWS)), number)
+    return Batch(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        torch.zeros(ROWS, TOKENS, dtype=torch.long),
+        tuple(range(ROWS)),
+        number,
+    )
 
 
 def our_step(cfg: RunConfig, mesh: Mesh) -> Step:
@@ -189,13 +215,18 @@ def torch_step(cfg: RunConfig, mesh: Mesh) -> Step:
             plan |= {path + end: style() for end in (base, factor)}
     if not cfg.lora:
         whole = Replicate()
-        plan["model.layers.*.mlp"] = PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
+        plan["model.layers.*.mlp"] = PrepareModuleInput(
+            input_layouts=whole, desired_input_layouts=whole
+        )
         plan["model.layers.*.self_attn"] = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+            input_kwarg_layouts={"hidden_states": whole},
+            desired_input_kwarg_layouts={"hidden_states": whole},
         )
     parallelize_module(hf, mesh.dense["tp"], plan)
     trained = [parameter for parameter in hf.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=cfg.optimizer.lr, betas=cfg.optimizer.betas, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        trained, lr=cfg.optimizer.lr, betas=cfg.optimizer.betas, weight_decay=0.0
+    )
     hf.train()
 
     def step(batch: Batch) -> float:
@@ -225,7 +256,10 @@ def ratios(ours: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
 def outside_of(number: int) -> int:
     """How many of so many sorted values may be left out at each end, so that the rest hold the median with SURE."""
     outside, tail = 0, 0.5**number  # chance that all lie on one side
-    while outside + 1 < number / 2 and 2 * (tail + math.comb(number, outside + 1) * 0.5**number) <= 1 - SURE:
+    while (
+        outside + 1 < number / 2
+        and 2 * (tail + math.comb(number, outside + 1) * 0.5**number) <= 1 - SURE
+    ):
         outside += 1
         tail += math.comb(number, outside) * 0.5**number
     return outside

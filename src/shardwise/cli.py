@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return guarded(lambda: run(list(sys.argv[1:] if arguments is None else arguments)))
     finally:
-        if arguments is None:  # the process ends, which would look through all modules for garbage: a second or more
+        if (
+            arguments is None
+        ):  # the process ends, which would look through all modules for garbage: a second or more
             gc.freeze()
 
 
@@ -51,7 +53,9 @@ def run(arguments: list[str]) -> int:
     if args.command not in ("train", "split"):
         unknown += overrides
     if unknown:
-        raise UserError(f"unknown argument {unknown[0]}; see shardwise --help (an override is written {OVERRIDE})")
+        raise UserError(
+            f"unknown argument {unknown[0]}; see shardwise --help (an override is written {OVERRIDE})"
+        )
     if args.command == "train":
         if args.resume is not None:
             overrides.append(f"--training.resume={json.dumps(args.resume)}")
@@ -92,13 +96,22 @@ def split(cfg: RunConfig, nproc: int | None, profiled: bool, out: str | None) ->
 
     from shardwise.drawing.text_chart import text_chart
     from shardwise.planner.profile import measure
-    from shardwise.planner.split_view import FILES, make_folder, plan, stages_table, summary, write_files
+    from shardwise.planner.split_view import (
+        FILES,
+        make_folder,
+        plan,
+        stages_table,
+        summary,
+        write_files,
+    )
 
     logging.set_verbosity_error()
     if out is not None:
         make_folder(Path(out))
     if profiled:
-        anyhow = replace(cfg, parallel=replace(cfg.parallel, memory_limit_gib=None))  # measured, it may be met
+        anyhow = replace(
+            cfg, parallel=replace(cfg.parallel, memory_limit_gib=None)
+        )  # measured, it may be met
         plan(anyhow, nproc)
         if code := measure(cfg, nproc or cfg.parallel.pp * cfg.parallel.tp, start_processes):
             return code
@@ -139,7 +152,9 @@ def merge(model: str, adapter: str, out: str) -> int:
 
     tokenizer = find_tokenizer(adapter, model) if Path(adapter).is_dir() else None  # refused below
     merge_adapter(Model(path=model), adapter, out, tokenizer=tokenizer)
-    without = "" if tokenizer else f"; without a tokenizer, as neither {adapter} nor {model} has one"
+    without = (
+        "" if tokenizer else f"; without a tokenizer, as neither {adapter} nor {model} has one"
+    )
     print(f"merged {adapter} into {model}: {out}{without}")
     return 0
 
@@ -162,7 +177,11 @@ def bench(sweep: str, out: str, only: Sequence[str], rerun: Sequence[str]) -> in
 
 def build_parser() -> Parser:
     """The subcommands and their options."""
-    parser = Parser(prog="shardwise", description="Fine-tune hybrid-attention language models.", allow_abbrev=False)
+    parser = Parser(
+        prog="shardwise",
+        description="Fine-tune hybrid-attention language models.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -173,8 +192,12 @@ def build_parser() -> Parser:
         description="Train as RUN.yaml says. Under torchrun or srun, join the processes that it started.",
         allow_abbrev=False,
     )
-    train.add_argument("run", metavar="RUN.yaml", help=f"the run file; {OVERRIDE} replaces a value of it")
-    train.add_argument("--nproc", type=int, metavar="N", help="processes to start on this machine (default 1)")
+    train.add_argument(
+        "run", metavar="RUN.yaml", help=f"the run file; {OVERRIDE} replaces a value of it"
+    )
+    train.add_argument(
+        "--nproc", type=int, metavar="N", help="processes to start on this machine (default 1)"
+    )
 
     train.add_argument(
         "--resume",
@@ -189,8 +212,12 @@ def build_parser() -> Parser:
         "same sweep and folder, it goes on.",
         allow_abbrev=False,
     )
-    bench.add_argument("sweep", metavar="SWEEP.yaml", help="the sweep file: a base run and axes that vary it")
-    bench.add_argument("--out", required=True, metavar="DIR", help="folder for everything the bench leaves")
+    bench.add_argument(
+        "sweep", metavar="SWEEP.yaml", help="the sweep file: a base run and axes that vary it"
+    )
+    bench.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for everything the bench leaves"
+    )
     for option, told in (
         ("--only", "run only the cells whose id matches one of these patterns, such as 'ddp-*'"),
         ("--rerun", "forget what the matching cells have done, and run them from scratch"),
@@ -205,14 +232,23 @@ def build_parser() -> Parser:
         "gain over other splits. Nothing is trained.",
         allow_abbrev=False,
     )
-    split.add_argument("run", metavar="RUN.yaml", help=f"the run file; {OVERRIDE} replaces a value of it")
     split.add_argument(
-        "--profile", action="store_true", help="measure this model on this machine first; kept for later runs"
+        "run", metavar="RUN.yaml", help=f"the run file; {OVERRIDE} replaces a value of it"
     )
     split.add_argument(
-        "--nproc", type=int, metavar="N", help="processes of the run (default parallel.pp x parallel.tp)"
+        "--profile",
+        action="store_true",
+        help="measure this model on this machine first; kept for later runs",
     )
-    split.add_argument("-o", "--out", metavar="DIR", help="write split.json, split.svg and trace.json there")
+    split.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="processes of the run (default parallel.pp x parallel.tp)",
+    )
+    split.add_argument(
+        "-o", "--out", metavar="DIR", help="write split.json, split.svg and trace.json there"
+    )
 
     models = commands.add_parser(
         "models",
@@ -221,7 +257,9 @@ def build_parser() -> Parser:
         "prove them. Or show one model.",
         allow_abbrev=False,
     )
-    models.add_argument("path", nargs="?", metavar="MODEL", help="a model folder, a hub id, or one of the families")
+    models.add_argument(
+        "path", nargs="?", metavar="MODEL", help="a model folder, a hub id, or one of the families"
+    )
 
     report = commands.add_parser(
         "report",
@@ -230,11 +268,19 @@ def build_parser() -> Parser:
         description="Write one self-contained page on the bench in DIR, with report.md and figures/ beside it.",
         allow_abbrev=False,
     )
-    report.add_argument("folder", nargs="?", metavar="DIR", help="what shardwise bench wrote, finished or not")
-    report.add_argument("-o", "--out", metavar="PAGE.html", help="where to write it (default DIR/report.html)")
-    report.add_argument("--compare", nargs=2, metavar=("A", "B"), help="print B against A, regressions first")
+    report.add_argument(
+        "folder", nargs="?", metavar="DIR", help="what shardwise bench wrote, finished or not"
+    )
+    report.add_argument(
+        "-o", "--out", metavar="PAGE.html", help="where to write it (default DIR/report.html)"
+    )
+    report.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="print B against A, regressions first"
+    )
 
-    export = commands.add_parser("export", help="write a trained model in another form", allow_abbrev=False)
+    export = commands.add_parser(
+        "export", help="write a trained model in another form", allow_abbrev=False
+    )
     export.add_argument(
         "--merge",
         nargs=3,

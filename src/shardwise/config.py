@@ -25,7 +25,9 @@ class UserError(ValueError):
     """The user's mistake: one line that says what is wrong and how to mend it (exit code 2, no traceback)."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))  # other libraries' errors, told within, may be many lines
+        super().__init__(
+            " ".join(message.split())
+        )  # other libraries' errors, told within, may be many lines
 
 
 class Section:
@@ -96,8 +98,13 @@ class Lora(Section):
 
     def __post_init__(self) -> None:
         check_ranges("lora", self)
-        require(self.targets != [], "lora.targets is an empty list; name linears, or leave the section out")
-        require(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; give a value in [0, 1)")
+        require(
+            self.targets != [],
+            "lora.targets is an empty list; name linears, or leave the section out",
+        )
+        require(
+            0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; give a value in [0, 1)"
+        )
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,10 @@ class Data(Section):
                 f"data.weights is {shown(self.weights)}; give positive numbers",
             )
         if isinstance(self.validation, int | float):
-            require(0.0 <= self.validation < 1.0, f"data.validation is {self.validation}; give a share in [0, 1)")
+            require(
+                0.0 <= self.validation < 1.0,
+                f"data.validation is {self.validation}; give a share in [0, 1)",
+            )
 
 
 @dataclass(frozen=True)
@@ -165,7 +175,13 @@ class Parallel(Section):
     pp: int = 1
     """Pipeline: number of ranks that the layers are spread over."""
     schedule: Literal[
-        "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv", "dualpipe-v"
+        "gpipe",
+        "1f1b",
+        "interleaved-1f1b",
+        "looped-bfs",
+        "interleaved-zero-bubble",
+        "zbv",
+        "dualpipe-v",
     ] = "1f1b"
     """Pipeline: in which order a rank runs its micro-batches' forwards and backwards."""
     virtual_stages: int | None = None
@@ -215,7 +231,10 @@ class Optimizer(Section):
 
     def __post_init__(self) -> None:
         check_ranges("optimizer", self)
-        require(all(0 <= b < 1 for b in self.betas), f"optimizer.betas is {list(self.betas)}; give two in [0, 1)")
+        require(
+            all(0 <= b < 1 for b in self.betas),
+            f"optimizer.betas is {list(self.betas)}; give two in [0, 1)",
+        )
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,
             f"optimizer.max_grad_norm is {self.max_grad_norm}; give a positive number, or null for no clipping",
@@ -279,7 +298,10 @@ class Training(Section):
     def __post_init__(self) -> None:
         require(bool(self.output_dir), "training.output_dir is empty; name a folder")
         check_ranges("training", self)
-        require(self.checkpointing != [], "training.checkpointing is an empty list; name kinds of layers, or give none")
+        require(
+            self.checkpointing != [],
+            "training.checkpointing is an empty list; name kinds of layers, or give none",
+        )
 
 
 @dataclass(frozen=True)
@@ -295,7 +317,9 @@ class Measure(Section):
     nudge_weights: bool = False
     """Begin with about half of the weights moved by one unit in their last place (float32): with the key above a noise
     control, what rounding alone does to a loss curve."""
-    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = field(default_factory=list)
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = field(
+        default_factory=list
+    )
     """Experiment trackers; all but TensorBoard must be installed by you."""
 
     def __post_init__(self) -> None:

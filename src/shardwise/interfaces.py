@@ -32,8 +32,12 @@ class Batch:
 
     input_ids: torch.Tensor  # [B, T] int64
     labels: torch.Tensor  # [B, T] int64: the token after input_ids[b, t], or IGNORED
-    document_ids: torch.Tensor  # [B, T] int64: equal within a document; -1 where the row is filled up
-    slots: tuple[int, ...]  # B slots of the global batch: row b is the next row of slot slots[b]'s own stream
+    document_ids: (
+        torch.Tensor
+    )  # [B, T] int64: equal within a document; -1 where the row is filled up
+    slots: tuple[
+        int, ...
+    ]  # B slots of the global batch: row b is the next row of slot slots[b]'s own stream
     step: int  # optimizer step, from 1: with the slot it seeds dropout, so masks do not depend on the layout
 
     def num_target_tokens(self) -> int:
@@ -42,7 +46,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device`."""
-        moved = {k: getattr(self, k).to(device, non_blocking=True) for k in ("input_ids", "labels", "document_ids")}
+        moved = {
+            k: getattr(self, k).to(device, non_blocking=True)
+            for k in ("input_ids", "labels", "document_ids")
+        }
         return replace(self, **moved)
 
 
@@ -74,7 +81,9 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """The place of this rank among them."""
-        return self.dense.get_local_rank("dp_replicate") * self.size("dp_shard") + self.dense.get_local_rank("dp_shard")
+        return self.dense.get_local_rank("dp_replicate") * self.size(
+            "dp_shard"
+        ) + self.dense.get_local_rank("dp_shard")
 
     def slots(self, global_batch_size: int) -> range:
         """The slots of a global batch whose rows this rank reads."""
@@ -161,7 +170,9 @@ class ParallelModel:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank by their names in the transformers model (with PEFT's layers in it)."""
-        seen: set[nn.Parameter] = set()  # a tied weight may be in the first of this rank's stages and in the last
+        seen: set[nn.Parameter] = (
+            set()
+        )  # a tied weight may be in the first of this rank's stages and in the last
         for part in self.parts:
             fresh = [(name, p) for name, p in part.hf.named_parameters() if p not in seen]
             seen.update(p for _, p in fresh)

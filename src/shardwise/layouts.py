@@ -94,7 +94,12 @@ class Facts:
 def layout_of(parallel: Parallel) -> str:
     """Return the name of a layout: its axes and strategies that are in use, joined by hyphens, or `single`."""
     data = "hsdp" if parallel.dp_replicate > 1 else parallel.data
-    in_use = {"pp": parallel.pp > 1, data: data != "single", "tp": parallel.tp > 1, "sp": parallel.sequence_parallel}
+    in_use = {
+        "pp": parallel.pp > 1,
+        data: data != "single",
+        "tp": parallel.tp > 1,
+        "sp": parallel.sequence_parallel,
+    }
     return "-".join(name for name, is_in_use in in_use.items() if is_in_use) or "single"
 
 

@@ -30,7 +30,8 @@ def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
         for key, value in (keys or {}).items():
             taken = getattr(getattr(cfg, section), key)
             require(
-                not isinstance(value, bool) or isinstance(taken, bool), f"{source}: {section}.{key} is not a switch"
+                not isinstance(value, bool) or isinstance(taken, bool),
+                f"{source}: {section}.{key} is not a switch",
             )
     for _, message in rules.refusals(cfg):
         raise UserError(f"{source}: {message}")
@@ -39,7 +40,9 @@ def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
 
 def without_removed(data: dict[str, Any]) -> dict[str, Any]:
     """Return the sections that an earlier version stored, without keys of REMOVED that changed nothing."""
-    data = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in data.items()}
+    data = {
+        section: dict(keys) if isinstance(keys, dict) else keys for section, keys in data.items()
+    }
     for name, unused in REMOVED.items():
         section, _, key = name.partition(".")
         keys = data.get(section)
@@ -73,8 +76,13 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
             content = file.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # a name that holds a null byte is a ValueError
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path}: cannot read the file ({reason}); give the path of a YAML file") from None
-    require(len(content) <= MOST_BYTES, f"{path}: larger than {MOST_BYTES:,} bytes; give the path of a YAML file")
+        raise UserError(
+            f"{path}: cannot read the file ({reason}); give the path of a YAML file"
+        ) from None
+    require(
+        len(content) <= MOST_BYTES,
+        f"{path}: larger than {MOST_BYTES:,} bytes; give the path of a YAML file",
+    )
     try:
         data = yaml.load(content.decode(), _PlainData)
     except (yaml.YAMLError, ValueError) as error:  # bytes that are no text, dates that are none
@@ -93,7 +101,9 @@ class _PlainData(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._level = 0
-        self._sizes: dict[yaml.Node, int] = {}  # values in each node; an alias has all that it stands for once more
+        self._sizes: dict[
+            yaml.Node, int
+        ] = {}  # values in each node; an alias has all that it stands for once more
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         is_alias = self.check_event(yaml.AliasEvent)
@@ -105,16 +115,26 @@ class _PlainData(yaml.SafeLoader):
         if isinstance(node, yaml.CollectionNode) and node not in self._sizes:
             if is_alias:
                 raise yaml.YAMLError("an alias stands within what it stands for")
-            children = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+            children = (
+                itertools.chain.from_iterable(node.value)
+                if isinstance(node, yaml.MappingNode)
+                else node.value
+            )
             self._sizes[node] = 1 + sum(self._sizes.get(child, 1) for child in children)
             if self._sizes[node] > MOST_VALUES:
-                raise yaml.YAMLError(f"more than {MOST_VALUES:,} values, each alias counted as what it stands for")
+                raise yaml.YAMLError(
+                    f"more than {MOST_VALUES:,} values, each alias counted as what it stands for"
+                )
         return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         # As written: later what `<<` merges stands beside a mapping's own keys, which go before it.
         node = super().compose_mapping_node(anchor)
-        key, times = Counter(str(key.value) for key, _ in node.value).most_common(1)[0] if node.value else ("", 0)
+        key, times = (
+            Counter(str(key.value) for key, _ in node.value).most_common(1)[0]
+            if node.value
+            else ("", 0)
+        )
         if times > 1:
             raise yaml.YAMLError(f"the key {key} is given twice")
         return node
@@ -133,12 +153,17 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         raise UserError(f"{start}: the value is not valid YAML; quote it") from None
     existing = data.get(section)
     kept = existing if isinstance(existing, dict) else {}
-    data[section] = {**kept, name: value} if name else value  # the latter a whole section, such as --lora=null
+    data[section] = (
+        {**kept, name: value} if name else value
+    )  # the latter a whole section, such as --lora=null
 
 
 def _first_problem(error: Any) -> str:
     # Unknown keys first: a misspelt required key also makes a "missing" error, and the spelling is the way out.
-    problem = min(error.errors(), key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"))
+    problem = min(
+        error.errors(),
+        key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"),
+    )
     location = [str(part)[:80] for part in problem["loc"]]
     if problem["type"] == "unexpected_keyword_argument":
         key = ".".join(location)
@@ -150,6 +175,10 @@ def _first_problem(error: Any) -> str:
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     wanted = " or ".join(
-        dict.fromkeys(e["msg"] for e in error.errors() if [str(p) for p in e["loc"][:2]] == location[:2])
+        dict.fromkeys(
+            e["msg"] for e in error.errors() if [str(p) for p in e["loc"][:2]] == location[:2]
+        )
     )
-    return f"{'.'.join(location[:2])} is {shown(problem['input'])}: {wanted[:1].lower()}{wanted[1:]}"
+    return (
+        f"{'.'.join(location[:2])} is {shown(problem['input'])}: {wanted[:1].lower()}{wanted[1:]}"
+    )

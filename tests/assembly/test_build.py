@@ -22,7 +22,9 @@ from tests.parity.harness import MAX_NORM, Cell, microbatches, run_config, start
 
 
 def losses(job: Job, cfg: RunConfig, mesh: Mesh, steps: range) -> list[float]:
-    return [training_step(job, microbatches(cfg, mesh, step), mesh, MAX_NORM).loss for step in steps]
+    return [
+        training_step(job, microbatches(cfg, mesh, step), mesh, MAX_NORM).loss for step in steps
+    ]
 
 
 def cut_anew_after_two_steps(mode: str) -> tuple[list[float], list[float]]:
@@ -36,7 +38,9 @@ def cut_anew_after_two_steps(mode: str) -> tuple[list[float], list[float]]:
     everything = {name: tensor for held in of_every_rank(mine) for name, tensor in held.items()}
     moved = replace(cfg, parallel=Parallel(pp=2, split=[3, 1], schedule="gpipe"))
     again = build(moved, mesh, State(everything, step=2))
-    assert [len(part.spec.layers) for part in again.pm.parts] == [[3], [1]][mesh.dense.get_local_rank("pp")]
+    assert [len(part.spec.layers) for part in again.pm.parts] == [[3], [1]][
+        mesh.dense.get_local_rank("pp")
+    ]
     return unmoved, begun + losses(again, moved, mesh, range(3, 4))
 
 
@@ -50,7 +54,10 @@ def test_a_job_is_cut_anew_from_memory(mode):
 def refused_before_memory_is_taken() -> str:
     cfg = run_config(Cell("llama", "single", "lora"))
     cfg = replace(cfg, training=replace(cfg.training, loss="triton"))
-    with mock.patch.object(training_build, "materialise") as materialise, pytest.raises(UserError) as error:
+    with (
+        mock.patch.object(training_build, "materialise") as materialise,
+        pytest.raises(UserError) as error,
+    ):
         build(cfg, build_mesh(cfg, torch.device("cpu")))
     assert not materialise.called
     return str(error.value)
@@ -80,13 +87,18 @@ def notes_of(limit_gib: float | None) -> tuple[str, ...]:
 def test_a_memory_limit_by_counted_bytes_says_what_they_lack():
     assert run_ranks(2, notes_of, None) == [(), ()]
     for (note,) in run_ranks(2, notes_of, 1.0):
-        assert note.startswith("parallel.memory_limit_gib: memory is counted too low, without what gated_delta_net ")
+        assert note.startswith(
+            "parallel.memory_limit_gib: memory is counted too low, without what gated_delta_net "
+        )
 
 
 def notes_by_length() -> list[tuple[str, ...]]:
     cfg = run_config(Cell("llama", "single", "lora"))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    return [build(replace(cfg, data=replace(cfg.data, sequence_length=length)), mesh).notes for length in (4096, 4097)]
+    return [
+        build(replace(cfg, data=replace(cfg.data, sequence_length=length)), mesh).notes
+        for length in (4096, 4097)
+    ]
 
 
 def test_rows_beyond_the_positions_of_the_model_are_noted():

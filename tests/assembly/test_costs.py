@@ -25,10 +25,18 @@ MODELS = Path(__file__).parents[2] / "configs" / "models"
 LENGTH = 24
 
 
-def config(model: str, lora: Lora | None = None, training: dict[str, Any] | None = None, **parallel: Any) -> RunConfig:
+def config(
+    model: str, lora: Lora | None = None, training: dict[str, Any] | None = None, **parallel: Any
+) -> RunConfig:
     parallel = {"pp": 2, "schedule": "1f1b", **parallel}
     run = Training(output_dir="out", micro_batch_size=2, **(training or {}))
-    return RunConfig(Model(model, init="random"), Data("x", sequence_length=LENGTH), run, lora, Parallel(**parallel))
+    return RunConfig(
+        Model(model, init="random"),
+        Data("x", sequence_length=LENGTH),
+        run,
+        lora,
+        Parallel(**parallel),
+    )
 
 
 def tiny(name: str) -> str:
@@ -60,7 +68,9 @@ def test_flops_of_the_units_are_those_of_the_model(model, adapters, checkpointin
     step = 2 * LENGTH * hardware_flops_per_token(counts, LENGTH, 2, checkpointing)
     assert sum(unit.seconds for unit in units) == pytest.approx(step / 10.0)
     assert (len(units), source) == (len(spec.layers) + 2, COUNTED)
-    assert costs_of(cfg, hf, spec, None, 2, flops_per_second=10.0)[0] == units  # where the run has no counts
+    assert (
+        costs_of(cfg, hf, spec, None, 2, flops_per_second=10.0)[0] == units
+    )  # where the run has no counts
 
 
 def test_a_frozen_weight_has_no_gradient_and_the_chunked_loss_takes_its_own_in_the_forward():
@@ -80,16 +90,23 @@ def test_a_frozen_weight_has_no_gradient_and_the_chunked_loss_takes_its_own_in_t
 
 
 def test_a_layer_computed_again_keeps_its_input_and_costs_its_forward_once_more():
-    kept, again = costs(config(tiny("llama"))), costs(config(tiny("llama"), training={"checkpointing": "full"}))
+    kept, again = (
+        costs(config(tiny("llama"))),
+        costs(config(tiny("llama"), training={"checkpointing": "full"})),
+    )
     assert again[1].activation_bytes == again[1].output_bytes == 4 * 64 * 2 * LENGTH
     # In and out of q, o, k, v, gate, up and down, in float32: 2 (64+128), 2 (64+64), 3 (64+172).
     assert kept[1].activation_bytes == 4 * (2 * 192 + 2 * 128 + 3 * 236) * 2 * LENGTH
     last_product = 2 * 172 * 64 * 2 * LENGTH
-    assert again[1].input_seconds - kept[1].input_seconds == pytest.approx(kept[1].forward_seconds - last_product)
+    assert again[1].input_seconds - kept[1].input_seconds == pytest.approx(
+        kept[1].forward_seconds - last_product
+    )
     operators = costs(config(tiny("llama"), training={"checkpointing": "operators"}))
     assert again[1].activation_bytes < operators[1].activation_bytes < kept[1].activation_bytes
     half = costs(config(tiny("llama"), training={"precision": "bfloat16"}))
-    weights = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172  # autocast keeps its copies for the backward
+    weights = (
+        2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172
+    )  # autocast keeps its copies for the backward
     assert half[1].activation_bytes == kept[1].activation_bytes // 2 + 2 * weights
 
 
@@ -97,7 +114,9 @@ def test_kernels_that_a_layer_generates_are_kept_as_what_comes_out_of_a_product(
     cfg = config(tiny("jet_nemotron"))
     # In and out of q and k, v and g, a and b, the generator's w1 and w2 (4 taps of 128 channels), o, and the MLP.
     generator = (64 + 16) + (16 + 512)
-    linears = 2 * (64 + 48) + 2 * (64 + 128) + 2 * (64 + 4) + generator + (128 + 64) + 3 * (64 + 172)
+    linears = (
+        2 * (64 + 48) + 2 * (64 + 128) + 2 * (64 + 4) + generator + (128 + 64) + 3 * (64 + 172)
+    )
     assert costs(cfg)[1].activation_bytes == 4 * linears * 2 * LENGTH
     # What the convolution does keep: that, its values with 3 tokens of padding, and what its activation is given.
     convolution = load.load_whole(cfg.model, load.read_config(cfg.model)).get_submodule(
@@ -125,7 +144,9 @@ def test_gradients_below_what_is_trained(schedule):
     units = costs(config(tiny("llama"), adapters, schedule=schedule))
     assert [unit.trainable for unit in units] == [False, False, False, True, False, False]
     below = [unit.input_seconds > 0 for unit in units[1:3]]
-    assert below == [schedule != "1f1b"] * 2  # a zero-bubble schedule takes the gradient down to the embedding
+    assert (
+        below == [schedule != "1f1b"] * 2
+    )  # a zero-bubble schedule takes the gradient down to the embedding
     assert units[4].input_seconds > units[4].forward_seconds  # its attention's backward
 
 
@@ -134,7 +155,9 @@ def test_gradients_below_what_is_trained(schedule):
 @pytest.mark.parametrize("adapters", [None, Lora()], ids=["full", "lora"])
 def test_state_bytes_are_what_training_holds(adapters, optimizer, accumulation):
     cfg = config(tiny("qwen3_5-tied"), adapters, {"accumulation": accumulation})
-    cfg = replace(cfg, model=replace(cfg.model, dtype="bfloat16"), optimizer=Optimizer(name=optimizer))
+    cfg = replace(
+        cfg, model=replace(cfg.model, dtype="bfloat16"), optimizer=Optimizer(name=optimizer)
+    )
     units = costs(cfg)
     hf, spec = build(cfg)
     materialise(hf, torch.device("cpu"))
@@ -145,11 +168,20 @@ def test_state_bytes_are_what_training_holds(adapters, optimizer, accumulation):
     step.step()
     tied = hf.get_submodule(spec.embed).weight  # both ends hold it
     twice = tied.nbytes
-    assert sum(unit.weight_bytes for unit in units) == sum(p.nbytes for p in hf.parameters()) + twice
-    gradients = [p.numel() * (4 if accumulation == "float32" else p.element_size()) for _, p in trained]
+    assert (
+        sum(unit.weight_bytes for unit in units) == sum(p.nbytes for p in hf.parameters()) + twice
+    )
+    gradients = [
+        p.numel() * (4 if accumulation == "float32" else p.element_size()) for _, p in trained
+    ]
     tied_gradient = 0 if adapters else tied.numel() * (4 if accumulation == "float32" else 2)
     assert sum(unit.gradient_bytes for unit in units) == sum(gradients) + tied_gradient
-    states = sum(t.nbytes for state in step.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+    states = sum(
+        t.nbytes
+        for state in step.state.values()
+        for t in state.values()
+        if isinstance(t, torch.Tensor)
+    )
     tied_state = 2 * twice + 4 if optimizer == "adamw" and not adapters else 0
     assert sum(unit.optimizer_bytes for unit in units) == states + tied_state
 
@@ -161,8 +193,14 @@ def test_a_tied_weight_counts_once_where_both_ends_are_on_one_rank(schedule):
     hf, _ = build(cfg)
     weights = sum(p.nbytes for p in hf.parameters())
     units = costs(cfg)
-    assert sum(unit.weight_bytes for unit in units) == sum(unit.gradient_bytes for unit in units) == weights
-    assert sum(unit.optimizer_bytes for unit in units) == 2 * weights + 4 * len(list(hf.parameters()))
+    assert (
+        sum(unit.weight_bytes for unit in units)
+        == sum(unit.gradient_bytes for unit in units)
+        == weights
+    )
+    assert sum(unit.optimizer_bytes for unit in units) == 2 * weights + 4 * len(
+        list(hf.parameters())
+    )
 
 
 def test_fsdp2_shares_optimizer_states_but_no_gradients():
@@ -177,7 +215,11 @@ def test_adapters_on_the_upper_half_are_worth_a_third(tmp_path):
     """24 equal layers, forward 1 each and a backward of 1 where trained: 24 on the upper half of an even cut, 18 each
     of a balanced one. Head, embedding, attention's core (8 tokens) and adapters are under 2 % of a layer together."""
     LlamaConfig(
-        hidden_size=512, intermediate_size=2048, num_hidden_layers=24, num_attention_heads=4, vocab_size=8
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=24,
+        num_attention_heads=4,
+        vocab_size=8,
     ).save_pretrained(tmp_path)
     targets = [f"model.layers.{i}.self_attn.q_proj" for i in range(12, 24)]
     cfg = config(str(tmp_path), Lora(r=1, targets=targets))

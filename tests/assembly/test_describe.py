@@ -16,13 +16,23 @@ WITHOUT_A_RULE: list[tuple[str, dict[str, dict[str, Any]], str]] = [
     ("llama", {"training": {"loss": "triton"}}, "training.loss is triton, but "),
     ("llama", {"lora": {"r": 4, "kernel": "triton"}}, "lora.kernel is triton, but "),
     ("llama", {"lora": {"r": 4, "targets": ["nonesuch"]}}, "nonesuch is no linear of this llama"),
-    ("llama", {"lora": {"r": 4, "modules_to_save": ["nonesuch"]}}, "no module nonesuch in this llama"),
-    ("qwen3_moe", {"lora": {**EXPERTS, "dropout": 0.1}}, "the adapters on routed experts have no input to drop from"),
+    (
+        "llama",
+        {"lora": {"r": 4, "modules_to_save": ["nonesuch"]}},
+        "no module nonesuch in this llama",
+    ),
+    (
+        "qwen3_moe",
+        {"lora": {**EXPERTS, "dropout": 0.1}},
+        "the adapters on routed experts have no input to drop from",
+    ),
 ]
 """What is refused for the names in it or for the device: name of the tiny model, sections, part of the message."""
 
 
-@pytest.mark.parametrize(("model", "sections", "part"), WITHOUT_A_RULE, ids=[part for *_, part in WITHOUT_A_RULE])
+@pytest.mark.parametrize(
+    ("model", "sections", "part"), WITHOUT_A_RULE, ids=[part for *_, part in WITHOUT_A_RULE]
+)
 def test_names_and_devices_are_checked_before_a_rank_starts(model, sections, part):
     for parallel in ({}, {"pp": 2}):
         cfg = run_of(tiny(model), {**sections, "parallel": parallel})

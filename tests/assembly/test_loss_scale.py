@@ -66,7 +66,9 @@ def _overflow_on_one_rank(layout: str, rank: int) -> tuple[bool, float, bool, li
 
 
 def test_overflow_in_one_shard_skips_the_step_on_every_rank():
-    for skipped, scale, kept, (falls, skipped_again), loss in run_ranks(2, _overflow_on_one_rank, "fsdp2", 1):
+    for skipped, scale, kept, (falls, skipped_again), loss in run_ranks(
+        2, _overflow_on_one_rank, "fsdp2", 1
+    ):
         assert skipped
         assert kept  # weights; AdamW would move each by lr even where the gradient is finite
         assert scale == INITIAL_SCALE / 2

@@ -49,7 +49,9 @@ def test_sgd_and_adamw_take_their_settings():
     parameter.grad = torch.full((3,), 2.0)
     sgd.step()
     torch.testing.assert_close(parameter.data, torch.full((3,), 1 - 0.5 * (2.0 + 0.1)))
-    adamw = make_optimizer(Optimizer(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3), [("p", parameter)], {"p"})
+    adamw = make_optimizer(
+        Optimizer(betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3), [("p", parameter)], {"p"}
+    )
     assert isinstance(adamw, torch.optim.AdamW)
     assert {k: adamw.param_groups[0][k] for k in ("betas", "eps", "weight_decay", "lr")} == {
         "betas": (0.8, 0.9),
@@ -132,7 +134,9 @@ def test_a_copy_of_a_router_is_left_alone_like_the_router():
 def test_only_named_parameters_decay():
     # A shard of a matrix may be flat, and a norm's may not: names decide.
     one, two = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))
-    optimizer = make_optimizer(Optimizer(name="sgd", lr=0.5, weight_decay=0.1), [("one", one), ("two", two)], {"one"})
+    optimizer = make_optimizer(
+        Optimizer(name="sgd", lr=0.5, weight_decay=0.1), [("one", one), ("two", two)], {"one"}
+    )
     assert [group["param_names"] for group in optimizer.param_groups] == [["one"], ["two"]]
     one.grad, two.grad = torch.zeros(3), torch.zeros(2, 2)
     optimizer.step()

@@ -22,7 +22,9 @@ STRATEGIES: dict[str, Any] = {
 def sweep_file(folder: Path, **content: Any) -> Path:
     """Write a sweep over STRATEGIES, with `content` in place of these keys."""
     path = folder / "sweep.yaml"
-    path.write_text(yaml.safe_dump({"base": BASE, "axes": {"strategy": STRATEGIES}, **content}, sort_keys=False))
+    path.write_text(
+        yaml.safe_dump({"base": BASE, "axes": {"strategy": STRATEGIES}, **content}, sort_keys=False)
+    )
     return path
 
 

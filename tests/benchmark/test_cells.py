@@ -16,7 +16,9 @@ from shardwise.records.record import RunRecord, Status
 PLAN = CellPlan("ddp", {"strategy": "ddp"}, 2, "all cells", "single")
 
 
-def run(rate: float = 1.0, losses: tuple[float, ...] = (2.0, 1.0), status: Status = "ok", **fields: Any) -> RunRecord:
+def run(
+    rate: float = 1.0, losses: tuple[float, ...] = (2.0, 1.0), status: Status = "ok", **fields: Any
+) -> RunRecord:
     return RunRecord(status, {"a": {}}, losses=list(losses), tokens_per_second=rate, **fields)
 
 
@@ -51,7 +53,9 @@ def test_figures_are_medians_with_their_range():
     }
     assert made.environment == {"OMP_NUM_THREADS": "1"}
     assert made.cell["id"] == "ddp"
-    assert record(run(10.0), run(20.0)).tokens_per_second == 15.0  # of an even number the mean of the middle two
+    assert (
+        record(run(10.0), run(20.0)).tokens_per_second == 15.0
+    )  # of an even number the mean of the middle two
 
 
 def test_memory_comes_from_the_rounds_that_measured_it():
@@ -59,24 +63,57 @@ def test_memory_comes_from_the_rounds_that_measured_it():
     with_memory = run(peak_memory_bytes=[100], memory_parts=parts, state_bytes=[{"weights": 60}])
     for rounds in ((with_memory, run(), run()), (run(), with_memory)):
         made = record(*rounds)
-        assert (made.peak_memory_bytes, made.memory_parts, made.state_bytes) == ([100], parts, [{"weights": 60}])
+        assert (made.peak_memory_bytes, made.memory_parts, made.state_bytes) == (
+            [100],
+            parts,
+            [{"weights": 60}],
+        )
         assert made.spread["peak_memory_bytes"] == [100, 100]
 
 
 def test_a_cell_that_is_not_timed_has_losses_and_bytes():
-    measured = {"measured": {"seconds": 1.0}, "simulator_error_percent": 1.0, "events": ["a"], "split": "uniform"}
-    ran = run(10.0, peak_memory_bytes=[100], step_seconds={"mean": 1.0}, mfu=0.1, hfu=0.2, pipeline=measured)
+    measured = {
+        "measured": {"seconds": 1.0},
+        "simulator_error_percent": 1.0,
+        "events": ["a"],
+        "split": "uniform",
+    }
+    ran = run(
+        10.0,
+        peak_memory_bytes=[100],
+        step_seconds={"mean": 1.0},
+        mfu=0.1,
+        hfu=0.2,
+        pipeline=measured,
+    )
     made = cell_record(replace(PLAN, timed=False), [Round("ok")], [ran], [], {})
-    assert (made.tokens_per_second, made.step_seconds, made.mfu, made.hfu) == (None, None, None, None)
-    assert (made.losses, made.peak_memory_bytes, list(made.spread)) == ([2.0, 1.0], [100], ["peak_memory_bytes"])
-    assert made.pipeline == {"measured": None, "simulator_error_percent": None, "events": None, "split": "uniform"}
+    assert (made.tokens_per_second, made.step_seconds, made.mfu, made.hfu) == (
+        None,
+        None,
+        None,
+        None,
+    )
+    assert (made.losses, made.peak_memory_bytes, list(made.spread)) == (
+        [2.0, 1.0],
+        [100],
+        ["peak_memory_bytes"],
+    )
+    assert made.pipeline == {
+        "measured": None,
+        "simulator_error_percent": None,
+        "events": None,
+        "split": "uniform",
+    }
     assert made.notes == [NOT_TIMED]
     state = CellState(Cell(replace(PLAN, timed=False), {}), Path("a"))
     assert list(state.remaining(3)) == [1]
 
 
 def pipeline(seconds: float, error: float | None = None) -> dict[str, Any]:
-    return {"measured": {"seconds": seconds, "bubble": seconds / 10}, "simulator_error_percent": error}
+    return {
+        "measured": {"seconds": seconds, "bubble": seconds / 10},
+        "simulator_error_percent": error,
+    }
 
 
 def test_the_pipeline_comes_from_the_median_round():
@@ -85,14 +122,20 @@ def test_the_pipeline_comes_from_the_median_round():
     assert made.spread["pipeline.seconds"] == [2.0, 5.0]
     assert made.spread["pipeline.bubble"] == [0.2, 0.5]
     assert made.spread["pipeline.simulator_error_percent"] == [-1.0, 2.0]
-    assert "pipeline.simulator_error_percent" not in record(run(pipeline=pipeline(1.0))).spread  # costs by FLOPs
+    assert (
+        "pipeline.simulator_error_percent" not in record(run(pipeline=pipeline(1.0))).spread
+    )  # costs by FLOPs
     untimed = {"measured": None, "simulator_error_percent": None}
     assert record(run(pipeline=untimed)).pipeline == untimed
 
 
 def test_a_failed_round_is_left_out_with_a_note():
     made = record(run(10.0), run(99.0, status="failed", reason="was killed"), run(20.0))
-    assert (made.status, made.tokens_per_second, made.spread["tokens_per_second"]) == ("ok", 15.0, [10.0, 20.0])
+    assert (made.status, made.tokens_per_second, made.spread["tokens_per_second"]) == (
+        "ok",
+        15.0,
+        [10.0, 20.0],
+    )
     (note,) = made.notes
     assert "Round 2" in note
     assert "failed, was killed" in note
@@ -101,20 +144,30 @@ def test_a_failed_round_is_left_out_with_a_note():
 
 def test_without_a_good_round_there_is_a_reason_and_no_figure():
     made = record(RunRecord("oom", {"a": {}}, "out of memory"))
-    assert (made.status, made.reason, made.tokens_per_second, made.spread) == ("oom", "out of memory", None, {})
+    assert (made.status, made.reason, made.tokens_per_second, made.spread) == (
+        "oom",
+        "out of memory",
+        None,
+        {},
+    )
     assert made.notes == []
 
 
 def test_the_largest_difference_between_rounds_is_recorded(tmp_path):
     assert record(run(), run()).largest_round_difference == 0.0
     # |1.0 - 1.25| at the second step is the largest
-    assert record(run(), run(losses=(2.125, 1.0)), run(losses=(2.0, 1.25))).largest_round_difference == 0.25
+    assert (
+        record(run(), run(losses=(2.125, 1.0)), run(losses=(2.0, 1.25))).largest_round_difference
+        == 0.25
+    )
     for losses in ((2.0,), (2.0, math.nan)):
         made = record(run(), run(losses=losses))
         made.write(tmp_path / "record.json")
         assert CellRecord.read(tmp_path / "record.json") == made
         assert made.largest_round_difference == math.inf
-        assert json.loads((tmp_path / "record.json").read_text())["largest_round_difference"] == "inf"
+        assert (
+            json.loads((tmp_path / "record.json").read_text())["largest_round_difference"] == "inf"
+        )
 
 
 def test_rounds_from_two_commits_have_a_note():

@@ -23,7 +23,9 @@ from tests.distributed import PATIENCE
 @pytest.fixture(scope="module")
 def preloaded(tmp_path_factory) -> Iterator[Preloaded]:
     with Preloaded() as server:
-        server.run(["none.yaml"], tmp_path_factory.mktemp("first") / "log.txt", PATIENCE)  # its own log, too
+        server.run(
+            ["none.yaml"], tmp_path_factory.mktemp("first") / "log.txt", PATIENCE
+        )  # its own log, too
         yield server
 
 
@@ -48,7 +50,10 @@ def group_of(log: Path) -> list[psutil.Process]:
     writers = []
     for one in psutil.process_iter():
         try:
-            if os.readlink(f"/proc/{one.pid}/fd/1") == str(log) and one.status() != psutil.STATUS_ZOMBIE:
+            if (
+                os.readlink(f"/proc/{one.pid}/fd/1") == str(log)
+                and one.status() != psutil.STATUS_ZOMBIE
+            ):
                 writers.append(one)
         except OSError:
             pass
@@ -73,7 +78,9 @@ def test_runs_end_as_if_each_were_a_process_of_its_own(preloaded, tmp_path):
     assert (record["status"], len(record["losses"])) == ("ok", 2)
     assert_ended(log)
     # Libraries read their environment when they are loaded, so the server has that of the bench.
-    assert psutil.Process(preloaded._server.pid).environ().get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
+    assert psutil.Process(preloaded._server.pid).environ().get("OMP_NUM_THREADS") == os.environ.get(
+        "OMP_NUM_THREADS"
+    )
 
 
 def test_processes_of_a_killed_run_end_too(preloaded, tmp_path):
@@ -112,7 +119,9 @@ def test_the_limit_and_the_death_of_the_server_end_a_run(tmp_path, monkeypatch):
 
 def test_on_a_gpu_each_run_is_a_new_process(tmp_path, monkeypatch):
     # A stand-in for the server, whose first message says that it must not fork.
-    script = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).send(b'{\"forks\": false}')"
+    script = (
+        "import socket, sys; socket.socket(fileno=int(sys.argv[1])).send(b'{\"forks\": false}')"
+    )
     monkeypatch.setattr(process, "PRELOADED", (process.sys.executable, "-c", script))
     monkeypatch.setattr(process, "TRAIN", ("echo", "train"))
     with Preloaded() as preloaded:

@@ -24,7 +24,10 @@ def state(*seconds: float, control: bool = False, status: Status = "ok") -> Cell
     ("states", "left"),
     [
         ([state(), state()], None),  # no round has ended yet
-        ([state(10.0), state()], 2 * 10 + 3 * 10),  # a cell that has not run yet takes the median of all rounds
+        (
+            [state(10.0), state()],
+            2 * 10 + 3 * 10,
+        ),  # a cell that has not run yet takes the median of all rounds
         ([state(1.0, 5.0), state(30.0)], 1 * 3 + 2 * 30),
         ([state(10.0), state(control=True)], 2 * 10 + 1 * 10),  # a control has one round
         ([state(10.0), state(4.0, status="failed")], 2 * 10),  # a failed cell does not run again
@@ -55,7 +58,9 @@ def test_the_table_at_the_end():
         spread={"tokens_per_second": [1000.0, 2000.0]},
     )
     full = CellRecord("oom", {}, "out of memory", cell=plan("single"), rounds=[{}])
-    control = CellRecord("failed", {}, "was killed", cell=plan("control", control=True), rounds=[{}])
+    control = CellRecord(
+        "failed", {}, "was killed", cell=plan("control", control=True), rounds=[{}]
+    )
     head, *lines = result_table([good, full, control]).splitlines()
     assert [line.split()[:3] for line in lines] == [
         ["ddp", "ok", "3"],

@@ -39,7 +39,9 @@ def rows(records: list[CellRecord]) -> dict[str, CellRecord]:
 def start(path: Path, out: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     """`shardwise bench` with FAKE, in a process of its own."""
     command = [sys.executable, "-c", COMMAND, str(path), "--out", str(out), *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> str:
@@ -54,7 +56,10 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> str:
 
 def assert_gone(pids: str) -> None:
     deadline = time.monotonic() + PATIENCE
-    while any(psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != "zombie" for pid in pids.split()):
+    while any(
+        psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != "zombie"
+        for pid in pids.split()
+    ):
         assert time.monotonic() < deadline, f"still there: {pids}"
         time.sleep(0.02)
 
@@ -62,11 +67,25 @@ def assert_gone(pids: str) -> None:
 def test_rounds_are_interleaved(tmp_path):
     records = rows(bench(sweep_file(tmp_path), tmp_path / "out", train=FAKE))
     assert list(records) == ["single", "ddp", "control-single"]
-    begun = sorted((entry["started"], name) for name, record in records.items() for entry in record.rounds)
-    assert [name for _, name in begun] == ["single", "control-single", "ddp", "single", "ddp", "single", "ddp"]
+    begun = sorted(
+        (entry["started"], name) for name, record in records.items() for entry in record.rounds
+    )
+    assert [name for _, name in begun] == [
+        "single",
+        "control-single",
+        "ddp",
+        "single",
+        "ddp",
+        "single",
+        "ddp",
+    ]
     ddp = records["ddp"]
     # The stand-in's rates are 100, 200 and 300 in rounds 1, 2 and 3.
-    assert (ddp.status, ddp.tokens_per_second, ddp.spread["tokens_per_second"]) == ("ok", 200.0, [100.0, 300.0])
+    assert (ddp.status, ddp.tokens_per_second, ddp.spread["tokens_per_second"]) == (
+        "ok",
+        200.0,
+        [100.0, 300.0],
+    )
     assert CellRecord.read(tmp_path / "out" / "ddp" / "record.json") == ddp
     assert ddp.command[:3] == ["shardwise", "train", str(tmp_path / "out" / "ddp" / "run.yaml")]
     assert ddp.command[-1] == "--nproc=2"
@@ -113,14 +132,20 @@ def test_every_ending_is_a_row(tmp_path):
     assert "Round 2" in records["later"].notes[0]
     assert "exit code 1" in records["later"].notes[0]
     assert_gone((tmp_path / "out" / "sleep" / "round-1" / "pids").read_text())
-    assert json.loads((tmp_path / "out" / "sleep" / "record.json").read_text())["status"] == "timeout"
+    assert (
+        json.loads((tmp_path / "out" / "sleep" / "record.json").read_text())["status"] == "timeout"
+    )
 
 
 @pytest.mark.parametrize(
-    ("number", "rerun"), [(signal.SIGKILL, []), (signal.SIGTERM, []), (signal.SIGINT, ["--rerun", "ok"])]
+    ("number", "rerun"),
+    [(signal.SIGKILL, []), (signal.SIGTERM, []), (signal.SIGINT, ["--rerun", "ok"])],
 )
 def test_an_interrupted_bench_leaves_no_process_and_continues(number, rerun, tmp_path):
-    path, out = sweep_file(tmp_path, axes=ends("ok", "sleep once", "exit 1"), rounds=2), tmp_path / "out"
+    path, out = (
+        sweep_file(tmp_path, axes=ends("ok", "sleep once", "exit 1"), rounds=2),
+        tmp_path / "out",
+    )
     process = start(path, out, "--only", "[!c]*", *rerun)
     pids = wait_for(out / "sleep_once" / "round-1" / "pids", process)
     assert all(psutil.pid_exists(int(pid)) for pid in pids.split())
@@ -139,7 +164,9 @@ def test_an_interrupted_bench_leaves_no_process_and_continues(number, rerun, tmp
     printed, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (0, "")
     assert finished.stat().st_mtime_ns == before
-    records = {name: CellRecord.read(out / name / "record.json") for name in ("ok", "sleep_once", "exit_1")}
+    records = {
+        name: CellRecord.read(out / name / "record.json") for name in ("ok", "sleep_once", "exit_1")
+    }
     assert [len(record.rounds) for record in records.values()] == [2, 2, 1]
     assert "run 2 of 6: sleep_once, round 1: ok, 100 tokens/s" in printed
     assert re.search(r"^ok +ok +2 +150 \[100-200\] +1\.0$", printed, re.M)
@@ -156,7 +183,10 @@ def test_a_finished_bench_runs_nothing(tmp_path):
 
 
 def test_only_and_rerun_select(tmp_path):
-    path, out = sweep_file(tmp_path, axes=ends("ok", "exit 1", "exit 3"), rounds=1), tmp_path / "out"
+    path, out = (
+        sweep_file(tmp_path, axes=ends("ok", "exit 1", "exit 3"), rounds=1),
+        tmp_path / "out",
+    )
     assert list(rows(bench(path, out, train=FAKE, only=["ok", "exit_*3"]))) == ["ok", "exit_3"]
     kept = (out / "ok" / "round-1" / "record.json").stat().st_mtime_ns
     again = rows(bench(path, out, train=("sh", "-c", "exit 2"), rerun=["exit_3"]))
@@ -178,7 +208,10 @@ def test_only_and_rerun_select(tmp_path):
         ({"set": {"training.steps": 5}}, "cells.single.run.training.steps"),
         ({"axes": {"strategy": {"ddp": STRATEGIES["ddp"]}}}, "axes.strategy"),
         ({"axes": {"layout": STRATEGIES}}, "axes.strategy"),
-        ({"nproc": 2, "axes": {"strategy": STRATEGIES, "data.packing": ["none"]}}, "axes.data.packing"),
+        (
+            {"nproc": 2, "axes": {"strategy": STRATEGIES, "data.packing": ["none"]}},
+            "axes.data.packing",
+        ),
         ({"reference": {"strategy": "ddp"}}, "cells.single.reference"),
     ],
 )
@@ -192,7 +225,10 @@ def test_another_sweep_is_refused(changed, key, tmp_path):
 def test_fields_that_another_version_derives_may_differ(tmp_path):
     path, out = sweep_file(tmp_path, rounds=1), tmp_path / "out"
     made = bench(path, out, train=FAKE)
-    new = {file: json.loads(file.read_text()) for file in (out / "sweep.json", *out.glob("*/record.json"))}
+    new = {
+        file: json.loads(file.read_text())
+        for file in (out / "sweep.json", *out.glob("*/record.json"))
+    }
     assert len(new) == 4
     for file, content in new.items():
         for plan in content.get("cells", [content.get("cell")]):
@@ -206,9 +242,13 @@ def test_fields_that_another_version_derives_may_differ(tmp_path):
 
 def measured_memory(out: Path) -> list[str]:
     """The cells and rounds that have measured memory."""
-    records = {file.parent: json.loads(file.read_text()) for file in out.glob("*/round-*/record.json")}
+    records = {
+        file.parent: json.loads(file.read_text()) for file in out.glob("*/round-*/record.json")
+    }
     return sorted(
-        f"{path.parent.name} {path.name[-1]}" for path, record in records.items() if record["peak_memory_bytes"]
+        f"{path.parent.name} {path.name[-1]}"
+        for path, record in records.items()
+        if record["peak_memory_bytes"]
     )
 
 
@@ -217,13 +257,17 @@ def test_memory_is_measured_in_the_first_round_alone(tmp_path):
     records = rows(bench(path, out, train=FAKE))
     assert measured_memory(out) == ["control-single 1", "ddp 1", "single 1"]
     assert {record.peak_memory_bytes[0] for record in records.values()} == {2**20}
-    assert not any(word == "--measure.memory=false" for record in records.values() for word in record.command)
+    assert not any(
+        word == "--measure.memory=false" for record in records.values() for word in record.command
+    )
     bench(path, out, train=FAKE, rerun=["ddp"])
     assert measured_memory(out) == ["control-single 1", "ddp 1", "single 1"]
     (out / "single" / "round-1" / "record.json").write_text("{")
     assert rows(bench(path, out, train=FAKE))["single"].peak_memory_bytes == [2**20]
     assert measured_memory(out) == ["control-single 1", "ddp 1", "single 1"]
-    bench(sweep_file(tmp_path, rounds=2, memory_rounds=2), tmp_path / "two", train=FAKE, only=["ddp"])
+    bench(
+        sweep_file(tmp_path, rounds=2, memory_rounds=2), tmp_path / "two", train=FAKE, only=["ddp"]
+    )
     assert measured_memory(tmp_path / "two") == ["ddp 1", "ddp 2"]
 
 
@@ -315,7 +359,12 @@ def test_weights_are_not_kept(tmp_path):
     script = f'mkdir -p $OUT/model $OUT/checkpoints/step-1 $OUT/adapter; exec {" ".join(FAKE)} "$@"'
     out = tmp_path / "out"
     environment = f"OUT={out}/single/round-1"
-    bench(sweep_file(tmp_path, rounds=1), out, train=("env", environment, "sh", "-c", script, "sh"), only=["single"])
+    bench(
+        sweep_file(tmp_path, rounds=1),
+        out,
+        train=("env", environment, "sh", "-c", script, "sh"),
+        only=["single"],
+    )
     left = {path.name for path in (out / "single" / "round-1").iterdir()}
     assert left == {"adapter", "log.txt", "record.json"}
 
@@ -329,9 +378,18 @@ def test_a_bench_without_a_good_cell_ends_with_1(tmp_path):
 
 def test_a_terminal_shows_a_table(tmp_path):
     screen, terminal = pty.openpty()
-    command = [sys.executable, "-c", COMMAND, str(sweep_file(tmp_path, rounds=1)), "--out", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-c",
+        COMMAND,
+        str(sweep_file(tmp_path, rounds=1)),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=terminal, stderr=subprocess.PIPE, text=True, env=environment
+    )
     os.close(terminal)
     shown = b""
     try:
@@ -343,7 +401,12 @@ def test_a_terminal_shows_a_table(tmp_path):
     assert process.returncode == 0
     os.close(screen)
     text = shown.decode()
-    for part in ("sweep: run 0 of 3 · time left unknown", "waiting", "running", "run 3 of 3 · 0 s left"):
+    for part in (
+        "sweep: run 0 of 3 · time left unknown",
+        "waiting",
+        "running",
+        "run 3 of 3 · 0 s left",
+    ):
         assert part in text
 
 
@@ -351,29 +414,55 @@ def real(folder: Path, steps: int) -> dict[str, Any]:
     """Return a base run that can be trained."""
     make_corpus(folder)
     return {
-        "model": {"path": str(CONFIGS / "tiny-llama"), "init": "random", "tokenizer": str(folder / "tokenizer")},
+        "model": {
+            "path": str(CONFIGS / "tiny-llama"),
+            "init": "random",
+            "tokenizer": str(folder / "tokenizer"),
+        },
         "lora": {"r": 4},
         "data": {"train": str(folder / "corpus.jsonl"), "sequence_length": 32},
-        "training": {"steps": steps, "global_batch_size": 8, "micro_batch_size": 2, "device": "cpu"},
+        "training": {
+            "steps": steps,
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "device": "cpu",
+        },
         "measure": {"warmup_steps": 2, "memory": False},
     }
 
 
-TENSOR = {"nproc": 2, "parallel.data": "single", "parallel.tp": 2, "parallel.sequence_parallel": True}
+TENSOR = {
+    "nproc": 2,
+    "parallel.data": "single",
+    "parallel.tp": 2,
+    "parallel.sequence_parallel": True,
+}
 
 
 def test_real_runs_killed_refused_and_out_of_memory(tmp_path):
     """A bench of two processes, as a user starts it, is killed during a run and started again."""
     base = real(tmp_path, 12)
     strategies = {"single": STRATEGIES["single"], "tp": TENSOR}
-    wide = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text()) | {"intermediate_size": 2**23}
+    wide = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text()) | {
+        "intermediate_size": 2**23
+    }
     (tmp_path / "wide").mkdir()
     (tmp_path / "wide" / "config.json").write_text(json.dumps(wide))  # 6 GB in each layer
     models = {"small": {}, "wide": {"model.path": str(tmp_path / "wide")}}
     axes = {"strategy": strategies, "model": models, "training.micro_batch_size": [2, 3]}
     path, out = sweep_file(tmp_path, base=base, axes=axes, rounds=1), tmp_path / "out"
     names = ("tp-small-2", "single-small-2", "single-small-3", "single-wide-2")
-    command = [sys.executable, "-m", "shardwise", "bench", str(path), "--out", str(out), "--only", *names]
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "bench",
+        str(path),
+        "--out",
+        str(out),
+        "--only",
+        *names,
+    ]
     limit = 3 * 2**30  # more than the libraries map, less than a layer
 
     def begin() -> subprocess.Popen[str]:

@@ -26,7 +26,11 @@ def cells(sweep: Sweep) -> dict[str, Any]:
 
 
 def test_cells_are_the_product_of_the_axes_in_order(tmp_path):
-    axes = {"strategy": STRATEGIES, "data.sequence_length": [16, 32], "adapter": {"lora": {}, "full": {"lora": None}}}
+    axes = {
+        "strategy": STRATEGIES,
+        "data.sequence_length": [16, 32],
+        "adapter": {"lora": {}, "full": {"lora": None}},
+    }
     sweep = read(tmp_path, axes=axes, set={"training.steps": 7}, title="Two strategies")
     plans = [cell.plan for cell in sweep.cells if not cell.plan.control]
     assert [plan.id for plan in plans[:5]] == [
@@ -40,7 +44,11 @@ def test_cells_are_the_product_of_the_axes_in_order(tmp_path):
     ddp = cells(sweep)["ddp-16-full"]
     assert (ddp.plan.nproc, ddp.plan.reference) == (2, "single-16-full")
     assert ddp.plan.values == {"strategy": "ddp", "data.sequence_length": "16", "adapter": "full"}
-    assert (ddp.run["parallel"]["data"], ddp.run["data"]["sequence_length"], ddp.run["lora"]) == ("ddp", 16, None)
+    assert (ddp.run["parallel"]["data"], ddp.run["data"]["sequence_length"], ddp.run["lora"]) == (
+        "ddp",
+        16,
+        None,
+    )
     assert {cell.run["training"]["steps"] for cell in sweep.cells} == {7}
     assert all(parse_config(cell.run).to_dict() == cell.run for cell in sweep.cells)
     compared = {axis.name: axis.compared for axis in sweep.record.axes}
@@ -48,9 +56,9 @@ def test_cells_are_the_product_of_the_axes_in_order(tmp_path):
     # Work axes make groups: 2 lengths x 2 adapters, in each of which the two strategies are compared.
     assert len({plan.group for plan in plans}) == 4
     assert sweep.record.equal[ddp.plan.group]["tokens per step"] == 8 * 16
-    assert cells(read(tmp_path, axes={"strategy": STRATEGIES}, nproc=2))["ddp"].run["training"]["output_dir"] == str(
-        tmp_path / "out" / "ddp" / "round-1"
-    )
+    assert cells(read(tmp_path, axes={"strategy": STRATEGIES}, nproc=2))["ddp"].run["training"][
+        "output_dir"
+    ] == str(tmp_path / "out" / "ddp" / "round-1")
 
 
 def test_a_base_may_be_a_file_beside_the_sweep(tmp_path):
@@ -61,7 +69,11 @@ def test_a_base_may_be_a_file_beside_the_sweep(tmp_path):
 
 
 def test_one_control_for_each_reference(tmp_path):
-    axes = {"strategy": STRATEGIES, "training.micro_batch_size": [2, 4], "training.precision": ["float32", "bfloat16"]}
+    axes = {
+        "strategy": STRATEGIES,
+        "training.micro_batch_size": [2, 4],
+        "training.precision": ["float32", "bfloat16"],
+    }
     sweep = read(tmp_path, axes=axes)
     references = {cell.plan.id: cell.plan.reference for cell in sweep.cells}
     # Losses are compared between cells that round alike: each precision has its own reference.
@@ -73,7 +85,10 @@ def test_one_control_for_each_reference(tmp_path):
     assert baselines.pop("single-2-float32") is None
     assert set(baselines.values()) == {"single-2-float32"}
     controls = [cell for cell in sweep.cells if cell.plan.control]
-    assert [cell.plan.id for cell in controls] == ["control-single-2-float32", "control-single-2-bfloat16"]
+    assert [cell.plan.id for cell in controls] == [
+        "control-single-2-float32",
+        "control-single-2-bfloat16",
+    ]
     assert [cell.plan.reference for cell in controls] == ["single-2-float32", "single-2-bfloat16"]
     given = read(tmp_path, axes=axes, reference={"strategy": "ddp", "training.micro_batch_size": 4})
     assert cells(given)["single-2-float32"].plan.reference == "ddp-4-float32"
@@ -84,11 +99,19 @@ def test_one_control_for_each_reference(tmp_path):
 
 @pytest.mark.parametrize(("rows", "micro"), [(8, 2), (8, 8), (2, 1)])
 def test_a_control_does_the_same_work_and_rounds_otherwise(rows, micro, tmp_path):
-    sweep = read(tmp_path, set={"training.global_batch_size": rows, "training.micro_batch_size": micro})
+    sweep = read(
+        tmp_path, set={"training.global_batch_size": rows, "training.micro_batch_size": micro}
+    )
     (control,) = (cell for cell in sweep.cells if cell.plan.control)
     reference = cells(sweep)[control.plan.reference]
-    changed = {key: value for key, value in flat(control.run).items() if flat(reference.run)[key] != value}
-    assert changed.keys() == {"measure.reverse_microbatches", "measure.nudge_weights", "training.output_dir"}
+    changed = {
+        key: value for key, value in flat(control.run).items() if flat(reference.run)[key] != value
+    }
+    assert changed.keys() == {
+        "measure.reverse_microbatches",
+        "measure.nudge_weights",
+        "training.output_dir",
+    }
 
 
 def test_weak_scaling_is_compared_in_groups_of_its_own(tmp_path):
@@ -104,7 +127,10 @@ def test_weak_scaling_is_compared_in_groups_of_its_own(tmp_path):
     assert cells(sweep)["2-ddp"].plan.reference is None
 
 
-ddp_and_more = {"single": STRATEGIES["single"], "ddp": {**STRATEGIES["ddp"], "training.micro_batch_size": 8}}
+ddp_and_more = {
+    "single": STRATEGIES["single"],
+    "ddp": {**STRATEGIES["ddp"], "training.micro_batch_size": 8},
+}
 UNFAIR: list[tuple[Any, str]] = [
     ({"strategy": ddp_and_more}, "ddp sets training.micro_batch_size (another choice)"),
     (
@@ -112,7 +138,12 @@ UNFAIR: list[tuple[Any, str]] = [
         "ddp sets data.sequence_length (what is computed)",
     ),
     (
-        {"length": {"long": {"data.sequence_length": 64}, "short": {"training.checkpointing": "full"}}},
+        {
+            "length": {
+                "long": {"data.sequence_length": 64},
+                "short": {"training.checkpointing": "full"},
+            }
+        },
         "short sets training.checkpointing (another choice)",
     ),
     ({"scale": {"1": {"nproc": 1, "training.global_batch_size": 4}, "2": {"nproc": 2}}}, None),
@@ -121,7 +152,12 @@ UNFAIR: list[tuple[Any, str]] = [
         "8 rows per process in 1 and 4 in 2",
     ),
     (
-        {"scale": {"a": {"nproc": 2, "training.global_batch_size": 8, "training.steps": 2}, "b": {}}},
+        {
+            "scale": {
+                "a": {"nproc": 2, "training.global_batch_size": 8, "training.steps": 2},
+                "b": {},
+            }
+        },
         "a sets training.global_batch_size (what is computed)",
     ),
     ({"measure.memory": [True, False]}, "sets measure.memory"),
@@ -158,20 +194,30 @@ def test_what_all_values_of_an_axis_set_alike_does_not_count(tmp_path):
     alike = {"training.save_every": 2, "training.precision": "bfloat16", "lora": None}
     axes = {"strategy": {name: settings | alike for name, settings in STRATEGIES.items()}}
     sweep = read(tmp_path, axes=axes)
-    assert [(axis.keys, axis.compared) for axis in sweep.record.axes] == [(("nproc", "parallel.data"), True)]
+    assert [(axis.keys, axis.compared) for axis in sweep.record.axes] == [
+        (("nproc", "parallel.data"), True)
+    ]
     assert cells(sweep)["ddp"].plan.reference == "single"  # though it sets the precision
     assert {cell.run["training"]["save_every"] for cell in sweep.cells} == {2}
     assert {cell.run["lora"] for cell in sweep.cells} == {None}
     axes["strategy"]["ddp"]["training.save_every"] = 4
     with pytest.raises(UserError, match=r"single sets training\.save_every"):
         read(tmp_path, axes=axes)
-    precise = {"strategy": {name: {**s, "training.precision": "bfloat16"} for name, s in STRATEGIES.items()}}
+    precise = {
+        "strategy": {
+            name: {**s, "training.precision": "bfloat16"} for name, s in STRATEGIES.items()
+        }
+    }
     with pytest.raises(UserError, match=r"both set training\.precision"):
         read(tmp_path, axes=precise | {"training.precision": ["float32", "bfloat16"]})
 
 
 def test_cells_that_differ_in_a_key_of_no_axis_are_refused(tmp_path):
-    runs = {cell.plan.id: (cell.plan.nproc, cell.run) for cell in read(tmp_path).cells if not cell.plan.control}
+    runs = {
+        cell.plan.id: (cell.plan.nproc, cell.run)
+        for cell in read(tmp_path).cells
+        if not cell.plan.control
+    }
     varied = ("nproc", "parallel.data")
     assert check_group(runs, varied, weak=False)["training.steps"] == 4
     for section, key, value in (
@@ -205,8 +251,14 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"axes": {"nproc": {1: {"nproc": 1}, "1": {"nproc": 2}}}}, "the key 1 is given twice"),
     ({"axes": {"data.packing": ["1", 1]}}, "axes.data.packing.1 is given twice"),
     ({"axes": {"strategy": {"single": None}}}, "axes.strategy.single is None"),
-    ({"axes": {"strategy": {"ddp": {"paralel.data": "ddp"}}}}, "unknown key paralel.data; did you mean parallel?"),
-    ({"axes": {"strategy": {"ddp": {"parallel.dta": "ddp"}}}}, "unknown key parallel.dta; did you mean data?"),
+    (
+        {"axes": {"strategy": {"ddp": {"paralel.data": "ddp"}}}},
+        "unknown key paralel.data; did you mean parallel?",
+    ),
+    (
+        {"axes": {"strategy": {"ddp": {"parallel.dta": "ddp"}}}},
+        "unknown key parallel.dta; did you mean data?",
+    ),
     ({"axes": {"training.step": [1, 2]}}, "unknown key training.step; did you mean steps?"),
     (
         {"axes": {f"training.{key}": [*range(1, 101)] for key in ("seed", "steps", "eval_every")}},
@@ -230,7 +282,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("content", "fragment"), MISTAKES, ids=[fragment for _, fragment in MISTAKES])
+@pytest.mark.parametrize(
+    ("content", "fragment"), MISTAKES, ids=[fragment for _, fragment in MISTAKES]
+)
 def test_a_mistake_is_one_line(content, fragment, tmp_path):
     with pytest.raises(UserError, match=re.escape(fragment)) as caught:
         read(tmp_path, **content)
@@ -249,8 +303,13 @@ def test_broken_yaml_is_one_line(text, tmp_path):
 
 def test_a_value_may_say_that_its_cells_are_not_timed(tmp_path):
     wide = {"nproc": 4, "parallel.data": "ddp", "timed": False}
-    sweep = read(tmp_path, axes={"strategy": {**STRATEGIES, "wide": wide}, "data.sequence_length": [16, 32]})
-    assert {name for name, cell in cells(sweep).items() if not cell.plan.timed} == {"wide-16", "wide-32"}
+    sweep = read(
+        tmp_path, axes={"strategy": {**STRATEGIES, "wide": wide}, "data.sequence_length": [16, 32]}
+    )
+    assert {name for name, cell in cells(sweep).items() if not cell.plan.timed} == {
+        "wide-16",
+        "wide-32",
+    }
     assert cells(sweep)["wide-16"].plan.nproc == 4
     assert sweep.record.axes[0].keys == ("nproc", "parallel.data")
 
@@ -263,7 +322,15 @@ def test_an_invalid_combination_is_a_refused_cell(tmp_path):
 
 
 def test_hostile_names_give_safe_folders(tmp_path):
-    names = ["../../x", "<script>alert(1)</script>", "a" * 300, "a" * 300 + "b", "two words", "two?words", "Two words"]
+    names = [
+        "../../x",
+        "<script>alert(1)</script>",
+        "a" * 300,
+        "a" * 300 + "b",
+        "two words",
+        "two?words",
+        "Two words",
+    ]
     names += [
         "",
         ".",
@@ -282,12 +349,17 @@ def test_hostile_names_give_safe_folders(tmp_path):
     ]
     sweep = read(tmp_path, axes={"name": {name: {} for name in names}})
     ids = [cell.plan.id for cell in sweep.cells]
-    assert [axis.values for axis in sweep.record.axes] == [tuple(names)]  # a reader sees the names as they were given
+    assert [axis.values for axis in sweep.record.axes] == [
+        tuple(names)
+    ]  # a reader sees the names as they were given
     assert len({cell_id.lower() for cell_id in ids}) == len(ids)
     for cell_id in ids:
         assert re.fullmatch(r"[A-Za-z0-9+][A-Za-z0-9._+-]*", cell_id)
         assert len(cell_id) <= MAX_ID_LENGTH + 4
-        assert cell_id.lower() not in ("sweep.json", "figures")  # what the bench and the report have there
+        assert cell_id.lower() not in (
+            "sweep.json",
+            "figures",
+        )  # what the bench and the report have there
 
 
 def test_values_that_are_no_text_have_names(tmp_path):
@@ -298,5 +370,12 @@ def test_values_that_are_no_text_have_names(tmp_path):
         "linear_attention-0.001",
         "linear_attention-0.5",
     ]
-    switched = read(tmp_path, axes={"data.packing": ["none", "concat"], "optimizer.max_grad_norm": [None, 1.0]})
-    assert [cell.plan.id for cell in switched.cells] == ["none-null", "none-1.0", "concat-null", "concat-1.0"]
+    switched = read(
+        tmp_path, axes={"data.packing": ["none", "concat"], "optimizer.max_grad_norm": [None, 1.0]}
+    )
+    assert [cell.plan.id for cell in switched.cells] == [
+        "none-null",
+        "none-1.0",
+        "concat-null",
+        "concat-1.0",
+    ]

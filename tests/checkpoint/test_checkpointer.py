@@ -50,16 +50,24 @@ class NoLoader:
 
     def __init__(self, validation_text: str = "", rows: int = GLOBAL_BATCH) -> None:
         self.rows = rows
-        self.validation = SimpleNamespace(corpus=SimpleNamespace(fingerprint=lambda: validation_text))
+        self.validation = SimpleNamespace(
+            corpus=SimpleNamespace(fingerprint=lambda: validation_text)
+        )
 
     def state(self) -> dict[str, Any]:
-        return {"step": 0, "read_from": {}, "slots": {str(i): asdict(SlotState()) for i in range(self.rows)}}
+        return {
+            "step": 0,
+            "read_from": {},
+            "slots": {str(i): asdict(SlotState()) for i in range(self.rows)},
+        }
 
 
 def config(folder: Path, **training: Any) -> RunConfig:
     cfg = run_config(Cell("llama", "single", "lora"), "adamw")
     return replace(
-        cfg, data=replace(cfg.data, validation=0.1), training=replace(cfg.training, output_dir=str(folder), **training)
+        cfg,
+        data=replace(cfg.data, validation=0.1),
+        training=replace(cfg.training, output_dir=str(folder), **training),
     )
 
 
@@ -108,7 +116,9 @@ def test_what_is_kept(tmp_path):
             make_step(1)
             for step in range(1, 9):
                 loss = losses.get(step)
-                checkpointer.after_step(step, None if loss is None else Evaluation(step, loss, 1.0, 1))
+                checkpointer.after_step(
+                    step, None if loss is None else Evaluation(step, loss, 1.0, 1)
+                )
                 seen.append(steps_on_disk(tmp_path))
         return seen
 
@@ -134,11 +144,23 @@ def test_later_checkpoints_are_abandoned_and_stay_until_the_run_is_there_again(t
     make_checkpoints(tmp_path, "step-2", "step-4", "step-30", "step-40")
     mark_best(tmp_path / "checkpoints" / "step-30")
     take_over(tmp_path, 4, best_step=2)
-    assert names_on_disk(tmp_path) == {"best", "step-2", "step-4", "step-30.abandoned", "step-40.abandoned"}
+    assert names_on_disk(tmp_path) == {
+        "best",
+        "step-2",
+        "step-4",
+        "step-30.abandoned",
+        "step-40.abandoned",
+    }
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-2"
     make_checkpoints(tmp_path, "step-6")
     prune(tmp_path, step=6, keep_last=1)
-    assert names_on_disk(tmp_path) == {"best", "step-2", "step-6", "step-30.abandoned", "step-40.abandoned"}
+    assert names_on_disk(tmp_path) == {
+        "best",
+        "step-2",
+        "step-6",
+        "step-30.abandoned",
+        "step-40.abandoned",
+    }
     make_checkpoints(tmp_path, "step-30")
     prune(tmp_path, step=30, keep_last=1)
     assert names_on_disk(tmp_path) == {"best", "step-2", "step-30", "step-40.abandoned"}
@@ -178,7 +200,10 @@ def test_a_best_that_is_gone_is_not_waited_for(tmp_path):
 
         back = start_from(folder_of(tmp_path, 2))
         with Checkpointer(cfg, job, NoLoader(), back) as checkpointer:
-            assert names_on_disk(tmp_path) == {"step-2", "step-3.abandoned"}  # step 1 was the best, until step 3
+            assert names_on_disk(tmp_path) == {
+                "step-2",
+                "step-3.abandoned",
+            }  # step 1 was the best, until step 3
             assert start_from(folder_of(tmp_path, 3).with_suffix(".abandoned")).step == 3
             checkpointer.after_step(3, Evaluation(3, 4.0, 1.0, 1))
         return back.passed_over
@@ -198,7 +223,9 @@ def test_a_best_is_no_rival_to_a_loss_on_other_text(text, tokens, best, tmp_path
         make_step(1)
         with Checkpointer(cfg, job, NoLoader("old"), Start()) as checkpointer:
             checkpointer.after_step(1, Evaluation(1, 1.0, 1.0, 8))
-        start = find_start(replace(cfg, training=replace(cfg.training, resume="latest", eval_batches=2)))
+        start = find_start(
+            replace(cfg, training=replace(cfg.training, resume="latest", eval_batches=2))
+        )
         with Checkpointer(cfg, job, NoLoader(text), start) as checkpointer:
             for step, loss in ((2, 2.0), (3, 2.5)):
                 checkpointer.after_step(step, Evaluation(step, loss, 1.0, tokens))
@@ -239,7 +266,8 @@ def fill_the_disk(limit: int) -> None:
 def test_a_disk_error_is_one_line_and_leaves_the_older_checkpoints(asynchronous, tmp_path):
     def body() -> str:
         cfg = replace(
-            config(tmp_path, async_save=asynchronous), parallel=replace(config(tmp_path).parallel, data="ddp")
+            config(tmp_path, async_save=asynchronous),
+            parallel=replace(config(tmp_path).parallel, data="ddp"),
         )
         _, make_step, checkpointer = start_run(cfg)
         with checkpointer:
@@ -284,7 +312,13 @@ def saved(tmp_path_factory) -> Path:
     return folder
 
 
-FILES = ("checkpoint.json", "index.json", "metrics.jsonl", "tensors-0.safetensors", "tensors-1.safetensors")
+FILES = (
+    "checkpoint.json",
+    "index.json",
+    "metrics.jsonl",
+    "tensors-0.safetensors",
+    "tensors-1.safetensors",
+)
 
 
 def flip(path: Path) -> None:
@@ -308,7 +342,11 @@ def test_every_file_of_a_checkpoint_is_known(saved):
 def test_damage_is_found_before_anything_is_overwritten(saved):
     def body() -> list[str]:
         cfg = config(saved)
-        cfg = replace(cfg, parallel=replace(cfg.parallel, data="ddp"), training=replace(cfg.training, resume="latest"))
+        cfg = replace(
+            cfg,
+            parallel=replace(cfg.parallel, data="ddp"),
+            training=replace(cfg.training, resume="latest"),
+        )
         mesh = build_mesh(cfg, torch.device("cpu"))
         job = build(cfg, mesh)
         before, told = values(job, cfg), []
@@ -336,7 +374,9 @@ def test_damage_is_found_before_anything_is_overwritten(saved):
     assert len(told) == len(FILES) * len(DAMAGES)
     for i, line in enumerate(told):
         file, harm = FILES[i // len(DAMAGES)], DAMAGES[i % len(DAMAGES)]
-        assert line.startswith(f"checkpoint step-2 is damaged: {saved}/checkpoints/step-2/{file} "), line
+        assert line.startswith(
+            f"checkpoint step-2 is damaged: {saved}/checkpoints/step-2/{file} "
+        ), line
         assert line.endswith("; --resume latest-good goes back to the last whole one"), line
         assert "\n" not in line
         assert ("missing" in line) == (harm is Path.unlink)
@@ -353,7 +393,8 @@ def test_latest_good_goes_back_and_says_so(saved, tmp_path):
     assert "tensors-0.safetensors is altered" in line
     flip(tmp_path / "checkpoints" / "step-1" / "checkpoint.json")
     with pytest.raises(
-        RuntimeError, match=r"UserError: .*holds no whole checkpoint \(step-2 .*step-1 .*leave resume out"
+        RuntimeError,
+        match=r"UserError: .*holds no whole checkpoint \(step-2 .*step-1 .*leave resume out",
     ):
         run_ranks(1, find_start, good)
 
@@ -364,6 +405,10 @@ def test_lora_saves_adapters_only(saved):
     assert weights
     assert all("lora_" in name for name in weights)
     assert tensors.keys() - {f"weights/{name}" for name in weights} == {
-        f"optimizer/{name}/{state}" for name in weights for state in ("step", "exp_avg", "exp_avg_sq")
+        f"optimizer/{name}/{state}"
+        for name in weights
+        for state in ("step", "exp_avg", "exp_avg_sq")
     }
-    assert checkpoint.CheckpointException.__mro__[1] is BaseException  # or the code that catches it can be simpler
+    assert (
+        checkpoint.CheckpointException.__mro__[1] is BaseException
+    )  # or the code that catches it can be simpler

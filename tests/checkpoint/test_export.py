@@ -15,7 +15,8 @@ from tests.parity.harness import Cell, run_config
 
 
 @pytest.mark.parametrize(
-    ("mode", "name", "write"), [("full", "model", "save_model"), ("lora", "adapter", "save_adapter")]
+    ("mode", "name", "write"),
+    [("full", "model", "save_model"), ("lora", "adapter", "save_adapter")],
 )
 def test_a_result_replaces_the_one_before_when_it_is_whole(mode, name, write, tmp_path):
     def names() -> set[str]:

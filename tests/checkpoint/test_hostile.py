@@ -52,7 +52,9 @@ def sign(folder: Path, **changed: Any) -> None:
     content = json.loads((folder / MANIFEST).read_text())
     content.pop("sha256")
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
-    (folder / MANIFEST).write_bytes(_encode(content | {"files": checksums(folder, names)} | changed))
+    (folder / MANIFEST).write_bytes(
+        _encode(content | {"files": checksums(folder, names)} | changed)
+    )
 
 
 def resume(run: Path, wanted: str) -> Start | str:
@@ -95,7 +97,9 @@ def bytes_entries(folder: Path, touched: Path) -> None:
     keys = json.loads((folder / "index.json").read_text())["tensors"]
     dcp.save(dict.fromkeys(keys, Touch(str(touched))), checkpoint_id=str(folder), no_dist=True)
     metadata = dcp.FileSystemReader(str(folder)).read_metadata()
-    assert all(isinstance(entry, BytesStorageMetadata) for entry in metadata.state_dict_metadata.values())
+    assert all(
+        isinstance(entry, BytesStorageMetadata) for entry in metadata.state_dict_metadata.values()
+    )
     touched.unlink(missing_ok=True)
 
 
@@ -146,20 +150,32 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "negative step": lambda content: content | {"step": -1},
     "loader is a list": lambda content: content | {"loader": []},
     "loader without slots": lambda content: content | {"loader": {"step": 2, "read_from": {}}},
-    "slots are text": lambda content: content | {"loader": content["loader"] | {"slots": {"0": "x"}}},
-    "scale is text": lambda content: content | {"loss_scale": content["loss_scale"] | {"scale": "1"}},
+    "slots are text": lambda content: (
+        content | {"loader": content["loader"] | {"slots": {"0": "x"}}}
+    ),
+    "scale is text": lambda content: (
+        content | {"loss_scale": content["loss_scale"] | {"scale": "1"}}
+    ),
     "scale is nothing": lambda content: content | {"loss_scale": None},
     "best is a number": lambda content: content | {"best": 3},
     "best without step": lambda content: content | {"best": {"loss": 1.0}},
     "model is a list": lambda content: content | {"model": ["config.json"]},
     "files are a list": lambda content: content | {"files": list(content["files"])},
-    "a file without checksum": lambda content: content | {"files": content["files"] | {"index.json": {}}},
+    "a file without checksum": lambda content: (
+        content | {"files": content["files"] | {"index.json": {}}}
+    ),
     "no files": lambda content: content | {"files": {}},
-    "a file elsewhere": lambda content: content | {"files": content["files"] | {"../step-1/index.json": FILE}},
-    "a file at the root": lambda content: content | {"files": content["files"] | {"/etc/hostname": FILE}},
+    "a file elsewhere": lambda content: (
+        content | {"files": content["files"] | {"../step-1/index.json": FILE}}
+    ),
+    "a file at the root": lambda content: (
+        content | {"files": content["files"] | {"/etc/hostname": FILE}}
+    ),
     "config is text": lambda content: content | {"config": "x"},
     "config is empty": lambda content: content | {"config": {}},
-    "config of another shape": lambda content: content | {"config": content["config"] | {"training": []}},
+    "config of another shape": lambda content: (
+        content | {"config": content["config"] | {"training": []}}
+    ),
     "no slots": lambda content: content | {"loader": content["loader"] | {"slots": {}}},
     "another step": lambda content: content | {"step": content["step"] + 1},
 }
@@ -178,7 +194,9 @@ def test_a_manifest_of_another_shape_is_damage(name, saved):
 NESTED = "[" * 100_000 + "]" * 100_000
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null", '"text"', "", "\xff", NESTED, f'{{"sha256": {NESTED}}}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "3", "null", '"text"', "", "\xff", NESTED, f'{{"sha256": {NESTED}}}']
+)
 @pytest.mark.parametrize("name", [MANIFEST, "index.json", "metrics.jsonl"])
 def test_a_file_that_is_none_of_ours_is_damage(name, text, saved):
     path = newest(saved) / name
@@ -205,7 +223,11 @@ Tensors = dict[str, dict[str, Any]]
 
 
 def first(tensors: Tensors) -> tuple[str, dict[str, Any]]:
-    key = next(key for key, entry in tensors.items() if key.startswith("weights/") and len(entry["shape"]) == 2)
+    key = next(
+        key
+        for key, entry in tensors.items()
+        if key.startswith("weights/") and len(entry["shape"]) == 2
+    )
     return key, tensors[key]
 
 
@@ -261,7 +283,18 @@ def untold(tensors: Tensors) -> None:
     del tensors[first(tensors)[0]]
 
 
-LIES = (larger, beyond_all, shifted, negative, twice, no_chunks, other_dtype, no_dtype, other_dims, elsewhere)
+LIES = (
+    larger,
+    beyond_all,
+    shifted,
+    negative,
+    twice,
+    no_chunks,
+    other_dtype,
+    no_dtype,
+    other_dims,
+    elsewhere,
+)
 LIES += (unknown_file, bytes_entry, untold)
 
 
@@ -287,7 +320,9 @@ def other_shape(content: bytes) -> bytes:
     return content.replace(b'"F32"', b'"I32"')
 
 
-@pytest.mark.parametrize("lie", [cut_header, endless_header, other_shape], ids=lambda lie: lie.__name__)
+@pytest.mark.parametrize(
+    "lie", [cut_header, endless_header, other_shape], ids=lambda lie: lie.__name__
+)
 def test_a_header_that_lies_is_damage(lie, saved):
     path = newest(saved) / "tensors-0.safetensors"
     path.write_bytes(lie(path.read_bytes()))
@@ -295,7 +330,9 @@ def test_a_header_that_lies_is_damage(lie, saved):
     assert str(path) in refused(saved)
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+def rewrite(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
     """Write a checkpoint that agrees with itself, and holds something else."""
     path = folder / "tensors-0.safetensors"
     tensors = change(load_file(path))
@@ -305,7 +342,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, 
         key: {
             "dtype": names[tensor.dtype],
             "shape": list(tensor.shape),
-            "chunks": [{"file": path.name, "offsets": [0] * tensor.dim(), "shape": list(tensor.shape)}],
+            "chunks": [
+                {"file": path.name, "offsets": [0] * tensor.dim(), "shape": list(tensor.shape)}
+            ],
         }
         for key, tensor in tensors.items()
     }
@@ -315,12 +354,27 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, 
 
 OTHERS: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]]] = {
     "dtype": ("weights/", lambda tensors: {key: value.double() for key, value in tensors.items()}),
-    "integers": ("optimizer/", lambda ts: {k: v.long() if "exp_avg" in k else v for k, v in ts.items()}),
+    "integers": (
+        "optimizer/",
+        lambda ts: {k: v.long() if "exp_avg" in k else v for k, v in ts.items()},
+    ),
     "shape": ("weights/", lambda ts: {k: v[:1].clone() if v.dim() else v for k, v in ts.items()}),
-    "no weights": ("weights/", lambda ts: {k: v for k, v in ts.items() if k.startswith("optimizer/")}),
-    "states": ("does not keep", lambda ts: {k.replace("exp_avg_sq", "exp_max"): v for k, v in ts.items()}),
-    "half a state": ("does not keep", lambda ts: {k: v for k, v in ts.items() if "exp_avg_sq" not in k}),
-    "other names": ("and is not here", lambda ts: {k.replace("lora_A", "lora_Z"): v for k, v in ts.items()}),
+    "no weights": (
+        "weights/",
+        lambda ts: {k: v for k, v in ts.items() if k.startswith("optimizer/")},
+    ),
+    "states": (
+        "does not keep",
+        lambda ts: {k.replace("exp_avg_sq", "exp_max"): v for k, v in ts.items()},
+    ),
+    "half a state": (
+        "does not keep",
+        lambda ts: {k: v for k, v in ts.items() if "exp_avg_sq" not in k},
+    ),
+    "other names": (
+        "and is not here",
+        lambda ts: {k.replace("lora_A", "lora_Z"): v for k, v in ts.items()},
+    ),
 }
 
 

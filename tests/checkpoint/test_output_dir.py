@@ -39,14 +39,19 @@ def test_a_new_folder_is_made(tmp_path):
 def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match=r"cannot make the folder \((File exists|Not a directory)\)"):
+        with pytest.raises(
+            UserError, match=r"cannot make the folder \((File exists|Not a directory)\)"
+        ):
             claim(config(path), clear=True)
 
 
 @pytest.mark.parametrize("name", ["record.json", "metrics.jsonl"])
 def test_a_folder_with_another_run_is_refused_and_left_alone(name, tmp_path):
     (tmp_path / name).write_text("{}")
-    with pytest.raises(UserError, match=r"holds another run; choose another folder, or set training\.overwrite=true"):
+    with pytest.raises(
+        UserError,
+        match=r"holds another run; choose another folder, or set training\.overwrite=true",
+    ):
         claim(config(tmp_path), clear=True)
     assert names(tmp_path) == {name}
 
@@ -60,12 +65,18 @@ def test_overwrite_removes_what_a_run_wrote_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("name", ["checkpoints", "adapter", "model.tmp", "record.json", "metrics.jsonl"])
-def test_what_no_run_made_in_the_place_of_its_files_is_refused_and_left_alone(name, overwrite, tmp_path):
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "adapter", "model.tmp", "record.json", "metrics.jsonl"]
+)
+def test_what_no_run_made_in_the_place_of_its_files_is_refused_and_left_alone(
+    name, overwrite, tmp_path
+):
     path = tmp_path / name
     path.mkdir() if path.suffix.startswith(".json") else path.write_text("x")
     (tmp_path / "timeline.json").write_text("{}")
-    with pytest.raises(UserError, match=rf"{name} is a (file|folder), which no run has made; move it away"):
+    with pytest.raises(
+        UserError, match=rf"{name} is a (file|folder), which no run has made; move it away"
+    ):
         claim(config(tmp_path, overwrite=overwrite), clear=True)
     assert names(tmp_path) == {name, "timeline.json"}
 
@@ -91,15 +102,20 @@ def test_overwrite_does_not_remove_the_model_that_the_run_reads(tmp_path):
     leave_a_run(tmp_path)
     before = names(tmp_path)
     with pytest.raises(
-        UserError, match=r"this run reads .*/checkpoints, where it would write; choose another output_dir"
+        UserError,
+        match=r"this run reads .*/checkpoints, where it would write; choose another output_dir",
     ):
-        claim(config(tmp_path, str(tmp_path / "checkpoints" / "step-3"), overwrite=True), clear=True)
+        claim(
+            config(tmp_path, str(tmp_path / "checkpoints" / "step-3"), overwrite=True), clear=True
+        )
     assert names(tmp_path) == before
 
 
 def test_a_base_model_is_not_written_over_where_there_is_no_run_yet(tmp_path):
     (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match=r"this run reads .*/model, where it would write; choose another output_dir"):
+    with pytest.raises(
+        UserError, match=r"this run reads .*/model, where it would write; choose another output_dir"
+    ):
         claim(config(tmp_path, str(tmp_path / "model")), clear=True)
 
 
@@ -118,7 +134,10 @@ def test_a_run_that_goes_on_elsewhere_does_not_replace_another(tmp_path):
         (tmp_path / name).mkdir()
         leave_a_run(tmp_path / name)
     with pytest.raises(UserError, match="holds another run"):
-        claim(config(tmp_path / "here", resume=str(tmp_path / "elsewhere/checkpoints/step-3")), clear=True)
+        claim(
+            config(tmp_path / "here", resume=str(tmp_path / "elsewhere/checkpoints/step-3")),
+            clear=True,
+        )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +154,10 @@ def test_what_is_no_checkpoint_is_not_called_damaged(resume, way_out, tmp_path):
     with pytest.raises(UserError) as error:
         claim(config(tmp_path, resume=str(path), overwrite=True), clear=True)
     way_out = way_out.format(tmp_path)
-    assert str(error.value) == f"training.resume: {path} is no checkpoint, it has no checkpoint.json; {way_out}"
+    assert (
+        str(error.value)
+        == f"training.resume: {path} is no checkpoint, it has no checkpoint.json; {way_out}"
+    )
     assert (tmp_path / "checkpoints" / "step-3").exists()
 
 
@@ -146,7 +168,9 @@ def test_results_are_not_replaced_because_a_command_runs_again(tmp_path):
     assert names(tmp_path) == set()
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match="holds results, and no checkpoint to go on from; choose another folder"):
+    with pytest.raises(
+        UserError, match="holds results, and no checkpoint to go on from; choose another folder"
+    ):
         claim(config(tmp_path, resume="auto"), clear=True)
     assert names(tmp_path) == {"metrics.jsonl", "model"}
 

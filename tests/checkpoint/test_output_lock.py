@@ -74,13 +74,21 @@ def run_for_long(cfg: RunConfig, mesh: Mesh) -> None:
 
 
 def start(folder: Path, seed: int, nproc: int, codes: Any) -> None:
-    codes.put(launch.launch(config(folder, "ddp" if nproc > 1 else "single", seed=seed), nproc, run_for_long))
+    codes.put(
+        launch.launch(
+            config(folder, "ddp" if nproc > 1 else "single", seed=seed), nproc, run_for_long
+        )
+    )
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_of_two_runs_started_into_one_folder_one_is_refused_and_the_other_is_whole(nproc, tmp_path, capfd):
+def test_of_two_runs_started_into_one_folder_one_is_refused_and_the_other_is_whole(
+    nproc, tmp_path, capfd
+):
     codes = FORK.Queue()
-    runs = [FORK.Process(target=start, args=(tmp_path / "run", seed, nproc, codes)) for seed in (0, 1)]
+    runs = [
+        FORK.Process(target=start, args=(tmp_path / "run", seed, nproc, codes)) for seed in (0, 1)
+    ]
     for run in runs:
         run.start()
     assert codes.get(timeout=PATIENCE) == 2
@@ -88,17 +96,23 @@ def test_of_two_runs_started_into_one_folder_one_is_refused_and_the_other_is_who
     assert codes.get(timeout=PATIENCE) == 0
     for run in runs:
         run.join(PATIENCE)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert len({row["seed"] for row in rows}) == 1
-    assert not (tmp_path / "run" / "record.json").exists()  # of the refused one; this fake run writes none
+    assert not (
+        tmp_path / "run" / "record.json"
+    ).exists()  # of the refused one; this fake run writes none
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
     assert "another run is writing there" in line
 
 
 def held_by(method: str, folder: Path, lock: Lock | None) -> BaseProcess:
     ready = folder / f"ready-{method}"
-    process = multiprocessing.get_context(method).Process(target=hold, args=(folder, ready, lock), daemon=True)
+    process = multiprocessing.get_context(method).Process(
+        target=hold, args=(folder, ready, lock), daemon=True
+    )
     process.start()
     wait_for(ready.exists)
     return process

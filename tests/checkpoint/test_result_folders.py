@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 from shardwise.assembly.build import build
 from shardwise.checkpoint.export import save_result
@@ -41,7 +46,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generation = {"temperature": 0.6, "do_sample": False, "eos_token_id": [0, 7]}
     (path / "base" / "generation_config.json").write_text(json.dumps(generation))
     for mode in ("lora", "full"):
-        assert run_ranks(2, written, mode, path) == [path / ("adapter" if mode == "lora" else "model"), None]
+        assert run_ranks(2, written, mode, path) == [
+            path / ("adapter" if mode == "lora" else "model"),
+            None,
+        ]
     return path
 
 
@@ -49,7 +57,9 @@ def written(mode: str, path: Path) -> Path | None:
     cfg = run_config(Cell("llama", "fsdp2", mode, 2))
     cfg = replace(cfg, model=Model(str(path / "base")))
     mesh = build_mesh(cfg, torch.device("cpu"))
-    return save_result(build(cfg, mesh), cfg, mesh, path, load_tokenizer(Model(str(path / "tokenizer"))))
+    return save_result(
+        build(cfg, mesh), cfg, mesh, path, load_tokenizer(Model(str(path / "tokenizer")))
+    )
 
 
 def can_chat(folder: Path) -> bool:
@@ -58,18 +68,26 @@ def can_chat(folder: Path) -> bool:
     return loaded.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True) == CHAT
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks by an old name
+@pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing:FutureWarning"
+)  # PEFT asks by an old name
 def test_an_adapter_carries_its_tokenizer(folder: Path) -> None:
     assert can_chat(folder / "adapter")
     loaded = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter")
-    assert loaded.get_input_embeddings().weight.shape[0] == 256  # no larger for the tokenizer's sake
+    assert (
+        loaded.get_input_embeddings().weight.shape[0] == 256
+    )  # no larger for the tokenizer's sake
 
 
 def test_a_model_carries_its_tokenizer_and_the_bases_generation_config(folder: Path) -> None:
     assert can_chat(folder / "model")
     assert GenerationConfig.from_pretrained(folder / "model").eos_token_id == [0, 7]
-    assert AutoModelForCausalLM.from_pretrained(folder / "model").generation_config.temperature == 0.6
-    assert not [path for path in folder.rglob("*.json") if str(folder / "tokenizer") in path.read_text()]
+    assert (
+        AutoModelForCausalLM.from_pretrained(folder / "model").generation_config.temperature == 0.6
+    )
+    assert not [
+        path for path in folder.rglob("*.json") if str(folder / "tokenizer") in path.read_text()
+    ]
 
 
 @pytest.mark.parametrize("source", ["adapter", "model", "neither"])
@@ -85,7 +103,10 @@ def test_merging_takes_the_adapters_tokenizer_or_else_the_models(
         place = {"adapter": "adapter", "model": "base"}[source]
         load_tokenizer(Model(str(folder / "tokenizer"))).save_pretrained(tmp_path / place)
     out = tmp_path / "merged"
-    assert main(["export", "--merge", str(tmp_path / "base"), str(tmp_path / "adapter"), str(out)]) == 0
+    assert (
+        main(["export", "--merge", str(tmp_path / "base"), str(tmp_path / "adapter"), str(out)])
+        == 0
+    )
     assert ("without a tokenizer" in capsys.readouterr().out) == (source == "neither")
     assert AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == [0, 7]
     assert (out / "tokenizer.json").is_file() == (source != "neither")

@@ -37,7 +37,9 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("resume", ["latest", "latest-good"])
 def test_no_checkpoint_to_go_on_from(resume, tmp_path):
-    with pytest.raises(RuntimeError, match=rf"UserError: training\.resume is {resume}, but .* holds no checkpoint"):
+    with pytest.raises(
+        RuntimeError, match=rf"UserError: training\.resume is {resume}, but .* holds no checkpoint"
+    ):
         run_ranks(1, find_start, config(tmp_path, resume=resume))
 
 
@@ -46,7 +48,12 @@ def test_no_checkpoint_to_go_on_from(resume, tmp_path):
     [
         ("training", "seed", 7, "training.seed is 7, but checkpoint .* was trained with 0"),
         ("training", "global_batch_size", 4, "training.global_batch_size is 4, .* with 8"),
-        ("training", "steps", 9, r"training.steps is 9, .* with 3 \(the linear schedule depends on it\)"),
+        (
+            "training",
+            "steps",
+            9,
+            r"training.steps is 9, .* with 3 \(the linear schedule depends on it\)",
+        ),
         ("lora", "r", 2, "lora.r is 2, .* with 4"),
         ("optimizer", "lr", 0.5, "optimizer.lr is 0.5, .* with 1.0"),
         ("data", "sequence_length", 9, "data.sequence_length is 9"),
@@ -70,7 +77,9 @@ def test_another_kernel_is_no_other_work(saved):
 def run_of_a_model(folder: Path, mode: str) -> RunConfig:
     """A run that has saved step 1, of a model with weights in two files."""
     cfg = run_config(Cell("llama", "single", mode), "adamw")
-    load.load_whole(cfg.model, load.read_config(cfg.model)).save_pretrained(folder / "model", max_shard_size="100KB")
+    load.load_whole(cfg.model, load.read_config(cfg.model)).save_pretrained(
+        folder / "model", max_shard_size="100KB"
+    )
     assert len(list((folder / "model").glob("*.safetensors"))) > 1
     cfg = replace(cfg, model=replace(cfg.model, path=str(folder / "model"), init="weights"))
     cfg = replace(cfg, training=replace(cfg.training, output_dir=str(folder)))
@@ -89,9 +98,7 @@ def test_adapters_do_not_go_on_upon_another_base_model(mode, tmp_path):
     if mode == "full":  # the checkpoint has every weight
         assert run_ranks(1, find_start, cfg)[0].step == 1
     else:
-        message = (
-            rf"UserError: model\.path {tmp_path}/model: {file.name} is not what .*/step-1 was trained on; put that"
-        )
+        message = rf"UserError: model\.path {tmp_path}/model: {file.name} is not what .*/step-1 was trained on; put that"
         with pytest.raises(RuntimeError, match=message):
             run_ranks(1, find_start, cfg)
 
@@ -103,7 +110,9 @@ def test_a_model_and_its_data_may_lie_elsewhere(tmp_path, monkeypatch):
     for path in (str(tmp_path / "copy"), "copy", "run/../run/model"):
         moved = replace(cfg, model=replace(cfg.model, path=path))
         assert run_ranks(1, find_start, moved)[0].step == 1
-    with pytest.raises(RuntimeError, match=r"UserError: data\.validation is"):  # a share is part of the work
+    with pytest.raises(
+        RuntimeError, match=r"UserError: data\.validation is"
+    ):  # a share is part of the work
         run_ranks(1, find_start, replace(cfg, data=replace(cfg.data, validation=["other.txt"])))
 
 
@@ -111,7 +120,11 @@ def test_validation_files_may_lie_elsewhere(tmp_path):
     cfg = config(tmp_path)
     cfg = replace(cfg, data=replace(cfg.data, validation="a.txt"))
     run_ranks(1, save_steps, cfg, 1)
-    cfg = replace(cfg, training=replace(cfg.training, resume="latest"), data=replace(cfg.data, validation=["b.txt"]))
+    cfg = replace(
+        cfg,
+        training=replace(cfg.training, resume="latest"),
+        data=replace(cfg.data, validation=["b.txt"]),
+    )
     assert run_ranks(1, find_start, cfg)[0].step == 1  # what is in them the loaders compare
 
 
@@ -121,7 +134,8 @@ def test_no_run_goes_on_with_another_model_config(mode, tmp_path):
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3}))
     with pytest.raises(
-        RuntimeError, match=r"UserError: model\.path .*/model: config\.json is not what .* was trained on"
+        RuntimeError,
+        match=r"UserError: model\.path .*/model: config\.json is not what .* was trained on",
     ):
         run_ranks(1, find_start, cfg)
 
@@ -129,19 +143,24 @@ def test_no_run_goes_on_with_another_model_config(mode, tmp_path):
 def test_states_of_a_parameter_that_is_not_there(saved):
     def body() -> str:
         cfg = config(saved, resume="latest")
-        job = replace(build(cfg, build_mesh(cfg, torch.device("cpu"))), trained=frozenset({"other"}))
+        job = replace(
+            build(cfg, build_mesh(cfg, torch.device("cpu"))), trained=frozenset({"other"})
+        )
         with pytest.raises(UserError) as error:
             restore(find_start(cfg), job, cfg)
         return str(error.value)
 
     (told,) = run_ranks(1, body)
     assert re.fullmatch(
-        r"checkpoint .*/step-2 does not fit this run: \S*lora_\S* was trained, and is not here; .*", told
+        r"checkpoint .*/step-2 does not fit this run: \S*lora_\S* was trained, and is not here; .*",
+        told,
     )
 
 
 def test_full_training_does_not_go_on_from_adapters(saved):
-    with pytest.raises(RuntimeError, match=r"UserError: lora is left out, but checkpoint .* was trained with given"):
+    with pytest.raises(
+        RuntimeError, match=r"UserError: lora is left out, but checkpoint .* was trained with given"
+    ):
         run_ranks(1, find_start, replace(config(saved, resume="latest"), lora=None))
 
 
@@ -167,7 +186,9 @@ def test_a_restart_goes_on_from_where_the_run_stands(resume, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("save_every", [0, 2])
-def test_what_fails_after_the_results_are_saved_is_not_started_again(save_every, tmp_path, monkeypatch, capsys):
+def test_what_fails_after_the_results_are_saved_is_not_started_again(
+    save_every, tmp_path, monkeypatch, capsys
+):
     starts = []
 
     def run_group(cfg: RunConfig, *_: Any) -> Ending:
@@ -187,7 +208,9 @@ def test_what_fails_after_the_results_are_saved_is_not_started_again(save_every,
     assert told == "error: died; the results were saved before, so it does not start again"
 
 
-def test_results_that_were_there_before_do_not_keep_a_run_from_starting_again(tmp_path, monkeypatch):
+def test_results_that_were_there_before_do_not_keep_a_run_from_starting_again(
+    tmp_path, monkeypatch
+):
     make_checkpoints(tmp_path, "step-2")
     (tmp_path / "model").mkdir()
     endings = iter([Ending(1, "died", "error: died"), None])

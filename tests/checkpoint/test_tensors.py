@@ -29,16 +29,23 @@ WHOLE = {
 }
 
 
-def laid_out(shards: dict[str, list[Shard | Replicate]], shape: tuple[int, ...], fill: bool) -> dict[str, torch.Tensor]:
+def laid_out(
+    shards: dict[str, list[Shard | Replicate]], shape: tuple[int, ...], fill: bool
+) -> dict[str, torch.Tensor]:
     """The tensors above, or zeros of their kinds; those that are named cut over a mesh of this shape."""
     mesh = init_device_mesh("cpu", shape)
     given = {name: tensor if fill else torch.zeros_like(tensor) for name, tensor in WHOLE.items()}
-    return {n: distribute_tensor(t, mesh, shards[n]) if n in shards else t.clone() for n, t in given.items()}
+    return {
+        n: distribute_tensor(t, mesh, shards[n]) if n in shards else t.clone()
+        for n, t in given.items()
+    }
 
 
 def write(folder: Path, shape: tuple[int, ...]) -> None:
     over_all = [Shard(0)] * len(shape)
-    cut = dict.fromkeys(("nothing", "double", "bfloat", "half", "long", "switch", "one row"), over_all)
+    cut = dict.fromkeys(
+        ("nothing", "double", "bfloat", "half", "long", "switch", "one row"), over_all
+    )
     tensors = laid_out(cut | {"cut twice": [Shard(0), Shard(1)][: len(shape)]}, shape, fill=True)
     checkpoint_tensors.save(tensors, folder, dist.group.WORLD)
 
@@ -46,7 +53,11 @@ def write(folder: Path, shape: tuple[int, ...]) -> None:
 def read(folder: Path, shape: tuple[int, ...]) -> bool:
     replicated = [Replicate()] * (len(shape) - 1)
     cut = {key: [*replicated, Shard(0)] for key in ("double", "one row", "switch", "nothing")}
-    tensors = laid_out(cut | {"cut twice": [*replicated, Shard(1)], "bfloat": [*replicated, Shard(1)]}, shape, False)
+    tensors = laid_out(
+        cut | {"cut twice": [*replicated, Shard(1)], "bfloat": [*replicated, Shard(1)]},
+        shape,
+        False,
+    )
     checkpoint_tensors.load(tensors, folder, read_index(folder))
     assert isinstance(tensors["double"], DTensor)
     return all(torch.equal(full_tensor(tensor), WHOLE[name]) for name, tensor in tensors.items())

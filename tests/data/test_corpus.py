@@ -23,7 +23,9 @@ MakeConfig = Callable[..., RunConfig]
 
 
 @pytest.fixture(autouse=True)
-def datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def datasets_cache(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -49,7 +51,9 @@ def data(**keys: Any) -> Data:
     return Data(train="unused", **keys)
 
 
-def test_sources_of_every_kind_are_one_corpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sources_of_every_kind_are_one_corpus(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     files = tmp_path / "files"
     write(files / "b.JSONL", '{"text": "in JSONL"}\n')
     parquet(files / "a.Parquet", {"id": [1, 2, 3], "text": ["p0", "p1", "p2"]})
@@ -118,7 +122,10 @@ def test_batches_are_those_of_the_same_rows_in_jsonl_also_from_workers(
     ("content", "message"),
     [
         (b"no parquet", r"a\.parquet: cannot be read as Parquet \(.*\); "),
-        ({"body": ["a"]}, r"a\.parquet: no column 'text', only body; .*data\.format .*data\.text_field"),
+        (
+            {"body": ["a"]},
+            r"a\.parquet: no column 'text', only body; .*data\.format .*data\.text_field",
+        ),
         ({"text": []}, r"a\.parquet: .*without rows; "),
     ],
 )
@@ -129,7 +136,9 @@ def test_bad_parquet(tmp_path: Path, content: Any, message: str) -> None:
         open_corpus(str(path), data())
 
 
-def test_hub_name_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_name_that_cannot_be_reached_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:
         open_corpus("owner/name", data())
@@ -140,23 +149,33 @@ def test_hub_name_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyP
 
 def test_plain_text_is_no_dialogue(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "hi")
-    with pytest.raises(UserError, match=rf"^data\.train: {path} is plain text, .*data\.format chat"):
+    with pytest.raises(
+        UserError, match=rf"^data\.train: {path} is plain text, .*data\.format chat"
+    ):
         open_corpus(str(path), data(format="chat"))
 
 
 @pytest.mark.parametrize(("name", "sep"), [("a.csv", ","), ("a.TSV", "\t")])
-def test_csv_is_rows_whether_a_file_or_its_folder_is_named(tmp_path: Path, name: str, sep: str) -> None:
+def test_csv_is_rows_whether_a_file_or_its_folder_is_named(
+    tmp_path: Path, name: str, sep: str
+) -> None:
     content = f'id{sep}text\n1{sep}"a{sep}b\nc"\n2{sep}d\n'
     path = write(tmp_path / "folder" / name, content)
-    by_name, by_glob = (open_corpus(entry, data()) for entry in (str(path), str(path.parent / "*.[cT][sS][vV]")))
+    by_name, by_glob = (
+        open_corpus(entry, data()) for entry in (str(path), str(path.parent / "*.[cT][sS][vV]"))
+    )
     assert texts(by_name) == [f"a{sep}b\nc", "d"]
     assert by_name.where(1) == f"{path}: row 1"
     if name == "a.csv":
         assert texts(by_glob) == texts(open_corpus(str(path.parent), data())) == texts(by_name)
-    with pytest.raises(UserError, match=rf"^{path}: no column 'prompt', only id, text; .*data\.format"):
+    with pytest.raises(
+        UserError, match=rf"^{path}: no column 'prompt', only id, text; .*data\.format"
+    ):
         open_corpus(str(path), data(format="completion"))
     bad = write(tmp_path / name, f'text\n"a{sep}\n')
-    with pytest.raises(UserError, match=rf"^{bad}: cannot be read as {bad.suffix[1:].upper()} \(.*\); "):
+    with pytest.raises(
+        UserError, match=rf"^{bad}: cannot be read as {bad.suffix[1:].upper()} \(.*\); "
+    ):
         open_corpus(str(bad), data())
 
 

@@ -19,7 +19,9 @@ from shardwise.interfaces import IGNORED
 from tests.data.templates import CHATML, HEADERS, INST, LAST_TURN_DIFFERS, MARKED
 
 
-def chat_tokenizer(tokenizer: PreTrainedTokenizerFast, template: str | None) -> PreTrainedTokenizerFast:
+def chat_tokenizer(
+    tokenizer: PreTrainedTokenizerFast, template: str | None
+) -> PreTrainedTokenizerFast:
     special = {"bos_token": "<pad>", "eos_token": "<eos>", "pad_token": "<pad>"}
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer.backend_tokenizer,
@@ -30,7 +32,10 @@ def chat_tokenizer(tokenizer: PreTrainedTokenizerFast, template: str | None) -> 
 
 
 def marked(
-    tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], data_format: str = "chat", packing: str = "none"
+    tokenizer: PreTrainedTokenizerFast,
+    record: dict[str, Any],
+    data_format: str = "chat",
+    packing: str = "none",
 ) -> str:
     """The document as text, with « and » around the runs of tokens that are targets."""
     data = Data(train="unused", format=data_format, packing=packing)
@@ -47,7 +52,10 @@ def marked(
 def dialogue(*turns: str, system: str | None = None) -> dict[str, Any]:
     """Turns of user and assistant, one after the other."""
     messages = [{"role": "system", "content": system}] if system is not None else []
-    return {"messages": messages + [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(turns)]}
+    return {
+        "messages": messages
+        + [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(turns)]
+    }
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -101,26 +109,41 @@ def test_empty_turn_of_the_assistant_is_its_end(
 
 
 @pytest.mark.parametrize("packing", ["concat", "isolated"])
-def test_joined_dialogues_end_with_eos_which_nobody_said(tokenizer: PreTrainedTokenizerFast, packing: str) -> None:
+def test_joined_dialogues_end_with_eos_which_nobody_said(
+    tokenizer: PreTrainedTokenizerFast, packing: str
+) -> None:
     tokenizer = chat_tokenizer(tokenizer, CHATML)
     text = marked(tokenizer, dialogue("hi", "yes"), packing=packing)
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n<eos>"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_dialogue_without_the_assistant_has_no_target(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+def test_dialogue_without_the_assistant_has_no_target(
+    tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
     assert "«" not in marked(chat_tokenizer(tokenizer, template), dialogue("hi"))
 
 
-def test_template_that_rewrites_the_beginning_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_template_that_rewrites_the_beginning_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     message = "assistant's turns cannot be found; .*{% generation %} and {% endgeneration %}$"
     with pytest.raises(UserError, match=message) as caught:
         marked(chat_tokenizer(tokenizer, LAST_TURN_DIFFERS), dialogue("hi", "yes", "and?", "no"))
-    assert not isinstance(caught.value, BadDocument)  # no document is to blame, so none may be left out for it
+    assert not isinstance(
+        caught.value, BadDocument
+    )  # no document is to blame, so none may be left out for it
 
 
 @pytest.mark.parametrize(
-    "mark", ["{% generation %}", "{%- generation -%}", "{%+ generation %}", "{%generation%}", "{%-\n generation +%}"]
+    "mark",
+    [
+        "{% generation %}",
+        "{%- generation -%}",
+        "{%+ generation %}",
+        "{%generation%}",
+        "{%-\n generation +%}",
+    ],
 )
 def test_marks_are_found_as_jinja_reads_them(tokenizer: PreTrainedTokenizerFast, mark: str) -> None:
     # Without the mark this template is refused: it renders a beginning differently from the whole.
@@ -138,9 +161,13 @@ def test_marks_are_found_as_jinja_reads_them(tokenizer: PreTrainedTokenizerFast,
         "{{ '{% generation %}'[:0] }}",
     ],
 )
-def test_what_only_looks_like_a_mark_is_none(tokenizer: PreTrainedTokenizerFast, words: str) -> None:
+def test_what_only_looks_like_a_mark_is_none(
+    tokenizer: PreTrainedTokenizerFast, words: str
+) -> None:
     text = marked(chat_tokenizer(tokenizer, words + CHATML), dialogue("hi", "hello!"))
-    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«hello!<|im_end|>»\n")
+    assert text.endswith(
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«hello!<|im_end|>»\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,7 +179,10 @@ def test_what_only_looks_like_a_mark_is_none(tokenizer: PreTrainedTokenizerFast,
             "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
             "too much|GiB",
         ),
-        ("{% for i in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}", "takes more than 0.3 s"),
+        (
+            "{% for i in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}",
+            "takes more than 0.3 s",
+        ),
         ("{% for i in range(99999) %}{{ 'x' * 100 }}{% endfor %}", "writes 9,999,9.. characters"),
     ],
 )
@@ -162,7 +192,9 @@ def test_template_without_end(
     monkeypatch.setattr(bounds, "CPU_SECONDS", 0.3)
     monkeypatch.setattr(bounds, "MEMORY_BYTES", 100 << 20)
     limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
-    encoder = Encoder.of(chat_tokenizer(tokenizer, words + CHATML), Data(train="unused", format="chat"))
+    encoder = Encoder.of(
+        chat_tokenizer(tokenizer, words + CHATML), Data(train="unused", format="chat")
+    )
     with pytest.raises(UserError, match=message) as caught:
         encoder.check(dialogue("hi", "yes"))
     assert not isinstance(caught.value, BadDocument)
@@ -171,7 +203,8 @@ def test_template_without_end(
 
 
 @pytest.mark.parametrize(
-    ("words", "extra"), [("{{ 1 / 0 }}", "a"), ("{{ messages[0].x | tojson }}", json.loads("[" * 900 + "]" * 900))]
+    ("words", "extra"),
+    [("{{ 1 / 0 }}", "a"), ("{{ messages[0].x | tojson }}", json.loads("[" * 900 + "]" * 900))],
 )
 def test_whatever_a_template_raises_is_of_the_document(
     tokenizer: PreTrainedTokenizerFast, words: str, extra: Any
@@ -182,7 +215,9 @@ def test_whatever_a_template_raises_is_of_the_document(
 
 
 def test_a_header_that_would_be_learnt_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    template = CHATML.replace("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "")
+    template = CHATML.replace(
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", ""
+    )
     message = r"'<\|im_start\|>assistant' .* add_generation_prompt, .*{% generation %}"
     with pytest.raises(UserError, match=message) as caught:
         marked(chat_tokenizer(tokenizer, template), dialogue("hi", "yes"))
@@ -198,15 +233,23 @@ def test_long_dialogue_is_cut_into_rows(tokenizer: PreTrainedTokenizerFast) -> N
     # <pad>[INST] hi [/INST] yes<eos> is 1 + 17 + 4 + 1 tokens, of which " yes<eos>" are the targets 18 to 22. Rows of 6
     # are positions 0-6, 6-12, 12-18, 18-23: the first two predict nothing and are left out.
     tokenizer = chat_tokenizer(tokenizer, INST)
-    encoder = Encoder.of(tokenizer, Data(train="unused", format="chat", packing="none", sequence_length=6))
+    encoder = Encoder.of(
+        tokenizer, Data(train="unused", format="chat", packing="none", sequence_length=6)
+    )
     document = encoder.document(dialogue("hi", "yes"), SlotState())
     assert len(document) == 23
     batches = [to_batch(row[None], [0], 1) for row, _ in encoder.rows([document])]
     shown = [
-        (tokenizer.decode(b.input_ids[0]), [tokenizer.decode([t]) if t >= 0 else "" for t in b.labels[0]])
+        (
+            tokenizer.decode(b.input_ids[0]),
+            [tokenizer.decode([t]) if t >= 0 else "" for t in b.labels[0]],
+        )
         for b in batches
     ]
-    assert shown == [("/INST]", ["", "", "", "", "", " "]), (" yes<eos><pad>", ["y", "e", "s", "<eos>", "", ""])]
+    assert shown == [
+        ("/INST]", ["", "", "", "", "", " "]),
+        (" yes<eos><pad>", ["y", "e", "s", "<eos>", "", ""]),
+    ]
     assert batches[1].labels[0].tolist()[4:] == [IGNORED, IGNORED]
 
 
@@ -217,14 +260,24 @@ def test_completion(tokenizer: PreTrainedTokenizerFast, packing: str) -> None:
         ("2+2=", " 4", "2+2=« 4<eos>»"),
         ("", "so", "«so<eos>»"),
         ("say th", "e", "say «the<eos>»"),
-        ("say ä", "ö", "say \ufffd\ufffd«\ufffd\ufffd<eos>»"),  # two tokens a letter, none of which is one by itself
+        (
+            "say ä",
+            "ö",
+            "say \ufffd\ufffd«\ufffd\ufffd<eos>»",
+        ),  # two tokens a letter, none of which is one by itself
         ("no", "", "no<eos>"),  # nothing to learn
         ("so ", "it ends<eos>", "so «it ends<eos>»"),
     ):
-        assert marked(tokenizer, {"prompt": prompt, "completion": completion}, "completion", packing) == expected
+        assert (
+            marked(tokenizer, {"prompt": prompt, "completion": completion}, "completion", packing)
+            == expected
+        )
 
 
-@given(st.lists(st.text("ab \n", max_size=6), min_size=1, max_size=7), st.sampled_from([CHATML, HEADERS, INST, MARKED]))
+@given(
+    st.lists(st.text("ab \n", max_size=6), min_size=1, max_size=7),
+    st.sampled_from([CHATML, HEADERS, INST, MARKED]),
+)
 @settings(deadline=None, max_examples=80, derandomize=True)
 def test_what_the_assistant_says_is_what_is_learnt(
     tokenizer: PreTrainedTokenizerFast, turns: list[str], template: str
@@ -233,7 +286,9 @@ def test_what_the_assistant_says_is_what_is_learnt(
     ends = {CHATML: "<|im_end|>", MARKED: "<|im_end|>", HEADERS: "<|eot_id|>", INST: "<eos>"}
     begins = {INST: " "}
     spoken = [turn.strip() if template is HEADERS else turn for turn in turns[1::2]]
-    assert re.findall("«([^»]*)»", text) == [begins.get(template, "") + turn + ends[template] for turn in spoken]
+    assert re.findall("«([^»]*)»", text) == [
+        begins.get(template, "") + turn + ends[template] for turn in spoken
+    ]
 
 
 @pytest.mark.parametrize(
@@ -248,10 +303,16 @@ def test_what_the_assistant_says_is_what_is_learnt(
             "wrong type",
             "'content' of message 1 .*list, not a string; ",
         ),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "bad chat", "begins with the assistant; "),
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "bad chat",
+            "begins with the assistant; ",
+        ),
     ],
 )
-def test_broken_chat(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], reason: str, message: str) -> None:
+def test_broken_chat(
+    tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], reason: str, message: str
+) -> None:
     with pytest.raises(BadDocument, match=message) as caught:
         marked(chat_tokenizer(tokenizer, CHATML), record)
     assert caught.value.reason == reason
@@ -272,10 +333,14 @@ def test_roles_that_a_template_compares_are_known(
     tokenizer: PreTrainedTokenizerFast, condition: str, known: bool
 ) -> None:
     template = f"{{% if false and {condition} %}}{{% endif %}}" + CHATML
-    record = {"messages": [{"role": "critic", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    record = {
+        "messages": [{"role": "critic", "content": "a"}, {"role": "assistant", "content": "b"}]
+    }
     assert ("critic" in known_roles(template)) == known
     if known:
-        assert "<|im_start|>critic\na<|im_end|>" in marked(chat_tokenizer(tokenizer, template), record)
+        assert "<|im_start|>critic\na<|im_end|>" in marked(
+            chat_tokenizer(tokenizer, template), record
+        )
 
 
 def test_fields_that_only_other_rows_have_are_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -284,7 +349,10 @@ def test_fields_that_only_other_rows_have_are_left_out(tokenizer: PreTrainedToke
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
     record = {
-        "messages": [{"role": "user", "content": "a", "name": None}, {"role": "assistant", "content": "b", "name": "c"}]
+        "messages": [
+            {"role": "user", "content": "a", "name": None},
+            {"role": "assistant", "content": "b", "name": "c"},
+        ]
     }
     assert marked(chat_tokenizer(tokenizer, template), record) == "user:a;assistant«(c):b;»"
 

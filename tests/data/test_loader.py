@@ -26,18 +26,29 @@ MakeConfig = Callable[..., RunConfig]
 def rows_of(batches: list[Batch]) -> list[Row]:
     """(step, slot, input_ids, labels, document_ids) of each row."""
     return [
-        (batch.step, slot, *(tuple(t[row].tolist()) for t in (batch.input_ids, batch.labels, batch.document_ids)))
+        (
+            batch.step,
+            slot,
+            *(tuple(t[row].tolist()) for t in (batch.input_ids, batch.labels, batch.document_ids)),
+        )
         for batch in batches
         for row, slot in enumerate(batch.slots)
     ]
 
 
-def train_rows(cfg: RunConfig, tokenizer: PreTrainedTokenizerFast, slots: range, num_steps: int) -> list[list[Row]]:
-    return [rows_of(batches) for batches in islice(build_loaders(cfg, tokenizer, slots).train, num_steps)]
+def train_rows(
+    cfg: RunConfig, tokenizer: PreTrainedTokenizerFast, slots: range, num_steps: int
+) -> list[list[Row]]:
+    return [
+        rows_of(batches)
+        for batches in islice(build_loaders(cfg, tokenizer, slots).train, num_steps)
+    ]
 
 
 def num_workers_alive() -> int:
-    return sum(isinstance(process, ForkServerProcess) for process in multiprocessing.active_children())
+    return sum(
+        isinstance(process, ForkServerProcess) for process in multiprocessing.active_children()
+    )
 
 
 def over_ranks(batch_size: int, num_ranks: int) -> list[range]:
@@ -71,7 +82,13 @@ packings = st.sampled_from(["none", "concat"])
 lengths = st.integers(1, 12)
 
 
-@given(data=st.data(), case=corpora(), packing=packings, sequence_length=lengths, seed=st.integers(-3, 3))
+@given(
+    data=st.data(),
+    case=corpora(),
+    packing=packings,
+    sequence_length=lengths,
+    seed=st.integers(-3, 3),
+)
 @settings(deadline=None, max_examples=60)
 def test_ranks_and_micro_batches_share_one_global_batch(
     tokenizer: PreTrainedTokenizerFast,
@@ -84,7 +101,12 @@ def test_ranks_and_micro_batches_share_one_global_batch(
     seed: int,
 ) -> None:
     texts, batch_size = case
-    keys = {"packing": packing, "sequence_length": sequence_length, "seed": seed, "global_batch_size": batch_size}
+    keys = {
+        "packing": packing,
+        "sequence_length": sequence_length,
+        "seed": seed,
+        "global_batch_size": batch_size,
+    }
     train = write_corpus(texts)
     expected = train_rows(run_config(train, **keys), tokenizer, range(batch_size), 4)
     assert [[(row[0], row[1]) for row in rows] for rows in expected] == [
@@ -112,19 +134,27 @@ def test_workers_do_not_change_the_batches(
     train = write_corpus([text * 2 for text in texts])
     for slots in over_ranks(2 * half, num_ranks):
         without, again, with_workers = (
-            train_rows(run_config(train, workers=workers, **keys), tokenizer, slots, 3) for workers in (0, 0, 2)
+            train_rows(run_config(train, workers=workers, **keys), tokenizer, slots, 3)
+            for workers in (0, 0, 2)
         )
         assert without == again == with_workers
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # on a machine of two cores
+@pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create 3 worker processes"
+)  # on a machine of two cores
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
 def test_any_number_of_workers_gives_the_same_batches(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig, workers: int
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    workers: int,
 ) -> None:
     train = write_corpus([f"the text number {i} " * (i % 7) for i in range(40)])
     keys = {"sequence_length": 16, "global_batch_size": 6}
-    slots = range(3, 6)  # three slots: two workers share them unequally, of seven workers only three start
+    slots = range(
+        3, 6
+    )  # three slots: two workers share them unequally, of seven workers only three start
     expected = train_rows(run_config(train, **keys), tokenizer, slots, 10)
     assert train_rows(run_config(train, workers=workers, **keys), tokenizer, slots, 10) == expected
 
@@ -140,22 +170,36 @@ def test_packing_none_predicts_each_token_once_an_epoch(
     seed: int,
 ) -> None:
     texts, batch_size = case
-    texts = [texts[i % len(texts)] + str(i) for i in range(max(len(texts), batch_size))]  # a document for each slot
+    texts = [
+        texts[i % len(texts)] + str(i) for i in range(max(len(texts), batch_size))
+    ]  # a document for each slot
     cfg = run_config(
-        write_corpus(texts), packing="none", sequence_length=sequence_length, seed=seed, global_batch_size=batch_size
+        write_corpus(texts),
+        packing="none",
+        sequence_length=sequence_length,
+        seed=seed,
+        global_batch_size=batch_size,
     )
     documents = [tokenizer(text)["input_ids"] for text in texts]
     # Two epochs of each slot's share, by the rule that the module states: places slot, slot + G, ... of the order.
     shares = [
-        [documents[i] for epoch in (1, 2) for i in in_order(len(texts), seed, epoch)[slot::batch_size]]
+        [
+            documents[i]
+            for epoch in (1, 2)
+            for i in in_order(len(texts), seed, epoch)[slot::batch_size]
+        ]
         for slot in range(batch_size)
     ]
-    num_rows = [sum(-(-(len(tokens) - 1) // sequence_length) for tokens in share) for share in shares]
+    num_rows = [
+        sum(-(-(len(tokens) - 1) // sequence_length) for tokens in share) for share in shares
+    ]
     steps = train_rows(cfg, tokenizer, range(batch_size), max(num_rows))
     for slot, share in enumerate(shares):
         stream = [rows[slot] for rows in steps][: num_rows[slot]]
         assert predicted(stream) == [token for tokens in share for token in tokens[1:]]
-    assert Counter(map(tuple, (d for share in shares for d in share))) == Counter(map(tuple, documents * 2))
+    assert Counter(map(tuple, (d for share in shares for d in share))) == Counter(
+        map(tuple, documents * 2)
+    )
 
 
 @given(case=corpora(), sequence_length=lengths, seed=st.integers(0, 3))
@@ -170,7 +214,12 @@ def test_packing_concat_reproduces_the_joined_stream(
 ) -> None:
     texts, batch_size = case
     texts = [texts[i % len(texts)] for i in range(max(len(texts), batch_size))]
-    cfg = run_config(write_corpus(texts), sequence_length=sequence_length, seed=seed, global_batch_size=batch_size)
+    cfg = run_config(
+        write_corpus(texts),
+        sequence_length=sequence_length,
+        seed=seed,
+        global_batch_size=batch_size,
+    )
     steps = train_rows(cfg, tokenizer, range(batch_size), 6)
     for slot in range(batch_size):
         joined: list[int] = []
@@ -223,8 +272,14 @@ def test_validation_reads_each_document_once_on_any_number_of_ranks(
 ) -> None:
     texts, batch_size = case
     keys = {"packing": packing, "sequence_length": sequence_length, "global_batch_size": batch_size}
-    cfg = run_config(write_corpus(["some text to train on" * 9]), validation=write_corpus(texts), **keys)
-    documents = [[*tokenizer(text)["input_ids"], *([EOS] if packing == "concat" else [])] for text in texts if text]
+    cfg = run_config(
+        write_corpus(["some text to train on" * 9]), validation=write_corpus(texts), **keys
+    )
+    documents = [
+        [*tokenizer(text)["input_ids"], *([EOS] if packing == "concat" else [])]
+        for text in texts
+        if text
+    ]
     wanted = (
         [token for tokens in documents for token in tokens][1:]
         if packing == "concat"
@@ -232,11 +287,15 @@ def test_validation_reads_each_document_once_on_any_number_of_ranks(
     )
     ranks = over_ranks(batch_size, data.draw(divisors(batch_size)))
     loaders = [build_loaders(cfg, tokenizer, slots).validation for slots in ranks]
-    assert [rows_of(batches) for batches in loaders[0]] == [rows_of(batches) for batches in loaders[0]]
+    assert [rows_of(batches) for batches in loaders[0]] == [
+        rows_of(batches) for batches in loaders[0]
+    ]
     rows = [row for parts in zip(*loaders, strict=True) for part in parts for row in rows_of(part)]
     assert predicted(rows) == wanted  # in order: rank after rank within a global batch
     filled_up = [set(row[4]) == {-1} for row in rows]
-    assert filled_up == sorted(filled_up)  # ignored rows come last, and are fewer than a global batch
+    assert filled_up == sorted(
+        filled_up
+    )  # ignored rows come last, and are fewer than a global batch
     assert sum(filled_up) < batch_size
     assert {row[0] for row in rows} == {0}
 
@@ -245,30 +304,46 @@ def test_validation_is_cut_to_eval_batches(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     train, validation = write_corpus(["abc" * 20]), write_corpus(["x" * 101])
-    keys = {"validation": validation, "packing": "none", "sequence_length": 10, "global_batch_size": 4}
+    keys = {
+        "validation": validation,
+        "packing": "none",
+        "sequence_length": 10,
+        "global_batch_size": 4,
+    }
     # 100 targets in rows of 10 are 10 rows: three global batches of 4, two rows of the last one ignored.
     for eval_batches, num_batches in ((0, 3), (2, 2), (3, 3), (9, 3)):
-        loaders = build_loaders(run_config(train, eval_batches=eval_batches, **keys), tokenizer, range(2, 4))
+        loaders = build_loaders(
+            run_config(train, eval_batches=eval_batches, **keys), tokenizer, range(2, 4)
+        )
         assert loaders.validation is not None
         batches = list(loaders.validation)
         assert len(batches) == num_batches
-    assert [batch.num_target_tokens() for batch in batches[-1]] == [0, 0]  # global rows 8 and 9 are slots 0 and 1
+    assert [batch.num_target_tokens() for batch in batches[-1]] == [
+        0,
+        0,
+    ]  # global rows 8 and 9 are slots 0 and 1
 
 
 def test_validation_share_is_not_trained_on(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     texts = [f"{letter}{letter}" for letter in "abcdefghij"]
-    cfg = run_config(write_corpus(texts), validation=0.3, packing="none", sequence_length=1, global_batch_size=1)
+    cfg = run_config(
+        write_corpus(texts), validation=0.3, packing="none", sequence_length=1, global_batch_size=1
+    )
     loaders = build_loaders(cfg, tokenizer, range(1))
     assert loaders.validation is not None
     held_out = {label for batches in loaders.validation for label in predicted(rows_of(batches))}
-    trained = {label for batches in islice(loaders.train, 14) for label in predicted(rows_of(batches))}
+    trained = {
+        label for batches in islice(loaders.train, 14) for label in predicted(rows_of(batches))
+    }
     assert (len(held_out), len(trained)) == (3, 7)
     assert not held_out & trained
 
 
-def test_no_validation(tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig) -> None:
+def test_no_validation(
+    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
+) -> None:
     assert build_loaders(run_config(write_corpus(["abc"])), tokenizer, range(1)).validation is None
 
 
@@ -286,7 +361,9 @@ def test_bad_document_is_the_same_one_line_from_workers(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, run_config: MakeConfig, workers: int
 ) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "fine"}\n' * 20 + '{"content": "not fine"}\n' + '{"text": "fine"}\n' * 20)
+    path.write_text(
+        '{"text": "fine"}\n' * 20 + '{"content": "not fine"}\n' + '{"text": "fine"}\n' * 20
+    )
     cfg = run_config(str(path), workers=workers, sequence_length=4, global_batch_size=4)
     batches = build_loaders(cfg, tokenizer, range(4)).train
     message = rf"^{path}:21: no field 'text'; .*data\.text_field .* content$"
@@ -317,7 +394,9 @@ def test_corpus_too_small_for_the_slots(
     batch_size: int,
 ) -> None:
     cfg = run_config(write_corpus(texts), packing="none", global_batch_size=batch_size)
-    message = rf"slot 0 of training.global_batch_size {batch_size} .* {len(texts)} documents; .* \d+"
+    message = (
+        rf"slot 0 of training.global_batch_size {batch_size} .* {len(texts)} documents; .* \d+"
+    )
     with pytest.raises(UserError, match=message):
         next(build_loaders(cfg, tokenizer, range(batch_size)).train)
 
@@ -325,7 +404,9 @@ def test_corpus_too_small_for_the_slots(
 def test_slot_passes_over_empty_documents(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
-    cfg = run_config(write_corpus(["", "ab", "", ""]), packing="none", sequence_length=1, global_batch_size=4)
+    cfg = run_config(
+        write_corpus(["", "ab", "", ""]), packing="none", sequence_length=1, global_batch_size=4
+    )
     ab = tokenizer("b")["input_ids"]
     assert [predicted(rows) for rows in train_rows(cfg, tokenizer, range(4), 2)] == [ab * 4, ab * 4]
 
@@ -339,12 +420,22 @@ def test_validation_files_that_are_trained_on(
 
 
 def test_places_are_drawn_a_few_at_a_time(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig, monkeypatch
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    monkeypatch,
 ) -> None:
     drawn, documents = [], Order._documents
-    monkeypatch.setattr(Order, "_documents", lambda *args: drawn.append(len(args[2])) or documents(*args))
+    monkeypatch.setattr(
+        Order, "_documents", lambda *args: drawn.append(len(args[2])) or documents(*args)
+    )
     # Documents of one row each for four slots: CHUNK + 2 for each slot, of which the first CHUNK are drawn at once.
-    cfg = run_config(write_corpus(["ab"] * 4 * (CHUNK + 2)), packing="none", sequence_length=1, global_batch_size=4)
+    cfg = run_config(
+        write_corpus(["ab"] * 4 * (CHUNK + 2)),
+        packing="none",
+        sequence_length=1,
+        global_batch_size=4,
+    )
     train_rows(cfg, tokenizer, range(4), num_steps=CHUNK + 3)
     assert drawn == [CHUNK] * 4 + [2] * 4 + [CHUNK] * 4  # the last ones in the second epoch
 
@@ -355,7 +446,9 @@ def test_validation_without_a_target(
     cfg = run_config(write_corpus(["abc"]), validation=write_corpus(["", "x"]), packing="none")
     loaders = build_loaders(cfg, tokenizer, range(1))
     assert loaders.validation is not None
-    with pytest.raises(UserError, match=r"^data\.validation: no document .*\(left out: 2 no target\)"):
+    with pytest.raises(
+        UserError, match=r"^data\.validation: no document .*\(left out: 2 no target\)"
+    ):
         list(loaders.validation)
 
 
@@ -363,7 +456,9 @@ def test_validation_pattern_without_files(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     with pytest.raises(UserError, match=r"^data\.validation: gone\.jsonl matches no file"):
-        build_loaders(run_config(write_corpus(["abc"]), validation="gone.jsonl"), tokenizer, range(1))
+        build_loaders(
+            run_config(write_corpus(["abc"]), validation="gone.jsonl"), tokenizer, range(1)
+        )
 
 
 def test_micro_batches_that_do_not_divide(

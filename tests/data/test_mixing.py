@@ -25,7 +25,10 @@ def test_entries_are_read_by_weight(
 ) -> None:
     # 30 documents with "a" and 10 with "b", in rows of one document; weights 1 : 1. In 100 steps of 4 rows are ten
     # epochs of 40 draws, 20 of each entry.
-    train = [write_corpus([f"{i:02}a" for i in range(30)]), write_corpus([f"{i:02}b" for i in range(10)])]
+    train = [
+        write_corpus([f"{i:02}a" for i in range(30)]),
+        write_corpus([f"{i:02}b" for i in range(10)]),
+    ]
     keys = {"packing": "none", "sequence_length": 2, "global_batch_size": 4}
     mixed = labels(tokenizer, run_config(train, weights=[0.5, 0.5], **keys), 100)
     for epoch in range(10):
@@ -40,11 +43,19 @@ def test_entries_are_read_by_weight(
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_mixture_is_the_same_on_any_number_of_ranks_and_resumes(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig, workers: int
+    tokenizer: PreTrainedTokenizerFast,
+    write_corpus: WriteCorpus,
+    run_config: MakeConfig,
+    workers: int,
 ) -> None:
-    train = [write_corpus([f"the a {i}" * (i % 5) for i in range(30)]), write_corpus([f"b {i}" for i in range(7)])]
+    train = [
+        write_corpus([f"the a {i}" * (i % 5) for i in range(30)]),
+        write_corpus([f"b {i}" for i in range(7)]),
+    ]
     cfg = run_config(train, weights=[1, 5], sequence_length=8, global_batch_size=4, workers=workers)
-    expected = [rows_of(batches) for batches in islice(build_loaders(cfg, tokenizer, range(4)).train, 12)]
+    expected = [
+        rows_of(batches) for batches in islice(build_loaders(cfg, tokenizer, range(4)).train, 12)
+    ]
     first = [build_loaders(cfg, tokenizer, slots) for slots in over_ranks(4, 2)]
     steps = [[row for loaders in first for row in rows_of(next(loaders.train))] for _ in range(7)]
     state = json.loads(json.dumps(merge_states(loaders.state() for loaders in first)))
@@ -65,7 +76,11 @@ def test_held_out_documents_are_drawn_from_no_entry(
     loaders = build_loaders(cfg, tokenizer, range(1))
     assert loaders.validation is not None
     shown = [
-        {batch.input_ids[0, 0].item() * 1000 + batch.labels[0, 0].item() for batches in source for batch in batches}
+        {
+            batch.input_ids[0, 0].item() * 1000 + batch.labels[0, 0].item()
+            for batches in source
+            for batch in batches
+        }
         for source in (islice(loaders.train, 200), loaders.validation)
     ]
     assert [len(documents) for documents in shown] == [16, 4]
@@ -85,6 +100,8 @@ def test_weights_that_cannot_be_kept(
 def test_dialogues_cannot_be_shared_by_rows(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
-    cfg = run_config(write_corpus(["ab"] * 3), format="completion", text_field="text", global_batch_size=4)
+    cfg = run_config(
+        write_corpus(["ab"] * 3), format="completion", text_field="text", global_batch_size=4
+    )
     with pytest.raises(UserError, match=r"^data\.train: 3 documents .* 4 rows"):
         build_loaders(cfg, tokenizer, range(4))

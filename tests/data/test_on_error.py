@@ -22,7 +22,11 @@ MakeConfig = Callable[..., RunConfig]
 BAD = [
     ('{"text": "a"', "not JSON", "not JSON .*; "),
     ('["a"]', "not JSON", "a JSON list, not an object; "),
-    ('{"content": "a", "id": 1}', "missing field", r"no field 'text'; .*data\.text_field .*content, id"),
+    (
+        '{"content": "a", "id": 1}',
+        "missing field",
+        r"no field 'text'; .*data\.text_field .*content, id",
+    ),
     ('{"text": null}', "wrong type", "field 'text' .*NoneType, not a string; "),
     (r'{"text": "\ud800"}', "not UTF-8", "field 'text' .*surrogate pair; "),
     (b'{"text": "\xff"}', "not UTF-8", r"not UTF-8 \(byte 11\); .*iconv"),
@@ -37,11 +41,15 @@ def as_bytes(line: str | bytes) -> bytes:
 def test_bad_line_is_named_by_file_and_line_or_left_out(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, line: str | bytes, reason: str, problem: str
 ) -> None:
-    path = write(tmp_path / "a.jsonl", b'{"text": "aa"}\n\n' + as_bytes(line) + b'\n{"text": "bb"}\n')
+    path = write(
+        tmp_path / "a.jsonl", b'{"text": "aa"}\n\n' + as_bytes(line) + b'\n{"text": "bb"}\n'
+    )
     fail, skip = (Data(train=str(path), on_error=on_error) for on_error in ("fail", "skip"))
     corpus = open_corpus(str(path), fail)
     assert isinstance(read_document(corpus, 0, Encoder.of(tokenizer, fail), SlotState()), Document)
-    with pytest.raises(UserError, match=f"^{path}:3: {problem}"):  # the blank line 2 counts as a line
+    with pytest.raises(
+        UserError, match=f"^{path}:3: {problem}"
+    ):  # the blank line 2 counts as a line
         read_document(corpus, 1, Encoder.of(tokenizer, fail), SlotState())
     assert read_document(corpus, 1, Encoder.of(tokenizer, skip), SlotState()) == reason
     assert isinstance(read_document(corpus, 2, Encoder.of(tokenizer, skip), SlotState()), Document)
@@ -58,7 +66,10 @@ def read(
     cfg: RunConfig, tokenizer: PreTrainedTokenizerFast, num_ranks: int, num_steps: int
 ) -> tuple[list[list[int]], Counts]:
     """What is predicted in each slot over these steps, and what was read for it."""
-    ranks = [build_loaders(cfg, tokenizer, slots) for slots in over_ranks(cfg.training.global_batch_size, num_ranks)]
+    ranks = [
+        build_loaders(cfg, tokenizer, slots)
+        for slots in over_ranks(cfg.training.global_batch_size, num_ranks)
+    ]
     slots: list[list[int]] = [[] for _ in range(cfg.training.global_batch_size)]
     for loaders in ranks:
         for _ in range(num_steps):
@@ -72,7 +83,11 @@ def read(
 
 @pytest.mark.parametrize(("num_ranks", "workers"), [(1, 0), (2, 0), (4, 0), (1, 2)])
 def test_left_out_lines_move_no_other_and_are_counted(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig, num_ranks: int, workers: int
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    run_config: MakeConfig,
+    num_ranks: int,
+    workers: int,
 ) -> None:
     # 40 documents of two tokens, one row each: a slot reads its ten in ten steps. Of every seventh nothing can be used;
     # the same corpus with an empty text in its place gives the same rows.
@@ -82,7 +97,9 @@ def test_left_out_lines_move_no_other_and_are_counted(
     keys: dict[str, Any] = {"packing": "none", "sequence_length": 1, "global_batch_size": 4}
     bad = str(write(tmp_path / "bad.jsonl", b"\n".join(with_bad)))
     empty = str(write(tmp_path / "empty.jsonl", b"\n".join(with_empty)))
-    slots, read_bad = read(run_config(bad, on_error="skip", workers=workers, **keys), tokenizer, num_ranks, 30)
+    slots, read_bad = read(
+        run_config(bad, on_error="skip", workers=workers, **keys), tokenizer, num_ranks, 30
+    )
     expected, read_empty = read(run_config(empty, **keys), tokenizer, 1, 30)
     assert slots == expected
     # 34 of 40 can be used, so 120 rows are three epochs and a part of the fourth.
@@ -93,12 +110,19 @@ def test_left_out_lines_move_no_other_and_are_counted(
     assert read_bad.finished - sum(read_bad.skipped.values()) == 120
 
 
-def test_counts_of_one_epoch(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig) -> None:
+def test_counts_of_one_epoch(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
+) -> None:
     lines = [as_bytes(line) for line, _, _ in BAD] + [b'{"text": "ab"}'] * 4
     path = str(write(tmp_path / "a.jsonl", b"\n".join(lines)))
     validation = str(write(tmp_path / "b.jsonl", b"\n".join(lines)))
     cfg = run_config(
-        path, on_error="skip", packing="none", sequence_length=1, global_batch_size=1, validation=validation
+        path,
+        on_error="skip",
+        packing="none",
+        sequence_length=1,
+        global_batch_size=1,
+        validation=validation,
     )
     loaders = build_loaders(cfg, tokenizer, range(1))
     by_reason = {"not JSON": 2, "missing field": 1, "wrong type": 1, "not UTF-8": 2}
@@ -125,8 +149,18 @@ def test_counts_of_an_evaluation_that_is_cut(
 ) -> None:
     # 4 letters and an end-of-text token: a row of 4 has but the first 4 as inputs, and the second row begins with the
     # fifth; the bad line before the third document is read only for a third row.
-    path = str(write(tmp_path / "a.jsonl", '{"text": "abcd"}\nbad\n{"text": "abcd"}\nbad\n{"text": "abcd"}\nbad'))
-    keys: dict[str, Any] = {"on_error": "skip", "sequence_length": 4, "global_batch_size": 1, "validation": path}
+    path = str(
+        write(
+            tmp_path / "a.jsonl",
+            '{"text": "abcd"}\nbad\n{"text": "abcd"}\nbad\n{"text": "abcd"}\nbad',
+        )
+    )
+    keys: dict[str, Any] = {
+        "on_error": "skip",
+        "sequence_length": 4,
+        "global_batch_size": 1,
+        "validation": path,
+    }
     train = str(write(tmp_path / "b.jsonl", '{"text": "abcd"}'))
     for batches, expected in {
         1: Counts(1, 1, 0, {}),
@@ -134,7 +168,9 @@ def test_counts_of_an_evaluation_that_is_cut(
         3: Counts(3, 5, 4, {"not JSON": 2}),
         0: Counts(4, 6, 6, {"not JSON": 3}),
     }.items():
-        validation = build_loaders(run_config(train, eval_batches=batches, **keys), tokenizer, range(1)).validation
+        validation = build_loaders(
+            run_config(train, eval_batches=batches, **keys), tokenizer, range(1)
+        ).validation
         assert validation is not None
         assert len(list(validation)) == expected.rows
         assert validation.read == expected, batches
@@ -155,7 +191,9 @@ def test_role_that_nobody_knows_is_named_with_its_place(
     cfg = run_config(path, **keys)
     corpus, encoder = open_corpus(path, cfg.data), Encoder.of(chat, cfg.data)
     assert isinstance(read_document(corpus, 0, encoder, SlotState()), Document)
-    with pytest.raises(UserError, match=rf"^{path}:2: .* role 'bot', .* system, developer, user, assistant, tool"):
+    with pytest.raises(
+        UserError, match=rf"^{path}:2: .* role 'bot', .* system, developer, user, assistant, tool"
+    ):
         read_document(corpus, 1, encoder, SlotState())
     with pytest.raises(UserError, match=rf"^{path}:3: .* role 'Assistant', 'bot', 'human', "):
         read_document(corpus, 2, encoder, SlotState())
@@ -171,7 +209,9 @@ def test_dialogues_without_the_assistant_are_counted_by_the_roles_they_have(
     held_out = chat_file(tmp_path / "b.jsonl", "user")
     cfg = run_config(path, format="chat", global_batch_size=8, validation=held_out)
     loaders = build_loaders(cfg, chat, range(8))
-    with pytest.raises(UserError, match=r"8 documents; .* 109 .* \d+ no assistant turn, only system and user"):
+    with pytest.raises(
+        UserError, match=r"8 documents; .* 109 .* \d+ no assistant turn, only system and user"
+    ):
         next(loaders.train)
     assert loaders.validation is not None
     with pytest.raises(UserError, match=r"left out: 1 no assistant turn, only user"):
@@ -180,7 +220,11 @@ def test_dialogues_without_the_assistant_are_counted_by_the_roles_they_have(
 
 @pytest.mark.parametrize(("on_error", "line"), [("fail", 1), ("skip", 3)])
 def test_a_template_is_tried_before_a_run_begins(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig, on_error: str, line: int
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    run_config: MakeConfig,
+    on_error: str,
+    line: int,
 ) -> None:
     chat = chat_tokenizer(tokenizer, "{% for i in range(10**9) %}{% endfor %}")
     path = chat_file(tmp_path / "a.jsonl", "user bot", "", "user assistant")
@@ -189,7 +233,9 @@ def test_a_template_is_tried_before_a_run_begins(
         build_loaders(cfg, chat, range(2))
 
 
-def test_nothing_but_bad_lines(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig) -> None:
+def test_nothing_but_bad_lines(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
+) -> None:
     path = str(write(tmp_path / "a.jsonl", "bad\n" * 3))
     cfg = run_config(path, on_error="skip", global_batch_size=1)
     with pytest.raises(UserError, match=r"3 documents; .* 104 .* left out 104 not JSON; "):

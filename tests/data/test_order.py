@@ -32,7 +32,11 @@ def place(x: int, size: int, seed: int, epoch: int, group: int) -> int:
 
 
 sizes = st.one_of(st.integers(1, 70), st.integers(1, 5000))
-keys = {"seed": st.integers(-(2**70), 2**70), "epoch": st.integers(0, 2**40), "group": st.integers(0, 9)}
+keys = {
+    "seed": st.integers(-(2**70), 2**70),
+    "epoch": st.integers(0, 2**40),
+    "group": st.integers(0, 9),
+}
 
 
 @given(size=sizes, **keys)
@@ -43,7 +47,9 @@ def test_permute_is_a_permutation_of_any_size(size: int, seed: int, epoch: int, 
 
 @given(size=st.integers(1, 2**62), numbers=st.lists(st.integers(0, 2**62), max_size=5), **keys)
 @settings(deadline=None, max_examples=200, derandomize=True)
-def test_permute_is_integer_arithmetic(size: int, numbers: list[int], seed: int, epoch: int, group: int) -> None:
+def test_permute_is_integer_arithmetic(
+    size: int, numbers: list[int], seed: int, epoch: int, group: int
+) -> None:
     numbers = [number % size for number in numbers]
     expected = [place(number, size, seed, epoch, group) for number in numbers]
     assert permute(np.array(numbers, np.int64), size, seed, epoch, group).tolist() == expected
@@ -75,7 +81,10 @@ def test_permutation_is_a_function_of_seed_epoch_and_group() -> None:
 def test_permutation_of_few_is_uniform(size: int) -> None:
     # Each of size! orders in 500 of 500 * size! epochs; standard deviation below sqrt(500) = 22.4.
     num_orders = {3: 6, 4: 24}[size]
-    numbers, epochs = np.tile(np.arange(size), 500 * num_orders), np.repeat(np.arange(500 * num_orders), size)
+    numbers, epochs = (
+        np.tile(np.arange(size), 500 * num_orders),
+        np.repeat(np.arange(500 * num_orders), size),
+    )
     counts = Counter(map(tuple, permute(numbers, size, 0, epochs, 0).reshape(-1, size).tolist()))
     assert len(counts) == num_orders
     assert all(abs(count - 500) < 5 * 22.4 for count in counts.values())
@@ -87,7 +96,9 @@ def test_where_blocks_land_is_uniform() -> None:
     # deviation of sqrt(2 * 3969) = 89.
     size, counts = 64 * 64, np.zeros((64, 64))
     for seed in range(64):
-        np.add.at(counts, (np.arange(size) // 64, permute(np.arange(size), size, seed, 1, 0) // 64), 1)
+        np.add.at(
+            counts, (np.arange(size) // 64, permute(np.arange(size), size, seed, 1, 0) // 64), 1
+        )
     chi_square = ((counts - 64) ** 2 / 64).sum()
     assert abs(chi_square - 3969) < 5 * 89
 
@@ -107,12 +118,16 @@ def test_neighbours_do_not_stay_together() -> None:
 
 def test_seeds_and_epochs_are_independent() -> None:
     # Two random permutations agree in one place on average, with deviation 1: 41 over 41 pairs, with sqrt(41) = 6.4.
-    orders = [permute(np.arange(1000), 1000, seed, epoch, 0) for seed in (0, 1) for epoch in range(1, 22)]
+    orders = [
+        permute(np.arange(1000), 1000, seed, epoch, 0) for seed in (0, 1) for epoch in range(1, 22)
+    ]
     agree = sum(np.count_nonzero(one == two) for one, two in itertools.pairwise(orders))
     assert abs(agree - 41) < 5 * 6.4
 
 
-@pytest.mark.parametrize(("size", "share", "held_out"), [(100, 0.02, 2), (10, 0.01, 1), (2, 0.9, 1), (3, 0.99, 2)])
+@pytest.mark.parametrize(
+    ("size", "share", "held_out"), [(100, 0.02, 2), (10, 0.01, 1), (2, 0.9, 1), (3, 0.99, 2)]
+)
 def test_split_parts_the_documents(size: int, share: float, held_out: int) -> None:
     train, validation = (Order(groups, None, seed=0) for groups in split([size], share))
     assert (len(train), len(validation)) == (size - held_out, held_out)
@@ -129,7 +144,9 @@ def test_split_of_nothing() -> None:
 
 def test_split_is_drawn_by_the_seed() -> None:
     _, held_out = split([100], 0.1)
-    assert len({frozenset(Order(held_out, None, seed).read(1, range(10))) for seed in range(5)}) == 5
+    assert (
+        len({frozenset(Order(held_out, None, seed).read(1, range(10))) for seed in range(5)}) == 5
+    )
 
 
 def test_split_of_each_group() -> None:
@@ -150,7 +167,9 @@ weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5)
 
 @given(weights, st.integers(0, 2000))
 @settings(deadline=None, max_examples=200, derandomize=True)
-def test_draws_are_proportional_at_any_time_and_never_fewer(weights: list[float], total: int) -> None:
+def test_draws_are_proportional_at_any_time_and_never_fewer(
+    weights: list[float], total: int
+) -> None:
     counts, after = draws(total, weights), draws(total + 1, weights)
     assert sum(counts) == total
     assert all(a in (b, b + 1) for a, b in zip(after, counts))  # one more in one group
@@ -180,7 +199,9 @@ def test_with_weights_each_group_is_read_through_before_it_is_read_again(
 ) -> None:
     ends = np.cumsum([size for size, _ in groups])
     numbers = np.split(np.arange(ends[-1]), ends[:-1])
-    order = Order(split([size for size, _ in groups], 0.0)[0], tuple(weight for _, weight in groups), seed)
+    order = Order(
+        split([size for size, _ in groups], 0.0)[0], tuple(weight for _, weight in groups), seed
+    )
     size = len(order)
     epochs = [np.array(epoch_of(order, epoch)) for epoch in (1, 2, 3)]
     # What slots take of an epoch, place by place, is the epoch.
@@ -200,7 +221,9 @@ def test_weights_by_hand() -> None:
     # in three epochs, the second one three times in each.
     order = Order((Group(0, 6, range(6)), Group(6, 2, range(2))), (1.0, 3.0), seed=0)
     epochs = [epoch_of(order, epoch) for epoch in (1, 2, 3)]
-    assert sorted(document for epoch in epochs for document in epoch if document < 6) == list(range(6))
+    assert sorted(document for epoch in epochs for document in epoch if document < 6) == list(
+        range(6)
+    )
     for epoch in epochs:
         assert [epoch.count(document) for document in (6, 7)] == [3, 3]
     assert len({tuple(epoch) for epoch in epochs}) == 3

@@ -77,7 +77,9 @@ documents = st.lists(st.lists(st.integers(2, 99), min_size=1, max_size=20), max_
 
 
 @given(documents, st.integers(1, 9))
-def test_none_predicts_each_token_but_a_documents_first_once(documents: list[list[int]], sequence_length: int) -> None:
+def test_none_predicts_each_token_but_a_documents_first_once(
+    documents: list[list[int]], sequence_length: int
+) -> None:
     rows = none(documents_of(documents), sequence_length)
     predicted = targets(batch_of(rows)) if rows else []
     assert predicted == [token for tokens in documents for token in tokens[1:]]
@@ -122,9 +124,13 @@ def test_encoder_ends_documents_where_they_are_joined(
 
 
 def test_long_document_gives_no_warning(
-    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    tokenizer: PreTrainedTokenizerFast,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    short = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", model_max_length=4)
+    short = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", model_max_length=4
+    )
     encoder = Encoder.of(short, Data(train="unused"))
     assert len(encoder.document({"text": "abcdefgh"}, SlotState())) == 9
     assert (caplog.records, capfd.readouterr().err) == ([], "")
@@ -145,13 +151,16 @@ def test_special_tokens_that_packing_needs(tokenizer: PreTrainedTokenizerFast) -
         Encoder.of(bare, none)
 
 
-def test_isolated_documents_do_not_predict_one_anothers_first_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_isolated_documents_do_not_predict_one_anothers_first_token(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     # a b EOS c d EOS e f EOS in rows of 2: the second row begins with the EOS that ends the first document, from which
     # c must not be predicted, and goes on with c, from which d is. The third row ends before e, its target if joined.
     encoder = Encoder.of(tokenizer, Data(train="unused", packing="isolated", sequence_length=2))
     a, b, c, d, e, f = tokenizer("abcdef")["input_ids"]
     documents = [
-        encoder.document({"text": text}, SlotState(place=place)) for place, text in enumerate(("ab", "cd", "ef"))
+        encoder.document({"text": text}, SlotState(place=place))
+        for place, text in enumerate(("ab", "cd", "ef"))
     ]
     batch = batch_of([row for row, _ in encoder.rows(documents)])
     assert batch.input_ids.tolist() == [[a, b], [1, c], [d, 1], [e, f]]
@@ -160,14 +169,23 @@ def test_isolated_documents_do_not_predict_one_anothers_first_token(tokenizer: P
 
 
 @pytest.mark.parametrize("sequence_length", [2, 4, 5])
-def test_isolated_rows_are_those_of_concat(tokenizer: PreTrainedTokenizerFast, sequence_length: int) -> None:
+def test_isolated_rows_are_those_of_concat(
+    tokenizer: PreTrainedTokenizerFast, sequence_length: int
+) -> None:
     texts = ["abcdefg", "h", "ijk", "lmnopqrstuvw"]
     rows = {}
     for packing in ("concat", "isolated"):
-        encoder = Encoder.of(tokenizer, Data(train="unused", packing=packing, sequence_length=sequence_length))
-        documents = [encoder.document({"text": text}, SlotState(place=place)) for place, text in enumerate(texts)]
+        encoder = Encoder.of(
+            tokenizer, Data(train="unused", packing=packing, sequence_length=sequence_length)
+        )
+        documents = [
+            encoder.document({"text": text}, SlotState(place=place))
+            for place, text in enumerate(texts)
+        ]
         rows[packing] = [(batch_of([row]), at) for row, at in encoder.rows(documents)]
-    assert len(rows["isolated"]) == len(rows["concat"])  # at these lengths no row is left without a target
+    assert len(rows["isolated"]) == len(
+        rows["concat"]
+    )  # at these lengths no row is left without a target
     for (isolated, at), (concat, at_concat) in zip(rows["isolated"], rows["concat"]):
         assert at == at_concat
         assert torch.equal(isolated.input_ids, concat.input_ids)

@@ -22,13 +22,20 @@ MakeConfig = Callable[..., RunConfig]
 
 
 def read(
-    cfg: RunConfig, tokenizer: PreTrainedTokenizerFast, num_ranks: int, num_steps: int, state: LoaderState | None = None
+    cfg: RunConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    num_ranks: int,
+    num_steps: int,
+    state: LoaderState | None = None,
 ) -> tuple[list[list[Row]], LoaderState]:
     """The rows of each global batch, and the merged state after the last one, which has been through JSON."""
     ranks = [
-        build_loaders(cfg, tokenizer, slots, state) for slots in over_ranks(cfg.training.global_batch_size, num_ranks)
+        build_loaders(cfg, tokenizer, slots, state)
+        for slots in over_ranks(cfg.training.global_batch_size, num_ranks)
     ]
-    steps = [[row for loaders in ranks for row in rows_of(next(loaders.train))] for _ in range(num_steps)]
+    steps = [
+        [row for loaders in ranks for row in rows_of(next(loaders.train))] for _ in range(num_steps)
+    ]
     merged = merge_states(loaders.state() for loaders in ranks)
     for loaders in ranks:
         loaders.train.close()
@@ -55,7 +62,12 @@ def test_resume_goes_on_exactly_on_any_number_of_ranks(
 ) -> None:
     texts, batch_size = case
     train = write_corpus([*texts, "the cat"])
-    cfg = run_config(train, packing=packing, sequence_length=max(sequence_length, 2), global_batch_size=batch_size)
+    cfg = run_config(
+        train,
+        packing=packing,
+        sequence_length=max(sequence_length, 2),
+        global_batch_size=batch_size,
+    )
     expected, end = read(cfg, tokenizer, 1, before + 3)
     first, state = read(cfg, tokenizer, data.draw(divisors(batch_size)), before)
     then, then_state = read(cfg, tokenizer, data.draw(divisors(batch_size)), 3, state)
@@ -74,7 +86,8 @@ def test_what_workers_have_read_ahead_is_not_in_the_state(
 ) -> None:
     train = write_corpus([f"the text number {i} " * (i % 7) for i in range(40)])
     cfg, cfg_then = (
-        run_config(train, workers=w, sequence_length=16, global_batch_size=6) for w in (workers, workers_then)
+        run_config(train, workers=w, sequence_length=16, global_batch_size=6)
+        for w in (workers, workers_then)
     )
     expected, _ = read(cfg, tokenizer, 1, 12)
     first, state = read(cfg, tokenizer, 1, 5)
@@ -93,7 +106,9 @@ def test_resume_reads_no_earlier_document(
     read_now: list[str] = []
     call = PreTrainedTokenizerFast.__call__
     monkeypatch.setattr(
-        PreTrainedTokenizerFast, "__call__", lambda self, text, **k: read_now.append(text) or call(self, text, **k)
+        PreTrainedTokenizerFast,
+        "__call__",
+        lambda self, text, **k: read_now.append(text) or call(self, text, **k),
     )
     (((_, _, ids, _, _),),), _ = read(cfg, tokenizer, 1, 1, state)
     assert len(read_now) == 1  # a row a document: the 91st alone
@@ -106,7 +121,8 @@ def test_state_before_the_first_step_is_the_beginning(
     cfg = run_config(write_corpus(["abc" * 20, "the cat"]), global_batch_size=2, sequence_length=4)
     _, state = read(cfg, tokenizer, 2, 0)
     assert state["slots"] == {
-        slot: {"epoch": 1, "place": 0, "token": 0, "documents": 0, "skipped": {}} for slot in ("0", "1")
+        slot: {"epoch": 1, "place": 0, "token": 0, "documents": 0, "skipped": {}}
+        for slot in ("0", "1")
     }
     assert read(cfg, tokenizer, 1, 3, state)[0] == read(cfg, tokenizer, 1, 3)[0]
 
@@ -143,7 +159,9 @@ def test_counts_are_those_of_the_tokens_that_rows_had(
     sequence_length: int,
     steps: int,
 ) -> None:
-    cfg = run_config(write_corpus(texts), sequence_length=sequence_length, global_batch_size=batch_size)
+    cfg = run_config(
+        write_corpus(texts), sequence_length=sequence_length, global_batch_size=batch_size
+    )
     _, first = read(cfg, tokenizer, data.draw(divisors(batch_size)), steps // 2)
     _, state = read(cfg, tokenizer, data.draw(divisors(batch_size)), steps - steps // 2, first)
     n = len(texts)
@@ -152,7 +170,9 @@ def test_counts_are_those_of_the_tokens_that_rows_had(
     for slot in range(batch_size):
         left = steps * sequence_length  # tokens that its rows had as inputs
         piece, pieces = slot // n, len(range(slot % n, batch_size, n))
-        places = ((e, number) for e in count(1) for number in in_order(n, 0, e)[slot % n :: batch_size])
+        places = (
+            (e, number) for e in count(1) for number in in_order(n, 0, e)[slot % n :: batch_size]
+        )
         while left > 0:
             epoch, number = next(places)
             begin, end = (len(texts[number]) * (piece + i) // pieces for i in (0, 1))
@@ -161,15 +181,22 @@ def test_counts_are_those_of_the_tokens_that_rows_had(
             finished[epoch, number] += Fraction(left >= 0, pieces)
     counted = counts(state)
     assert counted.rows == steps * batch_size
-    assert (counted.begun, counted.finished) == (len(begun), sum(share == 1 for share in finished.values()))
+    assert (counted.begun, counted.finished) == (
+        len(begun),
+        sum(share == 1 for share in finished.values()),
+    )
     assert counted.skipped == {}
 
 
 def test_a_document_that_slots_share_is_left_out_once(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
-    cfg = run_config(write_corpus(["", "a" * 12]), sequence_length=1, packing="none", global_batch_size=6)
-    _, state = read(cfg, tokenizer, 2, 5)  # in each epoch three slots read four letters each, and three read nothing
+    cfg = run_config(
+        write_corpus(["", "a" * 12]), sequence_length=1, packing="none", global_batch_size=6
+    )
+    _, state = read(
+        cfg, tokenizer, 2, 5
+    )  # in each epoch three slots read four letters each, and three read nothing
     counted = counts(state)
     assert counted.rows == 30
     assert counted.finished > 2
@@ -202,7 +229,9 @@ def test_state_of_other_data_is_refused(
     _, state = read(run_config(write_corpus(["abc"] * 5), **keys), tokenizer, 1, 1)
     other = tokenizer
     if change.pop("tokenizer", False):
-        other = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
+        other = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>"
+        )
     train = write_corpus(change.pop("texts", ["abc"] * 5))
     cfg = run_config(train, **{**keys, **change})
     with pytest.raises(UserError, match=f"checkpoint: {name}; "):
@@ -213,11 +242,15 @@ def test_state_with_other_validation_text_is_refused(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
     held_out = write_corpus(["the cat"] * 3)
-    cfg = run_config(write_corpus(["abc"] * 5), validation=held_out, sequence_length=4, global_batch_size=2)
+    cfg = run_config(
+        write_corpus(["abc"] * 5), validation=held_out, sequence_length=4, global_batch_size=2
+    )
     _, state = read(cfg, tokenizer, 1, 1)
     build_loaders(cfg, tokenizer, range(2), state)
     Path(held_out).write_text(Path(held_out).read_text().replace("cat", "dog"))
-    with pytest.raises(UserError, match=r"checkpoint: the text of data\.validation \(was \w+, is \w+\);"):
+    with pytest.raises(
+        UserError, match=r"checkpoint: the text of data\.validation \(was \w+, is \w+\);"
+    ):
         build_loaders(cfg, tokenizer, range(2), state)
 
 
@@ -226,9 +259,12 @@ def test_state_of_another_order_is_refused(
 ) -> None:
     cfg = run_config(write_corpus(["abc"] * 5), global_batch_size=2)
     _, state = read(cfg, tokenizer, 1, 1)
-    del state["read_from"]["the order of the documents"]  # as it was saved before the order had a name
+    del state["read_from"][
+        "the order of the documents"
+    ]  # as it was saved before the order had a name
     with pytest.raises(
-        UserError, match=r"checkpoint: the order of the documents \(was None, is swap-or-not, 32 rounds\);"
+        UserError,
+        match=r"checkpoint: the order of the documents \(was None, is swap-or-not, 32 rounds\);",
     ):
         build_loaders(cfg, tokenizer, range(2), state)
 
@@ -239,7 +275,11 @@ def test_a_resumed_run_may_change_how_the_batch_is_read(
     cfg = run_config(write_corpus(["abc" * 9] * 5), sequence_length=4, global_batch_size=4)
     expected, _ = read(cfg, tokenizer, 1, 4)
     _, state = read(cfg, tokenizer, 1, 2)
-    then = replace(cfg, data=replace(cfg.data, workers=1), training=replace(cfg.training, micro_batch_size=2, steps=7))
+    then = replace(
+        cfg,
+        data=replace(cfg.data, workers=1),
+        training=replace(cfg.training, micro_batch_size=2, steps=7),
+    )
     loaders = build_loaders(then, tokenizer, range(4), state)
     assert [rows_of(batches) for batches in islice(loaders.train, 2)] == expected[2:]
     loaders.train.close()

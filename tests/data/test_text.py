@@ -36,15 +36,24 @@ def test_folder_gives_text_files_at_any_depth_sorted(tmp_path: Path) -> None:
 
 def test_files_globs_and_folders_together_give_each_file_once(tmp_path: Path) -> None:
     a, b, c = (write(tmp_path / name, "x") for name in ("a.txt", "b.log", "sub/c.txt"))
-    patterns = [str(tmp_path / "sub" / ".." / "a.txt"), str(tmp_path / "*"), str(a), str(tmp_path / "**" / "*.txt")]
+    patterns = [
+        str(tmp_path / "sub" / ".." / "a.txt"),
+        str(tmp_path / "*"),
+        str(a),
+        str(tmp_path / "**" / "*.txt"),
+    ]
     files = find_files(patterns)
     assert [file.resolve() for file in files] == [a, b, c]
 
 
-def test_order_does_not_depend_on_how_paths_are_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_does_not_depend_on_how_paths_are_spelt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path / "a.txt", "x"), write(tmp_path / "b.txt", "x")
     monkeypatch.chdir(tmp_path)
-    spelt = find_files([str(tmp_path / "b.txt"), "a.txt"])  # "/..." sorts before "a": by spelling, b would be first
+    spelt = find_files(
+        [str(tmp_path / "b.txt"), "a.txt"]
+    )  # "/..." sorts before "a": by spelling, b would be first
     assert [file.name for file in spelt] == ["a.txt", "b.txt"]
 
 
@@ -91,7 +100,9 @@ def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path) -> None:
 def test_links_that_go_in_a_circle(tmp_path: Path) -> None:
     file = write(tmp_path / "a" / "b" / "c.jsonl", "{}\n")
     (tmp_path / "a" / "aside").symlink_to(tmp_path / "a" / "b")
-    assert [path.resolve() for path in find_files(str(tmp_path / "a" / "**" / "*.jsonl"))] == [file.resolve()]
+    assert [path.resolve() for path in find_files(str(tmp_path / "a" / "**" / "*.jsonl"))] == [
+        file.resolve()
+    ]
     for name in ("one", "two", "three"):
         (file.parent / name).symlink_to(tmp_path / "a")
     assert find_files(str(tmp_path / "a")) == [file]  # links are not followed
@@ -117,7 +128,9 @@ def test_files_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     for name in ("open", "stat"):  # whoever runs the tests as root has every permission
         monkeypatch.setattr(Path, name, refuse)
-        with pytest.raises(UserError, match=r"a.jsonl.*: cannot (be read|read the file) \(Permission denied\)"):
+        with pytest.raises(
+            UserError, match=r"a.jsonl.*: cannot (be read|read the file) \(Permission denied\)"
+        ):
             open_corpus(str(path), Data(train=str(path)))
 
 
@@ -135,7 +148,9 @@ def test_documents_are_lines_and_whole_files(tmp_path: Path) -> None:
         "  \t",
         json.dumps({"text": "drei äöü", "other": 1}, ensure_ascii=False),
     ]
-    jsonl = write(tmp_path / "a.jsonl", "\n".join(lines) + "\r\n" + json.dumps({"text": ""}))  # no newline at the end
+    jsonl = write(
+        tmp_path / "a.jsonl", "\n".join(lines) + "\r\n" + json.dumps({"text": ""})
+    )  # no newline at the end
     text = write(tmp_path / "b.txt", "first line\r\nsecond line\n")
     empty = write(tmp_path / "c.txt", "")
     corpus = index_files([jsonl, text, empty])
@@ -155,10 +170,14 @@ def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
 
 
 def test_index_holds_no_text(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", "".join(json.dumps({"text": "x" * 10_000}) + "\n" for _ in range(100)))
+    path = write(
+        tmp_path / "a.jsonl", "".join(json.dumps({"text": "x" * 10_000}) + "\n" for _ in range(100))
+    )
     corpus = index_files([path])
     assert corpus[99] == {"text": "x" * 10_000}
-    assert len(pickle.dumps(corpus)) < 1_000  # the places of 4 documents, and the names; the text is 1 MB
+    assert (
+        len(pickle.dumps(corpus)) < 1_000
+    )  # the places of 4 documents, and the names; the text is 1 MB
 
 
 def test_documents_are_found_from_the_places_that_are_kept(tmp_path: Path) -> None:
@@ -166,7 +185,9 @@ def test_documents_are_found_from_the_places_that_are_kept(tmp_path: Path) -> No
     paths, expected = [], []
     for number, count in enumerate([STRIDE - 1, 1, STRIDE, 0, 2 * STRIDE + 3, 1, 7]):
         texts = [f"{number} {'x' * (i % 5)} {i}" for i in range(count)]
-        lines = "".join("\n" * (i % 3) + json.dumps({"text": text}) + "\n" for i, text in enumerate(texts))
+        lines = "".join(
+            "\n" * (i % 3) + json.dumps({"text": text}) + "\n" for i, text in enumerate(texts)
+        )
         paths.append(write(tmp_path / f"{number}.jsonl", lines + "\n"))
         expected += texts
         if number == 2:
@@ -200,10 +221,16 @@ def test_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
 def test_documents_have_a_place(tmp_path: Path) -> None:
     # 30,000 lines of 67 bytes lie before the one asked for: 2 MB, so newlines are counted over several reads.
     line = json.dumps({"text": "x" * 54}) + "\n"
-    jsonl = write(tmp_path / "a.jsonl", line * 20_000 + "\n" + line * 10_001)  # a blank line counts as a line
+    jsonl = write(
+        tmp_path / "a.jsonl", line * 20_000 + "\n" + line * 10_001
+    )  # a blank line counts as a line
     text = write(tmp_path / "b.txt", "b")
     corpus = index_files([jsonl, text])
-    assert [corpus.where(i) for i in (0, 30_000, 30_001)] == [f"{jsonl}:1", f"{jsonl}:30002", str(text)]
+    assert [corpus.where(i) for i in (0, 30_000, 30_001)] == [
+        f"{jsonl}:1",
+        f"{jsonl}:30002",
+        str(text),
+    ]
 
 
 def test_plain_text_is_the_field_that_is_asked_for(tmp_path: Path) -> None:
@@ -212,7 +239,9 @@ def test_plain_text_is_the_field_that_is_asked_for(tmp_path: Path) -> None:
 
 def test_fingerprint_is_that_of_places_sizes_and_text(tmp_path: Path) -> None:
     def fingerprint(name: str, *contents: str) -> str:
-        paths = [write(tmp_path / name / f"{i}.jsonl", content) for i, content in enumerate(contents)]
+        paths = [
+            write(tmp_path / name / f"{i}.jsonl", content) for i, content in enumerate(contents)
+        ]
         return index_files(paths).fingerprint()
 
     line, last = '{"text": "a"}\n', '{"text": "b"}\n'
@@ -234,7 +263,11 @@ def test_fingerprint_looks_at_blocks_of_a_file(tmp_path: Path, size: int) -> Non
     before = index_files([path]).fingerprint()
     # All of a file up to SAMPLES blocks; of a larger one the first block, the last, and those between.
     last = size - BLOCK
-    seen = [0, size // 2, size - 1] if size <= SAMPLES * BLOCK else [0, last // 17 + 1, 9 * last // 17, size - 1]
+    seen = (
+        [0, size // 2, size - 1]
+        if size <= SAMPLES * BLOCK
+        else [0, last // 17 + 1, 9 * last // 17, size - 1]
+    )
     for place in seen:
         write(path, b"x" * place + b"y" + b"x" * (size - place - 1))
         assert index_files([path]).fingerprint() != before, place
@@ -252,7 +285,16 @@ def test_json_lines_are_known_by_names_in_any_case(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize(
-    "content", ['{"text": "a"}', '{"text": "a"}\n[1]\n', "{\n}\n", "\n\n", b"\xff\n{}\n", "{" * 2**21, "[1]\n[2]\n"]
+    "content",
+    [
+        '{"text": "a"}',
+        '{"text": "a"}\n[1]\n',
+        "{\n}\n",
+        "\n\n",
+        b"\xff\n{}\n",
+        "{" * 2**21,
+        "[1]\n[2]\n",
+    ],
 )
 def test_text_that_is_not_json_lines_is_text(tmp_path: Path, content: bytes | str) -> None:
     assert len(index_files([write(tmp_path / "a.txt", content)])) == 1
@@ -293,7 +335,9 @@ def test_files_that_are_no_text_are_known_by_their_first_bytes(tmp_path: Path, n
 
 def test_json_that_is_nested_without_end(tmp_path: Path) -> None:
     deep = '{"text": ' + "[" * 100_000
-    corpus = index_files([write(tmp_path / "a.jsonl", f"{deep}\n"), write(tmp_path / "b.txt", f"{deep}\n{deep}\n")])
+    corpus = index_files(
+        [write(tmp_path / "a.jsonl", f"{deep}\n"), write(tmp_path / "b.txt", f"{deep}\n{deep}\n")]
+    )
     with pytest.raises(BadDocument, match=r"^not JSON \("):
         corpus[0]
     assert corpus[1]["text"].startswith(deep)
@@ -310,9 +354,14 @@ def test_file_that_vanishes(tmp_path: Path) -> None:
         index_files([path])
 
 
-def test_load_tokenizer_from_the_model_folder_or_its_own(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_load_tokenizer_from_the_model_folder_or_its_own(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     tokenizer.save_pretrained(tmp_path / "here")
-    for model in (Model(path=str(tmp_path / "here")), Model(path="gone", tokenizer=str(tmp_path / "here"))):
+    for model in (
+        Model(path=str(tmp_path / "here")),
+        Model(path="gone", tokenizer=str(tmp_path / "here")),
+    ):
         loaded = load_tokenizer(model)
         assert loaded("the cat")["input_ids"] == tokenizer("the cat")["input_ids"]
         assert loaded.eos_token_id == tokenizer.eos_token_id

@@ -32,14 +32,23 @@ def test_workers_end_with_the_process_that_reads_them(
 ) -> None:
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path), write_corpus(["the text " * 100])]
+    command = [
+        sys.executable,
+        str(tmp_path / "script.py"),
+        str(tmp_path),
+        write_corpus(["the text " * 100]),
+    ]
     pipe = subprocess.PIPE
     returning, killed = processes = [
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
         for _ in range(2)
     ]
     try:
-        assert [process.stdout.readline() for process in processes if process.stdout] == ["running\n"] * 2
+        assert [process.stdout.readline() for process in processes if process.stdout] == [
+            "running\n"
+        ] * 2
         killed.kill()
         # communicate returns when no process holds the pipes any more: neither a worker nor the fork server.
         assert returning.communicate(timeout=PATIENCE) == ("", "")

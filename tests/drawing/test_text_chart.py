@@ -13,7 +13,12 @@ def test_a_chart_has_a_row_for_each_rank_on_one_axis():
     # backward, and later for its second.
     even = simulate(Pipeline("1f1b", 2, 2), [cost(1.0, 2.0, 0.0)] * 2)
     half = Timeline(
-        1, (Event(0, 0, 0, "F", 0.0, 2.125), Event(0, 0, 0, "I", 2.125, 4.0), Event(0, 0, 0, "W", 4.0, 4.5))
+        1,
+        (
+            Event(0, 0, 0, "F", 0.0, 2.125),
+            Event(0, 0, 0, "I", 2.125, 4.0),
+            Event(0, 0, 0, "W", 4.0, 4.5),
+        ),
     )
     assert list(text_chart({"even": even, "half": half}, columns=18)) == [
         "█ forward  ▒ backward  ▒ backward, inputs  ░ backward, weights  · idle",

@@ -28,7 +28,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="until when a new run is begun")
     parser.add_argument("--seed", type=int, help="of the first run; the next one has the next seed")
-    parser.add_argument("--only", type=int, metavar="SEED", help="run this one alone and print all of it")
+    parser.add_argument(
+        "--only", type=int, metavar="SEED", help="run this one alone and print all of it"
+    )
     options = parser.parse_args()
     warnings.simplefilter("error")  # as in the tests; the ranks inherit it
     first = options.only if options.only is not None else options.seed

@@ -92,11 +92,18 @@ class Draw:
             f"checkpointing {training.checkpointing if isinstance(training.checkpointing, str) else 'some layers'}",
         ]
         if parallel.pp > 1:
-            named += [parallel.schedule, f"split {parallel.split if isinstance(parallel.split, str) else 'uneven'}"]
+            named += [
+                parallel.schedule,
+                f"split {parallel.split if isinstance(parallel.split, str) else 'uneven'}",
+            ]
         if cfg.lora:
             targets = cfg.lora.targets if isinstance(cfg.lora.targets, str) else "some"
             named += [f"lora.targets {targets}", f"lora.kernel {cfg.lora.kernel}"]
-            named += [f"lora.{key}" for key in ("dropout", "rslora", "modules_to_save") if getattr(cfg.lora, key)]
+            named += [
+                f"lora.{key}"
+                for key in ("dropout", "rslora", "modules_to_save")
+                if getattr(cfg.lora, key)
+            ]
         flags = {
             "offload": parallel.offload != "none",
             "keep gathered": not parallel.reshard_after_forward,
@@ -117,9 +124,13 @@ class Draw:
 def draw(seed: int, folder: Path) -> Draw:
     """The draw of a seed; writes its config.json into `folder`."""
     parts = ("layout", "model", "data", "parallel", "optimizer", "training", "lora", "rows")
-    random = {part: Random(f"{part} {seed}") for part in parts}  # a change to one part leaves the others as they were
+    random = {
+        part: Random(f"{part} {seed}") for part in parts
+    }  # a change to one part leaves the others as they were
     family = list(FAMILIES)[seed % len(FAMILIES)]  # each in turn
-    layout = random["layout"].choices(PROVEN, [4 / 2 ** max(1, len(_axes(layout))) for layout in PROVEN])[0]
+    layout = random["layout"].choices(
+        PROVEN, [4 / 2 ** max(1, len(_axes(layout))) for layout in PROVEN]
+    )[0]
     sizes = _axis_sizes(layout, random["layout"])
     pipeline, num_layers = {}, random["model"].randint(1, 4)
     if "pp" in sizes:
@@ -139,7 +150,9 @@ def draw(seed: int, folder: Path) -> Draw:
     cfg = replace(cfg, training=_training(cfg, sizes, kinds, random["training"]))
     if random["lora"].random() < 0.6:
         cfg = replace(cfg, lora=_lora(cfg, hf_config, random["lora"]))
-    if cfg.training.precision == "bfloat16":  # weights off by 1e-7 may be rounded the other way: they stay as they are
+    if (
+        cfg.training.precision == "bfloat16"
+    ):  # weights off by 1e-7 may be rounded the other way: they stay as they are
         cfg = replace(cfg, optimizer=replace(cfg.optimizer, lr=0.0))
     rows = Rows(
         seed=seed,
@@ -162,7 +175,9 @@ def _axis_sizes(layout: str, random: Random) -> dict[str, int]:
     if layout == "single":
         return {}
     several = {1: (2, 2, 3, 4), 2: (2, 2, 2, 3), 3: (2,)}[len(axes)]
-    sizes = {axis: random.choice((2, 4) if len(axes) < 3 else (2,)) for axis in axes if axis == "hsdp"}
+    sizes = {
+        axis: random.choice((2, 4) if len(axes) < 3 else (2,)) for axis in axes if axis == "hsdp"
+    }
     left = 8 // sizes.get("hsdp", 1)
     for axis in axes:
         if axis not in sizes:
@@ -185,7 +200,11 @@ def _data(layout: str, sizes: dict[str, int], random: Random) -> Data:
     length = random.randint(1, 37) if random.random() < 0.85 else random.randint(60, 140)
     if layout.endswith("-sp") and random.random() < 0.95:
         length = -(-length // sizes["tp"]) * sizes["tp"]
-    return Data("unused", sequence_length=length, packing=random.choice(("concat", "concat", "isolated", "none")))
+    return Data(
+        "unused",
+        sequence_length=length,
+        packing=random.choice(("concat", "concat", "isolated", "none")),
+    )
 
 
 def _pipeline(num_ranks: int, random: Random) -> tuple[dict[str, Any], int]:
@@ -203,10 +222,17 @@ def _pipeline(num_ranks: int, random: Random) -> tuple[dict[str, Any], int]:
         split = least
         for _ in range(num_layers - sum(least)):
             split[random.randrange(num_stages)] += 1
-    return {"pp": num_ranks, "schedule": schedule, "virtual_stages": virtual, "split": split}, num_layers
+    return {
+        "pp": num_ranks,
+        "schedule": schedule,
+        "virtual_stages": virtual,
+        "split": split,
+    }, num_layers
 
 
-def _parallel(layout: str, sizes: dict[str, int], pipeline: dict[str, Any], random: Random) -> Parallel:
+def _parallel(
+    layout: str, sizes: dict[str, int], pipeline: dict[str, Any], random: Random
+) -> Parallel:
     data = next((part for part in layout.split("-") if part not in AXES), "single")
     sharded = data in ("fsdp2", "hsdp")
     halved = pipeline.get("schedule") in HALVING
@@ -218,7 +244,9 @@ def _parallel(layout: str, sizes: dict[str, int], pipeline: dict[str, Any], rand
         dp_replicate=2 if data == "hsdp" else 1,
         reshard_after_forward=not sharded or (random.random() < 0.7 and not halved),
         fsdp1_wrap=random.choice(("separate", "naive")) if data == "fsdp1" else "separate",
-        offload=random.choice(("none", "none", "optimizer", "all")) if layout in ("fsdp2", "hsdp") else "none",
+        offload=random.choice(("none", "none", "optimizer", "all"))
+        if layout in ("fsdp2", "hsdp")
+        else "none",
     )
 
 
@@ -230,7 +258,9 @@ def _optimizer(random: Random) -> Optimizer:
         "lr_schedule": random.choice(("linear", "cosine", "constant")),
         "max_grad_norm": clipped,
     }
-    if random.random() < 0.3:  # an epsilon above most gradients: AdamW turns rounding errors of tiny ones into steps
+    if (
+        random.random() < 0.3
+    ):  # an epsilon above most gradients: AdamW turns rounding errors of tiny ones into steps
         return Optimizer(name="adamw", lr=0.01, eps=0.01, **shared)
     return Optimizer(name="sgd", lr=0.5 if clipped == 0.1 else 0.02, **shared)
 
@@ -240,7 +270,11 @@ def _training(cfg: RunConfig, sizes: dict[str, int], kinds: list[str], random: R
     data_size = 1
     for axis, size in sizes.items():
         data_size *= size if axis not in ("pp", "tp") else 1
-    least = {"1f1b": parallel.pp, "dualpipe-v": 2 * parallel.pp}.get(parallel.schedule, 1) if parallel.pp > 1 else 1
+    least = (
+        {"1f1b": parallel.pp, "dualpipe-v": 2 * parallel.pp}.get(parallel.schedule, 1)
+        if parallel.pp > 1
+        else 1
+    )
     num_microbatches = random.randint(least, least + 2)
     if parallel.schedule.startswith("interleaved"):  # equal rounds
         num_microbatches = random.choice((1, 2, parallel.pp, 2 * parallel.pp))
@@ -253,7 +287,9 @@ def _training(cfg: RunConfig, sizes: dict[str, int], kinds: list[str], random: R
         micro_batch_size=micro_batch_size,
         precision="bfloat16" if narrow or random.random() < 0.08 else "float32",
         accumulation="float32" if narrow and random.random() < 0.5 else "model",
-        checkpointing="none" if halves else random.choice(("none", "none", "full", "operators", [kinds[-1]])),
+        checkpointing="none"
+        if halves
+        else random.choice(("none", "none", "full", "operators", [kinds[-1]])),
         loss=random.choice(("auto", "chunked", "plain")),
     )
 
@@ -265,7 +301,10 @@ def _lora(cfg: RunConfig, hf_config: PretrainedConfig, random: Random) -> Lora:
         hf = load.build_meta(cfg.model, hf_config)
         paths = lora.reach(hf, spec_of(hf_config, hf), "all-linear")
         targets = random.sample(paths, random.randint(1, min(5, len(paths))))
-    dropped = not family.experts or targets in ("auto", "attention")  # experts' adapters have no input
+    dropped = not family.experts or targets in (
+        "auto",
+        "attention",
+    )  # experts' adapters have no input
     saved = ["norm"] if hf_config.tie_word_embeddings else ["norm", "head", "embed"]
     saved += ["attention"] if targets in ("auto", "all-linear") else []
     return Lora(

@@ -52,7 +52,9 @@ def judge(draw: Draw, bug: Callable[[], None] | None = None) -> Result:
         return _judge(draw, bug)
     except Exception as error:  # of the check, or, in its message, of a rank, if it is no hang
         reason = str(error).strip().splitlines()[-1:]
-        return Result("failed", "".join(reason) or type(error).__name__, detail=traceback.format_exc())
+        return Result(
+            "failed", "".join(reason) or type(error).__name__, detail=traceback.format_exc()
+        )
 
 
 def _judge(draw: Draw, bug: Callable[[], None] | None) -> Result:
@@ -67,7 +69,10 @@ def _judge(draw: Draw, bug: Callable[[], None] | None) -> Result:
     outcomes = run_ranks(draw.num_ranks, attempt, draw.cfg, draw.rows, bug)
     reference = _alone(draw.one_process(), draw)
     if len({(tuple(one.losses), tuple(one.norms), one.eval_loss) for one in outcomes}) > 1:
-        return Result("failed", f"the ranks report different losses or norms: {[one.losses for one in outcomes]}")
+        return Result(
+            "failed",
+            f"the ranks report different losses or norms: {[one.losses for one in outcomes]}",
+        )
     return _compared(draw, outcomes, reference)
 
 
@@ -87,15 +92,24 @@ def _compared(draw: Draw, outcomes: Sequence[Outcome], reference: Outcome) -> Re
     if draw.cfg.training.precision != "float32":  # as harness.tolerance has it
         changed = _largest(differences([reference], _float(draw, "float32")))
         limits = {kind: max(TOLERANCE[kind], 3 * changed[kind]) for kind in TOLERANCE}
-    wrong = [(kind, name) for kind in KINDS for name, error in found[kind].items() if not error <= limits[kind]]
+    wrong = [
+        (kind, name)
+        for kind in KINDS
+        for name, error in found[kind].items()
+        if not error <= limits[kind]
+    ]
     if not wrong:
         return Result("equal", errors=errors)
     noises = _noises(draw, reference)
-    noise = {(kind, name): max(each[kind].get(name, 0.0) for each in noises) for kind, name in wrong}
+    noise = {
+        (kind, name): max(each[kind].get(name, 0.0) for each in noises) for kind, name in wrong
+    }
     beyond = [pair for pair in wrong if not found[pair[0]][pair[1]] <= NOISE * noise[pair]]
     kind, name = (beyond or wrong)[0]
     first = f"{kind} {name} differs by {found[kind][name]:.1e} (one process from itself by {noise[kind, name]:.1e})"
-    return Result("failed" if beyond else "noise", f"{first}, and {len(beyond or wrong) - 1} more", errors)
+    return Result(
+        "failed" if beyond else "noise", f"{first}, and {len(beyond or wrong) - 1} more", errors
+    )
 
 
 def _noises(draw: Draw, reference: Outcome) -> list[Differences]:
@@ -104,7 +118,10 @@ def _noises(draw: Draw, reference: Outcome) -> list[Differences]:
     """
     cfg = draw.one_process()
     unit = torch.finfo(getattr(torch, cfg.training.precision)).eps / 2
-    changed = [_alone(cfg, draw, backwards=True), *(_alone(cfg, draw, rounded(seed, unit)) for seed in range(6))]
+    changed = [
+        _alone(cfg, draw, backwards=True),
+        *(_alone(cfg, draw, rounded(seed, unit)) for seed in range(6)),
+    ]
     if cfg.training.precision == "float32":
         changed.append(_float(draw, "float64"))
     return [differences([outcome], reference) for outcome in changed]
@@ -126,7 +143,9 @@ def rounded(seed: int, unit: float) -> Callable[[], None]:
     return plant
 
 
-def attempt(cfg: RunConfig, rows: Rows, before: Callable[[], None] | None, backwards: bool = False) -> Outcome:
+def attempt(
+    cfg: RunConfig, rows: Rows, before: Callable[[], None] | None, backwards: bool = False
+) -> Outcome:
     """What this rank sees of a run. A hang leaves every thread's stack on stderr."""
     faulthandler.dump_traceback_later(0.9 * PATIENCE)
     if before is not None:
@@ -134,7 +153,9 @@ def attempt(cfg: RunConfig, rows: Rows, before: Callable[[], None] | None, backw
     if cfg.model.dtype == "float64":
         functional.grouped_mm = _grouped_mm
     try:
-        return run(cfg, lambda mesh, step: microbatches(cfg, mesh, step, rows)[:: -1 if backwards else 1])
+        return run(
+            cfg, lambda mesh, step: microbatches(cfg, mesh, step, rows)[:: -1 if backwards else 1]
+        )
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -145,7 +166,9 @@ def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -
     return torch.cat([group @ weight for group, weight in zip(groups, weights)])
 
 
-def _alone(cfg: RunConfig, draw: Draw, before: Callable[[], None] | None = None, backwards: bool = False) -> Outcome:
+def _alone(
+    cfg: RunConfig, draw: Draw, before: Callable[[], None] | None = None, backwards: bool = False
+) -> Outcome:
     (outcome,) = run_ranks(1, attempt, cfg, draw.rows, before, backwards)
     return outcome
 
@@ -155,7 +178,9 @@ def _float(draw: Draw, dtype: str) -> Outcome:
     cfg = draw.one_process()
     adapters = cfg.lora and replace(cfg.lora, dtype="model")
     model = replace(cfg.model, dtype=dtype)  # ty: ignore[invalid-argument-type]  # float64 is for tests alone
-    wide = replace(cfg, model=model, lora=adapters, training=replace(cfg.training, precision="float32"))
+    wide = replace(
+        cfg, model=model, lora=adapters, training=replace(cfg.training, precision="float32")
+    )
     return _alone(wide, draw)
 
 

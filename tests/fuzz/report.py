@@ -19,8 +19,12 @@ def report(results: Sequence[tuple[Draw, Result]]) -> str:
     parts = [_counts("family", results, lambda draw: [draw.family])]
     parts.append(_counts("layout", results, lambda draw: [draw.layout]))
     parts.append(_counts("option", results, Draw.options))
-    reasons = Counter(_without_numbers(result.reason) for _, result in results if result.status == "refused")
-    parts.append("\n".join(["refused", *(f"{count:6}  {reason}" for reason, count in reasons.most_common())]))
+    reasons = Counter(
+        _without_numbers(result.reason) for _, result in results if result.status == "refused"
+    )
+    parts.append(
+        "\n".join(["refused", *(f"{count:6}  {reason}" for reason, count in reasons.most_common())])
+    )
     for status, precision in product(("equal", "noise"), ("float32", "bfloat16")):
         errors = [
             result.errors
@@ -31,12 +35,18 @@ def report(results: Sequence[tuple[Draw, Result]]) -> str:
             largest = (f"{kind} {max(error[kind] for error in errors):.1e}" for kind in TOLERANCE)
             parts.append(f"largest differences ({status}, {precision}): {', '.join(largest)}")
     statuses = Counter(result.status for _, result in results)
-    failed = [f"FAILED {draw.id}: {result.reason}" for draw, result in results if result.status == "failed"]
+    failed = [
+        f"FAILED {draw.id}: {result.reason}"
+        for draw, result in results
+        if result.status == "failed"
+    ]
     summary = ", ".join(f"{statuses[status]} {status}" for status in STATUSES)
     return "\n\n".join([*parts, "\n".join([*failed, f"{len(results)} drawn: {summary}"])])
 
 
-def _counts(title: str, results: Sequence[tuple[Draw, Result]], names_of: Callable[[Draw], list[str]]) -> str:
+def _counts(
+    title: str, results: Sequence[tuple[Draw, Result]], names_of: Callable[[Draw], list[str]]
+) -> str:
     table: dict[str, Counter[str]] = {}
     for draw, result in results:
         for name in names_of(draw):
@@ -45,7 +55,8 @@ def _counts(title: str, results: Sequence[tuple[Draw, Result]], names_of: Callab
     lines = [f"{title:{width}} {'drawn':>6}" + "".join(f"{status:>9}" for status in STATUSES)]
     for name, counts in sorted(table.items()):
         lines.append(
-            f"{name:{width}} {counts.total():6}" + "".join(f"{counts[status] or '-':>9}" for status in STATUSES)
+            f"{name:{width}} {counts.total():6}"
+            + "".join(f"{counts[status] or '-':>9}" for status in STATUSES)
         )
     return "\n".join(lines)
 

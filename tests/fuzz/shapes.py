@@ -37,9 +37,17 @@ class Sizes:
 
     def query_and_key_heads(self) -> tuple[int, int]:
         """Numbers of query heads and of the key/value heads that they share."""
-        kv_heads = self.among(1, 2, 3, 5) if self.tp == 1 or self.chance(0.04) else self.among(1, self.tp, 2 * self.tp)
+        kv_heads = (
+            self.among(1, 2, 3, 5)
+            if self.tp == 1 or self.chance(0.04)
+            else self.among(1, self.tp, 2 * self.tp)
+        )
         heads = kv_heads * self.random.randint(1, 4)
-        return (heads, kv_heads) if heads % self.tp == 0 or self.chance(0.05) else (heads * self.tp, kv_heads)
+        return (
+            (heads, kv_heads)
+            if heads % self.tp == 0 or self.chance(0.05)
+            else (heads * self.tp, kv_heads)
+        )
 
     def even(self, low: int, high: int) -> int:
         return 2 * self.random.randint(low // 2, high // 2)
@@ -57,7 +65,10 @@ class Sizes:
 
     def experts(self) -> dict[str, int]:
         num_experts = self.random.randint(2, 7)
-        return {"num_experts": num_experts, "num_experts_per_tok": self.random.randint(1, min(3, num_experts))}
+        return {
+            "num_experts": num_experts,
+            "num_experts_per_tok": self.random.randint(1, min(3, num_experts)),
+        }
 
     def groups(self, experts: dict[str, int]) -> int:
         """Into how many groups the experts fall; the experts of a token may come from all of them."""
@@ -83,19 +94,29 @@ def draw_model(family: str, sizes: Sizes) -> dict[str, Any]:
 
 def _attention(sizes: Sizes) -> dict[str, Any]:
     heads, kv_heads = sizes.query_and_key_heads()
-    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": sizes.even(4, 20)}
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": sizes.even(4, 20),
+    }
 
 
 def _attention_within(sizes: Sizes, of: int = 2) -> dict[str, Any]:
     """Attention whose heads have the width of the model together: their size follows, a multiple of `of`."""
     heads, kv_heads = sizes.query_and_key_heads()
     size = of * sizes.random.randint(1, max(1, 64 // heads // of))
-    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * size}
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": heads * size,
+    }
 
 
 def _llama(sizes: Sizes) -> dict[str, Any]:
     attention = _attention(sizes)
-    return attention | {"hidden_size": attention["num_attention_heads"] * sizes.random.randint(3, 12)}
+    return attention | {
+        "hidden_size": attention["num_attention_heads"] * sizes.random.randint(3, 12)
+    }
 
 
 def _qwen3(sizes: Sizes) -> dict[str, Any]:
@@ -132,7 +153,11 @@ def _delta_net(sizes: Sizes) -> dict[str, Any]:
 
 
 def _qwen3_next(sizes: Sizes) -> dict[str, Any]:
-    return _delta_net(sizes) | _mixture(sizes) | {"shared_expert_intermediate_size": sizes.shared(6, 60)}
+    return (
+        _delta_net(sizes)
+        | _mixture(sizes)
+        | {"shared_expert_intermediate_size": sizes.shared(6, 60)}
+    )
 
 
 def _olmo_hybrid(sizes: Sizes) -> dict[str, Any]:
@@ -290,7 +315,10 @@ def _jet_nemotron(sizes: Sizes) -> dict[str, Any]:
     }
     return _attention_within(sizes, of=8) | {
         "layer_types": sizes.pattern("jet", "swa", "attn"),
-        "efficient_attention_config": {"jet": jet, "swa": {"window_size": sizes.random.randint(2, 19)}},
+        "efficient_attention_config": {
+            "jet": jet,
+            "swa": {"window_size": sizes.random.randint(2, 19)},
+        },
     }
 
 
@@ -302,7 +330,14 @@ _FLAGS = {
     "qwen3_5_text": ("attention_bias",),
     "qwen3_next": ("attention_bias", "norm_topk_prob"),
     "olmo_hybrid": ("attention_bias", "linear_allow_neg_eigval"),
-    "nemotron_h": ("attention_bias", "mlp_bias", "use_conv_bias", "mamba_proj_bias", "use_bias", "norm_topk_prob"),
+    "nemotron_h": (
+        "attention_bias",
+        "mlp_bias",
+        "use_conv_bias",
+        "mamba_proj_bias",
+        "use_bias",
+        "norm_topk_prob",
+    ),
     "lfm2": ("conv_bias",),
     "gpt2": ("scale_attn_by_inverse_layer_idx",),
     "granitemoehybrid": ("attention_bias", "mamba_conv_bias", "mamba_proj_bias"),

@@ -79,4 +79,7 @@ def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("tests.fuzz.judge.describe", refuse_many)
     result = judge(drawn)
-    assert (result.status, result.reason) == ("failed", "refused under the layout only: optimizer.lr is too small")
+    assert (result.status, result.reason) == (
+        "failed",
+        "refused under the layout only: optimizer.lr is too small",
+    )

@@ -42,8 +42,14 @@ class Files:
 
 def child_environment() -> dict[str, str]:
     """For every process started here: our sources on the path, and no network."""
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
-    quiet = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    path = os.pathsep.join(
+        filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")])
+    )
+    quiet = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
     return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **quiet}
 
 
@@ -54,7 +60,15 @@ def run_tests(gdn: str, device: str, scratch: Path, limit: float, only: str = ""
     """
     report, log = scratch / f"tests-{gdn}.jsonl", scratch / f"tests-{gdn}.log"
     report.touch()
-    command = [sys.executable, "-m", "pytest", "tests/gpu/test_strategies.py", "-p", "no:cacheprovider", "--tb=short"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu/test_strategies.py",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+    ]
     # Other versions of the libraries than the pinned ones warn of other things: here warnings are shown, not errors.
     command += ["-W", "default", "-m", "gpu" if device == "cuda" else "not gpu", "-k", only]
     env = {**child_environment(), "SHARDWISE_GDN": gdn, "SHARDWISE_GPU_REPORT": str(report)}
@@ -62,7 +76,12 @@ def run_tests(gdn: str, device: str, scratch: Path, limit: float, only: str = ""
     status, reason = run_limited(command, env, log, limit)
     tests = [json.loads(line) for line in report.read_text().splitlines()]
     print(log.read_text(errors="replace")[-4000:], flush=True)
-    return {"status": status, "reason": reason, "seconds": time.monotonic() - started, "tests": tests}
+    return {
+        "status": status,
+        "reason": reason,
+        "seconds": time.monotonic() - started,
+        "tests": tests,
+    }
 
 
 def finds_device() -> bool:
@@ -81,17 +100,27 @@ def finds_device() -> bool:
 def begin(program: str, doc: str | None) -> tuple[str, Files] | None:
     """What a command line asks for: cuda or cpu, and where the results go; None where it cannot be, as a line says."""
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description=doc)
-    parser.add_argument("--rehearse", metavar="DIR", type=Path, help="the same code on the CPU, on toys; writes to DIR")
+    parser.add_argument(
+        "--rehearse",
+        metavar="DIR",
+        type=Path,
+        help="the same code on the CPU, on toys; writes to DIR",
+    )
     rehearse: Path | None = parser.parse_args().rehearse
     measured = (ROOT / "results" / "gpu").resolve()
     if rehearse is None and not finds_device():
         return None
     if rehearse is not None and rehearse.resolve().is_relative_to(measured):
-        print("error: results/gpu/ is for what a GPU did; rehearse into another folder", file=sys.stderr)
+        print(
+            "error: results/gpu/ is for what a GPU did; rehearse into another folder",
+            file=sys.stderr,
+        )
         return None
     files = Files((rehearse or measured).resolve())
     os.chdir(ROOT)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so end what was started
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # and so end what was started
     return "cuda" if rehearse is None else "cpu", files
 
 
@@ -110,7 +139,10 @@ def run(device: str, workload: Any, files: Files, deadline: Deadline, scratch: P
     """All stages, in the order of what is worth most should time run out."""
     env = child_environment()
     fla = importlib.util.find_spec("fla") is not None
-    missing = {"status": "skipped", "reason": "fla is not installed (wheels: see tests/gpu/README.md)"}
+    missing = {
+        "status": "skipped",
+        "reason": "fla is not installed (wheels: see tests/gpu/README.md)",
+    }
 
     def stage(name: str) -> float:
         print(f"--- {name} ({deadline.left():.0f} s left)", flush=True)
@@ -132,7 +164,10 @@ def run(device: str, workload: Any, files: Files, deadline: Deadline, scratch: P
         return "green" if tests.get(gdn, {}).get("status") == "ok" else "red"
 
     def save(final: bool = False) -> None:
-        files.write("strategies.json", {"environment": facts["environment"], "complete": final, "tests": tests})
+        files.write(
+            "strategies.json",
+            {"environment": facts["environment"], "complete": final, "tests": tests},
+        )
         timed = [row for gdn in rows for row in rows[gdn] if "side" in row]
         files.write(
             "lora_step.json",
@@ -143,7 +178,9 @@ def run(device: str, workload: Any, files: Files, deadline: Deadline, scratch: P
                 "dtype": "weights bfloat16, adapters float32, autocast bfloat16",
                 "rows": [with_figures(row, workload, facts) for gdn in rows for row in rows[gdn]],
                 "comparisons": [
-                    c for gdn in rows for c in comparisons([r for r in timed if r["gdn"] == gdn], gate(gdn))
+                    c
+                    for gdn in rows
+                    for c in comparisons([r for r in timed if r["gdn"] == gdn], gate(gdn))
                 ],
             },
         )
@@ -165,7 +202,9 @@ def run(device: str, workload: Any, files: Files, deadline: Deadline, scratch: P
     tests["torch"] = run_tests("torch", device, scratch, stage("tests torch"))
     save()
     if fla:
-        timing("fla")  # before the tests with fla, which then find its kernels tuned, for the shape that matters
+        timing(
+            "fla"
+        )  # before the tests with fla, which then find its kernels tuned, for the shape that matters
         tests["fla"] = run_tests("fla", device, scratch, stage("tests fla"))
         save()
     timing("torch")
@@ -177,7 +216,9 @@ def summary(files: Files) -> int:
     """Print what came out; 0 if nothing failed."""
     tests = json.loads((files.folder / "strategies.json").read_text())["tests"]
     timed = json.loads((files.folder / "lora_step.json").read_text())
-    print(f"{'GDN':7}{'checkpointing':15}{'side':14}{'ms/step':>10}{'tokens/s':>12}{'MFU':>8}{'peak GiB':>10}")
+    print(
+        f"{'GDN':7}{'checkpointing':15}{'side':14}{'ms/step':>10}{'tokens/s':>12}{'MFU':>8}{'peak GiB':>10}"
+    )
     for row in timed["rows"]:
         name = f"{row['gdn']:7}{row.get('checkpointing', '-'):15}{row.get('side', '-'):14}"
         if row["status"] != "ok":
@@ -190,9 +231,7 @@ def summary(files: Files) -> int:
     for entry in timed["comparisons"]:
         ratio = "no ratio"
         if "time" in entry:
-            ratio = (
-                f"shardwise takes 1/{entry['time']['median']:.2f} of the time, 1/{entry['peak_memory']:.2f} of the peak"
-            )
+            ratio = f"shardwise takes 1/{entry['time']['median']:.2f} of the time, 1/{entry['peak_memory']:.2f} of the peak"
         unequal = [f"unequal: {key}" for key, same in entry.get("equal", {}).items() if not same]
         name = f"{entry['gdn']}, checkpointing {entry['checkpointing']}"
         print("; ".join([f"{name}: gate {entry['gate']}, {ratio}", *unequal]))

@@ -16,7 +16,11 @@ if "SHARDWISE_GDN" in os.environ:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     path = os.environ.get("SHARDWISE_GPU_REPORT")
     if path and (report.when == "call" or not report.passed):
-        line: dict[str, object] = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+        line: dict[str, object] = {
+            "test": report.nodeid,
+            "outcome": report.outcome,
+            "seconds": report.duration,
+        }
         line |= dict(report.user_properties)
         if not report.passed:
             crash = getattr(report.longrepr, "reprcrash", None)

@@ -33,16 +33,27 @@ def main(folder: str, device_type: str, name: str = "qwen3_5") -> None:
     Path(folder, "config.json").write_text(json.dumps(workload.model), encoding="utf-8")
     torch.manual_seed(workload.seed)
     with device:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
+        )
     model.save_pretrained(folder)
     del model
-    peaks = {"published": peak_flops(device, torch.bfloat16), "measured": measured_flops(device, torch.bfloat16, 2.0)}
+    peaks = {
+        "published": peak_flops(device, torch.bfloat16),
+        "measured": measured_flops(device, torch.bfloat16, 2.0),
+    }
     facts = {
         "environment": where(),
         # Both are there for every device: of one without a published peak, the first is measured too and says so.
-        "peaks": {name: {"flops_per_second": p.flops_per_second, "source": p.source} for name, p in peaks.items()},
+        "peaks": {
+            name: {"flops_per_second": p.flops_per_second, "source": p.source}
+            for name, p in peaks.items()
+        },
         "differences": DIFFERENCES,
-        "flops": {"model_per_token": flops_per_token(workload, folder, device), "convention": CONVENTION},
+        "flops": {
+            "model_per_token": flops_per_token(workload, folder, device),
+            "convention": CONVENTION,
+        },
     }
     Path(folder, "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
@@ -68,7 +79,9 @@ def where() -> dict[str, Any]:
             found[name] = None
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+        found["driver"] = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         found["driver"] = None
     return found

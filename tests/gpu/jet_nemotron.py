@@ -40,7 +40,11 @@ def main() -> int:
 
 def run(device: str, files: Files, scratch: Path) -> int:
     """Draw, time, and test last: fla's kernels are tuned by then."""
-    deadline, workload, env = Deadline(TOTAL_SECONDS), workload_of(NAME, device), child_environment()
+    deadline, workload, env = (
+        Deadline(TOTAL_SECONDS),
+        workload_of(NAME, device),
+        child_environment(),
+    )
     gdn = "fla" if device == "cuda" and importlib.util.find_spec("fla") else "torch"
     drawn = scratch / "model"
     drawn.mkdir()
@@ -84,11 +88,15 @@ def run(device: str, files: Files, scratch: Path) -> int:
 def summary(result: dict[str, Any], path: Path) -> int:
     """Print what came out; 0 if nothing failed. No speed is told of kernels that were not right."""
     green = result["tests"]["status"] == "ok"
-    print(f"tests with {result['gated_delta_rule']}: {result['tests']['status']} {result['tests']['reason']}".rstrip())
+    print(
+        f"tests with {result['gated_delta_rule']}: {result['tests']['status']} {result['tests']['reason']}".rstrip()
+    )
     for row in result["rows"]:
         name = f"checkpointing {row['checkpointing']:5}"
         if row["status"] != "ok" or not green:
-            print(f"{name} {row['status']}: {row['reason'][-200:] or 'no speed is told while tests fail'}")
+            print(
+                f"{name} {row['status']}: {row['reason'][-200:] or 'no speed is told while tests fail'}"
+            )
             continue
         print(
             f"{name} {1e3 * row['step_seconds']['median']:8.1f} ms a step {row['tokens_per_second']:9,.0f} tokens/s "

@@ -24,7 +24,9 @@ FUNCTIONS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 
 def choose(gdn: str) -> None:
     """`torch`: make the optional packages unimportable. `fla`: import its kernels, and so say why if that fails."""
-    assert not any("gated_delta" in name or ".modeling_qwen3" in name for name in sys.modules), "chosen too late"
+    assert not any("gated_delta" in name or ".modeling_qwen3" in name for name in sys.modules), (
+        "chosen too late"
+    )
     if gdn == "torch":
         sys.modules.update(dict.fromkeys(OPTIONAL))  # ty: ignore[no-matching-overload]  # None makes `import` fail
     else:
@@ -35,8 +37,14 @@ def choose(gdn: str) -> None:
 def taken(model: nn.Module) -> dict[str, str]:
     """From each of FUNCTIONS that the model's module has to the module of the code behind it."""
     module = sys.modules[type(model).__module__]
-    found = {name: inspect.getclosurevars(getattr(module, name)) for name in FUNCTIONS if hasattr(module, name)}
-    return {name: variables.nonlocals["implementation"].__module__ for name, variables in found.items()}
+    found = {
+        name: inspect.getclosurevars(getattr(module, name))
+        for name in FUNCTIONS
+        if hasattr(module, name)
+    }
+    return {
+        name: variables.nonlocals["implementation"].__module__ for name, variables in found.items()
+    }
 
 
 def check(model: nn.Module, gdn: str) -> dict[str, str]:
@@ -46,7 +54,9 @@ def check(model: nn.Module, gdn: str) -> dict[str, str]:
         assert (find_spec("fla") is not None) == (gdn == "fla")
         return {}
     package = kernels["torch_chunk_gated_delta_rule"].partition(".")[0]
-    assert package == {"fla": "fla", "torch": "transformers"}[gdn], f"asked for {gdn}, but transformers took {kernels}"
+    assert package == {"fla": "fla", "torch": "transformers"}[gdn], (
+        f"asked for {gdn}, but transformers took {kernels}"
+    )
     return kernels
 
 
@@ -54,6 +64,8 @@ def check(model: nn.Module, gdn: str) -> dict[str, str]:
 def reference_code(model: nn.Module) -> Generator[None]:
     """Within it the functions of a model's module are the torch code, whatever was chosen."""
     module = sys.modules[type(model).__module__]
-    plain = {name: inspect.unwrap(getattr(module, name)) for name in FUNCTIONS if hasattr(module, name)}
+    plain = {
+        name: inspect.unwrap(getattr(module, name)) for name in FUNCTIONS if hasattr(module, name)
+    }
     with mock.patch.multiple(module, **plain) if plain else nullcontext():
         yield

@@ -51,7 +51,8 @@ class Run:
         self.device, self.files, self.scratch = device, files, scratch
         self.deadline = Deadline(TOTAL_SECONDS)
         self.stages: dict[str, dict[str, str]] = {
-            name: {"status": "skipped", "reason": "not reached"} for name in ("lora", "loss", "step")
+            name: {"status": "skipped", "reason": "not reached"}
+            for name in ("lora", "loss", "step")
         }
         self.facts: dict[str, Any] = {}
         self.steps: list[dict[str, Any]] = []
@@ -89,11 +90,17 @@ class Run:
     def gate(self, side: str) -> str:
         """Whether LoRA linears came out right with a side's kernels wherever they were compared: green, or why not."""
         lora = self.lines("lora")
-        name = side.partition(":")[2] or next((line["auto"] for line in lora if line["kind"] == "environment"), "auto")
+        name = side.partition(":")[2] or next(
+            (line["auto"] for line in lora if line["kind"] == "environment"), "auto"
+        )
         if name == "peft" or side == "transformers":
             return "green"
         rows = [line for line in lora if line.get("side") == name]
-        loss = [line for line in self.lines("loss") if line["side"] == "triton" and line["status"] != "skipped"]
+        loss = [
+            line
+            for line in self.lines("loss")
+            if line["side"] == "triton" and line["status"] != "skipped"
+        ]
         wrong = [line["reason"] for line in rows + loss if line["status"] not in ("ok", "green")]
         return (wrong or ["green"])[0] if rows else f"{name} was compared nowhere"
 
@@ -108,7 +115,13 @@ class Run:
         self.facts = json.loads((drawn / "facts.json").read_text())
         sides = [side for side in STEP_SIDES if self.gate(side) == "green"]
         left_out = [
-            {"side": side, "gdn": self.gdn, "checkpointing": "none", "status": "skipped", "reason": self.gate(side)}
+            {
+                "side": side,
+                "gdn": self.gdn,
+                "checkpointing": "none",
+                "status": "skipped",
+                "reason": self.gate(side),
+            }
             for side in STEP_SIDES
             if side not in sides
         ]
@@ -165,12 +178,16 @@ class Run:
         content = {name: {**self.stages[name], **common, **what} for name, what in content.items()}
         for name, what in content.items():
             self.files.write(f"kernels-{name}.json", what)
-        (self.files.folder / "kernels.md").write_text(page(self.device, common, content), encoding="utf-8")
+        (self.files.folder / "kernels.md").write_text(
+            page(self.device, common, content), encoding="utf-8"
+        )
 
     def exit_code(self) -> int:
         """0 if nothing failed; a stage that ran out of time has not failed."""
         rows = [*self.lines("lora"), *self.lines("loss"), *self.steps]
-        statuses = [row.get("status", "ok") for row in rows] + [stage["status"] for stage in self.stages.values()]
+        statuses = [row.get("status", "ok") for row in rows] + [
+            stage["status"] for stage in self.stages.values()
+        ]
         return 1 if {"failed", "red"} & set(statuses) else 0
 
 
@@ -180,7 +197,11 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def seconds(row: dict[str, Any]) -> float:
         return row["forward"]["median"] + row["backward"]["median"]
 
-    timed = {(json.dumps(row["setting"]), row["side"]): seconds(row) for row in rows if row["status"] == "ok"}
+    timed = {
+        (json.dumps(row["setting"]), row["side"]): seconds(row)
+        for row in rows
+        if row["status"] == "ok"
+    }
     found = []
     for row in rows:
         ratios = {}
@@ -196,7 +217,11 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def with_gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Loss rows with how much less memory and time they take than the eager one of the same head."""
-    eager = {json.dumps(row["head"]): row for row in rows if row["side"] == "eager" and row["status"] == "ok"}
+    eager = {
+        json.dumps(row["head"]): row
+        for row in rows
+        if row["side"] == "eager" and row["status"] == "ok"
+    }
     found = []
     for row in rows:
         gains = {}

@@ -10,9 +10,20 @@ from typing import Any
 def page(device: str, common: dict[str, Any], content: dict[str, dict[str, Any]]) -> str:
     """What came out, for people."""
     where = common["environment"] or {}
-    versions = ", ".join(f"{key} {where.get(key)}" for key in ("device", "driver", "torch", "triton", "peft", "commit"))
-    rehearsal = "" if device == "cuda" else " (a rehearsal on a CPU: nothing here is a speed of the kernels)"
-    parts = [f"# LoRA kernels and the loss{rehearsal}", versions + ".", *([common["method"]] * bool(common["method"]))]
+    versions = ", ".join(
+        f"{key} {where.get(key)}"
+        for key in ("device", "driver", "torch", "triton", "peft", "commit")
+    )
+    rehearsal = (
+        ""
+        if device == "cuda"
+        else " (a rehearsal on a CPU: nothing here is a speed of the kernels)"
+    )
+    parts = [
+        f"# LoRA kernels and the loss{rehearsal}",
+        versions + ".",
+        *([common["method"]] * bool(common["method"])),
+    ]
     ceilings = content["lora"]["ceilings"]
     if ceilings:
         parts.append(
@@ -44,7 +55,9 @@ def page(device: str, common: dict[str, Any], content: dict[str, dict[str, Any]]
         )
     )
     reached = [row for row in rows if row["status"] == "ok" and "times_faster_than_peft" in row]
-    for side in dict.fromkeys(row["side"] for row in reached if not row["side"].startswith(("frozen", "peft"))):
+    for side in dict.fromkeys(
+        row["side"] for row in reached if not row["side"].startswith(("frozen", "peft"))
+    ):
         own = [row for row in reached if row["side"] == side]
         parts.append(
             f"{side}: median {median(row['times_floor'] for row in own):.2f} x the floor, "
@@ -61,10 +74,13 @@ def page(device: str, common: dict[str, Any], content: dict[str, dict[str, Any]]
             (_loss_cells(row) for row in content["loss"]["rows"]),
         )
     )
-    parts.append("## A LoRA step\n\nAgainst Hugging Face Trainer with PEFT, in turns, one process each.")
+    parts.append(
+        "## A LoRA step\n\nAgainst Hugging Face Trainer with PEFT, in turns, one process each."
+    )
     parts.append(
         _table(
-            ["side", "GDN", "ms", "tokens/s", "MFU", "peak GiB"], (_step_cells(row) for row in content["step"]["rows"])
+            ["side", "GDN", "ms", "tokens/s", "MFU", "peak GiB"],
+            (_step_cells(row) for row in content["step"]["rows"]),
         )
     )
     for entry in content["step"]["comparisons"]:
@@ -81,23 +97,45 @@ def page(device: str, common: dict[str, Any], content: dict[str, dict[str, Any]]
 
 def _lora_cells(row: dict[str, Any]) -> list[str]:
     setting = row["setting"]
-    cells = [f"{setting['model']}, {setting['name']}", str(setting["k"]), " + ".join(map(str, setting["n"]))]
+    cells = [
+        f"{setting['model']}, {setting['name']}",
+        str(setting["k"]),
+        " + ".join(map(str, setting["n"])),
+    ]
     cells += [str(setting["r"]), str(setting["p"]), row["side"]]
     floor = f"{1e6 * sum(row['floor'].values()):.0f}"
     if row["status"] != "ok":
         return [*cells, f"{row['status']}: {row['reason'][:60]}", "", floor, "", ""]
     times = [f"{1e6 * row[way]['median']:.0f}" for way in ("forward", "backward")]
     faster = row.get("times_faster_than_peft")
-    return [*cells, *times, floor, f"{row['times_floor']:.2f}", "" if faster is None else f"{faster:.2f}"]
+    return [
+        *cells,
+        *times,
+        floor,
+        f"{row['times_floor']:.2f}",
+        "" if faster is None else f"{faster:.2f}",
+    ]
 
 
 def _loss_cells(row: dict[str, Any]) -> list[str]:
     head = row["head"]
-    cells = [head["model"], str(head["vocabulary"]), "trained" if head["trained"] else "frozen", row["side"]]
+    cells = [
+        head["model"],
+        str(head["vocabulary"]),
+        "trained" if head["trained"] else "frozen",
+        row["side"],
+    ]
     if row["status"] != "ok":
         return [*cells, f"{row['status']}: {row['reason'][:60]}", "", "", ""]
-    gains = [f"{row[key]:.2f}" if key in row else "" for key in ("times_faster", "times_less_memory")]
-    return [*cells, f"{1e3 * row['seconds']['median']:.2f}", f"{row['peak_bytes'] / 2**30:.3f}", *gains]
+    gains = [
+        f"{row[key]:.2f}" if key in row else "" for key in ("times_faster", "times_less_memory")
+    ]
+    return [
+        *cells,
+        f"{1e3 * row['seconds']['median']:.2f}",
+        f"{row['peak_bytes'] / 2**30:.3f}",
+        *gains,
+    ]
 
 
 def _step_cells(row: dict[str, Any]) -> list[str]:

@@ -44,12 +44,23 @@ def main(out: str, device_type: str) -> None:
             file.write(json.dumps(line) + "\n")
 
     missing = {side: why_not(side, device) for side in SIDES}
-    auto = "torch" if missing["triton"] else "triton"  # what `lora.kernel: auto` takes, right or wrong
-    say(kind="environment", environment=where(), method=METHOD[device.type], tokens=sizes.tokens, auto=auto)
+    auto = (
+        "torch" if missing["triton"] else "triton"
+    )  # what `lora.kernel: auto` takes, right or wrong
+    say(
+        kind="environment",
+        environment=where(),
+        method=METHOD[device.type],
+        tokens=sizes.tokens,
+        auto=auto,
+    )
     measured = ceilings(clock)
     say(kind="ceilings", **measured)
     # Odd sizes first: a side that is wrong there is timed nowhere.
-    for setting in (Setting("odd", "", 77, (61,), 5, 0.1), Setting("odd", "", 136, (40, 24), 200, 0.0)):
+    for setting in (
+        Setting("odd", "", 77, (61,), 5, 0.1),
+        Setting("odd", "", 136, (40, 24), 200, 0.0),
+    ):
         problem = Problem(setting, 131, device)
         for side in SIDES:
             if missing[side] is None:
@@ -60,7 +71,11 @@ def main(out: str, device_type: str) -> None:
     for setting in sizes.settings:
         problem = Problem(setting, sizes.tokens, device)
         for side in SIDES:
-            row = {"setting": vars(setting), "side": side, "floor": floors(setting, sizes.tokens, measured)}
+            row = {
+                "setting": vars(setting),
+                "side": side,
+                "floor": floors(setting, sizes.tokens, measured),
+            }
             if missing[side] is not None:
                 say(kind="row", **row, status="skipped", reason=missing[side])
             else:
@@ -91,7 +106,9 @@ class Problem:
             for n in setting.n
         ]
         shape = (len(setting.n), tokens)
-        seeds = torch.randint(-(2**31), 2**31, shape, generator=generator, device=device, dtype=torch.int32)
+        seeds = torch.randint(
+            -(2**31), 2**31, shape, generator=generator, device=device, dtype=torch.int32
+        )
         self.drop = Dropout(setting.p, seeds) if setting.p else None
         self._exact: list[torch.Tensor] | None = None
         self._control: list[float] = []
@@ -103,21 +120,31 @@ class Problem:
             for weight, _, a, b, scale in self.linears:
                 factors = (factor.detach().double().requires_grad_() for factor in (a, b))
                 linears.append(Linear(weight.double(), None, *factors, scale))
-            self._exact = gradients(lambda x: naive.lora_linear(x, linears, self.drop), x, linears, self.dys)
-        return [float((f.double() - e).norm() / e.norm()) for f, e in zip(found, self._exact, strict=True)]
+            self._exact = gradients(
+                lambda x: naive.lora_linear(x, linears, self.drop), x, linears, self.dys
+            )
+        return [
+            float((f.double() - e).norm() / e.norm())
+            for f, e in zip(found, self._exact, strict=True)
+        ]
 
     def control(self) -> list[float]:
         """Errors of the plain reference under autocast: what bfloat16 alone does."""
         if not self._control:
             with autocast(self.device):
                 found = gradients(
-                    lambda x: naive.lora_linear(x, self.linears, self.drop), self.x, self.linears, self.dys
+                    lambda x: naive.lora_linear(x, self.linears, self.drop),
+                    self.x,
+                    self.linears,
+                    self.dys,
                 )
             self._control = self.errors(found)
         return self._control
 
 
-def gradients(forward: Forward, x: torch.Tensor, linears: list[Linear], dys: list[torch.Tensor]) -> list[torch.Tensor]:
+def gradients(
+    forward: Forward, x: torch.Tensor, linears: list[Linear], dys: list[torch.Tensor]
+) -> list[torch.Tensor]:
     """Outputs, and gradients of x and all factors."""
     ys = forward(x)
     inputs = [x, *(factor for linear in linears for factor in (linear.a, linear.b))]
@@ -134,7 +161,9 @@ def autocast(device: torch.device, enabled: bool = True) -> Iterator[None]:
 
 def backend_of(side: str) -> Any:
     """The module with the five functions of a side of shardwise's."""
-    return importlib.import_module(f"shardwise.kernels.lora_linear.{'torch_backend' if side == 'torch' else side}")
+    return importlib.import_module(
+        f"shardwise.kernels.lora_linear.{'torch_backend' if side == 'torch' else side}"
+    )
 
 
 def why_not(side: str, device: torch.device) -> str | None:
@@ -171,7 +200,10 @@ def peft_model(problem: Problem, dtype: torch.dtype) -> nn.ModuleDict:
         model[f"linear{i}"] = nn.Linear(k, n, bias=False, device="meta")
         model[f"linear{i}"].weight = nn.Parameter(linear.weight, requires_grad=False)
     config = LoraConfig(
-        r=setting.r, lora_alpha=2 * setting.r, lora_dropout=setting.p, target_modules=list(model.keys())
+        r=setting.r,
+        lora_alpha=2 * setting.r,
+        lora_dropout=setting.p,
+        target_modules=list(model.keys()),
     )
     inject_adapter_in_model(config, model)
     for module, linear in zip(model.values(), problem.linears):
@@ -199,7 +231,11 @@ def checked(problem: Problem, side: str) -> dict[str, Any]:
     gate: dict[str, Any] = {"errors": errors, "control": control}
     off = [i for i, (error, allowed) in enumerate(zip(errors, control)) if not error <= 2 * allowed]
     if off:
-        return {"status": "red", "reason": f"errors of the tensors {off} are over twice the control's", **gate}
+        return {
+            "status": "red",
+            "reason": f"errors of the tensors {off} are over twice the control's",
+            **gate,
+        }
     if not side.startswith("peft") and not all(torch.equal(a, b) for a, b in zip(*twice)):
         return {"status": "red", "reason": "two runs differ", **gate}
     return {"status": "green", "reason": "", **gate}
@@ -219,7 +255,10 @@ def timed(problem: Problem, side: str, clock: Clock) -> dict[str, Any]:
     def backward(ys: tuple[torch.Tensor, ...]) -> None:
         torch.autograd.grad(ys, [problem.x, *factors], problem.dys)
 
-    times = {"forward": clock.time(run), "backward": clock.time(backward, prepare=lambda: run(None))}
+    times = {
+        "forward": clock.time(run),
+        "backward": clock.time(backward, prepare=lambda: run(None)),
+    }
     return {"status": "ok", "reason": "", "gate": gate, **times}
 
 

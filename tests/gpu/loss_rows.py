@@ -40,8 +40,14 @@ def main(out: str, device_type: str) -> None:
     clock = Clock(device, sizes.repeats)
     for head in sizes.heads:
         generator = torch.Generator(device).manual_seed(head.width)
-        hidden = torch.randn(sizes.tokens, head.width, generator=generator, device=device).bfloat16()
-        weight = torch.randn(head.vocabulary, head.width, generator=generator, device=device).mul_(0.02).bfloat16()
+        hidden = torch.randn(
+            sizes.tokens, head.width, generator=generator, device=device
+        ).bfloat16()
+        weight = (
+            torch.randn(head.vocabulary, head.width, generator=generator, device=device)
+            .mul_(0.02)
+            .bfloat16()
+        )
         labels = torch.randint(head.vocabulary, (sizes.tokens,), generator=generator, device=device)
         labels[::16] = IGNORED
         hidden.requires_grad_()
@@ -70,7 +76,9 @@ def loss_of(side: str, device: torch.device) -> tuple[Loss | None, str | None]:
             return partial(linear_cross_entropy, kernel="torch"), None
         case "triton":
             reason = why_not(device)
-            return (None, reason) if reason else (partial(linear_cross_entropy, kernel="triton"), None)
+            return (
+                (None, reason) if reason else (partial(linear_cross_entropy, kernel="triton"), None)
+            )
         case _:
             if find_spec("liger_kernel") is None:
                 return None, "liger-kernel is not installed"
@@ -84,16 +92,22 @@ def loss_of(side: str, device: torch.device) -> tuple[Loss | None, str | None]:
 
 def eager(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """As transformers' loss functions compute it."""
-    return F.cross_entropy(F.linear(hidden, weight).float(), labels, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        F.linear(hidden, weight).float(), labels, ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def reference(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
 ) -> tuple[float, tuple[torch.Tensor, ...]]:
     """Loss and gradients in float32 throughout."""
-    wide = [tensor.detach().float().requires_grad_(tensor.requires_grad) for tensor in (hidden, weight)]
+    wide = [
+        tensor.detach().float().requires_grad_(tensor.requires_grad) for tensor in (hidden, weight)
+    ]
     loss = linear_cross_entropy(*wide, labels, kernel="torch")
-    return loss.item(), torch.autograd.grad(loss, [tensor for tensor in wide if tensor.requires_grad])
+    return loss.item(), torch.autograd.grad(
+        loss, [tensor for tensor in wide if tensor.requires_grad]
+    )
 
 
 def measured(
@@ -117,7 +131,10 @@ def measured(
             value, *gradients = step(None)
         errors = {
             "loss": abs(value.item() - exact[0]) / exact[0],
-            "gradient": max(float((g.float() - e).norm() / e.norm()) for g, e in zip(gradients, exact[1], strict=True)),
+            "gradient": max(
+                float((g.float() - e).norm() / e.norm())
+                for g, e in zip(gradients, exact[1], strict=True)
+            ),
         }
         del gradients
         if not all(errors[key] <= TOLERANCE[key] for key in TOLERANCE):
@@ -125,7 +142,13 @@ def measured(
         assert memory.peak_bytes is not None
         assert memory.entry_bytes is not None
         peak = memory.peak_bytes - memory.entry_bytes - weight.nbytes * head.trained
-        return {"status": "ok", "reason": "", "gate": errors, "peak_bytes": peak, "seconds": clock.time(step)}
+        return {
+            "status": "ok",
+            "reason": "",
+            "gate": errors,
+            "peak_bytes": peak,
+            "seconds": clock.time(step),
+        }
     except Exception as error:
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}
 

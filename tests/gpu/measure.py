@@ -26,9 +26,13 @@ class Clock:
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
-        self.flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+        self.flush = torch.empty(
+            FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device
+        )
 
-    def time(self, work: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None) -> dict[str, float]:
+    def time(
+        self, work: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None
+    ) -> dict[str, float]:
         """Seconds of `work(prepare())`, where preparing is not timed; two runs come before, which may compile."""
         first, second = (self._once(work, prepare) for _ in range(2))
         pause = max(0.002, 2 * min(first[1], second[1]))
@@ -70,7 +74,10 @@ def ceilings(clock: Clock) -> dict[str, float]:
     copied = clock.time(lambda _: target.copy_(source))["median"]
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     multiplied = clock.time(lambda _: a @ b)["median"]
-    return {"bytes_per_second": 2 * source.nbytes / copied, "flops_per_second": 2 * size**3 / multiplied}
+    return {
+        "bytes_per_second": 2 * source.nbytes / copied,
+        "flops_per_second": 2 * size**3 / multiplied,
+    }
 
 
 def floors(setting: Setting, tokens: int, device: dict[str, float]) -> dict[str, float]:
@@ -81,9 +88,13 @@ def floors(setting: Setting, tokens: int, device: dict[str, float]) -> dict[str,
     """
     k, r, total = setting.k, setting.r, sum(setting.n)
     factors = len(setting.n) * r * k + r * total
-    flops = {"forward": 2 * tokens * (k * total + factors), "backward": 2 * tokens * (k * total + 2 * factors)}
+    flops = {
+        "forward": 2 * tokens * (k * total + factors),
+        "backward": 2 * tokens * (k * total + 2 * factors),
+    }
     moved = 2 * (tokens * (k + total) + k * total + factors)
     numbers = {"forward": moved, "backward": moved + 2 * (tokens * k + factors)}
     return {
-        way: max(flops[way] / device["flops_per_second"], numbers[way] / device["bytes_per_second"]) for way in flops
+        way: max(flops[way] / device["flops_per_second"], numbers[way] / device["bytes_per_second"])
+        for way in flops
     }

@@ -91,7 +91,10 @@ class Rounds:
         reply: dict[str, Any] = {"seconds": time.perf_counter() - self.start, **self.figures}
         if self.memory is not None:
             self.memory.__exit__(None, None, None)
-            reply = {f"{key}_bytes": getattr(self.memory, f"{key}_bytes") for key in ("entry", "peak", "exit")}
+            reply = {
+                f"{key}_bytes": getattr(self.memory, f"{key}_bytes")
+                for key in ("entry", "peak", "exit")
+            }
             self.memory = None
         gc.collect()
         if self.device.type == "cuda":

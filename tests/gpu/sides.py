@@ -43,14 +43,20 @@ DIFFERENCES = (
 
 
 def run_config(
-    workload: Workload, folder: str, checkpointing: Checkpointing, device: torch.device, kernel: str = "auto"
+    workload: Workload,
+    folder: str,
+    checkpointing: Checkpointing,
+    device: torch.device,
+    kernel: str = "auto",
 ) -> RunConfig:
     """The work as a run file says it."""
     return RunConfig(
         model=Model(folder, dtype="bfloat16"),
         lora=Lora(r=workload.r, alpha=workload.alpha, kernel=kernel),
         data=Data(train="unused", sequence_length=workload.sequence_length),
-        optimizer=Optimizer(lr=workload.lr, lr_schedule="constant", max_grad_norm=workload.max_grad_norm),
+        optimizer=Optimizer(
+            lr=workload.lr, lr_schedule="constant", max_grad_norm=workload.max_grad_norm
+        ),
         training=Training(
             output_dir="unused",
             steps=10**6,
@@ -68,7 +74,11 @@ def run_config(
 def tokens(workload: Workload) -> torch.Tensor:
     """The rows of every step, [B, T] int64."""
     generator = torch.Generator().manual_seed(workload.seed)
-    return torch.randint(workload.model["vocab_size"], (workload.batch, workload.sequence_length), generator=generator)
+    return torch.randint(
+        workload.model["vocab_size"],
+        (workload.batch, workload.sequence_length),
+        generator=generator,
+    )
 
 
 def targets(cfg: RunConfig) -> list[str]:
@@ -83,7 +93,9 @@ def facts(hf: nn.Module, optimizer: str) -> dict[str, Any]:
     """What must be equal on both sides."""
     sizes: dict[str, int] = {}
     for parameter in hf.parameters():
-        key = f"{'trained' if parameter.requires_grad else 'frozen'} {parameter.dtype}".replace("torch.", "")
+        key = f"{'trained' if parameter.requires_grad else 'frozen'} {parameter.dtype}".replace(
+            "torch.", ""
+        )
         sizes[key] = sizes.get(key, 0) + parameter.numel()
     return {
         "parameters": dict(sorted(sizes.items())),
@@ -118,7 +130,9 @@ class _InRounds(TrainerCallback):
         if not self.rounds.more():
             control.should_training_stop = True  # after one more step, which nobody times
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         control.should_log = self.rounds.wants_figures
 
     def on_log(
@@ -148,9 +162,13 @@ class _Rows(torch.utils.data.Dataset):
 def transformers(cfg: RunConfig, workload: Workload, device: torch.device, rounds: Rounds) -> None:
     """Trainer and PEFT with the same weights, first factors, rows and settings. Runs until `rounds` ends it."""
     assert cfg.lora is not None
-    hf = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.bfloat16, attn_implementation="sdpa")
+    hf = AutoModelForCausalLM.from_pretrained(
+        cfg.model.path, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
     hf.config.use_cache = False
-    adapted = get_peft_model(hf, LoraConfig(r=cfg.lora.r, lora_alpha=int(cfg.lora.alpha), target_modules=targets(cfg)))
+    adapted = get_peft_model(
+        hf, LoraConfig(r=cfg.lora.r, lora_alpha=int(cfg.lora.alpha), target_modules=targets(cfg))
+    )
     with torch.no_grad():
         for name, value in lora.adapter_weights(hf, cfg.training.seed):
             hf.get_parameter(name).copy_(value)
@@ -190,6 +208,20 @@ def transformers(cfg: RunConfig, workload: Workload, device: torch.device, round
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:
-    keys = ("lr", "betas", "eps", "weight_decay", "foreach", "fused", "maximize", "amsgrad", "capturable")
-    settings = {str({key: group[key] for key in keys}) for group in optimizer.param_groups if group["params"]}
+    keys = (
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "foreach",
+        "fused",
+        "maximize",
+        "amsgrad",
+        "capturable",
+    )
+    settings = {
+        str({key: group[key] for key in keys})
+        for group in optimizer.param_groups
+        if group["params"]
+    }
     return f"{type(optimizer).__name__} {' and '.join(sorted(settings))}"

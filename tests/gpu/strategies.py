@@ -93,7 +93,9 @@ def microbatches(device: torch.device) -> list[Batch]:
     labels[ROWS // 2 :, 40:] = IGNORED
     halves = (slice(0, ROWS // 2), slice(ROWS // 2, ROWS))
     return [
-        Batch(ids[h, :-1], labels[h], torch.zeros_like(labels[h]), tuple(range(ROWS))[h], step=1).to(device)
+        Batch(
+            ids[h, :-1], labels[h], torch.zeros_like(labels[h]), tuple(range(ROWS))[h], step=1
+        ).to(device)
         for h in halves
     ]
 
@@ -108,7 +110,9 @@ def start_values(cell: Cell) -> State:
 def set_up(cell: Cell, start: State) -> tuple[Job, Mesh]:
     """A cell's run with these values; a process group must be up."""
     cfg = run_config(cell)
-    mesh = build_mesh(cfg, torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu"))
+    mesh = build_mesh(
+        cfg, torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
+    )
     return build(cfg, mesh, start), mesh
 
 
@@ -124,7 +128,9 @@ def first_step(job: Job, mesh: Mesh) -> FirstStep:
             logits = torch.cat([part(batch, return_logits=True) for batch in batches]).float().cpu()
         loss, _ = forward_backward(job.pm, batches, mesh)
     trained = [(n, p.grad) for n, p in job.pm.named_parameters() if p.requires_grad]
-    return FirstStep(loss.item(), logits, {n: full_tensor(g).float().cpu() for n, g in trained if g is not None})
+    return FirstStep(
+        loss.item(), logits, {n: full_tensor(g).float().cpu() for n, g in trained if g is not None}
+    )
 
 
 def run_cell(cell: Cell, start: State) -> Outcome:
@@ -169,7 +175,10 @@ def distances(one: FirstStep, reference: FirstStep) -> dict[str, float]:
     Of the logits and of all gradients together, the 2-norm of the difference over that of the reference; the most that
     any logit differs by, and what the first loss differs by.
     """
-    grads, expected = (torch.cat([step.grads[name].flatten() for name in reference.grads]) for step in (one, reference))
+    grads, expected = (
+        torch.cat([step.grads[name].flatten() for name in reference.grads])
+        for step in (one, reference)
+    )
     return {
         "logits": ((one.logits - reference.logits).norm() / reference.logits.norm()).item(),
         "gradients": ((grads - expected).norm() / expected.norm()).item(),

@@ -12,14 +12,21 @@ import torch
 from tests.gpu import jet_nemotron
 
 
-def test_a_rehearsal_times_both_modes_and_tells_no_speed_on_a_red_test(tmp_path, monkeypatch, capsys):
+def test_a_rehearsal_times_both_modes_and_tells_no_speed_on_a_red_test(
+    tmp_path, monkeypatch, capsys
+):
     outcomes = iter(("ok", "failed"))
-    monkeypatch.setattr(jet_nemotron, "run_tests", lambda *_, only: {"status": next(outcomes), "reason": only})
+    monkeypatch.setattr(
+        jet_nemotron, "run_tests", lambda *_, only: {"status": next(outcomes), "reason": only}
+    )
     monkeypatch.setattr(sys, "argv", ["jet_nemotron", "--rehearse", str(tmp_path)])
     monkeypatch.chdir(tmp_path)  # it changes the folder
     assert jet_nemotron.main() == 0
     result = json.loads((tmp_path / "jet_nemotron.json").read_text())
-    assert [(row["checkpointing"], row["status"]) for row in result["rows"]] == [("none", "ok"), ("full", "ok")]
+    assert [(row["checkpointing"], row["status"]) for row in result["rows"]] == [
+        ("none", "ok"),
+        ("full", "ok"),
+    ]
     none, full = (row["memory"]["peak_bytes"] for row in result["rows"])
     assert full < none
     assert result["complete"]

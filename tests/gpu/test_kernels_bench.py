@@ -28,17 +28,31 @@ def test_the_floor_is_what_flops_or_bytes_take():
     by_flops = floors(setting, 10, {"flops_per_second": 1.0, "bytes_per_second": 1e12})
     assert by_flops == {"forward": 20 * (3072 + 1408), "backward": 20 * (3072 + 2816)}
     by_bytes = floors(setting, 10, {"flops_per_second": 1e12, "bytes_per_second": 1.0})
-    assert by_bytes == {"forward": 2 * (1120 + 3072 + 1408), "backward": 2 * (1120 + 3072 + 1408 + 640 + 1408)}
+    assert by_bytes == {
+        "forward": 2 * (1120 + 3072 + 1408),
+        "backward": 2 * (1120 + 3072 + 1408 + 640 + 1408),
+    }
 
 
 def row(side: str, forward: float, backward: float, status: str = "ok") -> dict[str, Any]:
-    times = {"forward": {"median": forward}, "backward": {"median": backward}} if status == "ok" else {}
+    times = (
+        {"forward": {"median": forward}, "backward": {"median": backward}} if status == "ok" else {}
+    )
     floor = {"forward": 1.0, "backward": 1.0}
-    return {"setting": {"k": 1}, "side": side, "floor": floor, "status": status, "reason": "", **times}
+    return {
+        "setting": {"k": 1},
+        "side": side,
+        "floor": floor,
+        "status": status,
+        "reason": "",
+        **times,
+    }
 
 
 def test_ratios_are_of_forward_and_backward_together():
-    rows = with_ratios([row("frozen", 1, 1), row("peft", 3, 5), row("cuda", 1, 1.5), row("triton", 0, 0, "failed")])
+    rows = with_ratios(
+        [row("frozen", 1, 1), row("peft", 3, 5), row("cuda", 1, 1.5), row("triton", 0, 0, "failed")]
+    )
     assert rows[2]["times_floor"] == 1.25
     assert rows[2]["times_faster_than_peft"] == 3.2
     assert rows[2]["times_faster_than_frozen"] == 0.8
@@ -66,7 +80,12 @@ def test_all_settings_are_there():
         "Jet-Nemotron-2B",
         "Llama-3.1-8B",
     }
-    assert {(setting.r, setting.p) for setting in FULL.settings} == {(16, 0.0), (16, 0.1), (64, 0.0), (64, 0.1)}
+    assert {(setting.r, setting.p) for setting in FULL.settings} == {
+        (16, 0.0),
+        (16, 0.1),
+        (64, 0.0),
+        (64, 0.1),
+    }
     assert len(set(FULL.settings)) == len(FULL.settings)
 
 
@@ -110,16 +129,21 @@ class Elsewhere(Run):
 
 def test_a_rehearsal_goes_through_all_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(kernels_bench.ROOT)
-    monkeypatch.setattr(kernels_bench, "TOTAL_SECONDS", 10 * PATIENCE)  # however busy this machine is
+    monkeypatch.setattr(
+        kernels_bench, "TOTAL_SECONDS", 10 * PATIENCE
+    )  # however busy this machine is
     monkeypatch.setattr(kernels_bench, "LIMITS", dict.fromkeys(kernels_bench.LIMITS, PATIENCE))
-    monkeypatch.setattr(kernels_bench, "STEP_SIDES", ("shardwise:torch", "shardwise:cuda", "transformers"))
+    monkeypatch.setattr(
+        kernels_bench, "STEP_SIDES", ("shardwise:torch", "shardwise:cuda", "transformers")
+    )
     (tmp_path / "scratch").mkdir()
     run = Elsewhere("cpu", kernels_bench.Files(tmp_path / "out"), tmp_path / "scratch")
     run.all()
     run.save()
     assert run.exit_code() == 0
     lora, loss, step = (
-        json.loads((tmp_path / "out" / f"kernels-{name}.json").read_text()) for name in ("lora", "loss", "step")
+        json.loads((tmp_path / "out" / f"kernels-{name}.json").read_text())
+        for name in ("lora", "loss", "step")
     )
     assert {r["side"]: r["status"] for r in lora["rows"]} == {
         **dict.fromkeys(("frozen", "peft", "peft bfloat16", "torch"), "ok"),
@@ -146,7 +170,9 @@ def test_a_side_is_left_out_of_the_step_if_its_kernels_were_wrong_or_not_compare
     run = Run("cpu", kernels_bench.Files(tmp_path), tmp_path)
     assert run.gate("shardwise:cuda") == "cuda was compared nowhere"
     lines = [{"kind": "gate", "side": "cuda", "status": "green", "reason": ""}]
-    lines.append({"kind": "row", "side": "cuda", "status": "failed", "reason": "red gate: two runs differ"})
+    lines.append(
+        {"kind": "row", "side": "cuda", "status": "failed", "reason": "red gate: two runs differ"}
+    )
     write(run, "lora", lines)
     assert run.gate("shardwise:cuda") == "red gate: two runs differ"
     assert run.gate("shardwise:peft") == run.gate("transformers") == "green"
@@ -156,7 +182,9 @@ def test_what_auto_takes_is_left_out_if_it_was_wrong(tmp_path):
     run = Run("cpu", kernels_bench.Files(tmp_path), tmp_path)
     lines = [{"kind": "environment", "auto": "triton"}]
     lines.append({"kind": "gate", "side": "triton", "status": "red", "reason": "errors"})
-    lines.append({"kind": "row", "side": "triton", "status": "skipped", "reason": "red gate: errors"})
+    lines.append(
+        {"kind": "row", "side": "triton", "status": "skipped", "reason": "red gate: errors"}
+    )
     write(run, "lora", lines)
     assert run.gate("shardwise") == "errors"
     write(run, "lora", [lines[0], {"kind": "row", "side": "triton", "status": "ok", "reason": ""}])
@@ -173,7 +201,9 @@ def write(run: Run, stage: str, lines: list[dict[str, Any]]) -> None:
 def test_half_a_run_is_whole_json(tmp_path):
     (tmp_path / "scratch").mkdir()
     run = Run("cpu", kernels_bench.Files(tmp_path), tmp_path / "scratch")
-    run.lines_file("loss").write_text('{"side": "eager", "status": "failed", "reason": "", "head": {"mo')
+    run.lines_file("loss").write_text(
+        '{"side": "eager", "status": "failed", "reason": "", "head": {"mo'
+    )
     run.save()
     assert json.loads((tmp_path / "kernels-loss.json").read_text())["reason"] == "not reached"
     assert "Stage loss: skipped (not reached)." in (tmp_path / "kernels.md").read_text()
@@ -181,7 +211,12 @@ def test_half_a_run_is_whole_json(tmp_path):
         "cuda",
         {"environment": None, "method": None},
         {
-            "lora": {"ceilings": None, "tokens": None, "aims": kernels_bench.AIMS["lora"], "rows": []},
+            "lora": {
+                "ceilings": None,
+                "tokens": None,
+                "aims": kernels_bench.AIMS["lora"],
+                "rows": [],
+            },
             "loss": {"aims": kernels_bench.AIMS["loss"], "rows": []},
             "step": {"rows": [], "comparisons": []},
         },

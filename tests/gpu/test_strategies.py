@@ -46,7 +46,10 @@ ROOM = 3.0
 # quarter of the control, hundreds of times this share.)
 FLOAT32_SHARE = 2.0**-24 / 2.0**-9 * (ROWS * SEQUENCE) ** 0.5
 
-cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (make gpu)")]
+cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device (make gpu)"),
+]
 
 
 def model_folder(name: str, scratch: Callable[[str], str]) -> str:
@@ -100,7 +103,9 @@ class Result:
 def run(cell: Cell) -> Result:
     start, reference, control = expected(replace(cell, strategy="single", device="cpu"))
     outcome = run_cell(cell, start)
-    return Result(outcome, distances(outcome.first, reference), control, shares(outcome.first, reference))
+    return Result(
+        outcome, distances(outcome.first, reference), control, shares(outcome.first, reference)
+    )
 
 
 @cache
@@ -108,19 +113,27 @@ def expected(cell: Cell) -> tuple[State, FirstStep, dict[str, float]]:
     """What does not depend on device and strategy: start values, reference, and the control's distances to it."""
     start = start_values(cell)
     reference = first_step(*set_up(cell.reference(), start))
-    return start, reference, distances(first_step(*set_up(replace(cell, dtype="bfloat16"), start)), reference)
+    return (
+        start,
+        reference,
+        distances(first_step(*set_up(replace(cell, dtype="bfloat16"), start)), reference),
+    )
 
 
 def check(result: Result, room: float) -> None:
     """All that must hold of a cell that may be `room` times as far off as the control."""
     outcome, off_by, control = result.outcome, result.off_by, result.control_off_by
     for key in ("logits", "gradients", "any logit"):
-        assert off_by[key] <= room * control[key], f"{key} off by {off_by[key]:.1e}, the control by {control[key]:.1e}"
+        assert off_by[key] <= room * control[key], (
+            f"{key} off by {off_by[key]:.1e}, the control by {control[key]:.1e}"
+        )
     # Cross entropy changes by at most twice the largest change of a logit.
     assert off_by["loss"] <= 2 * room * control["any logit"]
     wrong = {name: share for name, share in result.shares.items() if not 0.5 < share < 1.5}
     assert not wrong, f"gradients by their share in the reference's: {wrong}"
-    assert all(later < earlier for earlier, later in zip(outcome.losses, outcome.losses[1:])), outcome.losses
+    assert all(later < earlier for earlier, later in zip(outcome.losses, outcome.losses[1:])), (
+        outcome.losses
+    )
     assert outcome.frozen_with_gradient == []
     assert outcome.state == outcome.expected_state
     held = (
@@ -132,7 +145,9 @@ def check(result: Result, room: float) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("family", [f for f, name in FAMILIES.items() if GDN != "fla" or name in FLA_SHAPES])
+@pytest.mark.parametrize(
+    "family", [f for f, name in FAMILIES.items() if GDN != "fla" or name in FLA_SHAPES]
+)
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=cuda)])
 def test_bfloat16_on_the_device(device, family, strategy, mode, folder, nccl, record_property):
     result = run(Cell(folder(FAMILIES[family]), strategy, mode, "bfloat16", device))
@@ -180,7 +195,9 @@ def _two_other_linears() -> tuple[dict[str, float], dict[str, float], dict[str, 
     start, reference, control = expected(cell)
     linear = F.linear
 
-    def reversed_sum(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+    def reversed_sum(
+        x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None
+    ) -> torch.Tensor:
         return linear(x.flip(-1), w.flip(-1), b)
 
     def in_tf32(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:

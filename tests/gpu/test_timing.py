@@ -14,7 +14,15 @@ import torch
 
 from tests.gpu import __main__ as suite
 from tests.gpu.rounds import Rounds
-from tests.gpu.timing import Deadline, Worker, WorkerError, comparisons, run_limited, time_pair, with_figures
+from tests.gpu.timing import (
+    Deadline,
+    Worker,
+    WorkerError,
+    comparisons,
+    run_limited,
+    time_pair,
+    with_figures,
+)
 from tests.gpu.workload import REHEARSAL
 
 # A worker without torch: a step takes 10 ms, or 20 on the other side; `dies` ends it at the second timed round.
@@ -45,7 +53,14 @@ def timed(tmp_path: Path, dies: str = "") -> tuple[list[dict[str, Any]], int]:
     def starting(side: str, gdn: str) -> Worker:
         return start(tmp_path, 0.01) if side == "shardwise" else start(tmp_path, 0.02, dies)
 
-    time_pair("torch", REHEARSAL, starting, Deadline(30), 30, lambda rows: saved.append(json.loads(json.dumps(rows))))
+    time_pair(
+        "torch",
+        REHEARSAL,
+        starting,
+        Deadline(30),
+        30,
+        lambda rows: saved.append(json.loads(json.dumps(rows))),
+    )
     return saved[-1], len(saved)
 
 
@@ -80,9 +95,17 @@ def test_no_ratio_on_a_red_gate_or_unequal_work(tmp_path):
     rows[2]["warmup"]["losses"] = [5.0 * (1 + 2**-7)]  # two roundings off
     none, full = comparisons(rows, "green")
     assert "time" not in none
-    assert none["equal"] == {"adapters": False, "first of losses": True, "first of grad_norms": True}
+    assert none["equal"] == {
+        "adapters": False,
+        "first of losses": True,
+        "first of grad_norms": True,
+    }
     assert "time" not in full
-    assert full["equal"] == {"adapters": True, "first of losses": False, "first of grad_norms": True}
+    assert full["equal"] == {
+        "adapters": True,
+        "first of losses": False,
+        "first of grad_norms": True,
+    }
 
 
 def test_a_side_that_dies_keeps_its_reason_and_the_other_goes_on(tmp_path):
@@ -106,7 +129,9 @@ def test_a_dead_worker_says_so_every_time(tmp_path):
 
 
 def test_no_answer_is_a_timeout(tmp_path):
-    worker = Worker([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), tmp_path / "log")
+    worker = Worker(
+        [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), tmp_path / "log"
+    )
     try:
         with pytest.raises(WorkerError, match="timeout: no answer in 0 s"):
             worker.ask({"do": "build"}, 0.01)
@@ -116,9 +141,15 @@ def test_no_answer_is_a_timeout(tmp_path):
 
 def test_a_stage_is_stopped_at_its_limit(tmp_path):
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    assert run_limited(sleep, dict(os.environ), tmp_path / "log", 0.05) == ("timeout", "stopped after 0 s")
+    assert run_limited(sleep, dict(os.environ), tmp_path / "log", 0.05) == (
+        "timeout",
+        "stopped after 0 s",
+    )
     fails = [sys.executable, "-c", "raise SystemExit('no device')"]
-    assert run_limited(fails, dict(os.environ), tmp_path / "log", 30) == ("failed", "exit code 1: no device")
+    assert run_limited(fails, dict(os.environ), tmp_path / "log", 30) == (
+        "failed",
+        "exit code 1: no device",
+    )
     assert Deadline(0).left(30) == 0.0
     assert 29 < Deadline(60).left(30) <= 30
 
@@ -142,7 +173,9 @@ steps_taken = [0]
 def test_a_loop_takes_the_steps_it_is_asked_for():
     steps_taken[0] = 0
     asked = {"do": "steps", "figures": True, "memory": False}
-    script = Script({**asked, "steps": 2, "lead_in": 0}, {**asked, "steps": 3, "lead_in": 1}, {"do": "stop"})
+    script = Script(
+        {**asked, "steps": 2, "lead_in": 0}, {**asked, "steps": 3, "lead_in": 1}, {"do": "stop"}
+    )
     rounds = Rounds(script, torch.device("cpu"))  # ty: ignore[invalid-argument-type]
     while rounds.more():
         steps_taken[0] += 1
@@ -181,9 +214,13 @@ for gdn in ("torch", "fla"):
 def test_transformers_takes_the_kernels_that_were_chosen(tmp_path):
     package = tmp_path / "fla" / "ops" / "gated_delta_rule"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("def chunk_gated_delta_rule(q, k, v, g, beta, **kwargs): ...\n")
+    (package / "__init__.py").write_text(
+        "def chunk_gated_delta_rule(q, k, v, g, beta, **kwargs): ...\n"
+    )
     env = suite.child_environment()
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
-    done = subprocess.run([sys.executable, "-c", CHOICE], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CHOICE], env=env, capture_output=True, text=True, check=True
+    )
     torch_code = "transformers.models.qwen3_5.modeling_qwen3_5"
     assert done.stdout.split() == [torch_code, torch_code, "fla.ops.gated_delta_rule", torch_code]

@@ -47,7 +47,12 @@ class Worker:
         self.log = log
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
-                command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
             )
         self.lines: queue.Queue[str] = queue.Queue()
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -61,7 +66,9 @@ class Worker:
             self.process.stdin.flush()
             line = self.lines.get(timeout=timeout)
         except queue.Empty:
-            raise WorkerError(f"timeout: no answer in {timeout:.0f} s to {json.dumps(request)}") from None
+            raise WorkerError(
+                f"timeout: no answer in {timeout:.0f} s to {json.dumps(request)}"
+            ) from None
         except OSError:
             line = ""
         if not line:
@@ -114,7 +121,13 @@ def time_pair(
     A side that fails keeps its reason in its row, and the others go on without it.
     """
     rows = [
-        {"side": side, "gdn": gdn, "checkpointing": checkpointing, "status": "failed", "reason": "not reached"}
+        {
+            "side": side,
+            "gdn": gdn,
+            "checkpointing": checkpointing,
+            "status": "failed",
+            "reason": "not reached",
+        }
         for checkpointing in modes
         for side in sides
     ]
@@ -186,11 +199,16 @@ def with_figures(row: dict[str, Any], workload: Workload, facts: dict[str, Any])
         **row,
         "step_seconds": {"median": median, "min": min(row["rounds"]), "max": max(row["rounds"])},
         "tokens_per_second": tokens_per_second,
-        "mfu": {name: flops * tokens_per_second / peak["flops_per_second"] for name, peak in facts["peaks"].items()},
+        "mfu": {
+            name: flops * tokens_per_second / peak["flops_per_second"]
+            for name, peak in facts["peaks"].items()
+        },
     }
 
 
-def comparisons(rows: Sequence[dict[str, Any]], gate: str, sides: tuple[str, str] = SIDES) -> list[dict[str, Any]]:
+def comparisons(
+    rows: Sequence[dict[str, Any]], gate: str, sides: tuple[str, str] = SIDES
+) -> list[dict[str, Any]]:
     """The two sides of each variant against each other: what was equal, and ratios if the gate is green and all was.
 
     `gate` is that of the tests with the same kernels. A ratio above 1 says that shardwise takes less. `time` is over
@@ -199,7 +217,11 @@ def comparisons(rows: Sequence[dict[str, Any]], gate: str, sides: tuple[str, str
     found = []
     for gdn, checkpointing in dict.fromkeys((row["gdn"], row["checkpointing"]) for row in rows):
         ours, theirs = (
-            next(r for r in rows if (r["side"], r["gdn"], r["checkpointing"]) == (side, gdn, checkpointing))
+            next(
+                r
+                for r in rows
+                if (r["side"], r["gdn"], r["checkpointing"]) == (side, gdn, checkpointing)
+            )
             for side in sides
         )
         entry: dict[str, Any] = {"gdn": gdn, "checkpointing": checkpointing, "gate": gate}
@@ -209,7 +231,11 @@ def comparisons(rows: Sequence[dict[str, Any]], gate: str, sides: tuple[str, str
         entry["equal"] = equal_work(ours, theirs)
         if gate == "green" and all(entry["equal"].values()):
             ratios = [their / our for our, their in zip(ours["rounds"], theirs["rounds"])]
-            entry["time"] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+            entry["time"] = {
+                "median": statistics.median(ratios),
+                "min": min(ratios),
+                "max": max(ratios),
+            }
             entry["peak_memory"] = theirs["memory"]["peak_bytes"] / ours["memory"]["peak_bytes"]
     return found
 
@@ -223,10 +249,14 @@ def equal_work(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, bool]:
     return same
 
 
-def run_limited(command: Sequence[str], env: dict[str, str], log: Path, limit: float) -> tuple[str, str]:
+def run_limited(
+    command: Sequence[str], env: dict[str, str], log: Path, limit: float
+) -> tuple[str, str]:
     """Run a command to its end, its output in `log`: ("ok", "") or a status and a reason."""
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:

@@ -27,10 +27,14 @@ def main(side: str, gdn: str, folder: str, device_type: str, name: str) -> None:
     program, _, kernel = side.partition(":")
     if program == "shardwise":  # Trainer brings up what it needs
         backend, bound = ("nccl", device) if device_type == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound
+        )
     rounds.wait()
     while rounds.request["do"] == "build":
-        cfg = sides.run_config(workload, folder, rounds.request["checkpointing"], device, kernel or "auto")
+        cfg = sides.run_config(
+            workload, folder, rounds.request["checkpointing"], device, kernel or "auto"
+        )
         getattr(sides, program)(cfg, workload, device, rounds)
         gc.collect()
         if device_type == "cuda":

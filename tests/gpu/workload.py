@@ -94,7 +94,9 @@ REHEARSAL = Workload(
 
 
 def _jet_nemotron(size: str) -> dict[str, Any]:
-    return json.loads((CONFIGS / f"jet-nemotron-{size}" / "config.json").read_text(encoding="utf-8"))
+    return json.loads(
+        (CONFIGS / f"jet-nemotron-{size}" / "config.json").read_text(encoding="utf-8")
+    )
 
 
 JET_NEMOTRON_STEP = Workload(
@@ -103,7 +105,10 @@ JET_NEMOTRON_STEP = Workload(
 JET_NEMOTRON_REHEARSAL = Workload(
     _jet_nemotron("tiny"), batch=2, sequence_length=70, rounds=3, warmup_steps=2, round_seconds=0.1
 )
-WORKLOADS = {"qwen3_5": (LORA_STEP, REHEARSAL), "jet_nemotron": (JET_NEMOTRON_STEP, JET_NEMOTRON_REHEARSAL)}
+WORKLOADS = {
+    "qwen3_5": (LORA_STEP, REHEARSAL),
+    "jet_nemotron": (JET_NEMOTRON_STEP, JET_NEMOTRON_REHEARSAL),
+}
 """By name: on a device, and on the CPU."""
 
 
@@ -119,6 +124,8 @@ def _blocks(size: str) -> dict[str, Any]:
 
 FLA_SHAPES: dict[str, dict[str, Any]] = {
     "tiny-qwen3_5": GDN_SHAPE,
-    "tiny-jet_nemotron": {"efficient_attention_config": _blocks("tiny") | {"jet": _blocks("2b")["jet"]}},
+    "tiny-jet_nemotron": {
+        "efficient_attention_config": _blocks("tiny") | {"jet": _blocks("2b")["jet"]}
+    },
 }
 """What a tiny model takes over from the one that is timed, where fla's kernels are tested."""

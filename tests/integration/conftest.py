@@ -20,12 +20,20 @@ def folder(tmp_path_factory) -> Path:
 
 def make_corpus(path: Path) -> None:
     """A corpus and a byte-level tokenizer of 256 tokens."""
-    words = re.findall(r"\w+", "the state of a gated delta rule decays and is corrected by each key and value it meets")
-    lines = [json.dumps({"text": " ".join(words[(i * k) % len(words)] for k in range(40))}) for i in range(1, 60)]
+    words = re.findall(
+        r"\w+",
+        "the state of a gated delta rule decays and is corrected by each key and value it meets",
+    )
+    lines = [
+        json.dumps({"text": " ".join(words[(i * k) % len(words)] for k in range(40))})
+        for i in range(1, 60)
+    ]
     (path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<|end|>": 0} | {symbol: i for i, symbol in enumerate(alphabet[:255], 1)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<|end|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(path / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(
+        path / "tokenizer"
+    )

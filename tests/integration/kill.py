@@ -59,9 +59,19 @@ def run_file(folder: Path, cfg: RunConfig) -> Path:
     return path
 
 
-def start(path: Path, output_dir: Path, *overrides: str, nproc: int = NPROC) -> subprocess.Popen[str]:
+def start(
+    path: Path, output_dir: Path, *overrides: str, nproc: int = NPROC
+) -> subprocess.Popen[str]:
     """`shardwise train` in a process of its own."""
-    command = [sys.executable, "-m", "shardwise", "train", str(path), f"--training.output_dir={output_dir}", *overrides]
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "train",
+        str(path),
+        f"--training.output_dir={output_dir}",
+        *overrides,
+    ]
     return subprocess.Popen(
         [*command, *(["--nproc", str(nproc)] if nproc > 1 else [])],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -74,7 +84,9 @@ def start(path: Path, output_dir: Path, *overrides: str, nproc: int = NPROC) -> 
 def losses(output_dir: Path) -> dict[int, float]:
     """Of every step that `metrics.jsonl` tells of."""
     try:
-        *lines, _ = (output_dir / "metrics.jsonl").read_text().split("\n")  # the last one may be half written
+        *lines, _ = (
+            (output_dir / "metrics.jsonl").read_text().split("\n")
+        )  # the last one may be half written
     except FileNotFoundError:
         return {}
     return {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
@@ -90,7 +102,9 @@ def trained(output_dir: Path) -> tuple[dict[int, float], bytes]:
     return losses(output_dir), (output_dir / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-def wait_for_step(process: subprocess.Popen[str], output_dir: Path, step: int, seconds: float = 180) -> None:
+def wait_for_step(
+    process: subprocess.Popen[str], output_dir: Path, step: int, seconds: float = 180
+) -> None:
     """Until `step` is done; fails where the run ends before it."""
     deadline = time.monotonic() + seconds
     while steps_done(output_dir) < step:
@@ -110,14 +124,20 @@ def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def run_killed(
-    path: Path, output_dir: Path, *kills: tuple[int, float, int], overrides: Sequence[str] = (), nproc: int = NPROC
+    path: Path,
+    output_dir: Path,
+    *kills: tuple[int, float, int],
+    overrides: Sequence[str] = (),
+    nproc: int = NPROC,
 ) -> tuple[int, str]:
     """Exit code and stderr of a run in which ranks are killed: (step to wait for, seconds more, rank).
 
     It starts again after each kill, unless `overrides` has another `max_restarts`. To wait for step 0 is to wait until
     there are ranks. A run that has ended before it is killed is left as it is.
     """
-    process = start(path, output_dir, f"--training.max_restarts={len(kills)}", *overrides, nproc=nproc)
+    process = start(
+        path, output_dir, f"--training.max_restarts={len(kills)}", *overrides, nproc=nproc
+    )
     for step, delay, victim in kills:
         wait_for_step(process, output_dir, step)
         while len(found := ranks(process)) < nproc and process.poll() is None:
@@ -131,7 +151,9 @@ def run_killed(
 
 def in_layout(name: str) -> list[str]:
     """The overrides that make a run one of a layout."""
-    return [f"--parallel.{key}={value}" for key, value in ({"data": name} | LAYOUTS[name][1]).items()]
+    return [
+        f"--parallel.{key}={value}" for key, value in ({"data": name} | LAYOUTS[name][1]).items()
+    ]
 
 
 def largest_difference(one: Mapping[int, float], other: Mapping[int, float]) -> float:
@@ -141,7 +163,9 @@ def largest_difference(one: Mapping[int, float], other: Mapping[int, float]) -> 
     return max(abs(one[step] - other[step]) / abs(other[step]) for step in one)
 
 
-def kill_once(path: Path, output_dir: Path, reference: Callable[[str], Path], seed: int) -> dict[str, Any]:
+def kill_once(
+    path: Path, output_dir: Path, reference: Callable[[str], Path], seed: int
+) -> dict[str, Any]:
     """One run with one rank killed, and what was done.
 
     `joined`: losses and adapter are those of the undisturbed run in its layout, where another layout took it up the
@@ -166,11 +190,15 @@ def kill_once(path: Path, output_dir: Path, reference: Callable[[str], Path], se
     exit_code, told = run_killed(path, output_dir, kill, overrides=overrides, nproc=nproc)
     ended_well = exit_code == 0 or "the results were saved before" in told
     if other:
-        process = start(path, output_dir, *in_layout(other), "--training.resume=auto", nproc=LAYOUTS[other][0])
+        process = start(
+            path, output_dir, *in_layout(other), "--training.resume=auto", nproc=LAYOUTS[other][0]
+        )
         told = f"{told}\n{process.communicate(timeout=300)[1]}".strip()
         ended_well = process.returncode == 0
     difference = largest_difference(losses(output_dir), losses(whole))
-    equal = ended_well and (difference <= TOLERANCE if other else trained(output_dir) == trained(whole))
+    equal = ended_well and (
+        difference <= TOLERANCE if other else trained(output_dir) == trained(whole)
+    )
     return {
         "seed": seed,
         "layout": layout,

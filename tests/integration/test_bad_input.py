@@ -40,12 +40,18 @@ CASES = {
     "misspelt key": (["--lora.rank=3"], r"unknown key lora.rank; known keys: r, alpha"),
     "misspelt section": (["--modle.path=x"], r"unknown key modle; did you mean model\?"),
     "near key": (["--training.step=3"], r"unknown key training.step; did you mean steps\?"),
-    "wrong type": (["--training.steps=many"], r"training.steps is 'many': input should be a valid integer"),
+    "wrong type": (
+        ["--training.steps=many"],
+        r"training.steps is 'many': input should be a valid integer",
+    ),
     "wrong choice": (
         ["--parallel.data=fsdp3"],
         r"parallel.data is 'fsdp3': input should be 'single', 'ddp', .* or 'fsdp2'",
     ),
-    "batch sizes": (["--training.micro_batch_size=3"], r"8 is not a multiple of 1 .* micro_batch_size 3; use 6 or 9"),
+    "batch sizes": (
+        ["--training.micro_batch_size=3"],
+        r"8 is not a multiple of 1 .* micro_batch_size 3; use 6 or 9",
+    ),
     "missing corpus": (["--data.train=nowhere.jsonl"], r"nowhere.jsonl"),
     "missing model": (["--model.path=/nowhere/model"], r"/nowhere/model"),
     "missing tokenizer": (["--model.tokenizer=/nowhere/tokenizer"], r"/nowhere/tokenizer"),
@@ -59,7 +65,10 @@ CASES = {
         r"does not divide the 1 proc",
     ),
     "a switch for a number": (["--training.steps=true"], r"training.steps is not a switch"),
-    "betas": (["--optimizer.betas=[1.5, 2]"], r"optimizer.betas is \[1.5, 2.0\]; give two in \[0, 1\)"),
+    "betas": (
+        ["--optimizer.betas=[1.5, 2]"],
+        r"optimizer.betas is \[1.5, 2.0\]; give two in \[0, 1\)",
+    ),
     "infinite rate": (["--optimizer.lr=.inf"], r"optimizer.lr is inf; give at most 1,000,000"),
     "no folder": (["--training.output_dir="], r"training.output_dir"),
     "no targets": (["--lora.targets=[]"], r"lora.targets is an empty list"),
@@ -71,8 +80,14 @@ CASES = {
         ["--data.packing=isolated", "--training.compile=aot_eager"],
         r"training.compile is aot_eager, but with data.packing isolated .*set compile to none",
     ),
-    "no time limit": (["--training.timeout_seconds=.inf"], r"training.timeout_seconds is inf; give at most 1,000,000"),
-    "a date that is none": (["--training.seed=2024-06-31"], r"the value is not valid YAML; quote it"),
+    "no time limit": (
+        ["--training.timeout_seconds=.inf"],
+        r"training.timeout_seconds is inf; give at most 1,000,000",
+    ),
+    "a date that is none": (
+        ["--training.seed=2024-06-31"],
+        r"the value is not valid YAML; quote it",
+    ),
     "more positions than learned": (
         [f"--model.path={CONFIGS / 'tiny-gpt2'}", "--data.sequence_length=5000"],
         r"data.sequence_length is 5000, but gpt2 has learned only \d+ positions; lower it",
@@ -81,7 +96,10 @@ CASES = {
         ["--training.global_batch_size=1000000000000"],
         r"batch_size is 10*; give at most 1,000,000",
     ),
-    "a row without end": (["--data.sequence_length=2000000000000000000"], r"sequence_length is 20*; give at most 16,7"),
+    "a row without end": (
+        ["--data.sequence_length=2000000000000000000"],
+        r"sequence_length is 20*; give at most 16,7",
+    ),
     "a pipe": (["--data.train=/dev/zero"], r"/dev/zero: a device, which cannot be read"),
     "empty prompt": (["--training.sample=''"], r"training.sample '' has no tokens"),
     "sample beyond what is learned": (
@@ -92,13 +110,22 @@ CASES = {
         ["--parallel.pp=2"],
         r"parallel.pp is 2, which does not divide the 1 processes; use --nproc 2 or a multiple of it",
     ),
-    "a pipeline's key without one": (["--parallel.split=uniform"], r"split is 'uniform', which is for a pipeline; set"),
-    "schedule": (["--parallel.pp=2", "--parallel.schedule=zb"], r"parallel.schedule is .zb.: input should be .gpipe"),
+    "a pipeline's key without one": (
+        ["--parallel.split=uniform"],
+        r"split is 'uniform', which is for a pipeline; set",
+    ),
+    "schedule": (
+        ["--parallel.pp=2", "--parallel.schedule=zb"],
+        r"parallel.schedule is .zb.: input should be .gpipe",
+    ),
     "shares of a layer in one process": (
         ["--parallel.tp=2"],
         r"parallel.tp is 2, which does not divide the 1 processes; use --nproc 2 or a multiple of it",
     ),
-    "a key of tensor parallelism without it": (["--parallel.sequence_parallel=true"], r"set parallel.tp to 2 or more"),
+    "a key of tensor parallelism without it": (
+        ["--parallel.sequence_parallel=true"],
+        r"set parallel.tp to 2 or more",
+    ),
     "home of nobody": (["--data.train=~nouser/x"], r"data.train: ~nouser/x matches no file"),
 }
 
@@ -114,7 +141,11 @@ def test_dropout_that_no_seed_reaches(run_file, capfd, tmp_path):
         num_key_value_heads=2, vocab_size=256, residual_dropout=0.3, bos_token_id=0, eos_token_id=0,
     ).save_pretrained(tmp_path)  # fmt: skip
     line = refused(
-        capfd, run_file, f"--model.path={tmp_path}", "--model.init=random", "--model.tokenizer=" + _tokenizer(run_file)
+        capfd,
+        run_file,
+        f"--model.path={tmp_path}",
+        "--model.init=random",
+        "--model.tokenizer=" + _tokenizer(run_file),
     )
     assert "residual_dropout is 0.3 in the model's config.json; set it to 0.0" in line
 
@@ -157,20 +188,36 @@ def test_a_config_that_is_nested_without_end(tmp_path):
 
 
 def test_model_that_is_not_of_the_common_shape(run_file, capfd, tmp_path):
-    config = {"model_type": "opt", "hidden_size": 8, "word_embed_proj_dim": 8, "num_attention_heads": 2, "ffn_dim": 8}
+    config = {
+        "model_type": "opt",
+        "hidden_size": 8,
+        "word_embed_proj_dim": 8,
+        "num_attention_heads": 2,
+        "ffn_dim": 8,
+    }
     config |= {"num_hidden_layers": 1, "vocab_size": 256}
     (tmp_path / "config.json").write_text(json.dumps(config))
     line = refused(
-        capfd, run_file, f"--model.path={tmp_path}", "--model.init=random", "--model.tokenizer=" + _tokenizer(run_file)
+        capfd,
+        run_file,
+        f"--model.path={tmp_path}",
+        "--model.init=random",
+        "--model.tokenizer=" + _tokenizer(run_file),
     )
     assert "opt is not one that shardwise knows" in line
     assert "it has no final norm after its layers" in line
 
 
 def test_model_that_fused_attention_does_not_fit(run_file, capfd, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom", "n_layer": 1, "vocab_size": 256}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "bloom", "n_layer": 1, "vocab_size": 256})
+    )
     line = refused(
-        capfd, run_file, f"--model.path={tmp_path}", "--model.init=random", "--model.tokenizer=" + _tokenizer(run_file)
+        capfd,
+        run_file,
+        f"--model.path={tmp_path}",
+        "--model.init=random",
+        "--model.tokenizer=" + _tokenizer(run_file),
     )
     assert "transformers cannot build a causal model of it" in line
 
@@ -182,7 +229,9 @@ def _tokenizer(run_file: Path) -> str:
 def test_output_folder_that_holds_another_run(run_file, capfd, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")
-    assert "holds another run; choose another folder, or set training.overwrite=true" in refused(capfd, run_file)
+    assert "holds another run; choose another folder, or set training.overwrite=true" in refused(
+        capfd, run_file
+    )
 
 
 def test_a_world_that_does_not_fit(run_file, capfd):
@@ -200,7 +249,9 @@ def test_shares_of_layers_that_there_are_not(folder):
 
 def test_a_tokenizer_that_is_none(run_file, capfd, tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     line = refused(capfd, run_file, f"--model.tokenizer={tmp_path}")
     assert f"{tmp_path}: no tokenizer could be loaded (" in line
 

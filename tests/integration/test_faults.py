@@ -35,7 +35,9 @@ from tests.integration.test_train import CONFIGS, config, run_on
 def path(folder) -> Path:
     """The run file of every run here: of a model with short steps."""
     cfg = kill.kill_config(folder)
-    return kill.run_file(folder, replace(cfg, model=replace(cfg.model, path=str(CONFIGS / "tiny-llama"))))
+    return kill.run_file(
+        folder, replace(cfg, model=replace(cfg.model, path=str(CONFIGS / "tiny-llama")))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,9 @@ def reference(path, folder) -> RunRecord:
     return run_on(kill.NPROC, load_config(path, [f"training.output_dir={folder / 'reference'}"]))
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(path, reference, tmp_path):
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
+    path, reference, tmp_path
+):
     # The first before there is a checkpoint, the second between two.
     exit_code, told = kill.run_killed(path, tmp_path / "out", (5, 0.0, 0), (27, 0.0, 1))
     assert exit_code == 0, told
@@ -64,11 +68,16 @@ def test_a_killed_rank_of_a_pipeline_is_named_in_one_line(path, tmp_path):
     kill.ranks(process)[1].send_signal(signal.SIGKILL)
     told = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 1
-    assert told == "error: rank 1 of 2 was killed by SIGKILL; the system does that when memory runs out\n"
+    assert (
+        told
+        == "error: rank 1 of 2 was killed by SIGKILL; the system does that when memory runs out\n"
+    )
 
 
 @pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
-def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(number, nproc, path, reference, tmp_path):
+def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(
+    number, nproc, path, reference, tmp_path
+):
     out = tmp_path / "out"
     overrides = ["--training.save_every=0"] + (["--parallel.data=single"] if nproc == 1 else [])
     process = kill.start(path, out, *overrides, nproc=nproc)
@@ -80,7 +89,10 @@ def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(number, nproc,
     saved = out / "checkpoints" / f"step-{done}"
     # Ranks are told of Ctrl-C by SIGTERM where it did not reach them; here one process gets it itself.
     name = signal.Signals(number).name
-    assert told == f"stopped by {name} after step {done}, saved as {saved}; go on with --resume latest\n"
+    assert (
+        told
+        == f"stopped by {name} after step {done}, saved as {saved}; go on with --resume latest\n"
+    )
     stopped = RunRecord.read(out / "record.json")
     assert (stopped.status, stopped.reason) == ("stopped", told.strip())
     assert saved.is_dir()
@@ -109,7 +121,9 @@ def mount_small_disk(folder: Path) -> None:
             for name, number in ids.items():
                 Path(f"/proc/self/{name}").write_text(f"0 {number} 1")
             allowed = libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None) == 0
-            allowed = allowed and libc.mount(b"none", bytes(folder), b"tmpfs", 0, b"size=1200k") == 0
+            allowed = (
+                allowed and libc.mount(b"none", bytes(folder), b"tmpfs", 0, b"size=1200k") == 0
+            )
     except PermissionError:
         allowed = False
     if not allowed:
@@ -118,7 +132,10 @@ def mount_small_disk(folder: Path) -> None:
 
 def show_what_is_left(folder: Path) -> None:
     """Print what nobody sees after this process."""
-    left = {"names": os.listdir(folder / "checkpoints"), "record": json.loads((folder / "record.json").read_text())}
+    left = {
+        "names": os.listdir(folder / "checkpoints"),
+        "record": json.loads((folder / "record.json").read_text()),
+    }
     print(json.dumps(left))
 
 
@@ -148,7 +165,9 @@ def take_away(folder: Path, how: str) -> None:
 
     def gone(self: Checkpointer, step: int, evaluation: Evaluation | None) -> None:
         if step == 2:
-            shutil.rmtree(folder) if how == "removed" else folder.rename(folder.with_name("elsewhere"))
+            shutil.rmtree(folder) if how == "removed" else folder.rename(
+                folder.with_name("elsewhere")
+            )
         after_step(self, step, evaluation)
 
     Checkpointer.after_step = gone
@@ -157,8 +176,14 @@ def take_away(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(("how", "save_every"), [("removed", 2), ("moved", 3), ("removed", 0)])
 def test_a_folder_that_goes_from_under_a_run_ends_it_in_one_line(how, save_every, path, tmp_path):
     out = tmp_path / "out"
-    arguments = [f"--training.save_every={save_every}", "--training.steps=3", f"--training.output_dir={out}"]
-    done = run_command(["train", str(path), "--parallel.data=single", *arguments], {}, partial(take_away, out, how))
+    arguments = [
+        f"--training.save_every={save_every}",
+        "--training.steps=3",
+        f"--training.output_dir={out}",
+    ]
+    done = run_command(
+        ["train", str(path), "--parallel.data=single", *arguments], {}, partial(take_away, out, how)
+    )
     assert done.returncode == 1, (done.stdout, done.stderr)
     (line,) = done.stderr.strip().splitlines()
     assert str(out) in line or "step-" in line
@@ -174,7 +199,11 @@ def test_no_memory_left_is_told_as_such(nproc, path, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(model))
     command = ["train", str(path), f"--training.output_dir={tmp_path / 'out'}"]
-    sizes = ["--data.sequence_length=1024", "--training.micro_batch_size=4", f"--model.path={tmp_path / 'model'}"]
+    sizes = [
+        "--data.sequence_length=1024",
+        "--training.micro_batch_size=4",
+        f"--model.path={tmp_path / 'model'}",
+    ]
     sizes += ["--training.loss=plain", "--data.validation=0.0"]
     layout = ["--nproc", "2"] if nproc == 2 else ["--parallel.data=single"]
     set_limit = partial(resource.setrlimit, resource.RLIMIT_AS, (limit, limit))
@@ -248,5 +277,7 @@ def test_code_in_a_model_folder_does_not_run_unless_asked(path, tmp_path, capfd)
     (model / "config.json").write_text(json.dumps(content))
     (model / "code.py").write_text(f"open({str(tmp_path / 'touched')!r}, 'w')\n")
     save_file({"x": torch.zeros(1)}, model / "model.safetensors")
-    assert "set model.trust_remote_code to true if you trust that" in refused(path, model, tmp_path / "out", capfd)
+    assert "set model.trust_remote_code to true if you trust that" in refused(
+        path, model, tmp_path / "out", capfd
+    )
     assert not (tmp_path / "touched").exists()

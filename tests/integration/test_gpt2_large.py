@@ -31,7 +31,11 @@ from tests.distributed import run_ranks
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs" / "gpt2-large"
 LAYOUTS = {"single": 1, "ddp": 4, "zero3": 4, "fsdp2-tp": 4}  # on how many processes each is to run
-SMALL = {"n_layer": 2, "n_embd": 40, "vocab_size": 257}  # 20 heads and an odd vocabulary, as the large one has
+SMALL = {
+    "n_layer": 2,
+    "n_embd": 40,
+    "vocab_size": 257,
+}  # 20 heads and an odd vocabulary, as the large one has
 GLOBAL_BATCH = 4
 TOOL = runpy.run_path(str(ROOT / "tools" / "gpt2_large.py"))
 
@@ -95,11 +99,18 @@ def test_predicted_peak_is_near_a_measured_one(folder, tmp_path, name, loss, cap
     cfg = shrunk(name, folder, tmp_path, LONG)
     replicas = LAYOUTS[name] // cfg.parallel.tp
     batch = {"micro_batch_size": 4, "global_batch_size": 4 * replicas}
-    cfg = replace(cfg, data=replace(cfg.data, sequence_length=256), training=replace(cfg.training, loss=loss, **batch))
+    cfg = replace(
+        cfg,
+        data=replace(cfg.data, sequence_length=256),
+        training=replace(cfg.training, loss=loss, **batch),
+    )
     peak, states = run_ranks(LAYOUTS[name], measure, cfg)[0]
     predicted = max(TOOL["moments"](cfg, states, LAYOUTS[name], gpu=False).values())
     with capsys.disabled():
-        print(f"\n{name:6} {loss:7} predicted {predicted:>11,} B, peak {peak:>11,} B, {predicted / peak:.2f}", end="")
+        print(
+            f"\n{name:6} {loss:7} predicted {predicted:>11,} B, peak {peak:>11,} B, {predicted / peak:.2f}",
+            end="",
+        )
     assert 0.9 * peak < predicted < 1.1 * peak
 
 
@@ -118,7 +129,9 @@ def measure(cfg: RunConfig) -> tuple[int, dict[str, int]]:
 
 
 def test_run_files_are_those_of_the_comparison():
-    assert {path.name for path in FOLDER.glob("*.yaml")} == {f"{n}-{rows}.yaml" for n in LAYOUTS for rows in (8, 32)}
+    assert {path.name for path in FOLDER.glob("*.yaml")} == {
+        f"{n}-{rows}.yaml" for n in LAYOUTS for rows in (8, 32)
+    }
     for name, nproc in LAYOUTS.items():
         small, large = (load_config(FOLDER / f"{name}-{rows}.yaml") for rows in (8, 32))
         assert (small.training.micro_batch_size, large.training.micro_batch_size) == (8, 32)
@@ -128,5 +141,9 @@ def test_run_files_are_those_of_the_comparison():
             assert cfg.training.global_batch_size == replicas * cfg.training.micro_batch_size
             assert (cfg.lora, cfg.optimizer.name, cfg.data.sequence_length) == (None, "adamw", 1024)
             assert (cfg.training.precision, cfg.training.checkpointing) == ("bfloat16", "full")
-        same = {"micro_batch_size": 8, "global_batch_size": 8 * replicas, "output_dir": small.training.output_dir}
+        same = {
+            "micro_batch_size": 8,
+            "global_batch_size": 8 * replicas,
+            "output_dir": small.training.output_dir,
+        }
         assert replace(large, training=replace(large.training, **same)) == small

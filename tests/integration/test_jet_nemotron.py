@@ -18,10 +18,17 @@ from tests.integration.conftest import make_corpus
 from tests.parity.harness import CONFIGS
 
 RUN = Path(__file__).parents[2] / "configs" / "jet-nemotron-2b-lora.yaml"
-SHORT = ("--training.steps=2", "--training.global_batch_size=1", "--training.device=cpu", "--measure.memory=false")
+SHORT = (
+    "--training.steps=2",
+    "--training.global_batch_size=1",
+    "--training.device=cpu",
+    "--measure.memory=false",
+)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which peft asks for
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # which peft asks for
 def test_the_run_file_runs_when_the_folder_is_put_in_place(tmp_path, monkeypatch, capfd):
     folder = tmp_path / "models" / "Jet-Nemotron-2B"
     make_corpus(tmp_path)
@@ -29,7 +36,11 @@ def test_the_run_file_runs_when_the_folder_is_put_in_place(tmp_path, monkeypatch
     shutil.copy(CONFIGS / "jet-nemotron-tiny" / "config.json", folder)
     random = Model(str(folder), init="random", dtype="bfloat16")
     state = load.load_whole(random, load.read_config(random)).state_dict()
-    save_file({k: v for k, v in state.items() if k != "lm_head.weight"}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: v for k, v in state.items() if k != "lm_head.weight"},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     (tmp_path / "corpus").mkdir()
     shutil.copy(tmp_path / "corpus.jsonl", tmp_path / "corpus" / "some.jsonl")
     monkeypatch.chdir(tmp_path)
@@ -39,8 +50,12 @@ def test_the_run_file_runs_when_the_folder_is_put_in_place(tmp_path, monkeypatch
     record = json.loads((out / "record.json").read_text())
     assert record["status"] == "ok"
     trained = load_file(out / "adapter" / "adapter_model.safetensors")
-    reached = {name.split("layers.0.")[1].split(".lora_")[0] for name in trained if "layers.0." in name}
-    jet = {f"self_attn.{x}_proj" for x in "qkvbago"} | {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    reached = {
+        name.split("layers.0.")[1].split(".lora_")[0] for name in trained if "layers.0." in name
+    }
+    jet = {f"self_attn.{x}_proj" for x in "qkvbago"} | {
+        f"mlp.{x}_proj" for x in ("gate", "up", "down")
+    }
     assert reached == jet | {f"self_attn.dynamic_conv1d.kernel_generator.{w}" for w in ("w1", "w2")}
     assert all(trained[name].abs().max() > 0 for name in trained if "lora_B" in name)
     # With peft alone, on the model that transformers' classes load from the folder.
@@ -48,4 +63,7 @@ def test_the_run_file_runs_when_the_folder_is_put_in_place(tmp_path, monkeypatch
     ids = torch.arange(1, 40)[None]
     with torch.no_grad():
         plain = base(ids, use_cache=False).logits
-        assert (PeftModel.from_pretrained(base, str(out / "adapter"))(ids, use_cache=False).logits != plain).any()
+        assert (
+            PeftModel.from_pretrained(base, str(out / "adapter"))(ids, use_cache=False).logits
+            != plain
+        ).any()

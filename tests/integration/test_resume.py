@@ -43,18 +43,26 @@ PIPELINES = {
 }
 TENSOR = {"tp": Parallel(tp=2), "fsdp2-tp": Parallel("fsdp2", tp=2, sequence_parallel=True)}
 PARALLEL = {
-    **{layout: Parallel(layout) for layout in ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2")},
+    **{
+        layout: Parallel(layout) for layout in ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2")
+    },
     "offload": Parallel("fsdp2", offload="optimizer"),
     "hsdp": Parallel("fsdp2", dp_replicate=2),
     **PIPELINES,
     **TENSOR,
 }
-PROCESSES = dict.fromkeys(PARALLEL, 2) | {"single": 1} | dict.fromkeys(("hsdp", "pp-ddp", "pp-fsdp2", "fsdp2-tp"), 4)
+PROCESSES = (
+    dict.fromkeys(PARALLEL, 2)
+    | {"single": 1}
+    | dict.fromkeys(("hsdp", "pp-ddp", "pp-fsdp2", "fsdp2-tp"), 4)
+)
 """Of every layout; under `offload` the optimizer has copies of the weights."""
 ADAPTERS_OF = ("single", "ddp", "zero2", "fsdp2", "hsdp", "pp", "pp-ddp", "fsdp2-tp")
 """Layouts that `make test` resumes with LoRA; the others, and `single`, in full. `make parity` resumes the rest."""
 PAIRS = [(layout, layout in ADAPTERS_OF) for layout in PROCESSES] + [("single", False)]
-REST = [(layout, lora) for layout in PROCESSES for lora in (True, False) if (layout, lora) not in PAIRS]
+REST = [
+    (layout, lora) for layout in PROCESSES for lora in (True, False) if (layout, lora) not in PAIRS
+]
 
 
 def cases(layouts: Iterable[str] = PROCESSES) -> list[Any]:
@@ -79,12 +87,16 @@ def cheap(folder) -> Iterator[None]:
         yield
 
 
-def config(folder: Path, name: str, layout: str = "single", *, lora: bool = True, **training: Any) -> RunConfig:
+def config(
+    folder: Path, name: str, layout: str = "single", *, lora: bool = True, **training: Any
+) -> RunConfig:
     """All that a resume could forget: Adam's moments, a falling learning rate, dropout, a shuffled corpus."""
     parallel = PARALLEL[layout]
     layers = 2 * parallel.num_virtual  # as many as there are stages
     return RunConfig(
-        model=Model(str(folder / f"model-{layers}"), init="random", tokenizer=str(folder / "tokenizer")),
+        model=Model(
+            str(folder / f"model-{layers}"), init="random", tokenizer=str(folder / "tokenizer")
+        ),
         lora=Lora(r=4, dropout=0.1, targets=["q_proj", "down_proj"]) if lora else None,
         data=Data(str(folder / "corpus.jsonl"), validation=0.2, sequence_length=32),
         parallel=parallel,
@@ -156,7 +168,10 @@ def result(cfg: RunConfig) -> bytes:
 def metrics(cfg: RunConfig) -> list[dict[str, Any]]:
     """What is in metrics.jsonl but times."""
     lines = (Path(cfg.training.output_dir) / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if "second" not in key} for line in lines]
+    return [
+        {key: value for key, value in json.loads(line).items() if "second" not in key}
+        for line in lines
+    ]
 
 
 def checkpoint_of(cfg: RunConfig, step: int) -> str:
@@ -217,7 +232,14 @@ def test_each_part_under_another_layout_and_number_of_processes(ran):
     one, noise = whole(ran, "single"), config(ran, "noise")
     noise = replace(noise, measure=replace(noise.measure, reverse_microbatches=True))
     run_ranks(1, run, noise)
-    parts = [("fsdp2", 2, 2), ("fsdp2", 4, 4), ("ddp", 4, 6), ("zero1", 2, 8), ("fsdp1", 2, 10), ("single", 1, STEPS)]
+    parts = [
+        ("fsdp2", 2, 2),
+        ("fsdp2", 4, 4),
+        ("ddp", 4, 6),
+        ("zero1", 2, 8),
+        ("fsdp1", 2, 10),
+        ("single", 1, STEPS),
+    ]
     for layout, nproc, last in parts:
         resume = None if layout == "fsdp2" and nproc == 2 else "latest"
         cfg = config(ran, "chain", layout, micro_batch_size=1, save_every=last, resume=resume)
@@ -240,11 +262,20 @@ def test_a_pipeline_goes_on_under_fsdp2_as_another_pipeline_and_alone(ran):
     one, noise = deep("deep"), deep("deep-noise")
     noise = replace(noise, measure=replace(noise.measure, reverse_microbatches=True))
     run_ranks(1, run_all, one, noise)
-    parts = [(Parallel(pp=2), 2), (Parallel("fsdp2"), 4), (Parallel(pp=4, schedule="zbv"), 6), (Parallel(), 8)]
+    parts = [
+        (Parallel(pp=2), 2),
+        (Parallel("fsdp2"), 4),
+        (Parallel(pp=4, schedule="zbv"), 6),
+        (Parallel(), 8),
+    ]
     for parallel, last in parts:
         resume = "latest" if last > 2 else None
         cfg = replace(deep("deep-chain", save_every=last, resume=resume), parallel=parallel)
-        run_ranks(max(parallel.pp, 1 if last == 8 else 2), *([run] if last == 8 else [run_until, last]), cfg)
+        run_ranks(
+            max(parallel.pp, 1 if last == 8 else 2),
+            *([run] if last == 8 else [run_until, last]),
+            cfg,
+        )
     assert [line["step"] for line in metrics(cfg)] == [line["step"] for line in metrics(one)]
     for apart in (losses_apart, weights_apart):
         assert apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))
@@ -254,9 +285,21 @@ def test_a_pipeline_goes_on_under_fsdp2_as_another_pipeline_and_alone(ran):
 @pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
     def deep(name: str, **training: Any) -> RunConfig:
-        cfg = config(folder, f"{name}-{lora}", lora=lora, steps=7, micro_batch_size=1, eval_batches=1, **training)
+        cfg = config(
+            folder,
+            f"{name}-{lora}",
+            lora=lora,
+            steps=7,
+            micro_batch_size=1,
+            eval_batches=1,
+            **training,
+        )
         # Of Gated DeltaNet's [q, k, v] rows a rank has some of each: its shares joined are not the whole.
-        return replace(cfg, model=replace(cfg.model, path=str(CONFIGS / "tiny-qwen3_5")), lora=cfg.lora and ADAPTERS)
+        return replace(
+            cfg,
+            model=replace(cfg.model, path=str(CONFIGS / "tiny-qwen3_5")),
+            lora=cfg.lora and ADAPTERS,
+        )
 
     one, noise = deep("shares-alone"), deep("shares-noise")
     noise = replace(noise, measure=replace(noise.measure, reverse_microbatches=True))
@@ -282,11 +325,15 @@ def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
 ADAPTERS = Lora(r=4, dropout=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # which peft asks for
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # which peft asks for
 @pytest.mark.parametrize(("layout", "lora"), cases(("pp", "pp-fsdp2", "tp", "fsdp2-tp")))
 def test_others_read_what_a_model_in_parts_leaves(ran_case, layout, lora):
     cfg, alone = (whole(ran_case, name, lora) for name in (layout, "single"))
-    assert safetensors.torch.load(result(cfg)).keys() == safetensors.torch.load(result(alone)).keys()
+    assert (
+        safetensors.torch.load(result(cfg)).keys() == safetensors.torch.load(result(alone)).keys()
+    )
     if not lora:
         found = loaded_by_transformers(Path(cfg.training.output_dir) / "model").state_dict()
         assert same(found, safetensors.torch.load(result(cfg)))
@@ -361,7 +408,16 @@ def run_killed(moment: str, call: int, rank: int, cfg: RunConfig) -> None:
     ],
 )
 def test_killed_in_the_second_save(ran, tmp_path, moment, layout, call, rank, start):
-    cfg = config(ran, "unused", layout, save_every=3, eval_every=3, keep_last=1, keep_best=True, resume="auto")
+    cfg = config(
+        ran,
+        "unused",
+        layout,
+        save_every=3,
+        eval_every=3,
+        keep_last=1,
+        keep_best=True,
+        resume="auto",
+    )
     cfg = replace(cfg, training=replace(cfg.training, output_dir=str(tmp_path)))
     with pytest.raises(RuntimeError, match=f"rank {rank} died without a word"):
         run_ranks(PROCESSES[layout], run_killed, moment, call, rank, cfg)
@@ -379,7 +435,13 @@ def cross(folder: Path, read: Path | None, cell: Cell) -> Values:
     """Read a checkpoint, or make a step, and write one: the whole tensors that this rank then has, by key."""
     cfg = run_config(cell, "adamw")
     resume = None if read is None else str(read)
-    training = replace(cfg.training, output_dir=str(folder), resume=resume, global_batch_size=12, micro_batch_size=1)
+    training = replace(
+        cfg.training,
+        output_dir=str(folder),
+        resume=resume,
+        global_batch_size=12,
+        micro_batch_size=1,
+    )
     cfg = replace(cfg, training=training)
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").touch()
@@ -389,7 +451,9 @@ def cross(folder: Path, read: Path | None, cell: Cell) -> Values:
     if start.folder is None:
         training_step(job, microbatches(cfg, mesh, 1), mesh, None)
     checkpoint.restore(start, job, cfg)
-    with Checkpointer(cfg, job, NoLoader(rows=cfg.training.global_batch_size), start) as checkpointer:
+    with Checkpointer(
+        cfg, job, NoLoader(rows=cfg.training.global_batch_size), start
+    ) as checkpointer:
         checkpointer.save(1)
     return values(job, cfg)
 
@@ -398,7 +462,9 @@ def cross_all(folder: Path, family: str, layouts: dict[str, int]) -> Values:
     """Each layout, on so many ranks, reads what the one before it wrote; what all of them have."""
     written, read = None, None
     for layout, nproc in layouts.items():
-        for found in run_ranks(nproc, cross, folder / layout, read, Cell(family, layout, "full", nproc)):
+        for found in run_ranks(
+            nproc, cross, folder / layout, read, Cell(family, layout, "full", nproc)
+        ):
             assert written is None or equal(found, written), layout
             written = found
         read = folder / layout / "checkpoints" / "step-1"
@@ -408,7 +474,11 @@ def cross_all(folder: Path, family: str, layouts: dict[str, int]) -> Values:
 
 def test_shares_that_several_ranks_hold_cross_layouts_unchanged(tmp_path):
     # 2 heads of keys and values, and 2 groups of Mamba2's B and C, of which 4 ranks hold each twice, and 2 ranks once.
-    written = cross_all(tmp_path, "granitemoehybrid", {"tp": 4, "single": 1, "fsdp2-tp-sp": 4, "zero1-tp": 4, "ddp": 2})
+    written = cross_all(
+        tmp_path,
+        "granitemoehybrid",
+        {"tp": 4, "single": 1, "fsdp2-tp-sp": 4, "zero1-tp": 4, "ddp": 2},
+    )
     assert all(value.any() for key, value in written.items() if key.startswith("optimizer/"))
 
 
@@ -453,7 +523,9 @@ def moments_of_another_parameter():
 
 def weights_not_restored():
     held = checkpoint._held
-    checkpoint._held = lambda job, cfg: (item for item in held(job, cfg) if item[0].startswith("optimizer/"))
+    checkpoint._held = lambda job, cfg: (
+        item for item in held(job, cfg) if item[0].startswith("optimizer/")
+    )
 
 
 @pytest.mark.parametrize(

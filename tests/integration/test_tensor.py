@@ -44,7 +44,9 @@ def rates(record: RunRecord, num_processes: int) -> None:
     positions_per_second = 8 * 32 / record.step_seconds["mean"]
     assert record.tokens_per_second == pytest.approx(positions_per_second)
     peak = record.flops["peak_per_second"] * num_processes
-    assert record.mfu == pytest.approx(record.flops["model_per_token"] * positions_per_second / peak)
+    assert record.mfu == pytest.approx(
+        record.flops["model_per_token"] * positions_per_second / peak
+    )
 
 
 def test_a_run_with_shares_of_layers(folder, single, noise):
@@ -57,7 +59,9 @@ def test_a_run_with_shares_of_layers(folder, single, noise):
     assert record.flops["model_per_token"] == single.flops["model_per_token"]
     assert record.mesh == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
     assert len(record.peak_memory_bytes) == len(record.state_bytes) == 2
-    (held,) = {tuple(sorted(state.items())) for state in record.state_bytes}  # as much on either rank
+    (held,) = {
+        tuple(sorted(state.items())) for state in record.state_bytes
+    }  # as much on either rank
     # Of 4-byte weights more than half, since norms and small factors are whole, but little more.
     whole = 4 * record.parameters["total"]
     assert whole / 2 < dict(held)["weights"] < 0.55 * whole

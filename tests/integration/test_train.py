@@ -12,7 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training, UserError
+from shardwise.config import (
+    Data,
+    Lora,
+    Measure,
+    Model,
+    Optimizer,
+    Parallel,
+    RunConfig,
+    Training,
+    UserError,
+)
 from shardwise.parallel.mesh import build_mesh
 from shardwise.records.record import RunRecord
 from shardwise.training import loop
@@ -25,12 +35,18 @@ from tests.parity.harness import CONFIGS
 STEPS = 6
 
 
-def config(folder: Path, name: str, layout: str = "single", *, lora: bool = True, **training: Any) -> RunConfig:
+def config(
+    folder: Path, name: str, layout: str = "single", *, lora: bool = True, **training: Any
+) -> RunConfig:
     return RunConfig(
-        model=Model(str(CONFIGS / "tiny-qwen3_5"), init="random", tokenizer=str(folder / "tokenizer")),
+        model=Model(
+            str(CONFIGS / "tiny-qwen3_5"), init="random", tokenizer=str(folder / "tokenizer")
+        ),
         lora=Lora(r=4, dropout=0.1) if lora else None,
         data=Data(str(folder / "corpus.jsonl"), validation=0.07, sequence_length=32),
-        parallel=Parallel("fsdp2" if layout == "hsdp" else layout, dp_replicate=2 if layout == "hsdp" else 1),
+        parallel=Parallel(
+            "fsdp2" if layout == "hsdp" else layout, dp_replicate=2 if layout == "hsdp" else 1
+        ),
         optimizer=Optimizer(lr=1e-2),
         training=Training(
             **{
@@ -57,7 +73,11 @@ def run_on(nproc: int, cfg: RunConfig) -> RunRecord:
     assert all(other is None for other in others)
     assert first is not None
     on_disk = RunRecord.read(Path(cfg.training.output_dir) / "record.json")
-    assert (on_disk.losses, on_disk.eval, on_disk.step_seconds) == (first.losses, first.eval, first.step_seconds)
+    assert (on_disk.losses, on_disk.eval, on_disk.step_seconds) == (
+        first.losses,
+        first.eval,
+        first.step_seconds,
+    )
     return on_disk
 
 
@@ -72,26 +92,37 @@ def test_record_of_a_run(folder, single):
     assert [e["step"] for e in single.eval] == [0, 3, 6]
     assert single.eval[-1]["loss"] < single.eval[0]["loss"] - 0.1
     assert all(math.isclose(e["perplexity"], math.exp(e["loss"])) for e in single.eval)
-    assert single.parameters["trainable"] + single.parameters["frozen"] == single.parameters["total"]
+    assert (
+        single.parameters["trainable"] + single.parameters["frozen"] == single.parameters["total"]
+    )
     assert single.step_seconds is not None
     assert single.step_seconds["steps"] == STEPS - 2
     assert single.tokens_per_second is not None
     assert 0 < single.mfu < single.hfu < 1
     assert "measured here" in single.flops["peak_source"]
-    rows = [json.loads(line) for line in (folder / "single" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "single" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["loss"] for row in rows if "loss" in row] == single.losses
-    assert [row["eval_loss"] for row in rows if "eval_loss" in row] == [e["loss"] for e in single.eval]
+    assert [row["eval_loss"] for row in rows if "eval_loss" in row] == [
+        e["loss"] for e in single.eval
+    ]
 
 
 @pytest.fixture(scope="module")
 def noise(folder, single) -> RunRecord:
     record = run_on(1, replace_measure(config(folder, "noise"), reverse_microbatches=True))
-    adapters = [(folder / name / "adapter" / "adapter_model.safetensors").read_bytes() for name in ("noise", "single")]
+    adapters = [
+        (folder / name / "adapter" / "adapter_model.safetensors").read_bytes()
+        for name in ("noise", "single")
+    ]
     assert adapters[0] != adapters[1], "the control made no noise"
     return record
 
 
-SAID_BY_PARITY = [pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", 2), ("fsdp1", 2), ("fsdp2", 2))]
+SAID_BY_PARITY = [
+    pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", 2), ("fsdp1", 2), ("fsdp2", 2))
+]
 """Their steps are compared by cells of parity. What a whole run adds to them, `make test` shows of two layouts."""
 
 
@@ -113,14 +144,20 @@ def replace_measure(cfg: RunConfig, **changes: Any) -> RunConfig:
 
 def test_two_runs_are_bit_identical(folder, single):
     again = run_on(1, config(folder, "again"))
-    assert (again.losses, again.grad_norms, again.eval) == (single.losses, single.grad_norms, single.eval)
+    assert (again.losses, again.grad_norms, again.eval) == (
+        single.losses,
+        single.grad_norms,
+        single.eval,
+    )
     name = "adapter/adapter_model.safetensors"
     assert (folder / "again" / name).read_bytes() == (folder / "single" / name).read_bytes()
 
 
 @pytest.mark.parametrize("family", ["lfm2", "gpt2", "qwen3_moe"])
 def test_whole_runs_of_other_shapes(folder, family, capfd):
-    cfg = config(folder, family, "fsdp2", steps=2, eval_every=2, checkpointing="full", sample="the state")
+    cfg = config(
+        folder, family, "fsdp2", steps=2, eval_every=2, checkpointing="full", sample="the state"
+    )
     record = run_on(2, replace(cfg, model=replace(cfg.model, path=str(CONFIGS / f"tiny-{family}"))))
     assert record.sample.startswith("the state")
     assert record.flops["model_per_token"] > 0
@@ -133,10 +170,17 @@ def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, cap
     lines = ["not JSON" if i % 5 == 0 else json.dumps({"text": "the state"}) for i in range(20)]
     (folder / "broken.jsonl").write_text("\n".join(lines))
     (folder / "held-out.jsonl").write_text("\n".join(lines[:6]))
-    data = Data(str(folder / "broken.jsonl"), validation=str(folder / "held-out.jsonl"), sequence_length=32)
+    data = Data(
+        str(folder / "broken.jsonl"), validation=str(folder / "held-out.jsonl"), sequence_length=32
+    )
     data = replace(data, on_error="skip", packing="none")
     one, two = (
-        run_on(nproc, replace(replace_measure(config(folder, f"broken-{nproc}", layout), memory=True), data=data))
+        run_on(
+            nproc,
+            replace(
+                replace_measure(config(folder, f"broken-{nproc}", layout), memory=True), data=data
+            ),
+        )
         for nproc, layout in ((1, "single"), (2, "ddp"))
     )
     assert one.data == two.data
@@ -149,13 +193,25 @@ def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, cap
     assert read["skipped_by_reason"] == {"not JSON": skipped}
     assert skipped > 0
     shown = capfd.readouterr().out
-    assert shown.count(f"data.train: 48 rows; documents: {finished} begun, {finished} finished, {skipped} left") == 2
-    assert shown.count("data.validation: 4 rows; documents: 6 begun, 6 finished, 2 left out (2 not JSON)") == 2
+    assert (
+        shown.count(
+            f"data.train: 48 rows; documents: {finished} begun, {finished} finished, {skipped} left"
+        )
+        == 2
+    )
+    assert (
+        shown.count(
+            "data.validation: 4 rows; documents: 6 begun, 6 finished, 2 left out (2 not JSON)"
+        )
+        == 2
+    )
 
 
 def test_a_run_of_a_family_that_is_not_listed_says_so(folder, tmp_path, capfd):
     cfg = config(folder, "mistral", "ddp", steps=2, eval_every=2, sample="the state")
-    record = run_on(2, replace(cfg, model=replace(cfg.model, path=str(write_config("mistral", tmp_path)))))
+    record = run_on(
+        2, replace(cfg, model=replace(cfg.model, path=str(write_config("mistral", tmp_path))))
+    )
     assert len(record.losses) == 2
     assert record.sample.startswith("the state")
     assert (record.mfu, record.hfu, record.flops) == (None, None, None)
@@ -175,21 +231,35 @@ def test_mfu_is_null_where_documents_are_isolated(folder):
 
 
 def test_full_training_in_bfloat16_with_checkpointing_memory_and_a_sample(folder):
-    cfg = config(folder, "full", "fsdp2", lora=False, precision="bfloat16", checkpointing="full", sample="the state")
+    cfg = config(
+        folder,
+        "full",
+        "fsdp2",
+        lora=False,
+        precision="bfloat16",
+        checkpointing="full",
+        sample="the state",
+    )
     record = run_on(2, replace_measure(cfg, memory=True, trackers=["tensorboard"]))
     assert record.losses[-1] < record.losses[0]
     assert record.sample is not None
     assert record.sample.startswith("the state")
     assert record.peak_memory_bytes is not None
     assert record.state_bytes is not None
-    assert [s["gradients"] for s in record.state_bytes] == [s["weights"] for s in record.state_bytes]
-    assert all(peak > sum(s.values()) for peak, s in zip(record.peak_memory_bytes, record.state_bytes))
+    assert [s["gradients"] for s in record.state_bytes] == [
+        s["weights"] for s in record.state_bytes
+    ]
+    assert all(
+        peak > sum(s.values()) for peak, s in zip(record.peak_memory_bytes, record.state_bytes)
+    )
     assert record.memory_parts is not None
     assert [sum(parts.values()) for parts in record.memory_parts] == record.peak_memory_bytes
     assert record.hfu > record.mfu
     assert list((folder / "full" / "tensorboard").glob("events*"))
     assert (folder / "full" / "model" / "tokenizer.json").is_file()
-    _, info = AutoModelForCausalLM.from_pretrained(folder / "full" / "model", output_loading_info=True)
+    _, info = AutoModelForCausalLM.from_pretrained(
+        folder / "full" / "model", output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
 
@@ -197,10 +267,17 @@ def test_full_training_in_bfloat16_with_checkpointing_memory_and_a_sample(folder
 def test_a_loss_that_is_not_finite_stops_every_rank_with_step_and_file(folder):
     cfg = config(folder, "diverges", "ddp")
     with pytest.raises(
-        RuntimeError, match=r"UserError: step \d: loss .*; this rank's rows are in .*rank-\d.json; .*optimizer\.lr"
+        RuntimeError,
+        match=r"UserError: step \d: loss .*; this rank's rows are in .*rank-\d.json; .*optimizer\.lr",
     ):
         run_on(
-            2, replace(cfg, optimizer=replace(cfg.optimizer, name="sgd", lr=1e6, weight_decay=1.0, max_grad_norm=None))
+            2,
+            replace(
+                cfg,
+                optimizer=replace(
+                    cfg.optimizer, name="sgd", lr=1e6, weight_decay=1.0, max_grad_norm=None
+                ),
+            ),
         )
     files = sorted((folder / "diverges").glob("non-finite-step-*.json"))
     assert [file.stem[-6:] for file in files] == ["rank-0", "rank-1"]
@@ -210,12 +287,15 @@ def test_a_loss_that_is_not_finite_stops_every_rank_with_step_and_file(folder):
 def test_a_vocabulary_smaller_than_the_tokenizer(folder):
     small = folder / "small-model"
     small.mkdir()
-    content = json.loads((CONFIGS / "tiny-qwen3_5" / "config.json").read_text()) | {"vocab_size": 100}
+    content = json.loads((CONFIGS / "tiny-qwen3_5" / "config.json").read_text()) | {
+        "vocab_size": 100
+    }
     (small / "config.json").write_text(json.dumps(content))
     cfg = config(folder, "small")
     cfg = replace(cfg, model=replace(cfg.model, path=str(small)))
     with pytest.raises(
-        RuntimeError, match=f"{UserError.__name__}: the tokenizer has ids up to 255 but the model only 100"
+        RuntimeError,
+        match=f"{UserError.__name__}: the tokenizer has ids up to 255 but the model only 100",
     ):
         run_on(1, cfg)
 

@@ -26,7 +26,9 @@ def plain_mix(x: int) -> int:
 @settings(deadline=None)
 @given(int32, int32)
 def test_the_hash_is_what_it_says(seed, counter):
-    found = hash32(torch.tensor([seed], dtype=torch.int32), torch.tensor([counter], dtype=torch.int32))
+    found = hash32(
+        torch.tensor([seed], dtype=torch.int32), torch.tensor([counter], dtype=torch.int32)
+    )
     assert found.item() == plain_mix(seed ^ plain_mix(counter))
 
 
@@ -38,7 +40,9 @@ def test_known_numbers():
 
 
 def test_every_bit_of_a_counter_turns_half_of_the_bits():
-    x = torch.randint(-(2**31), 2**31, (20_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    x = torch.randint(
+        -(2**31), 2**31, (20_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
     for bit in range(32):
         turned = mix(x) ^ mix(x ^ (1 << bit if bit < 31 else -(2**31)))
         share = torch.stack([(turned >> i) & 1 for i in range(32)]).float().mean(1)
@@ -48,7 +52,9 @@ def test_every_bit_of_a_counter_turns_half_of_the_bits():
 
 def mask(p: float, num_tokens: int = 512, num_features: int = 512) -> torch.Tensor:
     tokens = torch.arange(num_tokens, dtype=torch.int32)
-    return ~Dropout(p, hash32(torch.tensor([12345], dtype=torch.int32), tokens)[None]).keep(0, num_features)
+    return ~Dropout(p, hash32(torch.tensor([12345], dtype=torch.int32), tokens)[None]).keep(
+        0, num_features
+    )
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
@@ -63,7 +69,9 @@ def test_rate_over_all_over_tokens_and_over_features(p):
         assert abs(means.var() / (p * (1 - p) / 512) - 1) < 0.32
 
 
-@pytest.mark.parametrize(("tokens", "features"), [(0, 1), (1, 0), (1, 1), (0, 2), (0, 64), (64, 0), (3, 5), (128, 128)])
+@pytest.mark.parametrize(
+    ("tokens", "features"), [(0, 1), (1, 0), (1, 1), (0, 2), (0, 64), (64, 0), (3, 5), (128, 128)]
+)
 def test_neighbours_are_independent(tokens, features):
     dropped = mask(0.5).float() - 0.5
     shifted = dropped.roll((tokens, features), (0, 1))

@@ -57,7 +57,11 @@ def config(folder: Path, data: str = "ddp", **training: Any) -> RunConfig:
 def report_place(cfg: RunConfig, mesh: Mesh) -> None:
     total = torch.tensor([float(dist.get_rank() + 1)])
     dist.all_reduce(total)
-    place = {"sum": total.item(), "data_size": mesh.data_size, "threads": os.environ.get("OMP_NUM_THREADS")}
+    place = {
+        "sum": total.item(),
+        "data_size": mesh.data_size,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+    }
     Path(cfg.training.output_dir, f"place-{dist.get_rank()}.json").write_text(json.dumps(place))
 
 
@@ -71,10 +75,14 @@ def report_sockets(cfg: RunConfig, mesh: Mesh) -> None:
         **({"launcher": psutil.Process(os.getppid())} if dist.get_rank() == 0 else {}),
     }
     listening = {
-        name: [s.laddr.ip for s in process.net_connections("inet") if s.status == psutil.CONN_LISTEN]
+        name: [
+            s.laddr.ip for s in process.net_connections("inet") if s.status == psutil.CONN_LISTEN
+        ]
         for name, process in processes.items()
     }
-    Path(cfg.training.output_dir, f"sockets-{dist.get_rank()}.json").write_text(json.dumps(listening))
+    Path(cfg.training.output_dir, f"sockets-{dist.get_rank()}.json").write_text(
+        json.dumps(listening)
+    )
     dist.barrier()
 
 
@@ -137,7 +145,10 @@ def test_nproc_is_refused_where_a_launcher_has_started_processes(monkeypatch, tm
     for name, value in {**TORCHRUN, "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert launch(config(tmp_path), 2, report_place) == 2
-    assert capfd.readouterr().err == "error: --nproc 2: a launcher has started 4 processes already; leave --nproc out\n"
+    assert (
+        capfd.readouterr().err
+        == "error: --nproc 2: a launcher has started 4 processes already; leave --nproc out\n"
+    )
 
 
 def test_nproc_0_is_refused(tmp_path, capfd):
@@ -158,12 +169,17 @@ def test_more_processes_than_gpus_are_refused(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     assert launch(config(tmp_path, device="auto"), 2, report_place) == 2
-    assert capfd.readouterr().err.startswith("error: --nproc is 2 but there are 1 GPUs here; lower it")
+    assert capfd.readouterr().err.startswith(
+        "error: --nproc is 2 but there are 1 GPUs here; lower it"
+    )
 
 
 @pytest.mark.parametrize(
     ("parallel", "nproc", "told"),
-    [(Parallel(tp=3), 3, "parallel.tp is 3"), (Parallel("fsdp2", dp_replicate=3), 2, "parallel.dp_replicate is 3")],
+    [
+        (Parallel(tp=3), 3, "parallel.tp is 3"),
+        (Parallel("fsdp2", dp_replicate=3), 2, "parallel.dp_replicate is 3"),
+    ],
 )
 def test_a_layout_that_cannot_be_is_refused_before_a_process_starts(
     parallel, nproc, told, monkeypatch, tmp_path, capfd
@@ -178,9 +194,16 @@ def test_a_layout_that_cannot_be_is_refused_before_a_process_starts(
 
 @pytest.mark.parametrize(
     ("device", "thread", "num_torch_threads", "forked"),
-    [("cpu", False, 1, True), ("cuda", False, 1, False), ("cpu", True, 1, False), ("cpu", False, 2, False)],
+    [
+        ("cpu", False, 1, True),
+        ("cuda", False, 1, False),
+        ("cpu", True, 1, False),
+        ("cpu", False, 2, False),
+    ],
 )
-def test_only_a_process_without_threads_or_cuda_forks(device, thread, num_torch_threads, forked, monkeypatch):
+def test_only_a_process_without_threads_or_cuda_forks(
+    device, thread, num_torch_threads, forked, monkeypatch
+):
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_torch_threads)
     monkeypatch.setattr(threading, "active_count", lambda: 1 + thread)
     assert can_fork(device, torch_was_imported=True) == (forked and sys.platform == "linux")
@@ -199,7 +222,12 @@ def test_one_process_runs_here_and_leaves_no_group(tmp_path):
     ("train", "exit_code", "status", "told"),
     [
         (user_error_on_all, 2, "unsupported", "error: the file is empty; fill it\n"),
-        (out_of_memory_on_last, 3, "oom", f"error: out of memory: tried to allocate {2**50} bytes; lower training.mi"),
+        (
+            out_of_memory_on_last,
+            3,
+            "oom",
+            f"error: out of memory: tried to allocate {2**50} bytes; lower training.mi",
+        ),
         (bug_on_last, 1, "failed", "Traceback (most recent call last):\n"),
     ],
 )
@@ -216,12 +244,20 @@ def test_one_process_that_fails(train, exit_code, status, told, tmp_path, capfd)
 def test_two_processes_share_the_cores_and_leave_this_process_as_it_was(monkeypatch, tmp_path):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
-    before = dict(os.environ), signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    before = (
+        dict(os.environ),
+        signal.getsignal(signal.SIGTERM),
+        signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    )
     assert launch(config(tmp_path), 2, report_place) == 0
     for rank in (0, 1):
         place = json.loads((tmp_path / f"place-{rank}.json").read_text())
         assert place == {"sum": 1 + 2, "data_size": 2, "threads": "3"}  # 6 cores for 2 processes
-    assert before == (dict(os.environ), signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    assert before == (
+        dict(os.environ),
+        signal.getsignal(signal.SIGTERM),
+        signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    )
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -230,7 +266,9 @@ def test_no_process_of_a_run_on_one_machine_listens_beyond_it(nproc, monkeypatch
     for name in SOCKET_INTERFACES:
         monkeypatch.delenv(name, raising=False)
     assert launch(config(tmp_path), nproc, report_sockets) == 0
-    listening = [json.loads((tmp_path / f"sockets-{rank}.json").read_text()) for rank in range(nproc)]
+    listening = [
+        json.loads((tmp_path / f"sockets-{rank}.json").read_text()) for rank in range(nproc)
+    ]
     if nproc > 1:
         assert listening[0]["launcher"] == []
     assert {ip for told in listening for ip in told["rank"]} <= {"127.0.0.1"}
@@ -255,7 +293,9 @@ def launch_where_one_process_starts(folder: Path) -> None:
 
 def test_where_not_all_processes_start_none_is_left(tmp_path, capfd):
     # In a process of its own, since a launcher does not fork where there are threads, and pytest-xdist has some.
-    launcher = multiprocessing.get_context("fork").Process(target=launch_where_one_process_starts, args=(tmp_path,))
+    launcher = multiprocessing.get_context("fork").Process(
+        target=launch_where_one_process_starts, args=(tmp_path,)
+    )
     launcher.start()
     launcher.join(2 * PATIENCE)
     assert json.loads((tmp_path / "ended.json").read_text()) == [1, False]
@@ -300,7 +340,9 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, 
     assert (record["status"], record["reason"]) == ("timeout", reason)
     told = capfd.readouterr().err
     assert told.endswith(f"error: {reason}; see the stacks of every rank in {tmp_path}\n")
-    hanging, waiting = (told.split(f"stacks on rank {rank} of 2:\n")[1].partition("stacks on")[0] for rank in (1, 0))
+    hanging, waiting = (
+        told.split(f"stacks on rank {rank} of 2:\n")[1].partition("stacks on")[0] for rank in (1, 0)
+    )
     for stack in (hanging, waiting):
         assert "in hang_on_last" in stack
     assert "in barrier" in waiting
@@ -311,7 +353,9 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, 
 def test_processes_that_were_asked_to_stop_have_not_failed(tmp_path, capfd):
     assert launch(config(tmp_path, max_restarts=3), 2, stopped) == 128 + signal.SIGTERM
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "stopped"
-    message = "stopped by SIGTERM after step 3, saved as checkpoints/step-3; go on with --resume latest\n"
+    message = (
+        "stopped by SIGTERM after step 3, saved as checkpoints/step-3; go on with --resume latest\n"
+    )
     assert capfd.readouterr().err == message
 
 
@@ -341,7 +385,12 @@ def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def start(nproc: int, train: str, **env: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, str(script), str(tmp_path), str(nproc), train],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path), **env},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "TMPDIR": str(tmp_path),
+                **env,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -382,7 +431,9 @@ def blocks_ctrl_c(pid: str) -> bool:
 def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
     process = start(2, "sleep", **({"SLOW_IMPORT": "1"} if importing else {}))
     pids = wait_for_pids(process, tmp_path)
-    assert [blocks_ctrl_c(pid) for pid in pids] == [importing] * 2  # there Python would print where it was interrupted
+    assert [blocks_ctrl_c(pid) for pid in pids] == [
+        importing
+    ] * 2  # there Python would print where it was interrupted
     os.killpg(process.pid, signal.SIGINT)
     assert (*process.communicate(timeout=PATIENCE), process.returncode) == ("", "", 130)
     assert not any(is_running(pid) for pid in pids)
@@ -414,6 +465,13 @@ def test_two_slurm_tasks_join(start, tmp_path):
         "SLURM_NTASKS": "2",
         "SLURM_STEP_NODELIST": "localhost",
     }
-    tasks = [start(0, "report_place", **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)]
-    assert [(*task.communicate(timeout=PATIENCE), task.returncode) for task in tasks] == [("", "", 0)] * 2
-    assert [json.loads((tmp_path / f"place-{rank}.json").read_text())["sum"] for rank in (0, 1)] == [3, 3]
+    tasks = [
+        start(0, "report_place", **env, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank))
+        for rank in (0, 1)
+    ]
+    assert [(*task.communicate(timeout=PATIENCE), task.returncode) for task in tasks] == [
+        ("", "", 0)
+    ] * 2
+    assert [
+        json.loads((tmp_path / f"place-{rank}.json").read_text())["sum"] for rank in (0, 1)
+    ] == [3, 3]

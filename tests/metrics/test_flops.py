@@ -41,7 +41,10 @@ def _conv_backward(
 def counted(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[str]) -> float:
     """FLOPs per token that torch's counter sees in one forward and backward."""
     recompute(model, spec, checkpointing, DropoutState(seed=0))
-    mapping = {torch.ops.aten.convolution: _conv, torch.ops.aten.convolution_backward: _conv_backward}
+    mapping = {
+        torch.ops.aten.convolution: _conv,
+        torch.ops.aten.convolution_backward: _conv_backward,
+    }
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
     ids = torch.randint(0, 64, (ROWS, LENGTH))
     with sdpa_kernel(SDPBackend.MATH), counter:
@@ -82,7 +85,9 @@ def check(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[str
     ours = hardware_flops_per_token(counts, LENGTH, ROWS, checkpointing)
     again = {u.kind for u in counts.units} if checkpointing == "full" else checkpointing
     hidden = sum(
-        hidden_from_counter(unit.core, 2 if unit.kind in again and unit.backward else 1, unit.core_gradient)
+        hidden_from_counter(
+            unit.core, 2 if unit.kind in again and unit.backward else 1, unit.core_gradient
+        )
         for unit in counts.units
         if unit.core is not None
     )
@@ -123,7 +128,9 @@ def test_lora_everywhere_matches_the_counter(family, checkpointing):
     add_lora(model, linears(model), EXPERTS.get(family, []))
     counts = check(model, spec, checkpointing)
     # With its B at zero an adapter's A has a gradient of zero, but the products are run all the same.
-    assert {w.folded for u in counts.units for w in u.weights} == ({False, True} if family in EXPERTS else {False})
+    assert {w.folded for u in counts.units for w in u.weights} == (
+        {False, True} if family in EXPERTS else {False}
+    )
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -163,7 +170,9 @@ def test_model_flops_of_llama_by_hand():
     # Not flowing: the gradients of layer 0's input by q, k and v (2048 elements) and by their A (3 * 4 * 32).
     counts = count_model(model, spec)
     lora = 2 * 4 * 464
-    assert model_flops_per_token(counts, LENGTH) == 4 * (layers + head) + 6 * lora + 3 * core - 2 * (2048 + 384)
+    assert model_flops_per_token(counts, LENGTH) == 4 * (
+        layers + head
+    ) + 6 * lora + 3 * core - 2 * (2048 + 384)
 
 
 def test_model_flops_of_a_hybrid_core_do_not_depend_on_chunks():
@@ -173,7 +182,10 @@ def test_model_flops_of_a_hybrid_core_do_not_depend_on_chunks():
     core = counts.units[1].core
     assert core.model_forward(LENGTH) == core.model_forward(64) == 7 * 4 * 8 * 16
     # Per head: chunks * (2 C^2 (2K + V) + 6 C K V + C (C - 1)(K + V)) with C = 64, K = 8, V = 16, over 80 tokens.
-    assert core.executed_forward(LENGTH) == 4 * 2 * (2 * 64**2 * 32 + 6 * 64 * 128 + 64 * 63 * 24) / LENGTH
+    assert (
+        core.executed_forward(LENGTH)
+        == 4 * 2 * (2 * 64**2 * 32 + 6 * 64 * 128 + 64 * 63 * 24) / LENGTH
+    )
 
 
 def test_a_fused_attention_backward_is_five_products():

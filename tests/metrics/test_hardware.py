@@ -19,7 +19,9 @@ def gpu_name(monkeypatch):
 
     def name(value: str) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: value)
-        monkeypatch.setattr(hardware, "measured_flops", lambda device, dtype: hardware.PeakFlops(1.0, "measured"))
+        monkeypatch.setattr(
+            hardware, "measured_flops", lambda device, dtype: hardware.PeakFlops(1.0, "measured")
+        )
 
     return name
 
@@ -36,7 +38,9 @@ def test_commit_of_a_checkout_that_tracks_this_package(tmp_path, monkeypatch):
     def git(*args: str) -> str:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")
         command = ["git", *identity, *args]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     package = tmp_path / "shardwise" / "metrics"
     package.mkdir(parents=True)
@@ -67,7 +71,9 @@ def test_published_peaks(gpu_name):
     assert peak.source == "published dense float32 peak of NVIDIA H100 PCIe"
 
 
-@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA GB200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Some GPU"])
+@pytest.mark.parametrize(
+    "name", ["NVIDIA L40", "NVIDIA GB200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Some GPU"]
+)
 def test_other_gpus_are_measured_and_not_taken_for_known_ones(gpu_name, name):
     gpu_name(name)
     assert peak_flops(CUDA, torch.bfloat16).source == "measured"

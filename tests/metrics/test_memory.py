@@ -13,7 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.metrics import cpu_allocations
-from shardwise.metrics.live_tensors import collectable_tensors, cpu_tensors, freeze_imports, live_tensors
+from shardwise.metrics.live_tensors import (
+    collectable_tensors,
+    cpu_tensors,
+    freeze_imports,
+    live_tensors,
+)
 from shardwise.metrics.memory import PeakMemory, memory_in_use, state_bytes, tensor_bytes
 from tests.distributed import run_ranks
 
@@ -39,14 +44,21 @@ def test_tensor_bytes_counts_storages_once():
     assert tensor_bytes([base, base[:10], base.view(2, -1)]) == 4 * KIB
     assert tensor_bytes([tied, tied]) == 2 * KIB
     assert tensor_bytes([base[:10]]) == 4 * KIB  # a view keeps all of its storage alive
-    assert tensor_bytes([torch.ones(100, dtype=torch.bfloat16), torch.ones(3, dtype=torch.int64)]) == 200 + 24
+    assert (
+        tensor_bytes([torch.ones(100, dtype=torch.bfloat16), torch.ones(3, dtype=torch.int64)])
+        == 200 + 24
+    )
     assert tensor_bytes([]) == 0
 
 
 def test_state_bytes_of_adamw():
     frozen, trained = nn.Parameter(kib(4), requires_grad=False), nn.Parameter(kib(2))
     optimizer = torch.optim.AdamW([trained])
-    assert state_bytes([frozen, trained], optimizer) == {"weights": 6 * KIB, "gradients": 0, "optimizer": 0}
+    assert state_bytes([frozen, trained], optimizer) == {
+        "weights": 6 * KIB,
+        "gradients": 0,
+        "optimizer": 0,
+    }
     trained.sum().backward()
     optimizer.step()
     # Two moments of 2 KiB each and a step counter of one float32.
@@ -188,7 +200,9 @@ def test_other_threads_count():
 
 def _fsdp2_steps() -> tuple[list[int], int, int]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))  # 16 KiB each
+    model = nn.Sequential(
+        nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+    )  # 16 KiB each
     mesh = init_device_mesh("cpu", (2,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -197,7 +211,9 @@ def _fsdp2_steps() -> tuple[list[int], int, int]:
     model(x).sum().backward()
     model.zero_grad()
     with torch.no_grad():
-        model(x)  # the last layer's weights stay gathered: the next block begins with memory that it frees
+        model(
+            x
+        )  # the last layer's weights stay gathered: the next block begins with memory that it frees
     mistakes, weights = [], tensor_bytes(model.parameters())
     for _ in range(2):
         with PeakMemory(CPU) as peak:

@@ -23,7 +23,11 @@ def sines(x: torch.Tensor) -> torch.Tensor:
 
 def step(microbatches: int, checkpointing: bool = False, spare: int = 0) -> PeakMemory:
     """A weight of 4 KiB through six sines, and AdamW, which has its two moments and a step counter before."""
-    run = partial(checkpoint, sines, use_reentrant=False, preserve_rng_state=False) if checkpointing else sines
+    run = (
+        partial(checkpoint, sines, use_reentrant=False, preserve_rng_state=False)
+        if checkpointing
+        else sines
+    )
     weight = nn.Parameter(torch.ones(4 * 256))
     frozen = nn.Parameter(torch.ones(3 * 256), requires_grad=False)
     optimizer = torch.optim.AdamW([weight])
@@ -55,7 +59,9 @@ def test_the_peak_of_one_microbatch_lies_in_its_backward_before_there_are_gradie
 
 
 def test_the_second_microbatch_finds_the_first_ones_gradients():
-    assert without_temporary(step(2).parts) == parts(**STATE, gradients=4 * KIB, activations=20 * KIB + 4)
+    assert without_temporary(step(2).parts) == parts(
+        **STATE, gradients=4 * KIB, activations=20 * KIB + 4
+    )
 
 
 def test_checkpointing_makes_activations_temporary():
@@ -89,14 +95,20 @@ class Allocator:
     def alloc(self, address: int, size: int) -> None:
         self.history += [{"action": "segment_alloc", "addr": 0, "size": 4096}]
         self.history += [{"action": "alloc", "addr": address, "size": size}]
-        self.counts = {**self.counts, "allocation.all.allocated": self.counts["allocation.all.allocated"] + 1}
+        self.counts = {
+            **self.counts,
+            "allocation.all.allocated": self.counts["allocation.all.allocated"] + 1,
+        }
         self.alive += -(-size // 512) * 512
         self.peak = max(self.peak, self.alive)
 
     def free(self, address: int, size: int) -> None:
         for action in ("free_requested", "free_completed"):
             self.history += [{"action": action, "addr": address, "size": size}]
-        self.counts = {**self.counts, "allocation.all.freed": self.counts["allocation.all.freed"] + 1}
+        self.counts = {
+            **self.counts,
+            "allocation.all.freed": self.counts["allocation.all.freed"] + 1,
+        }
         self.alive -= -(-size // 512) * 512
 
 

@@ -32,7 +32,13 @@ _HYBRID = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }
-_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 32}
+_MAMBA2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 32,
+}
 CONFIGS = {
     "llama": {"num_hidden_layers": 2},
     "olmo2": {"num_hidden_layers": 2, "head_dim": 8},
@@ -51,8 +57,18 @@ CONFIGS = {
         "moe_intermediate_size": 16,
         "mlp_only_layers": [1],
     },
-    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "gpt2": {"num_hidden_layers": 2, "n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "lfm2": {
+        "num_hidden_layers": 2,
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "gpt2": {
+        "num_hidden_layers": 2,
+        "n_inner": 48,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
     "qwen3_5_text": {**_HYBRID, "head_dim": 8},
     "qwen3_next": {
         **_HYBRID,
@@ -84,7 +100,13 @@ CONFIGS = {
         "shared_intermediate_size": 24,
         **_MAMBA2,
     },
-    "falcon_h1": {"num_hidden_layers": 2, "head_dim": 8, "mamba_d_ssm": 64, "mamba_rms_norm": True, **_MAMBA2},
+    "falcon_h1": {
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "mamba_d_ssm": 64,
+        "mamba_rms_norm": True,
+        **_MAMBA2,
+    },
     "kimi_linear": {
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -112,7 +134,10 @@ CONFIGS = {
         "num_hidden_layers": 3,
         "layer_types": ["jet", "swa", "attn"],
         "tie_word_embeddings": False,
-        "efficient_attention_config": {"jet": {"num_heads": 4, "head_dim": 8}, "swa": {"window_size": 24}},
+        "efficient_attention_config": {
+            "jet": {"num_heads": 4, "head_dim": 8},
+            "swa": {"window_size": 24},
+        },
     },
 }
 
@@ -126,7 +151,12 @@ def build(family: str, device: str = "cpu", **changes: object) -> tuple[PreTrain
     return model.train(), spec_of(config, model)
 
 
-def add_lora(model: PreTrainedModel, targets: Iterable[str], parameters: Iterable[str] = (), **options: object) -> None:
+def add_lora(
+    model: PreTrainedModel,
+    targets: Iterable[str],
+    parameters: Iterable[str] = (),
+    **options: object,
+) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     transposed = any(isinstance(module, Conv1D) for module in model.modules())
@@ -138,7 +168,9 @@ def add_lora(model: PreTrainedModel, targets: Iterable[str], parameters: Iterabl
         **options,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # qwen3_next: PEFT takes dense linears for experts, and says so
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # qwen3_next: PEFT takes dense linears for experts, and says so
         inject_adapter_in_model(config, model, low_cpu_mem_usage=model.device.type == "meta")
 
 
@@ -148,5 +180,11 @@ def linears(model: nn.Module, *within: str) -> list[str]:
     Not those that take no adapter: PEFT refuses Mamba2's `out_proj`, and Jamba never calls its `dt_proj`.
     """
     refused = ("lm_head", "mixer.out_proj", "mamba.out_proj", "dt_proj")
-    names = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-    return [n for n in names if not any(r in n for r in refused) and (not within or any(w in n for w in within))]
+    names = [
+        name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))
+    ]
+    return [
+        n
+        for n in names
+        if not any(r in n for r in refused) and (not within or any(w in n for w in within))
+    ]

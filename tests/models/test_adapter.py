@@ -96,7 +96,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, torch.Tensor
     return expected
 
 
-def test_peft_and_transformers_alone_load_what_is_saved(written: dict[Path, torch.Tensor], tmp_path: Path) -> None:
+def test_peft_and_transformers_alone_load_what_is_saved(
+    written: dict[Path, torch.Tensor], tmp_path: Path
+) -> None:
     ids = json.dumps(tokens().tolist())
     folders = sorted(map(str, written), key=lambda folder: "jet_nemotron" in folder)
     command = [sys.executable, "-c", SCRIPT, ids, str(tmp_path / "out"), *folders]
@@ -107,13 +109,19 @@ def test_peft_and_transformers_alone_load_what_is_saved(written: dict[Path, torc
         assert relative_error(theirs[str(folder)], expected) < TOLERANCE, folder.name
 
 
-def test_a_merged_model_is_loaded_by_transformers_alone(written: dict[Path, torch.Tensor], tmp_path: Path) -> None:
+def test_a_merged_model_is_loaded_by_transformers_alone(
+    written: dict[Path, torch.Tensor], tmp_path: Path
+) -> None:
     for folder, expected in written.items():
         out = tmp_path / folder.name
         merge_adapter(Model(str(folder / "base")), folder / "adapter", out)
-        assert relative_error(logits(loaded_by_transformers(out)), expected) < TOLERANCE, folder.name
+        assert relative_error(logits(loaded_by_transformers(out)), expected) < TOLERANCE, (
+            folder.name
+        )
         base = loaded_by_transformers(folder / "base")
-        assert relative_error(logits(base), expected) > 0.01, folder.name  # the adapters do something
+        assert relative_error(logits(base), expected) > 0.01, (
+            folder.name
+        )  # the adapters do something
 
 
 def test_the_saved_config_names_places_in_a_layer(written: dict[Path, torch.Tensor]) -> None:
@@ -124,24 +132,37 @@ def test_the_saved_config_names_places_in_a_layer(written: dict[Path, torch.Tens
         *(f"self_attn.{p}_proj" for p in "koqv"),
     ]
     assert sorted(config["target_parameters"]) == sorted(
-        f"{mlp}.{p}_proj.weight" for mlp in ("mlp", "mlp.shared_expert") for p in ("gate", "up", "down")
+        f"{mlp}.{p}_proj.weight"
+        for mlp in ("mlp", "mlp.shared_expert")
+        for p in ("gate", "up", "down")
     )
-    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (3, 7.0, "base")
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (
+        3,
+        7.0,
+        "base",
+    )
 
 
 def test_the_saved_config_has_one_order(tmp_path: Path) -> None:
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    for name, lora in (("one", Lora(r=3, targets=targets)), ("other", Lora(r=3, targets=targets[::-1]))):
+    for name, lora in (
+        ("one", Lora(r=3, targets=targets)),
+        ("other", Lora(r=3, targets=targets[::-1])),
+    ):
         model, _ = with_adapters(tiny("tiny-llama"), lora)
         save_adapter(model, lora, trained(model), tmp_path / name, "base")
-    one, other = ((tmp_path / name / "adapter_config.json").read_text() for name in ("one", "other"))
+    one, other = (
+        (tmp_path / name / "adapter_config.json").read_text() for name in ("one", "other")
+    )
     assert one == other
     written = json.loads(one)["target_modules"]
     assert len(written) == len(targets)
     assert written == sorted(written)  # one order of 5,040, were it the set's
 
 
-def test_merging_needs_an_adapter_that_fits(written: dict[Path, torch.Tensor], tmp_path: Path) -> None:
+def test_merging_needs_an_adapter_that_fits(
+    written: dict[Path, torch.Tensor], tmp_path: Path
+) -> None:
     llama, olmo = (
         next(folder for folder in written if folder.name.startswith(f"{name}-auto"))
         for name in ("tiny-llama", "tiny-olmo_hybrid")
@@ -165,7 +186,9 @@ def test_merging_into_random_weights_takes_the_seed(tmp_path: Path) -> None:
     model, _ = with_adapters(tiny("tiny-llama"), Lora(r=3))
     save_adapter(model, Lora(r=3), trained(model), tmp_path / "adapter", "base")
     merge_adapter(tiny("tiny-llama"), tmp_path / "adapter", tmp_path / "out", seed=0)
-    assert relative_error(logits(loaded_by_transformers(tmp_path / "out")), logits(model)) < TOLERANCE
+    assert (
+        relative_error(logits(loaded_by_transformers(tmp_path / "out")), logits(model)) < TOLERANCE
+    )
 
 
 def test_saving_wants_every_trainable_parameter(tmp_path: Path) -> None:
@@ -194,18 +217,25 @@ def test_merge_refuses_what_does_not_fit_and_what_would_be_lost(
     assert (tmp_path / "base" / "model.safetensors").read_bytes() == before
     in_the_way = tmp_path / "file"
     in_the_way.touch()
-    monkeypatch.setattr(adapter, "load_whole", None)  # nothing is loaded before the place is known to do
+    monkeypatch.setattr(
+        adapter, "load_whole", None
+    )  # nothing is loaded before the place is known to do
     for out in (in_the_way, in_the_way / "merged", in_the_way / "deep" / "merged"):
         with pytest.raises(UserError, match=r"cannot be written \(.*file: not a folder\)"):
             merge_adapter(base, tmp_path / "adapter", out)
     with monkeypatch.context() as patch:
-        patch.setattr("os.access", lambda path, mode: path != tmp_path)  # who runs tests as root may write everywhere
+        patch.setattr(
+            "os.access", lambda path, mode: path != tmp_path
+        )  # who runs tests as root may write everywhere
         with pytest.raises(UserError, match="no write permission"):
             merge_adapter(base, tmp_path / "adapter", tmp_path / "deep" / "merged")
     monkeypatch.undo()
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file(dict(list(tensors.items())[:4]), file)
-    with pytest.raises(UserError, match=f"do not fit .*{len(tensors) - 4} of its adapted weights are not in the file"):
+    with pytest.raises(
+        UserError,
+        match=f"do not fit .*{len(tensors) - 4} of its adapted weights are not in the file",
+    ):
         merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()

@@ -39,11 +39,17 @@ def test_what_is_said_to_be_reached_is_what_injection_adapts(name: str, targets:
     model = on_meta(tiny(name))
     spec = spec_of(model.config, model)
     inject(model, Lora(targets=targets), spec)  # ty: ignore[invalid-argument-type]
-    said = [name for row in rows for name in (*row.auto, *(row.all_linear if targets == "all-linear" else ()))]
+    said = [
+        name
+        for row in rows
+        for name in (*row.auto, *(row.all_linear if targets == "all-linear" else ()))
+    ]
     adapted = [re.sub(r".*\.\d+\.\w+\.", "", path) for path in adapter_layers(model)]
     assert sorted(name.removesuffix(" (3-D)") for name in said) == sorted(adapted)
     assert sum(row.parameters for row in rows) == sum(
-        p.numel() for layer in spec.layers for p in on_meta(tiny(name)).get_submodule(layer.name).parameters()
+        p.numel()
+        for layer in spec.layers
+        for p in on_meta(tiny(name)).get_submodule(layer.name).parameters()
     )
 
 
@@ -53,7 +59,10 @@ def test_all_families_fit_into_a_terminal(width: int) -> None:
     assert "…" not in text
     for name, family in FAMILIES.items():
         assert f" {name} " in text
-        assert all(f".{stack.rpartition('.')[2]}" in text or "experts.{" in text for stack in family.experts)
+        assert all(
+            f".{stack.rpartition('.')[2]}" in text or "experts.{" in text
+            for stack in family.experts
+        )
     assert "experts.{gate_up,down}_proj (3-D)" in text
     assert "may run under single ddp" in " ".join(text.split())
 
@@ -77,22 +86,39 @@ def test_one_model_layer_by_layer() -> None:
     assert "pp-fsdp2-tp-sp" in alike
 
 
-def test_a_family_is_shown_as_transformers_makes_it_unless_a_folder_has_its_name(tmp_path: Path, monkeypatch) -> None:
+def test_a_family_is_shown_as_transformers_makes_it_unless_a_folder_has_its_name(
+    tmp_path: Path, monkeypatch
+) -> None:
     # Llama's defaults: 32 layers.
-    assert re.search(r"^ 0-31 +full_attention, dense", printed(model_table(Model("llama")), 100), re.M)
+    assert re.search(
+        r"^ 0-31 +full_attention, dense", printed(model_table(Model("llama")), 100), re.M
+    )
     (tmp_path / "llama").symlink_to(CONFIGS / "tiny-llama")
     monkeypatch.chdir(tmp_path)
-    assert re.search(r"^ 0-3 +full_attention, dense", printed(model_table(Model("llama")), 100), re.M)
+    assert re.search(
+        r"^ 0-3 +full_attention, dense", printed(model_table(Model("llama")), 100), re.M
+    )
 
 
 def test_a_model_of_no_listed_family_says_so(tmp_path: Path) -> None:
     text = printed(model_table(Model(str(write_config("olmo3", tmp_path)))), 120)
     assert "family olmo3 is not proven here" in text
     assert "may run under single ddp" in text
-    assert re.search(r"^ 0 +sliding_attention, dense +\{q,k,v,o,gate,up,down\}_proj +no", text, re.M)
+    assert re.search(
+        r"^ 0 +sliding_attention, dense +\{q,k,v,o,gate,up,down\}_proj +no", text, re.M
+    )
 
 
 def test_names_that_differ_in_one_part_are_one() -> None:
-    names = ["q_proj", "v_proj", "w1", "in_proj_a", "in_proj_b", "in_proj", "c.up_proj (3-D)", "c.down_proj (3-D)"]
+    names = [
+        "q_proj",
+        "v_proj",
+        "w1",
+        "in_proj_a",
+        "in_proj_b",
+        "in_proj",
+        "c.up_proj (3-D)",
+        "c.down_proj (3-D)",
+    ]
     assert _braced(names) == "{q,v,in}_proj w1 in_proj_{a,b} c.{up,down}_proj (3-D)"
     assert _braced(["gate", "gate", "e.x"]) == "gate e.x"

@@ -55,7 +55,11 @@ def test_loss_is_the_sum_over_targets():
     logits = lm(one, return_logits=True)
     assert logits.shape == (2, 12, 256)
     mask = one.labels != IGNORED
-    expected = -F.log_softmax(logits.double(), -1).gather(-1, one.labels.clamp(min=0)[..., None])[..., 0][mask].sum()
+    expected = (
+        -F.log_softmax(logits.double(), -1)
+        .gather(-1, one.labels.clamp(min=0)[..., None])[..., 0][mask]
+        .sum()
+    )
     assert mask.sum() == 19
     torch.testing.assert_close(lm(one).double(), expected, rtol=1e-6, atol=0)
 
@@ -66,7 +70,13 @@ def test_router_loss_only_in_training_and_adds_up_over_rows():
     with_router = lm.train()(whole)
     assert with_router > plain + 1
     halves = [
-        Batch(whole.input_ids[i : i + 1], whole.labels[i : i + 1], whole.document_ids[i : i + 1], (i,), 1)
+        Batch(
+            whole.input_ids[i : i + 1],
+            whole.labels[i : i + 1],
+            whole.document_ids[i : i + 1],
+            (i,),
+            1,
+        )
         for i in (0, 1)
     ]
     torch.testing.assert_close(sum(lm(half) for half in halves), with_router, rtol=1e-6, atol=0)
@@ -93,7 +103,10 @@ def test_router_loss_of_one_row_and_layer_is_the_familys_own(family):
     elif hasattr(config, "layer_types"):
         config.layer_types = config.layer_types[:1]
     hf = load.load_whole(cfg.model, config)
-    lm, row = patch(CausalLM(hf, spec_of(config, hf), family_of(hf), cfg), cfg, CPU), batch(rows=1, ignored=0)
+    lm, row = (
+        patch(CausalLM(hf, spec_of(config, hf), family_of(hf), cfg), cfg, CPU),
+        batch(rows=1, ignored=0),
+    )
     with torch.no_grad():
         routed = lm.train()(row) - lm.eval()(row)
         theirs = hf(input_ids=row.input_ids, output_router_logits=True).aux_loss
@@ -126,7 +139,9 @@ def test_gradients_are_those_of_transformers_own_loss():
         assert (ours[name] - p.grad).abs().max() <= 1e-5 * p.grad.abs().max(), name
 
 
-@pytest.mark.parametrize(("family", "key"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")])
+@pytest.mark.parametrize(
+    ("family", "key"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")]
+)
 def test_dropout_inside_attention_is_a_fact(family, key):
     assert facts(family).attention_dropout is None
     assert facts(family, **{key: 0.1}).attention_dropout == (key, 0.1)
@@ -139,13 +154,17 @@ def test_precision_is_what_products_are_computed_in(precision):
     hf_config = load.read_config(cfg.model)
     hf = load.load_whole(cfg.model, hf_config)
     seen = []
-    hf.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    hf.model.layers[1].mlp.down_proj.register_forward_hook(
+        lambda module, args, out: seen.append(out.dtype)
+    )
     loss = patch(CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg), cfg, CPU)(batch())
     assert seen == [getattr(torch, precision)]
     assert loss.dtype == torch.float32
 
 
-def with_loss(path: str | Path, loss: str, lora: Lora | None = None, family: Family | None = None) -> CausalLM:
+def with_loss(
+    path: str | Path, loss: str, lora: Lora | None = None, family: Family | None = None
+) -> CausalLM:
     cfg = RunConfig(
         model=Model(str(path), init="random"),
         data=Data(train="unused"),
@@ -153,7 +172,9 @@ def with_loss(path: str | Path, loss: str, lora: Lora | None = None, family: Fam
     )
     hf_config = load.read_config(cfg.model)
     hf = with_adapters(cfg.model, lora)[0] if lora else load.load_whole(cfg.model, hf_config)
-    return patch(CausalLM(hf, spec_of(hf_config, hf), family or family_of(hf), cfg), cfg, CPU).train()
+    return patch(
+        CausalLM(hf, spec_of(hf_config, hf), family or family_of(hf), cfg), cfg, CPU
+    ).train()
 
 
 def head_and_below(lm: CausalLM) -> dict[str, Any]:
@@ -168,10 +189,15 @@ def head_and_below(lm: CausalLM) -> dict[str, Any]:
         loss = lm(batch())
     loss.backward()
     (hidden,) = seen
-    head = {n: p.grad for n, p in lm.hf.get_submodule(lm.spec.head).named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), "names": {n for n, p in lm.named_parameters() if p.grad is not None}} | {
-        "grads": {"hidden": hidden.grad, **head}
+    head = {
+        n: p.grad
+        for n, p in lm.hf.get_submodule(lm.spec.head).named_parameters()
+        if p.grad is not None
     }
+    return {
+        "loss": loss.detach(),
+        "names": {n for n, p in lm.named_parameters() if p.grad is not None},
+    } | {"grads": {"hidden": hidden.grad, **head}}
 
 
 def check_equal(chunked: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -197,7 +223,9 @@ def test_chunked_loss_is_that_of_transformers_logits(preset):
 
 def test_chunked_loss_of_a_head_in_modules_to_save():
     lora = Lora(r=4, modules_to_save=["lm_head"])
-    chunked, plain = (with_loss(CONFIGS / "tiny-llama", loss, lora) for loss in ("chunked", "plain"))
+    chunked, plain = (
+        with_loss(CONFIGS / "tiny-llama", loss, lora) for loss in ("chunked", "plain")
+    )
     outcome = head_and_below(chunked)
     assert "modules_to_save.default.weight" in outcome["grads"]
     check_equal(outcome, head_and_below(plain))
@@ -215,7 +243,12 @@ def test_chunked_loss_with_a_soft_cap(monkeypatch, tmp_path):
     )
     config.save_pretrained(tmp_path)
     mixers = {layer_type: Mixer(layer_type, ()) for layer_type in config.layer_types}
-    family = Family("recurrent_gemma", norm="model.final_norm", mixers=mixers, logits_capped_by="logits_soft_cap")
+    family = Family(
+        "recurrent_gemma",
+        norm="model.final_norm",
+        mixers=mixers,
+        logits_capped_by="logits_soft_cap",
+    )
     monkeypatch.setitem(FAMILIES, "recurrent_gemma", family)
     chunked, plain = (with_loss(tmp_path, loss) for loss in ("chunked", "plain"))
     check_equal(head_and_below(chunked), head_and_below(plain))
@@ -224,7 +257,11 @@ def test_chunked_loss_with_a_soft_cap(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("asked", "family", "found"),
     [
-        *(("auto", "llama", "chunked"), ("chunked", "llama", "chunked"), ("plain", "llama", "plain")),
+        *(
+            ("auto", "llama", "chunked"),
+            ("chunked", "llama", "chunked"),
+            ("plain", "llama", "plain"),
+        ),
         *(("auto", "unheard_of", "plain"), ("plain", "unheard_of", "plain")),
         ("triton", "llama", "is triton, but triton.*; use auto or chunked"),
     ],

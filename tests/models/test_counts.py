@@ -30,7 +30,11 @@ def test_every_parameter_is_counted_once(family, lora):
     parameters = list(model.parameters())
     assert found.parameters == sum(p.numel() for p in parameters)
     assert found.trainable_parameters == sum(p.numel() for p in parameters if p.requires_grad)
-    assert [unit.kind for unit in found.units] == ["embed", *(layer.kind for layer in spec.layers), "head"]
+    assert [unit.kind for unit in found.units] == [
+        "embed",
+        *(layer.kind for layer in spec.layers),
+        "head",
+    ]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -55,7 +59,8 @@ def test_cores_of_each_kind():
             Mamba2(num_heads=4, head_dim=16, state_size=8, chunk_size=32),
         ),
         "jet_block": Both(
-            DynamicConvolution(num_channels=4 * 16, width=4), GatedDeltaNet(num_heads=4, key_dim=8, value_dim=16)
+            DynamicConvolution(num_channels=4 * 16, width=4),
+            GatedDeltaNet(num_heads=4, key_dim=8, value_dim=16),
         ),
         "kda": KimiDeltaAttention(num_heads=2, head_dim=16),
         "mamba": Mamba(num_channels=64, state_size=8),
@@ -76,7 +81,9 @@ def test_rates_of_decay_are_no_factors_of_a_product(family):
     # Though they have two dims (jamba: [channels, states]) or four (kimi_linear: [1, 1, heads, 1]).
     model, spec = build(family, device="meta")
     assert any("A_log" in name and p.ndim > 1 for name, p in model.named_parameters())
-    assert not any("A_log" in weight.name for unit in count_model(model, spec).units for weight in unit.weights)
+    assert not any(
+        "A_log" in weight.name for unit in count_model(model, spec).units for weight in unit.weights
+    )
 
 
 def test_a_tied_head_multiplies_but_owns_nothing():
@@ -114,7 +121,12 @@ def test_lora_factors_on_experts_are_found_and_marked_as_folded():
     assert not up.trainable
     # A for up: rank 4 for each of 4 experts, 32 wide; a token meets 2 of 4.
     factor = weights["mixer.experts.base_layer.lora_A.default.weight"]
-    assert (factor.numel, factor.active, factor.trainable, factor.folded) == (4 * 4 * 32, 0.5, True, True)
+    assert (factor.numel, factor.active, factor.trainable, factor.folded) == (
+        4 * 4 * 32,
+        0.5,
+        True,
+        True,
+    )
     # Both experts' products lie in the lowest layer with adapters: only down's input depends on one, on up's.
     assert (up.input_gradient, down.input_gradient) == (False, True)
 
@@ -157,7 +169,9 @@ def test_lora_on_an_embedding_multiplies_its_second_factor_only():
     add_lora(model, ["embed_tokens"])
     embed = count_model(model, spec).units[0]
     # A is looked up, B is 32 x 4.
-    assert [(w.numel, w.trainable, w.input_gradient) for w in embed.weights] == [(32 * 4, True, True)]
+    assert [(w.numel, w.trainable, w.input_gradient) for w in embed.weights] == [
+        (32 * 4, True, True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -211,11 +225,16 @@ def test_sums_that_the_cores_are_made_of():
     # Two chunks of four: 2 * (2 * 16 * (8 + 4) + 4 * 4 * 8 * 4) per head, and 3 x 3 chunk states, 2 * 9 * 8 * 4.
     assert Mamba2(1, 8, 4, chunk_size=4).executed_forward(8) * 8 == 2 * (384 + 512) + 576
     # A chunk of four: five 4 x 4 products of size 8, three with the 8 x 8 state, and rows 1 to 3 of the inversion.
-    assert KimiDeltaAttention(1, 8, chunk_size=4).executed_forward(4) * 4 == 5 * 256 + 3 * 512 + 2 * (1 + 4 + 9)
+    assert KimiDeltaAttention(1, 8, chunk_size=4).executed_forward(
+        4
+    ) * 4 == 5 * 256 + 3 * 512 + 2 * (1 + 4 + 9)
     # 3 channels of 2 states: 6 to decay, 12 to add, 12 to read.
     assert Mamba(3, 2).model_forward(7) == 30
     # 3 channels of 4 taps, and twice that backward.
-    assert (DynamicConvolution(3, 4).model_forward(7), DynamicConvolution(3, 4).executed_backward(7)) == (24, 48)
+    assert (
+        DynamicConvolution(3, 4).model_forward(7),
+        DynamicConvolution(3, 4).executed_backward(7),
+    ) == (24, 48)
     both = Both(Mamba(3, 2), Attention(2, 8, 8))
     assert (both.model_forward(1), both.executed_forward(1)) == (30 + 64, 30 + 64)
     assert both.executed_backward(1) == 60 + 2.5 * 64

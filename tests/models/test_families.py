@@ -44,11 +44,19 @@ def test_spec_names_every_layer_and_its_kind(name: str) -> None:
     model = on_meta(tiny(name))
     spec = spec_of(model.config, model)
     assert [layer.kind for layer in spec.layers] == KINDS[name]
-    assert [layer.feed_forward for layer in spec.layers] == FEED_FORWARDS.get(name, ["dense"] * len(KINDS[name]))
-    assert [layer.name for layer in spec.layers] == [f"{family_of(model).layers}.{i}" for i in range(len(spec.layers))]
+    assert [layer.feed_forward for layer in spec.layers] == FEED_FORWARDS.get(
+        name, ["dense"] * len(KINDS[name])
+    )
+    assert [layer.name for layer in spec.layers] == [
+        f"{family_of(model).layers}.{i}" for i in range(len(spec.layers))
+    ]
     assert model.get_submodule(spec.embed) is model.get_input_embeddings()
     assert model.get_submodule(spec.head) is model.get_output_embeddings()
-    assert (spec.hidden_size, spec.vocab_size, spec.tied) == (64, 256, model.config.tie_word_embeddings)
+    assert (spec.hidden_size, spec.vocab_size, spec.tied) == (
+        64,
+        256,
+        model.config.tie_word_embeddings,
+    )
 
 
 def test_spec_sees_tied_embeddings() -> None:
@@ -78,13 +86,21 @@ def test_every_facts_name_is_there() -> None:
         model = on_meta(tiny(name))
         family = family_of(model)
         spec = spec_of(model.config, model)
-        names = {n.removeprefix(f"{layer.name}.") for layer in spec.layers for n, _ in model.named_parameters()}
+        names = {
+            n.removeprefix(f"{layer.name}.")
+            for layer in spec.layers
+            for n, _ in model.named_parameters()
+        }
         for linear in (*family.gates, *family.bypassed):
             assert f"{linear}.weight" in names, (name, linear)
         assert set(family.experts) <= names
         stacks = {n for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n}
-        assert {n.removeprefix(f"{family.layers}.").partition(".")[2] for n in stacks} == set(family.experts)
-        assert family.router is None or family.router in {type(module).__name__ for module in model.modules()}
+        assert {n.removeprefix(f"{family.layers}.").partition(".")[2] for n in stacks} == set(
+            family.experts
+        )
+        assert family.router is None or family.router in {
+            type(module).__name__ for module in model.modules()
+        }
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -94,9 +110,13 @@ def test_linears_whose_weight_is_read_past_the_module_are_known(name: str) -> No
     model = on_meta(tiny(name))
     read = set()
     for path, module in model.named_modules():
-        linears = {n for n, child in module.named_children() if isinstance(child, (nn.Linear, Conv1D))}
+        linears = {
+            n for n, child in module.named_children() if isinstance(child, (nn.Linear, Conv1D))
+        }
         if linears:
-            used = set(re.findall(r"self\.(\w+)\.(?:weight|bias)\b", inspect.getsource(type(module))))
+            used = set(
+                re.findall(r"self\.(\w+)\.(?:weight|bias)\b", inspect.getsource(type(module)))
+            )
             read |= {
                 f"{path.removeprefix(f'{family_of(model).layers}.').partition('.')[2]}.{linear}"
                 for linear in linears & used
@@ -114,7 +134,10 @@ def test_linears_that_gate_are_there(name: str) -> None:
 def test_an_unknown_kind_of_layer() -> None:
     config = read_config(tiny("tiny-llama"))
     config.layer_types = ["full_attention", "sideways"]
-    with pytest.raises(UserError, match="has 'sideways', which llama does not know here; it may have full_attention, "):
+    with pytest.raises(
+        UserError,
+        match="has 'sideways', which llama does not know here; it may have full_attention, ",
+    ):
         FAMILIES["llama"].mixers_of(config)
 
 

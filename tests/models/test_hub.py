@@ -30,7 +30,9 @@ def answer(monkeypatch: pytest.MonkeyPatch, error: Exception, urls: list[str]) -
 
 
 def test_without_a_network_a_mistyped_name_is_refused_after_one_question(asked):
-    with pytest.raises(UserError, match=r"^lama: no such folder, and the hub does not answer \(no network\)"):
+    with pytest.raises(
+        UserError, match=r"^lama: no such folder, and the hub does not answer \(no network\)"
+    ):
         load.read_config(Model("lama"))
     assert len(asked) == 1
 
@@ -54,7 +56,8 @@ def test_a_folder_is_not_asked_for(asked, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "refused"), [(RepositoryNotFoundError, True), (GatedRepoError, False), (HfHubHTTPError, False)]
+    ("kind", "refused"),
+    [(RepositoryNotFoundError, True), (GatedRepoError, False), (HfHubHTTPError, False)],
 )
 def test_only_a_name_that_the_hub_does_not_know_is_refused(kind, refused, asked, monkeypatch):
     response = SimpleNamespace(headers={}, request=None)

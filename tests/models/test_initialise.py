@@ -35,7 +35,10 @@ def test_random_weights_follow_the_familys_rules(name: str) -> None:
     config = read_config(tiny(name))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        theirs, again = (AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict() for _ in range(2))
+        theirs, again = (
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
+            for _ in range(2)
+        )
     assert ours.keys() == theirs.keys() - on_meta(tiny(name)).all_tied_weights_keys.keys()
     for key in ours:
         value = theirs[key]
@@ -45,11 +48,16 @@ def test_random_weights_follow_the_familys_rules(name: str) -> None:
             # The deviation s of n draws has itself a deviation of s / sqrt(2 n), 3.2 % at most here, and the difference
             # of two such estimates sqrt(2) times that; their means differ by s sqrt(2 / n). Five times each.
             assert math.isclose(ours[key].std(), value.std(), rel_tol=0.22), key
-            assert abs(ours[key].mean() - value.mean()) < 5 * value.std() * math.sqrt(2 / value.numel()), key
+            assert abs(ours[key].mean() - value.mean()) < 5 * value.std() * math.sqrt(
+                2 / value.numel()
+            ), key
 
 
 def test_random_weights_do_not_depend_on_the_dtype_but_for_rounding() -> None:
-    exact, rounded = entries(tiny("tiny-olmo_hybrid")), entries(tiny("tiny-olmo_hybrid", "bfloat16"))
+    exact, rounded = (
+        entries(tiny("tiny-olmo_hybrid")),
+        entries(tiny("tiny-olmo_hybrid", "bfloat16")),
+    )
     assert same({n: v.to(rounded[n].dtype) for n, v in exact.items()}, rounded)
     assert rounded["model.layers.0.linear_attn.A_log"].dtype == torch.float32
 
@@ -58,14 +66,21 @@ def test_random_weights_of_a_layer_do_not_depend_on_the_layers_before() -> None:
     config = read_config(tiny("tiny-llama"))
     model = tiny("tiny-llama")
     longer = dataclasses.replace(config, num_hidden_layers=6)
-    four, six = dict(weights(on_meta(model), model, 0)), dict(weights(build_meta(model, longer), model, 0))
+    four, six = (
+        dict(weights(on_meta(model), model, 0)),
+        dict(weights(build_meta(model, longer), model, 0)),
+    )
     assert same(four, {n: six[n] for n in four})
 
 
 def test_a_parameter_without_a_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     built = on_meta(tiny("tiny-qwen3_next"))
-    monkeypatch.setattr(type(built), "_init_weights", PreTrainedModel._init_weights)  # knows no stacks of experts
-    with pytest.raises(UserError, match=r"no rule for the initial values of model\.layers\.0\.linear_attn\.dt_bias"):
+    monkeypatch.setattr(
+        type(built), "_init_weights", PreTrainedModel._init_weights
+    )  # knows no stacks of experts
+    with pytest.raises(
+        UserError, match=r"no rule for the initial values of model\.layers\.0\.linear_attn\.dt_bias"
+    ):
         entries(tiny("tiny-qwen3_next"))
 
 

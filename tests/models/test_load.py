@@ -23,7 +23,9 @@ from tests.models.tiny import CONFIGS, TINY, entries, on_meta, same, tiny
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model folder as transformers writes it, of the family whose checkpoints differ most from the modules."""
-    load_whole(tiny("tiny-olmo_hybrid"), read_config(tiny("tiny-olmo_hybrid"))).save_pretrained(tmp_path)
+    load_whole(tiny("tiny-olmo_hybrid"), read_config(tiny("tiny-olmo_hybrid"))).save_pretrained(
+        tmp_path
+    )
     return tmp_path
 
 
@@ -46,7 +48,13 @@ def test_a_folder_without_a_config_is_the_users_mistake(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", '{"hidden_size": 64}', '{"model_type": "nonesuch"}', '{"model_type": "llama", "hidden_size": "wide"}']
+    "text",
+    [
+        "{",
+        '{"hidden_size": 64}',
+        '{"model_type": "nonesuch"}',
+        '{"model_type": "llama", "hidden_size": "wide"}',
+    ],
 )
 def test_a_broken_config_is_the_users_mistake(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
@@ -69,13 +77,22 @@ LLAMA = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
         ({"intermediate_size": -1}, "intermediate_size is -1"),
         ({"vocab_size": 10**15}, "vocab_size is 1000000000000000 "),
         ({"head_dim": 10**13}, "head_dim is"),
-        ({"hidden_size": 2**20, "intermediate_size": 2**24}, r"the model has [\d,]+ parameters, more than"),
-        ({"hidden_size": 2**24, "intermediate_size": 2**24, "head_dim": 2**24}, "cannot build|parameters"),
+        (
+            {"hidden_size": 2**20, "intermediate_size": 2**24},
+            r"the model has [\d,]+ parameters, more than",
+        ),
+        (
+            {"hidden_size": 2**24, "intermediate_size": 2**24, "head_dim": 2**24},
+            "cannot build|parameters",
+        ),
         ({"rope_parameters": {"rope_type": "magic"}}, "rope_type is 'magic'.*yarn"),
         ({"rope_scaling": {"type": "magic"}}, "rope_type is 'magic'"),
         ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is"),
         ({"pad_token_id": 10**6}, "pad_token_id is 1000000 .* beyond vocab_size, 256"),
-        ({"num_experts": 4, "num_experts_per_tok": 1000}, "num_experts_per_tok is 1000 .* more than num_experts, 4"),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 1000},
+            "num_experts_per_tok is 1000 .* more than num_experts, 4",
+        ),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
         ({"ssm_state_size": 0}, "ssm_state_size is 0"),
     ],
@@ -91,7 +108,9 @@ def test_sizes_that_no_model_has_are_refused_by_name(
     assert capfd.readouterr().err == ""  # transformers adds no lines of its own
 
 
-@pytest.mark.parametrize("text", ["[" * 10**5 + "]" * 10**5, '{"a":' * 40 + "1" + "}" * 40], ids=["far too", "too"])
+@pytest.mark.parametrize(
+    "text", ["[" * 10**5 + "]" * 10**5, '{"a":' * 40 + "1" + "}" * 40], ids=["far too", "too"]
+)
 def test_a_config_that_is_nested_deep_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "more": ' + text + "}")
     with pytest.raises(UserError, match="nested"):
@@ -99,7 +118,9 @@ def test_a_config_that_is_nested_deep_is_refused(tmp_path: Path, text: str) -> N
 
 
 def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}'
+    )
     with pytest.raises(UserError, match="quantised"):
         read_config(Model(str(tmp_path)))
 
@@ -146,7 +167,10 @@ def test_parameters_that_a_family_keeps_in_float32_stay_so() -> None:
     assert olmo.get_parameter("model.layers.0.linear_attn.A_log").dtype == torch.float32
     assert olmo.get_parameter("model.layers.0.linear_attn.q_proj.weight").dtype == torch.bfloat16
     nemotron = on_meta(tiny("tiny-nemotron_h", "bfloat16"))
-    assert nemotron.get_buffer("model.layers.1.mixer.gate.e_score_correction_bias").dtype == torch.float32
+    assert (
+        nemotron.get_buffer("model.layers.1.mixer.gate.e_score_correction_bias").dtype
+        == torch.float32
+    )
 
 
 def test_tied_parameters_are_one_object_on_meta_and_when_filled() -> None:
@@ -169,7 +193,9 @@ class LargestAllocation(TorchDispatchMode):
 
 
 def test_building_on_meta_allocates_nothing_large() -> None:
-    config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, vocab_size=128_000)
+    config = LlamaConfig(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=2, vocab_size=128_000
+    )
     state = torch.get_rng_state()
     with LargestAllocation() as largest:
         built = build_meta(Model("none", dtype="bfloat16"), config)
@@ -183,7 +209,9 @@ def test_building_on_meta_allocates_nothing_large() -> None:
 def test_the_notice_of_a_missing_kernel_is_quiet_where_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "transformers")  # commands that ran in this process may have lowered it
+    caplog.set_level(
+        logging.WARNING, "transformers"
+    )  # commands that ran in this process may have lowered it
     seen: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())
@@ -250,7 +278,9 @@ def parts_of(names: Iterable[str]) -> list[set[str]]:
     return list(parts.values())
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3_moe", "tiny-olmo_hybrid", "tiny-nemotron_h", "tiny-gpt2", "tiny-lfm2"])
+@pytest.mark.parametrize(
+    "name", ["tiny-qwen3_moe", "tiny-olmo_hybrid", "tiny-nemotron_h", "tiny-gpt2", "tiny-lfm2"]
+)
 def test_only_what_is_wanted_is_read(name: str, tmp_path: Path, read: list[str]) -> None:
     # Where experts are stacked and convolutions joined from keys of their own, and names differ; the last two are tied.
     load_whole(tiny(name), read_config(tiny(name))).save_pretrained(tmp_path)
@@ -268,9 +298,14 @@ def test_tied_weights_are_read_where_they_are_wanted(tmp_path: Path, read: list[
     whole.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     embedding = whole.get_parameter("transformer.wte.weight")
-    for keys in ({"lm_head.weight"}, {"lm_head.weight", "transformer.wte.weight"}):  # the head alone; both, if equal
+    for keys in (
+        {"lm_head.weight"},
+        {"lm_head.weight", "transformer.wte.weight"},
+    ):  # the head alone; both, if equal
         held = {key: value for key, value in stored.items() if "wte" not in key}
-        save_file(held | {key: embedding.detach().clone() for key in keys}, tmp_path / "model.safetensors")
+        save_file(
+            held | {key: embedding.detach().clone() for key in keys}, tmp_path / "model.safetensors"
+        )
         model = Model(str(tmp_path))
         ((name, value),) = weights(on_meta(model), model, 0, {"transformer.wte.weight"})
         assert name == "transformer.wte.weight"
@@ -337,7 +372,13 @@ def test_persistent_buffers_come_from_the_file_too(tmp_path: Path) -> None:
 
 def test_the_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
     text = read_config(tiny("tiny-qwen3_5"))
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 1, "out_hidden_size": 64}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 1,
+        "out_hidden_size": 64,
+    }
     Qwen3_5Config(text_config=text.to_dict(), vision_config=vision).save_pretrained(tmp_path)
     state = entries(tiny("tiny-qwen3_5"))
     stored = {n.replace("model.", "model.language_model.", 1): v for n, v in state.items()}
@@ -349,19 +390,30 @@ def test_the_language_model_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
     file = folder / "model.safetensors"
-    tensors = {**load_file(file), **{key.replace("__", "."): value for key, value in changes.items()}}
-    save_file({key: value for key, value in tensors.items() if value is not None}, file, metadata={"format": "pt"})
+    tensors = {
+        **load_file(file),
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    save_file(
+        {key: value for key, value in tensors.items() if value is not None},
+        file,
+        metadata={"format": "pt"},
+    )
 
 
 def test_a_missing_entry_is_named(folder: Path) -> None:
     rewrite(folder, model__norm__weight=None)
-    with pytest.raises(UserError, match=r"1 entries without weights in the files, such as model\.norm\.weight"):
+    with pytest.raises(
+        UserError, match=r"1 entries without weights in the files, such as model\.norm\.weight"
+    ):
         entries(Model(str(folder)))
 
 
 def test_an_unexpected_entry_is_named(folder: Path) -> None:
     rewrite(folder, model__layers__9__mlp__up_proj__weight=torch.ones(2))
-    with pytest.raises(UserError, match=r"no place for, such as model\.layers\.9\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        UserError, match=r"no place for, such as model\.layers\.9\.mlp\.up_proj\.weight"
+    ):
         entries(Model(str(folder)))
 
 
@@ -374,13 +426,17 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
 def test_a_missing_part_of_an_entry_is_named(folder: Path) -> None:
     rewrite(folder, model__layers__0__linear_attn__k_conv1d__weight=None)
     # 4 heads with queries and keys of 12 and values of 24 channels: 192 together, which transformers writes as thirds
-    with pytest.raises(UserError, match=r"layers\.0\.linear_attn\.conv1d\.weight has the shape \[128, 1, 4\]"):
+    with pytest.raises(
+        UserError, match=r"layers\.0\.linear_attn\.conv1d\.weight has the shape \[128, 1, 4\]"
+    ):
         entries(Model(str(folder)))
 
 
 def test_parts_that_do_not_fit_together_are_named(folder: Path) -> None:
     rewrite(folder, model__layers__0__linear_attn__k_conv1d__weight=torch.ones(48, 1, 5))
-    with pytest.raises(UserError, match=r"cannot make model\.layers\.0\.linear_attn\.conv1d\.weight from"):
+    with pytest.raises(
+        UserError, match=r"cannot make model\.layers\.0\.linear_attn\.conv1d\.weight from"
+    ):
         entries(Model(str(folder)))
 
 
@@ -414,13 +470,18 @@ def test_damage_to_a_sharded_checkpoint_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "sub/../../x.safetensors"])
 def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / load.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
-    for read in (lambda: load.fingerprint(Model(str(tmp_path)), weights=True), lambda: load._files_by_key(tmp_path)):
+    for read in (
+        lambda: load.fingerprint(Model(str(tmp_path)), weights=True),
+        lambda: load._files_by_key(tmp_path),
+    ):
         with pytest.raises(UserError, match="not in its folder"):
             read()
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "float8_e4m3fn"])
-@pytest.mark.parametrize("key", ["model.layers.0.mlp.up_proj.weight", "model.layers.0.linear_attn.k_conv1d.weight"])
+@pytest.mark.parametrize(
+    "key", ["model.layers.0.mlp.up_proj.weight", "model.layers.0.linear_attn.k_conv1d.weight"]
+)
 def test_numbers_that_need_a_scale_are_no_weights(folder: Path, key: str, dtype: str) -> None:
     value = load_file(folder / "model.safetensors")[key]
     rewrite(folder, **{key.replace(".", "__"): value.to(getattr(torch, dtype))})

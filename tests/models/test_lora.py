@@ -12,7 +12,16 @@ from shardwise.models.families import spec_of
 from shardwise.models.load import load_whole, read_config
 from shardwise.models.lora import Coverage, adapter_layers, adapter_weights, inject
 from shardwise.models.names import hf_name, is_adapter
-from tests.models.tiny import PLAIN, TINY, logits, on_meta, relative_error, tiny, tokens, with_adapters
+from tests.models.tiny import (
+    PLAIN,
+    TINY,
+    logits,
+    on_meta,
+    relative_error,
+    tiny,
+    tokens,
+    with_adapters,
+)
 
 # Weights an adapter could be on / adapted by `auto` / by `all-linear` / by `attention`, per layer kind and in the order
 # of the layers, counted by hand. MLP: gate, up, down. GDN in Qwen3.5: qkv, z, b, a, out; in Qwen3-Next: qkvz, ba, out;
@@ -30,7 +39,10 @@ EXPECTED = {
     "tiny-lfm2": {"short_convolution": (3 * 5, 15, 15, 0), "full_attention": (7, 7, 7, 4)},
     "tiny-gpt2": {"full_attention": (4 * 4, 16, 16, 8)},
     "tiny-qwen3_5": {"gated_delta_net": (3 * 8, 24, 24, 0), "full_attention": (7, 7, 7, 4)},
-    "tiny-qwen3_next": {"gated_delta_net": (9 + 6 + 9, 6 + 6 + 6, 24, 0), "full_attention": (10, 7, 10, 4)},
+    "tiny-qwen3_next": {
+        "gated_delta_net": (9 + 6 + 9, 6 + 6 + 6, 24, 0),
+        "full_attention": (10, 7, 10, 4),
+    },
     "tiny-olmo_hybrid": {"gated_delta_net": (3 * 10, 30, 30, 0), "full_attention": (7, 7, 7, 4)},
     "tiny-nemotron_h": {
         "mamba2": (2, 1, 1, 0),
@@ -38,7 +50,10 @@ EXPECTED = {
         "full_attention": (4, 4, 4, 4),
         "mlp": (2, 2, 2, 0),
     },
-    "tiny-granitemoehybrid": {"mamba2": (2 + 2 + 2, 3, 5, 0), "full_attention": (4 + 2 + 2, 6, 8, 4)},
+    "tiny-granitemoehybrid": {
+        "mamba2": (2 + 2 + 2, 3, 5, 0),
+        "full_attention": (4 + 2 + 2, 6, 8, 4),
+    },
     "tiny-falcon_h1": {"attention_and_mamba2": (2 * 9, 16, 16, 8)},
     "tiny-kimi_linear": {"kda": (9 + 3 + 9 + 5, 24, 26, 0), "full_attention": (4 + 5, 7, 9, 4)},
     "tiny-jamba": {"mamba": (4 + 3 + 4 + 2, 9, 11, 0), "full_attention": (7, 7, 7, 4)},
@@ -69,7 +84,9 @@ def test_coverage_counts_parameters_and_names_what_is_frozen() -> None:
     base = sum(p.numel() for p in on_meta(tiny("tiny-nemotron_h")).parameters())
     # r * (in + out). Mamba2's in_proj gives gate 128, x 128, B and C 4 * 16 each and dt 8: 64 -> 392. Shared expert
     # 64 -> 44 -> 64, MLP 64 -> 172 -> 64, attention q 64 -> 128, k and v 64 -> 64, o 128 -> 64.
-    trainable = 4 * ((64 + 392) + 2 * (64 + 44) + 2 * (64 + 172) + (64 + 128) + 2 * (64 + 64) + (128 + 64))
+    trainable = 4 * (
+        (64 + 392) + 2 * (64 + 44) + 2 * (64 + 172) + (64 + 128) + 2 * (64 + 64) + (128 + 64)
+    )
     assert coverage.trainable == trainable
     assert coverage.total == base + trainable
     assert coverage.percent == pytest.approx(100 * trainable / (base + trainable))
@@ -115,7 +132,9 @@ def test_an_adapter_adds_scale_times_b_a(name: str, rslora: bool) -> None:
     whole = load_whole(tiny(name), read_config(tiny(name)))
     scale = alpha / math.sqrt(r) if rslora else alpha / r
     for path, layer in adapter_layers(model).items():
-        a, b = (factor["default"].get_parameter("weight") for factor in (layer.lora_A, layer.lora_B))
+        a, b = (
+            factor["default"].get_parameter("weight") for factor in (layer.lora_A, layer.lora_B)
+        )
         if "experts." in path and "shared" not in path:
             weight = whole.get_parameter(path)
             experts = weight.shape[0]
@@ -134,14 +153,21 @@ def test_a_fresh_adapter_changes_nothing(name: str) -> None:
     with torch.no_grad():
         for parameter_name, value in adapter_weights(model, seed=0):
             model.get_parameter(parameter_name).copy_(value)
-    assert relative_error(logits(model), logits(load_whole(tiny(name), read_config(tiny(name))))) < 1e-6
+    assert (
+        relative_error(logits(model), logits(load_whole(tiny(name), read_config(tiny(name)))))
+        < 1e-6
+    )
 
 
 def test_first_values_are_a_function_of_seed_and_name() -> None:
     model = on_meta(tiny("tiny-qwen3_next"))
     inject(model, Lora(r=4, targets="all-linear"), spec_of(model.config, model))
     smaller = on_meta(tiny("tiny-qwen3_next"))
-    inject(smaller, Lora(r=4, targets=["linear_attn.out_proj", "experts"]), spec_of(smaller.config, smaller))
+    inject(
+        smaller,
+        Lora(r=4, targets=["linear_attn.out_proj", "experts"]),
+        spec_of(smaller.config, smaller),
+    )
     state = torch.get_rng_state()
     values = dict(adapter_weights(model, seed=5))
     assert torch.equal(torch.get_rng_state(), state)
@@ -162,7 +188,11 @@ def test_first_values_are_a_function_of_seed_and_name() -> None:
 def test_injection_leaves_the_random_state_and_everything_on_meta() -> None:
     model = on_meta(tiny("tiny-qwen3_next"))
     state = torch.get_rng_state()
-    inject(model, Lora(r=4, targets="all-linear", modules_to_save=["lm_head"]), spec_of(model.config, model))
+    inject(
+        model,
+        Lora(r=4, targets="all-linear", modules_to_save=["lm_head"]),
+        spec_of(model.config, model),
+    )
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.is_meta for parameter in model.parameters())
     plain = on_meta(tiny("tiny-qwen3_next"))
@@ -183,7 +213,8 @@ def test_injection_leaves_the_random_state_and_everything_on_meta() -> None:
         (
             "tiny-qwen3_next",
             ["down_proj"],
-            {f"model.layers.{i}.mlp.shared_expert.down_proj" for i in (0, 2, 3)} | {"model.layers.1.mlp.down_proj"},
+            {f"model.layers.{i}.mlp.shared_expert.down_proj" for i in (0, 2, 3)}
+            | {"model.layers.1.mlp.down_proj"},
         ),
         (
             "tiny-nemotron_h",
@@ -191,10 +222,16 @@ def test_injection_leaves_the_random_state_and_everything_on_meta() -> None:
             {"model.layers.1.mixer.experts.up_proj", "model.layers.1.mixer.experts.down_proj"},
         ),
         ("tiny-nemotron_h", ["experts.up_proj"], {"model.layers.1.mixer.experts.up_proj"}),
-        ("tiny-qwen3_next", ["shared_expert_gate"], {f"model.layers.{i}.mlp.shared_expert_gate" for i in (0, 2, 3)}),
+        (
+            "tiny-qwen3_next",
+            ["shared_expert_gate"],
+            {f"model.layers.{i}.mlp.shared_expert_gate" for i in (0, 2, 3)},
+        ),
     ],
 )
-def test_a_list_names_weights_by_the_end_of_their_names(name: str, targets: list[str], adapted: set[str]) -> None:
+def test_a_list_names_weights_by_the_end_of_their_names(
+    name: str, targets: list[str], adapted: set[str]
+) -> None:
     model = on_meta(tiny(name))
     inject(model, Lora(targets=targets), spec_of(model.config, model))
     assert adapter_layers(model).keys() == adapted
@@ -208,14 +245,24 @@ def test_a_list_names_weights_by_the_end_of_their_names(name: str, targets: list
             ["q_proj", "in_proj_qvk"],
             r"in_proj_qvk is no linear of this qwen3_5_text; did you mean .*in_proj_qkv",
         ),
-        ("tiny-llama", ["conv1d"], r"conv1d is no linear of this llama; there are down_proj, gate_proj"),
+        (
+            "tiny-llama",
+            ["conv1d"],
+            r"conv1d is no linear of this llama; there are down_proj, gate_proj",
+        ),
         ("tiny-llama", ["proj"], r"proj is no linear"),
-        ("tiny-nemotron_h", ["out_proj"], r"out_proj of nemotron_h takes no adapter: its layer reads"),
+        (
+            "tiny-nemotron_h",
+            ["out_proj"],
+            r"out_proj of nemotron_h takes no adapter: its layer reads",
+        ),
         ("tiny-jamba", ["dt_proj"], r"dt_proj of jamba takes no adapter: its layer reads"),
         ("tiny-llama", ["lm_head"], r"lm_head is the head; .*modules_to_save: \[lm_head\]"),
     ],
 )
-def test_a_name_that_adapts_nothing_is_the_users_mistake(name: str, targets: list[str], message: str) -> None:
+def test_a_name_that_adapts_nothing_is_the_users_mistake(
+    name: str, targets: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         injected(name, Lora(targets=targets))
 
@@ -245,9 +292,13 @@ def test_dropout_is_on_the_adapters_input() -> None:
 
 
 def test_modules_to_save_are_trained_in_full_and_start_as_the_base() -> None:
-    lora = Lora(targets=["q_proj"], modules_to_save=["lm_head", "model.norm", "layers.0.input_layernorm"])
+    lora = Lora(
+        targets=["q_proj"], modules_to_save=["lm_head", "model.norm", "layers.0.input_layernorm"]
+    )
     model, coverage = with_adapters(tiny("tiny-llama"), lora)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)}
+    trained = {
+        name for name, p in model.named_parameters() if p.requires_grad and not is_adapter(name)
+    }
     saved = {"lm_head", "model.norm", "model.layers.0.input_layernorm"}
     assert trained == {f"{name}.modules_to_save.default.weight" for name in saved}
     for name in saved:
@@ -330,15 +381,25 @@ def test_peft_still_bans_mambas_output_projection(name: str) -> None:
     # Then saved adapters could reach it, on kernels that do not read its weight directly.
     model = on_meta(tiny(name))
     with pytest.raises(ValueError, match="incompatible with Mamba"):
-        inject_adapter_in_model(LoraConfig(target_modules=["out_proj"]), model, low_cpu_mem_usage=True)
+        inject_adapter_in_model(
+            LoraConfig(target_modules=["out_proj"]), model, low_cpu_mem_usage=True
+        )
 
 
 def test_an_adapter_on_jambas_time_step_is_still_dead() -> None:
     # Then `dt_proj` need not be in `Family.bypassed`: the mixer calls it again.
     model = load_whole(tiny("tiny-jamba"), read_config(tiny("tiny-jamba")))
-    inject_adapter_in_model(LoraConfig(target_modules=["dt_proj", "x_proj"], init_lora_weights=False), model)
-    model.train()(input_ids=tokens(length=8), labels=tokens(length=8), use_cache=False).loss.backward()
-    dead = {name.split(".")[4] for name, p in model.named_parameters() if is_adapter(name) and p.grad is None}
+    inject_adapter_in_model(
+        LoraConfig(target_modules=["dt_proj", "x_proj"], init_lora_weights=False), model
+    )
+    model.train()(
+        input_ids=tokens(length=8), labels=tokens(length=8), use_cache=False
+    ).loss.backward()
+    dead = {
+        name.split(".")[4]
+        for name, p in model.named_parameters()
+        if is_adapter(name) and p.grad is None
+    }
     assert dead == {"dt_proj"}
 
 

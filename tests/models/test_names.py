@@ -7,8 +7,14 @@ from shardwise.models.names import hf_name, is_adapter, is_saved_copy
     ("name", "expected"),
     [
         ("model.norm.weight", "model.norm.weight"),
-        ("model.layers.0.self_attn.q_proj.base_layer.weight", "model.layers.0.self_attn.q_proj.weight"),
-        ("model.layers.1.mlp.experts.base_layer.base_layer.gate_up_proj", "model.layers.1.mlp.experts.gate_up_proj"),
+        (
+            "model.layers.0.self_attn.q_proj.base_layer.weight",
+            "model.layers.0.self_attn.q_proj.weight",
+        ),
+        (
+            "model.layers.1.mlp.experts.base_layer.base_layer.gate_up_proj",
+            "model.layers.1.mlp.experts.gate_up_proj",
+        ),
         ("lm_head.original_module.weight", "lm_head.weight"),
         ("lm_head.modules_to_save.default.weight", "lm_head.weight"),
     ],

@@ -9,12 +9,24 @@ from shardwise.config import Model
 from shardwise.models.families import spec_of
 from shardwise.models.load import load_whole, read_config
 from shardwise.models.save import save_model
-from tests.models.tiny import CONFIGS, PLAIN, TINY, entries, loaded_by_transformers, logits, on_meta, same, tiny
+from tests.models.tiny import (
+    CONFIGS,
+    PLAIN,
+    TINY,
+    entries,
+    loaded_by_transformers,
+    logits,
+    on_meta,
+    same,
+    tiny,
+)
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 200_000])
 @pytest.mark.parametrize("name", TINY)
-def test_what_is_saved_is_what_transformers_and_we_load(name: str, shard_bytes: int, tmp_path: Path) -> None:
+def test_what_is_saved_is_what_transformers_and_we_load(
+    name: str, shard_bytes: int, tmp_path: Path
+) -> None:
     model = tiny(name)
     whole = load_whole(model, read_config(model), seed=1)
     saved = entries(model, seed=1)
@@ -32,7 +44,9 @@ def test_what_is_saved_is_what_transformers_and_we_load(name: str, shard_bytes: 
 
 @pytest.mark.parametrize("name", ["tiny-lfm2", "tiny-gpt2"])
 def test_families_that_are_tied_by_default_can_be_untied(name: str, tmp_path: Path) -> None:
-    config = json.loads((CONFIGS / name / "config.json").read_text()) | {"tie_word_embeddings": False}
+    config = json.loads((CONFIGS / name / "config.json").read_text()) | {
+        "tie_word_embeddings": False
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = Model(str(tmp_path), init="random")
     saved = entries(model)
@@ -50,7 +64,8 @@ def test_our_files_are_byte_by_byte_what_transformers_writes(tmp_path: Path) -> 
         save_model(on_meta(model), entries(model).items(), tmp_path / "ours")
         load_whole(model, read_config(model)).save_pretrained(tmp_path / "theirs")
         assert same(
-            load_file(tmp_path / "ours" / "model.safetensors"), load_file(tmp_path / "theirs" / "model.safetensors")
+            load_file(tmp_path / "ours" / "model.safetensors"),
+            load_file(tmp_path / "theirs" / "model.safetensors"),
         )
 
 

@@ -33,7 +33,9 @@ ALL = [(family, mode) for family in FAMILIES for mode in ("full", "lora")]
 
 
 def config(family: str, mode: str = "full", variant: str = "", **training: Any) -> RunConfig:
-    cfg = run_config(Cell(family, "single", mode, variant=variant))  # with the router loss, where there is one
+    cfg = run_config(
+        Cell(family, "single", mode, variant=variant)
+    )  # with the router loss, where there is one
     return replace(cfg, training=replace(cfg.training, global_batch_size=4, **training))
 
 
@@ -77,7 +79,10 @@ def edges(spec: ModelSpec) -> list[int]:
 def cut(cfg: RunConfig, boundaries: Sequence[int] = (), **changed: Any) -> list[Stage]:
     hf, spec = on_meta(cfg, **changed)
     boundaries = boundaries or edges(spec)
-    return [filled(stage, cfg) for stage in stages(hf, spec, boundaries, range(len(boundaries) - 1), cfg)]
+    return [
+        filled(stage, cfg)
+        for stage in stages(hf, spec, boundaries, range(len(boundaries) - 1), cfg)
+    ]
 
 
 def whole(cfg: RunConfig, **changed: Any) -> CausalLM:
@@ -91,7 +96,9 @@ def gradients(parts: Sequence[CausalLM]) -> dict[str, torch.Tensor]:
     for part in parts:
         for name, parameter in part.hf.named_parameters():
             if parameter.grad is not None:
-                found[name] = found[name] + parameter.grad if name in found else parameter.grad.clone()
+                found[name] = (
+                    found[name] + parameter.grad if name in found else parameter.grad.clone()
+                )
     return found
 
 
@@ -101,7 +108,9 @@ def run_whole(lm: CausalLM, rows: Sequence[Batch]) -> tuple[torch.Tensor, dict[s
     return sum(losses).detach(), gradients([lm])
 
 
-def run_chain(made: Sequence[Stage], rows: Sequence[Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run_chain(
+    made: Sequence[Stage], rows: Sequence[Batch]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """All forwards, then all backwards from the last micro-batch to the first, as no schedule of one process would."""
     for stage in made:
         stage.microbatches, stage.loss_scale = rows, SCALE
@@ -115,7 +124,9 @@ def run_chain(made: Sequence[Stage], rows: Sequence[Batch]) -> tuple[torch.Tenso
     return loss, gradients(made)
 
 
-def forwards(made: Sequence[Stage], microbatch: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def forwards(
+    made: Sequence[Stage], microbatch: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     carried = microbatch
     for stage in made:
         out = stage(carried, microbatch)
@@ -126,7 +137,9 @@ def forwards(made: Sequence[Stage], microbatch: torch.Tensor) -> Iterator[tuple[
         carried = out.detach().requires_grad_(out.requires_grad)
 
 
-def check_equal(one: tuple[torch.Tensor, dict[str, Any]], other: tuple[torch.Tensor, dict[str, Any]]) -> None:
+def check_equal(
+    one: tuple[torch.Tensor, dict[str, Any]], other: tuple[torch.Tensor, dict[str, Any]]
+) -> None:
     torch.testing.assert_close(one[0], other[0], rtol=1e-6, atol=0)
     assert worst(one[1], other[1]) <= 1e-5
 
@@ -163,7 +176,9 @@ VARIANTS: tuple[tuple[str, str, str, dict[str, Any], dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(("family", "mode", "variant", "training", "changed"), VARIANTS)
-def test_a_chain_of_stages_is_the_whole_model_whatever_else_is_asked(family, mode, variant, training, changed):
+def test_a_chain_of_stages_is_the_whole_model_whatever_else_is_asked(
+    family, mode, variant, training, changed
+):
     cfg = config(family, mode, variant, **training)
     made, lm = cut(cfg, **changed), whole(cfg, **changed)
     for part in (*made, lm):
@@ -197,11 +212,17 @@ def test_what_acts_on_embeddings_acts_once():
         cfg = config(family)
         hf, known = on_meta(cfg, **changed)
         boundaries, facts = (0, 2, len(known.layers) + 2), replace(FAMILIES[family], **table)
-        made = [filled(stage, cfg) for stage in stages(hf, replace(known, **spec), boundaries, (0, 1), cfg, facts)]
+        made = [
+            filled(stage, cfg)
+            for stage in stages(hf, replace(known, **spec), boundaries, (0, 1), cfg, facts)
+        ]
         _, wrong = run_chain(made, batches(cfg))
         _, right = run_chain(cut(cfg, boundaries, **changed), batches(cfg))
         layer = f"{known.layers[0].name}."
-        below = [{n: grad for n, grad in grads.items() if n.startswith(layer)} for grads in (wrong, right)]
+        below = [
+            {n: grad for n, grad in grads.items() if n.startswith(layer)}
+            for grads in (wrong, right)
+        ]
         assert worst(*below) > 1e-2
 
 
@@ -236,8 +257,12 @@ def test_a_tied_weight_is_one_parameter_of_the_stages_of_one_rank(family):
         assert made[False].hf.get_parameter(f"{spec.embed}.weight") is embedding
         assert made[False].hf.get_parameter(f"{spec.head}.weight") is embedding
     (alone,) = stages(hf, spec, edges(spec), (3,), cfg)
-    assert alone.hf.get_parameter(f"{spec.head}.weight") is alone.hf.get_parameter(f"{spec.embed}.weight")
-    assert alone.hf.get_parameter(f"{spec.embed}.weight") is not hf.get_parameter(f"{spec.embed}.weight")
+    assert alone.hf.get_parameter(f"{spec.head}.weight") is alone.hf.get_parameter(
+        f"{spec.embed}.weight"
+    )
+    assert alone.hf.get_parameter(f"{spec.embed}.weight") is not hf.get_parameter(
+        f"{spec.embed}.weight"
+    )
 
 
 def test_gradients_reach_as_low_as_is_asked():
@@ -284,7 +309,9 @@ def between_layers(cfg: RunConfig) -> set[torch.dtype]:
     """Of what goes into a layer or the final norm."""
     lm, seen = whole(cfg), set()
     for name in (*(layer.name for layer in lm.spec.layers), lm.spec.norm):
-        lm.hf.get_submodule(name).register_forward_pre_hook(lambda module, args: seen.add(args[0].dtype))
+        lm.hf.get_submodule(name).register_forward_pre_hook(
+            lambda module, args: seen.add(args[0].dtype)
+        )
     lm(batches(cfg)[0])
     return seen
 

@@ -15,7 +15,9 @@ def dealt(draw: st.DrawFn) -> Rows:
     """1 to 12 ranks, 1 to 4 segments of any number of shares that divides the ranks, of 1 to 4 rows each."""
     num_ranks = draw(st.sampled_from((1, 2, 3, 4, 6, 8, 12)))
     shares = st.sampled_from([n for n in range(1, num_ranks + 1) if num_ranks % n == 0])
-    sizes = st.builds(lambda shares, rows: Segment(shares * rows, shares), shares, st.integers(1, 4))
+    sizes = st.builds(
+        lambda shares, rows: Segment(shares * rows, shares), shares, st.integers(1, 4)
+    )
     return Rows(num_ranks, tuple(draw(st.lists(sizes, min_size=1, max_size=4))))
 
 
@@ -69,7 +71,9 @@ def test_shared_rows_are_those_that_several_ranks_hold(rows: Rows) -> None:
     for rank in range(rows.num_ranks):
         holders[held(rows, rank)] += 1
     starts = torch.tensor([0, *(segment.size for segment in rows.segments)]).cumsum(0).tolist()
-    shared = [start for start, segment in zip(starts, rows.segments) if segment.shares < rows.num_ranks]
+    shared = [
+        start for start, segment in zip(starts, rows.segments) if segment.shares < rows.num_ranks
+    ]
     assert rows.shared == bool(shared) == bool((holders > 1).any())
     for rank in range(rows.num_ranks):
         found = rows.shared_segments(rank)
@@ -77,9 +81,14 @@ def test_shared_rows_are_those_that_several_ranks_hold(rows: Rows) -> None:
         own = held(rows, rank)
         for begin, (segment, start, length, place) in zip(shared, found):
             assert own[start : start + length] == list(range(begin + place, begin + place + length))
-            assert holders[begin : begin + segment.size].tolist() == [rows.num_ranks // segment.shares] * segment.size
+            assert (
+                holders[begin : begin + segment.size].tolist()
+                == [rows.num_ranks // segment.shares] * segment.size
+            )
         several = [row for row in own if holders[row] > 1]
-        assert [row for _, start, length, _ in found for row in own[start : start + length]] == several
+        assert [
+            row for _, start, length, _ in found for row in own[start : start + length]
+        ] == several
 
 
 @settings(deadline=None)

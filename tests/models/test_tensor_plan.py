@@ -20,7 +20,11 @@ from shardwise.models.tensor_cuts import BlockSplit, unwrapped
 from shardwise.models.tensor_plan import parameter_cuts, problem, rows_in, split_blocks
 from tests.models.tiny import PLAIN, entries, on_meta, tiny
 
-KIMI = ("forget_gate.f_a_proj", "g_a_proj", "kv_a_proj_with_mqa")  # first factors, of which all heads need the result
+KIMI = (
+    "forget_gate.f_a_proj",
+    "g_a_proj",
+    "kv_a_proj_with_mqa",
+)  # first factors, of which all heads need the result
 WHOLE = {
     "tiny-qwen3_moe": {"mlp.gate"},
     "tiny-qwen3_next": {"mlp.gate", "mlp.shared_expert_gate"},
@@ -45,7 +49,12 @@ INDIVISIBLE = {
 }
 """What 3 ranks cannot share; of the others, attention heads."""
 
-SIZES = [(name, num_ranks) for name in PLAIN for num_ranks in (2, 4) if (name, num_ranks) != ("tiny-falcon_h1", 4)]
+SIZES = [
+    (name, num_ranks)
+    for name in PLAIN
+    for num_ranks in (2, 4)
+    if (name, num_ranks) != ("tiny-falcon_h1", 4)
+]
 """Falcon-H1's tiny model has 6 heads of Mamba2."""
 
 
@@ -125,7 +134,9 @@ def test_restoring_gives_every_weight_back(name: str, num_ranks: int) -> None:
     for path, _, split in blocks(on_meta(tiny(name)), num_ranks):
         for weight, cut in split.weights.items():
             whole = values[f"{path}.{weight}"]
-            assert torch.equal(cut.rows.restore(cut.rows.arrange(whole, cut.dim), cut.dim), whole), f"{path}.{weight}"
+            assert torch.equal(
+                cut.rows.restore(cut.rows.arrange(whole, cut.dim), cut.dim), whole
+            ), f"{path}.{weight}"
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -61,7 +61,9 @@ def test_modules_that_peft_wraps_are_found_as_without_it(model: Model, saved: st
     assert inspect_family(adapted) == plain
 
 
-def test_checkpoints_that_could_not_be_written_are_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_could_not_be_written_are_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     split = WeightConverter(["qkv"], ["q", "k", "v"], operations=[Chunk(dim=0)])
     monkeypatch.setattr(unproven, "get_model_conversion_mapping", lambda *args, **kwargs: [split])
     with pytest.raises(UserError, match="an entry of its checkpoints is made of several weights"):
@@ -72,7 +74,11 @@ def test_layers_are_named_and_auto_reaches_every_projection(model: Model) -> Non
     built, coverage = with_adapters(model, Lora(r=4))
     spec = spec_of(built.config, built)
     assert [layer.name for layer in spec.layers] == [f"model.layers.{i}" for i in range(4)]
-    kinds = {"granite": ["full_attention"] * 4, "mixtral": ["full_attention"] * 4, "mistral": ["sliding_attention"] * 4}
+    kinds = {
+        "granite": ["full_attention"] * 4,
+        "mixtral": ["full_attention"] * 4,
+        "mistral": ["sliding_attention"] * 4,
+    }
     alternating = ["sliding_attention", "full_attention"] * 2
     assert [layer.kind for layer in spec.layers] == kinds.get(spec.family, alternating)
     moe = spec.family == "mixtral"
@@ -86,7 +92,9 @@ def test_layers_are_named_and_auto_reaches_every_projection(model: Model) -> Non
 def test_saved_models_and_adapters_are_loaded_by_transformers(model: Model, tmp_path: Path) -> None:
     built, _ = with_adapters(model, Lora(r=4))
     save_model(built, weights(built, model, seed=0), tmp_path / "base")
-    save_adapter(built, Lora(r=4), trained(built), tmp_path / "adapter", base_name=str(tmp_path / "base"))
+    save_adapter(
+        built, Lora(r=4), trained(built), tmp_path / "adapter", base_name=str(tmp_path / "base")
+    )
     loaded = loaded_by_transformers(tmp_path / "base")
     loaded.load_adapter(str(tmp_path / "adapter"))
     assert relative_error(logits(loaded), logits(built)) < 1e-5
@@ -96,10 +104,20 @@ def test_saved_models_and_adapters_are_loaded_by_transformers(model: Model, tmp_
     ("model_type", "changes", "reason"),
     [
         ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 8}, "it has no final norm after its layers"),
-        ("bloom", {"n_head": 4, "n_layer": 1}, "it has transformer.word_embeddings_layernorm.weight beside"),
+        (
+            "bloom",
+            {"n_head": 4, "n_layer": 1},
+            "it has transformer.word_embeddings_layernorm.weight beside",
+        ),
     ],
 )
-def test_what_is_not_of_the_common_shape_is_refused(model_type: str, changes: dict[str, int], reason: str) -> None:
-    config = AutoConfig.for_model(model_type, hidden_size=64, num_attention_heads=4, vocab_size=256, **changes)
-    with pytest.raises(UserError, match=f"model type {model_type} is not one that shardwise knows .* {reason}"):
+def test_what_is_not_of_the_common_shape_is_refused(
+    model_type: str, changes: dict[str, int], reason: str
+) -> None:
+    config = AutoConfig.for_model(
+        model_type, hidden_size=64, num_attention_heads=4, vocab_size=256, **changes
+    )
+    with pytest.raises(
+        UserError, match=f"model type {model_type} is not one that shardwise knows .* {reason}"
+    ):
         family_of(AutoModelForCausalLM.from_config(config))

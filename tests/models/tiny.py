@@ -63,7 +63,9 @@ def with_whole_feed_forwards(family: Family) -> Family:
     )
 
 
-def with_adapters(model: Model, lora: Lora, factor_std: float = 0.05) -> tuple[PreTrainedModel, Coverage]:
+def with_adapters(
+    model: Model, lora: Lora, factor_std: float = 0.05
+) -> tuple[PreTrainedModel, Coverage]:
     """The model with its weights and with adapters, whose factors are all drawn at random.
 
     With B = 0, its usual start, an adapter does nothing and A has no gradient.

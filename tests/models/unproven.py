@@ -22,7 +22,11 @@ UNPROVEN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 16},  # in every layer, and no layer_types
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16},
     "granite": {"logits_scaling": 0.5, "embedding_multiplier": 2.0},
-    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16, "sliding_window": 16},
+    "gemma3_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "head_dim": 16,
+        "sliding_window": 16,
+    },
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
 }
 

@@ -21,7 +21,9 @@ Grads = dict[str, torch.Tensor]
 
 def _config(layout: str, accumulation: str) -> Any:
     cfg = run_config(Cell("llama", layout, "full", 1), optimizer="adamw")
-    training = replace(cfg.training, accumulation=accumulation, micro_batch_size=1, global_batch_size=16)
+    training = replace(
+        cfg.training, accumulation=accumulation, micro_batch_size=1, global_batch_size=16
+    )
     return replace(cfg, model=replace(cfg.model, dtype="bfloat16"), training=training)
 
 
@@ -30,7 +32,11 @@ def _summed(layout: str, accumulation: str) -> tuple[Grads, set[torch.dtype], bo
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
-    named = [pair for group in job.optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
+    named = [
+        pair
+        for group in job.optimizer.param_groups
+        for pair in zip(group["param_names"], group["params"])
+    ]
     grads = {n: full_tensor(p.grad).float().clone() for n, p in named}
     dtypes = {p.grad.dtype for _, p in named}
     job.optimizer.zero_grad(set_to_none=True)
@@ -62,7 +68,9 @@ def _one_by_one() -> tuple[Grads, Grads]:
 
 def _worst(grads: Grads, sums: Grads, sizes: Grads) -> float:
     """The largest error in units of the sum of absolute values."""
-    return max(((grads[n].double() - sums[n]).abs() / sizes[n].clamp(min=1e-30)).max().item() for n in sums)
+    return max(
+        ((grads[n].double() - sums[n]).abs() / sizes[n].clamp(min=1e-30)).max().item() for n in sums
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +112,21 @@ def _offloaded(offload: str) -> tuple[Grads, Grads, set[torch.dtype]]:
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
-    named = [pair for group in job.optimizer.param_groups for pair in zip(group["param_names"], group["params"])]
+    named = [
+        pair
+        for group in job.optimizer.param_groups
+        for pair in zip(group["param_names"], group["params"])
+    ]
     dtypes = {p.grad.dtype for _, p in named}
     grads = {n: full_tensor(p.grad) for n, p in named}
     job.optimizer.zero_grad(set_to_none=True)
     for step in (1, 2):
         training_step(job, microbatches(cfg, mesh, step), mesh, 1.0)
-    return grads, {n: full_tensor(job.pm.to_portable(n, p)) for n, p in job.pm.named_parameters()}, dtypes
+    return (
+        grads,
+        {n: full_tensor(job.pm.to_portable(n, p)) for n, p in job.pm.named_parameters()},
+        dtypes,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +157,10 @@ def _refused(dtype: str) -> str:
 
 
 def test_fsdp1_refuses_bfloat16_weights_only():
-    assert all("use fsdp2, or set model.dtype to float32" in said for said in run_ranks(2, _refused, "bfloat16"))
+    assert all(
+        "use fsdp2, or set model.dtype to float32" in said
+        for said in run_ranks(2, _refused, "bfloat16")
+    )
     assert run_ranks(2, _refused, "float32") == ["", ""]  # their gradients are float32 already
 
 

@@ -27,7 +27,9 @@ def _build(
     family: str, mode: str, checkpointing: str | list[str], precision: str = "float32"
 ) -> tuple[Job, Any, list[Batch]]:
     cfg = run_config(Cell(family, "single", mode, variant="dropout"))
-    cfg = replace(cfg, training=replace(cfg.training, checkpointing=checkpointing, precision=precision))
+    cfg = replace(
+        cfg, training=replace(cfg.training, checkpointing=checkpointing, precision=precision)
+    )
     mesh = build_mesh(cfg, torch.device("cpu"))
     return build(cfg, mesh, start(cfg)), mesh, microbatches(cfg, mesh, 1)[:2]
 
@@ -54,7 +56,9 @@ def _gradients(
     return grads, +products.counts
 
 
-def _all_ways(family: str, mode: str, precision: str) -> tuple[list[tuple[dict[str, torch.Tensor], Any]], bool]:
+def _all_ways(
+    family: str, mode: str, precision: str
+) -> tuple[list[tuple[dict[str, torch.Tensor], Any]], bool]:
     layers = _build(family, mode, "none")[0].spec.layers
     kinds = {layer.kind for layer in layers}
     attention = sorted({layer.kind for layer in layers if layer.attention})
@@ -65,7 +69,9 @@ def _all_ways(family: str, mode: str, precision: str) -> tuple[list[tuple[dict[s
 @pytest.mark.parametrize(("mode", "precision"), [("lora", "float32"), ("full", "bfloat16")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_equal_by_the_bit(family, mode, precision):
-    ((((plain, once), *others), attention_alone),) = run_ranks(1, _all_ways, family, mode, precision)
+    ((((plain, once), *others), attention_alone),) = run_ranks(
+        1, _all_ways, family, mode, precision
+    )
     for grads, _ in others:
         assert grads.keys() == plain.keys()
         assert all(torch.equal(grads[name], plain[name]) for name in plain)
@@ -118,7 +124,9 @@ def test_each_layer_runs_twice_and_the_peak_is_lower(mode):
 def test_a_kind_that_the_model_has_not():
     cfg = run_config(Cell("qwen3_5_text", "single", "full"))
     cfg = replace(cfg, training=replace(cfg.training, checkpointing=["full_attention", "mamba2"]))
-    with pytest.raises(UserError, match="names mamba2, but this model's layers are of the kinds full_attention, ga"):
+    with pytest.raises(
+        UserError, match="names mamba2, but this model's layers are of the kinds full_attention, ga"
+    ):
         describe(cfg, 1)
     with pytest.raises(UserError, match="empty list"):
         replace(cfg.training, checkpointing=[])
@@ -126,9 +134,14 @@ def test_a_kind_that_the_model_has_not():
 
 def test_what_a_kernel_of_ours_gives_is_kept():
     op: Any = torch.library.custom_op(
-        "shardwise::kept_by_checkpointing", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
+        "shardwise::kept_by_checkpointing",
+        torch.clone,
+        mutates_args=(),
+        schema="(Tensor x) -> Tensor",
     )
     op(torch.ones(2))
-    found = _keep_products(frozenset(), None, torch.ops.shardwise.kept_by_checkpointing.default, torch.ones(2))
+    found = _keep_products(
+        frozenset(), None, torch.ops.shardwise.kept_by_checkpointing.default, torch.ones(2)
+    )
     assert found == CheckpointPolicy.MUST_SAVE
     assert _keep_products(frozenset(), None, torch.ops.aten.clone.default, torch.ones(2)) != found

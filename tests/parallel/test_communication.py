@@ -14,14 +14,29 @@ from tests.parity.cells import FAST
 from tests.parity.harness import Cell
 from tests.parity.layouts import PROVEN
 
-ALONE = {"ddp": 2, "zero1": 2, "zero2": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4, "tp": 2, "tp-sp": 2, "pp": 2}
+ALONE = {
+    "ddp": 2,
+    "zero1": 2,
+    "zero2": 2,
+    "fsdp1": 2,
+    "fsdp2": 2,
+    "hsdp": 4,
+    "tp": 2,
+    "tp-sp": 2,
+    "pp": 2,
+}
 """In both modes, on so many processes. Their compositions are sums of the same formulas, each counted in one mode."""
 TOGETHER = {
     **{"pp-ddp": "lora", "pp-fsdp2": "full", "pp-hsdp": "lora"},
     **{"ddp-tp": "lora", "zero1-tp": "lora", "fsdp2-tp": "full", "hsdp-tp": "lora"},
     **{"ddp-tp-sp": "full", "zero1-tp-sp": "full", "fsdp2-tp-sp": "lora", "hsdp-tp-sp": "full"},
     **{"pp-tp": "full", "pp-ddp-tp": "lora", "pp-fsdp2-tp": "lora", "pp-hsdp-tp": "full"},
-    **{"pp-tp-sp": "lora", "pp-ddp-tp-sp": "full", "pp-fsdp2-tp-sp": "full", "pp-hsdp-tp-sp": "lora"},
+    **{
+        "pp-tp-sp": "lora",
+        "pp-ddp-tp-sp": "full",
+        "pp-fsdp2-tp-sp": "full",
+        "pp-hsdp-tp-sp": "lora",
+    },
 }
 KEPT = ("pp-fsdp2", "fsdp2-tp", "pp-fsdp2-tp-sp")
 """Compositions that `make test` counts: with stages, with layers sharded over tp, and with both on 8 processes.
@@ -39,11 +54,18 @@ def processes(layout: str) -> int:
 
 
 CELLS = [
-    *(cell("llama", layout, mode, nproc) for layout, nproc in ALONE.items() for mode in ("lora", "full")),
+    *(
+        cell("llama", layout, mode, nproc)
+        for layout, nproc in ALONE.items()
+        for mode in ("lora", "full")
+    ),
     *(cell("llama", layout, mode, processes(layout)) for layout, mode in TOGETHER.items()),
     cell("llama", "fsdp1", "lora", 2, "naive"),
     # A recurrent layer's block sends what an attention layer's does: no reduction for its states, gates or norms.
-    *(cell("qwen3_5_text", layout, mode, 2) for layout, mode in (("tp", "full"), ("tp-sp", "lora"))),
+    *(
+        cell("qwen3_5_text", layout, mode, 2)
+        for layout, mode in (("tp", "full"), ("tp-sp", "lora"))
+    ),
     *(cell(family, "tp", "lora", 2) for family in ("nemotron_h", "jet_nemotron")),
     # Some add a few numbers up within a block, and Falcon-H1 has two mixers side by side.
     *(cell(family, "tp-sp", "lora", 2) for family in ("olmo_hybrid", "jamba", "falcon_h1")),
@@ -73,7 +95,9 @@ def counted_together(group: tuple[str, str, bool, int]) -> dict[Cell, tuple[Coun
 
 
 def params() -> list[Any]:
-    return [pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] * is_slow(cell)) for cell in CELLS]
+    return [
+        pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] * is_slow(cell)) for cell in CELLS
+    ]
 
 
 def count_each(cells: list[Cell]) -> list[Counted]:
@@ -86,13 +110,18 @@ def test_a_step_sends_what_the_formula_says(cell, capsys):
         assert counted.sent == expected(counted.facts), f"rank {rank}"
         if rank == 0:
             with capsys.disabled():
-                print(f"\n{cell.id:28} {sent_bytes(counted.sent, counted.facts.sizes):>10,} B leave a rank", end="")
+                print(
+                    f"\n{cell.id:28} {sent_bytes(counted.sent, counted.facts.sizes):>10,} B leave a rank",
+                    end="",
+                )
 
 
 def test_every_layout_is_counted():
     assert {cell.layout for cell in CELLS} == set(PROVEN) - {"single"}
     # What is left to `make parity` here is compared with one process in `make test`.
-    assert {cell.layout for cell in filter(is_slow, CELLS)} <= {cell.layout for cell in FAST if cell.family == "llama"}
+    assert {cell.layout for cell in filter(is_slow, CELLS)} <= {
+        cell.layout for cell in FAST if cell.family == "llama"
+    }
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])

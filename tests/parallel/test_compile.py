@@ -23,7 +23,9 @@ from tests.parity.harness import Cell, microbatches, run_config, start
 def _steps(compiled: str, checkpointing: str) -> tuple[list[float], list[float], list[int]]:
     torch._dynamo.utils.counters.clear()  # of whatever was compiled before this process was forked
     cfg = run_config(Cell("llama", "single", "lora", variant="dropout"))
-    cfg = replace(cfg, training=replace(cfg.training, compile=compiled, checkpointing=checkpointing))
+    cfg = replace(
+        cfg, training=replace(cfg.training, compile=compiled, checkpointing=checkpointing)
+    )
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh, start(cfg))
     losses, norms, graphs = [], [], []
@@ -31,7 +33,9 @@ def _steps(compiled: str, checkpointing: str) -> tuple[list[float], list[float],
         result = training_step(job, microbatches(cfg, mesh, step), mesh, 1.0)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] if compiled != "none" else 0)
+        graphs.append(
+            torch._dynamo.utils.counters["stats"]["unique_graphs"] if compiled != "none" else 0
+        )
     return losses, norms, graphs
 
 
@@ -42,7 +46,9 @@ def test_masks_are_drawn_anew_and_nothing_is_compiled_again(checkpointing):
     # As one layout to another in the parity cells; a mask of step 1 in step 2 moves the loss by 1e-3.
     assert compiled == pytest.approx(losses, rel=1e-6)
     assert compiled_norms == pytest.approx(norms, rel=1e-5)
-    assert graphs[0] == 2  # no break: the first layer, whose input needs no gradient, and all others
+    assert (
+        graphs[0] == 2
+    )  # no break: the first layer, whose input needs no gradient, and all others
     assert graphs == [graphs[0]] * 3
 
 
@@ -51,7 +57,9 @@ def test_masks_are_drawn_in_compiled_code_which_all_modules_share():
     modules = [SlotDropout(0.5, name, state) for name in "xy"]
     torch._dynamo.reset()
     x, graphs = torch.randn(2, 5, 8), []
-    compiled = [torch.compile(module.forward, backend="aot_eager", fullgraph=True) for module in modules]
+    compiled = [
+        torch.compile(module.forward, backend="aot_eager", fullgraph=True) for module in modules
+    ]
     for step in (1, 2):
         zeros = torch.zeros(2, 5, dtype=torch.long)
         state.start(Batch(zeros, zeros, zeros, (3, 4), step))
@@ -75,7 +83,9 @@ def _softplus(backend: str) -> torch.Tensor:
 
 
 def test_why_aot_eager_is_not_torchs_own():
-    ((plain), (ours)) = (run_ranks(1, _softplus, backend)[0] for backend in ("none", BACKENDS["aot_eager"]))
+    ((plain), (ours)) = (
+        run_ranks(1, _softplus, backend)[0] for backend in ("none", BACKENDS["aot_eager"])
+    )
     torch.testing.assert_close(ours, plain)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         run_ranks(1, _softplus, "aot_eager")
@@ -113,7 +123,9 @@ def _uncompiled() -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         part.eval()
         batch = microbatches(cfg, mesh, 1)[0]
         with torch.no_grad(), uncompiled(cfg):
-            logits[compiled] = [part(_cut(batch, length), return_logits=True) for length in (3, 5, 7)]
+            logits[compiled] = [
+                part(_cut(batch, length), return_logits=True) for length in (3, 5, 7)
+            ]
         if compiled != "none":
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
             training_step(job, microbatches(cfg, mesh, 1), mesh, 1.0)
@@ -122,7 +134,9 @@ def _uncompiled() -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
 
 
 def _cut(batch: Batch, length: int) -> Batch:
-    cut = {name: getattr(batch, name)[:, :length] for name in ("input_ids", "labels", "document_ids")}
+    cut = {
+        name: getattr(batch, name)[:, :length] for name in ("input_ids", "labels", "document_ids")
+    }
     return replace(batch, **cut)
 
 

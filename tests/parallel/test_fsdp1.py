@@ -34,13 +34,19 @@ def _seen_from_outside(
 
 @pytest.mark.parametrize("variant", ["", "naive", "tied"])
 def test_the_model_is_the_same_from_outside(variant):
-    ((types, names, whole, *_),) = run_ranks(1, _seen_from_outside, "single", "" if variant == "naive" else variant, 1)
+    ((types, names, whole, *_),) = run_ranks(
+        1, _seen_from_outside, "single", "" if variant == "naive" else variant, 1
+    )
     ranks = run_ranks(2, _seen_from_outside, "fsdp1", variant, 2)
     for one in ranks:
         assert (one[0], one[1]) == (types, names)
-        assert one[2] == one[3]  # a forward without a backward leaves pieces behind, not whole weights
+        assert (
+            one[2] == one[3]
+        )  # a forward without a backward leaves pieces behind, not whole weights
         assert not one[4]
-    assert [sum(pieces) for pieces in zip(*(one[2] for one in ranks))] == whole  # every element on one rank
+    assert [
+        sum(pieces) for pieces in zip(*(one[2] for one in ranks))
+    ] == whole  # every element on one rank
 
 
 def _round_trip() -> bool:

@@ -22,7 +22,9 @@ from tests.parity.harness import Cell, microbatches, run_config, start
 
 def _in_bfloat16(
     cell: Cell,
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.dtype], dict[str, bool], dict[str, torch.Tensor]]:
+) -> tuple[
+    dict[str, torch.Tensor], dict[str, torch.dtype], dict[str, bool], dict[str, torch.Tensor]
+]:
     cfg = run_config(cell)
     cfg = replace(cfg, model=replace(cfg.model, dtype="bfloat16"))
     mesh = build_mesh(cfg, torch.device("cpu"))
@@ -30,16 +32,26 @@ def _in_bfloat16(
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
     named = dict(job.pm.named_parameters())
     groups = job.optimizer.param_groups
-    updated = {name: p for group in groups for name, p in zip(group["param_names"], group["params"])}
-    grads = {name: full_tensor(job.pm.to_portable(name, p.grad)).float() for name, p in updated.items()}
+    updated = {
+        name: p for group in groups for name, p in zip(group["param_names"], group["params"])
+    }
+    grads = {
+        name: full_tensor(job.pm.to_portable(name, p.grad)).float() for name, p in updated.items()
+    }
     job.optimizer.zero_grad()
     training_step(job, microbatches(cfg, mesh, 2), mesh, 1.0)
-    kept = {n: full_tensor(job.pm.to_portable(n, p)).clone() for n, p in named.items() if n.endswith("A_log")}
+    kept = {
+        n: full_tensor(job.pm.to_portable(n, p)).clone()
+        for n, p in named.items()
+        if n.endswith("A_log")
+    }
     dtypes = {name: p.dtype for name, p in named.items()}
     return grads, dtypes, {name: isinstance(p, DTensor) for name, p in named.items()}, kept
 
 
-@pytest.mark.parametrize(("layout", "nproc"), [("ddp", 2), ("zero2", 2), ("fsdp1", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    ("layout", "nproc"), [("ddp", 2), ("zero2", 2), ("fsdp1", 2), ("fsdp2", 2), ("hsdp", 4)]
+)
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_a_model_of_two_dtypes_is_not_cast_down(layout, nproc, mode):
     ((reference, *_),) = run_ranks(1, _in_bfloat16, Cell("olmo_hybrid", "single", mode))
@@ -81,8 +93,12 @@ def _reduced_in(layout: str) -> set[torch.dtype]:
         if collective := getattr(owner, name, None):
 
             def spy(*args: Any, collective: Any = collective, **kwargs: Any) -> Any:
-                tensor = kwargs.get("input", args[-1] if args else None)  # (tensor) or (output, input)
-                seen.update({tensor.dtype} if tensor.numel() > 1 else ())  # scalars are counts and losses
+                tensor = kwargs.get(
+                    "input", args[-1] if args else None
+                )  # (tensor) or (output, input)
+                seen.update(
+                    {tensor.dtype} if tensor.numel() > 1 else ()
+                )  # scalars are counts and losses
                 return collective(*args, **kwargs)
 
             setattr(owner, name, spy)

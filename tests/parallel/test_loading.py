@@ -68,7 +68,10 @@ def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, layout, copies
     total = tensor_bytes(saved.values())
     layers = [n.split(".")[2] for n in saved if ".layers." in n]
     units = [[t for n, t in saved.items() if f".layers.{i}." in n] for i in set(layers)]
-    units += [[saved["model.embed_tokens.weight"]], [saved["model.norm.weight"], saved["lm_head.weight"]]]
+    units += [
+        [saved["model.embed_tokens.weight"]],
+        [saved["model.norm.weight"], saved["lm_head.weight"]],
+    ]
     largest = max(tensor_bytes(unit) for unit in units)
     padding = 0 if layout == "fsdp2" else copies * 16 * max(map(len, units))
     outcomes = run_ranks(NPROC, _load, _config(folder, lora, layout=layout))
@@ -80,7 +83,9 @@ def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, layout, copies
             end="",
         )
     for peak, held, _, whole in outcomes:
-        assert peak <= total / NPROC + copies * largest + padding + (held - total / NPROC if lora else 0)
+        assert peak <= total / NPROC + copies * largest + padding + (
+            held - total / NPROC if lora else 0
+        )
         for name, tensor in whole.items():
             assert torch.equal(tensor, saved[name.replace(".base_layer", "")]), name
 
@@ -101,7 +106,9 @@ def _load_counting(cfg: RunConfig) -> tuple[dict[str, int], int, int, int]:
     return read, peak, max(map(tensor_bytes, [[p] for p in whole.values()])), held
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("demo-hybrid", "1f1b"), ("tiny-qwen3_5-tied", "interleaved-1f1b")])
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("demo-hybrid", "1f1b"), ("tiny-qwen3_5-tied", "interleaved-1f1b")]
+)
 def test_a_rank_of_a_pipeline_reads_its_own_stages_only(name, schedule, tmp_path, capsys):
     model = Model(str(CONFIGS / name), init="random")
     hf = load.build_meta(model, load.read_config(model))
@@ -112,13 +119,18 @@ def test_a_rank_of_a_pipeline_reads_its_own_stages_only(name, schedule, tmp_path
     outcomes = run_ranks(2, _load_counting, cfg)
     with capsys.disabled():
         read = " and ".join(f"{sum(read.values()):,}" for read, *_ in outcomes)
-        print(f"\n  {name}, {schedule}: {read} B read of a file of {tensor_bytes(stored.values()):,} B", end="")
+        print(
+            f"\n  {name}, {schedule}: {read} B read of a file of {tensor_bytes(stored.values()):,} B",
+            end="",
+        )
     for read, peak, largest, held in outcomes:
         assert sum(read.values()) == held
         assert peak <= held + largest
     (below, *_), (above, *_) = outcomes
     assert below.keys() | above.keys() == stored.keys()
-    assert below.keys() & above.keys() == ({"model.embed_tokens.weight"} if "tied" in name else set())
+    assert below.keys() & above.keys() == (
+        {"model.embed_tokens.weight"} if "tied" in name else set()
+    )
 
 
 def test_a_cast_while_loading_takes_no_memory_for_the_whole(folder):
@@ -139,7 +151,10 @@ def _look(cfg: RunConfig, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], t
     job = build(cfg, build_mesh(cfg, torch.device("cpu")))
     (part,) = job.pm.parts
     assert isinstance(part, CausalLM)
-    tensors = {n: full_tensor(t.detach()) for n, t in chain(part.hf.named_parameters(), part.hf.named_buffers())}
+    tensors = {
+        n: full_tensor(t.detach())
+        for n, t in chain(part.hf.named_parameters(), part.hf.named_buffers())
+    }
     part.eval()
     with torch.no_grad():
         return tensors, part(Batch(ids, ids, torch.zeros_like(ids), (0, 1), 1), return_logits=True)

@@ -40,7 +40,9 @@ def step(cfg: RunConfig) -> tuple[int, float, float]:
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     tokens = torch.randint(0, V, (B, T + 1), generator=torch.Generator().manual_seed(0))
-    batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.zeros(B, T, dtype=torch.long), tuple(range(B)), step=1)
+    batch = Batch(
+        tokens[:, :-1], tokens[:, 1:], torch.zeros(B, T, dtype=torch.long), tuple(range(B)), step=1
+    )
     with PeakMemory(mesh.device) as memory:
         result = training_step(job, [batch], mesh, 1.0)
     assert memory.peak_bytes is not None
@@ -61,7 +63,9 @@ def measured(layout: str, loss: str, folder: Path) -> list[tuple[int, float, flo
 def test_a_step_takes_a_fraction_of_what_all_logits_would(large_vocabulary, capsys):
     with capsys.disabled():
         print()
-        found = {layout: measured(layout, "chunked", large_vocabulary) for layout in ("tp", "tp-sp")}
+        found = {
+            layout: measured(layout, "chunked", large_vocabulary) for layout in ("tp", "tp-sp")
+        }
         plain = measured("tp", "plain", large_vocabulary)
     for ranks in found.values():
         # What a layer keeps for its backward is about 15 tensors of 512 x 64 and 4 of 512 x 172/2 floats, 2.7 MB; of

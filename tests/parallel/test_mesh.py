@@ -14,7 +14,12 @@ from tests.distributed import run_ranks
 
 
 def config(
-    data: str = "single", dp_replicate: int = 1, global_batch: int = 8, micro_batch: int = 1, pp: int = 1, tp: int = 1
+    data: str = "single",
+    dp_replicate: int = 1,
+    global_batch: int = 8,
+    micro_batch: int = 1,
+    pp: int = 1,
+    tp: int = 1,
 ) -> RunConfig:
     return RunConfig(
         Model("m"),
@@ -51,20 +56,48 @@ def test_what_is_left_of_the_world(data, dp_replicate, world, expected):
             4,
             r"parallel.dp_replicate is 3, which does not divide the 4 processes; use one of \[1, 2, 4\]",
         ),
-        (config("ddp", global_batch=6), 4, "global_batch_size 6 is not a multiple of 4 .* use 4 or 8"),
+        (
+            config("ddp", global_batch=6),
+            4,
+            "global_batch_size 6 is not a multiple of 4 .* use 4 or 8",
+        ),
         (config("ddp", global_batch=2, micro_batch=2), 2, "global_batch_size 2 .* use 4"),
-        (config(pp=3), 4, "parallel.pp is 3, which does not divide the 4 processes; use --nproc 3 or a multiple of it"),
+        (
+            config(pp=3),
+            4,
+            "parallel.pp is 3, which does not divide the 4 processes; use --nproc 3 or a multiple of it",
+        ),
         (config(pp=4), 2, "parallel.pp is 4, .* use --nproc 4 or a multiple"),
-        (config(pp=2), 4, "parallel.data is single but there are 4 processes; use --nproc 2, or parallel.data ddp or"),
+        (
+            config(pp=2),
+            4,
+            "parallel.data is single but there are 4 processes; use --nproc 2, or parallel.data ddp or",
+        ),
         (
             config("fsdp2", 3, pp=2),
             4,
             r"dp_replicate is 3, .* the 2 processes that hold each of the 2 parts of the model; use one of \[1, 2\]",
         ),
-        (config(tp=4), 2, "parallel.tp is 4, which does not divide the 2 processes; use --nproc 4 or a multiple of it"),
-        (config(pp=2, tp=2), 2, "parallel.pp x parallel.tp is 4, which does not divide the 2 processes; use --nproc 4"),
-        (config(tp=2), 4, "parallel.data is single but there are 4 processes; use --nproc 2, or parallel.data ddp or"),
-        (config("ddp", global_batch=6, pp=2), 8, "global_batch_size 6 is not a multiple of 4 .* use 4 or 8"),
+        (
+            config(tp=4),
+            2,
+            "parallel.tp is 4, which does not divide the 2 processes; use --nproc 4 or a multiple of it",
+        ),
+        (
+            config(pp=2, tp=2),
+            2,
+            "parallel.pp x parallel.tp is 4, which does not divide the 2 processes; use --nproc 4",
+        ),
+        (
+            config(tp=2),
+            4,
+            "parallel.data is single but there are 4 processes; use --nproc 2, or parallel.data ddp or",
+        ),
+        (
+            config("ddp", global_batch=6, pp=2),
+            8,
+            "global_batch_size 6 is not a multiple of 4 .* use 4 or 8",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_say_what_would(cfg, world, message):
@@ -73,7 +106,8 @@ def test_sizes_that_do_not_fit_say_what_would(cfg, world, message):
 
 
 @pytest.mark.parametrize(
-    ("data", "dp_replicate", "expected"), [("ddp", 1, (4, 1)), ("fsdp2", 1, (1, 4)), ("fsdp2", 2, (2, 2))]
+    ("data", "dp_replicate", "expected"),
+    [("ddp", 1, (4, 1)), ("fsdp2", 1, (1, 4)), ("fsdp2", 2, (2, 2))],
 )
 def test_a_pipeline_leaves_the_rest_of_the_world_to_data(data, dp_replicate, expected):
     sizes = axis_sizes(config(data, dp_replicate, pp=2), 8)
@@ -82,7 +116,13 @@ def test_a_pipeline_leaves_the_rest_of_the_world_to_data(data, dp_replicate, exp
 
 def test_tensor_ranks_are_neighbours_and_read_the_same_rows():
     sizes = axis_sizes(config("fsdp2", 2, pp=2, tp=2), 16)
-    assert list(sizes.items()) == [("pp", 2), ("dp_replicate", 2), ("dp_shard", 2), ("cp", 1), ("tp", 2)]
+    assert list(sizes.items()) == [
+        ("pp", 2),
+        ("dp_replicate", 2),
+        ("dp_shard", 2),
+        ("cp", 1),
+        ("tp", 2),
+    ]
     results = run_ranks(4, _slots_with_tensor)
     assert results == [(range(4), 0), (range(4), 1), (range(4, 8), 0), (range(4, 8), 1)]
 

@@ -22,18 +22,28 @@ def _job(offload: str, mode: str = "full") -> tuple[Job, Any, Any]:
 
 
 def _updated(job: Job) -> dict[str, torch.Tensor]:
-    return {n: p for group in job.optimizer.param_groups for n, p in zip(group["param_names"], group["params"])}
+    return {
+        n: p
+        for group in job.optimizer.param_groups
+        for n, p in zip(group["param_names"], group["params"])
+    }
 
 
 def _distinct() -> tuple[bool, bool, bool]:
     job, cfg, mesh = _job("optimizer")
     weights, copies = dict(job.pm.named_parameters()), _updated(job)
-    apart = all(local(weights[n]).data_ptr() != local(copy).data_ptr() for n, copy in copies.items())
+    apart = all(
+        local(weights[n]).data_ptr() != local(copy).data_ptr() for n, copy in copies.items()
+    )
     forward_backward(job.pm, microbatches(cfg, mesh, 1), mesh)
     moved = all(weights[n].grad is None and copy.grad is not None for n, copy in copies.items())
     job.optimizer.zero_grad(set_to_none=True)
     training_step(job, microbatches(cfg, mesh, 1), mesh, 1.0)
-    return apart, moved, all(torch.equal(local(weights[n]), local(copy)) for n, copy in copies.items())
+    return (
+        apart,
+        moved,
+        all(torch.equal(local(weights[n]), local(copy)) for n, copy in copies.items()),
+    )
 
 
 def test_gradients_go_to_copies_and_updates_come_back():
@@ -49,7 +59,9 @@ def _loaded(offload: str) -> bool:
         new = torch.arange(weight.numel(), dtype=torch.float32).view(weight.shape)
         job.pm.from_portable(name, weight, new)
         moment = job.optimizer.state[copies[name]]["exp_avg"]
-        job.pm.from_portable(name, moment, job.pm.to_portable(name, moment) + 1)  # must leave the weight alone
+        job.pm.from_portable(
+            name, moment, job.pm.to_portable(name, moment) + 1
+        )  # must leave the weight alone
         right &= torch.equal(full_tensor(job.pm.to_portable(name, weight)), new)
         right &= torch.equal(full_tensor(copies[name].detach()), new)
     return right

@@ -100,7 +100,10 @@ REFUSED = {
         layout: (config(data=layout), rf"pp-{layout} is not offered: .* use ddp or fsdp2")
         for layout in ("zero1", "zero2", "fsdp1")
     },
-    "offload": (config(data="fsdp2", offload="all"), "parallel.offload is not proven in a pipeline; leave it at none"),
+    "offload": (
+        config(data="fsdp2", offload="all"),
+        "parallel.offload is not proven in a pipeline; leave it at none",
+    ),
     "halves and resharding": (
         config("zbv", data="fsdp2"),
         "zbv halves backwards, .* set parallel.reshard_after_forward to false, or use 1f1b",
@@ -161,7 +164,9 @@ def answers(tmp_path_factory) -> dict[str, list[str]]:
     path = write_config("mistral", tmp_path_factory.mktemp("mistral"))
     cfgs = {name: cfg for name, (cfg, _) in REFUSED.items()}
     cfgs |= {"none": config(), "unlisted": config(model={"path": str(path)})}
-    cfgs["float32 factors"] = config("zbv", model=BFLOAT16, training={"accumulation": "float32"}, lora=Lora())
+    cfgs["float32 factors"] = config(
+        "zbv", model=BFLOAT16, training={"accumulation": "float32"}, lora=Lora()
+    )
     return dict(zip(cfgs, zip(*run_ranks(RANKS, _answers, list(cfgs.values()))), strict=True))
 
 
@@ -291,10 +296,16 @@ def test_steps_evaluations_and_tokens_are_those_of_one_process(schedule, mode, s
 
 @pytest.mark.parametrize(("schedule", "mode"), CASES)
 def test_what_a_rank_does_is_what_the_schedule_says(schedule, mode, seen):
-    pipeline = Pipeline(schedule, RANKS, MICROBATCHES, Parallel(pp=RANKS, schedule=schedule).num_virtual)
+    pipeline = Pipeline(
+        schedule, RANKS, MICROBATCHES, Parallel(pp=RANKS, schedule=schedule).num_virtual
+    )
     below = 0 if mode == "full" else pipeline.num_chunks // 2  # chunks that run no backward
     for rank, found in enumerate(seen[schedule, mode]):
-        order = [action[:3] for action in pipeline.order(rank) if action.kind == "F" or action.chunk >= below]
+        order = [
+            action[:3]
+            for action in pipeline.order(rank)
+            if action.kind == "F" or action.chunk >= below
+        ]
         events = sorted(found.events, key=lambda event: event.start)
         assert [(event.chunk, event.kind, event.microbatch) for event in events] == order
         assert all(event.rank == rank and 0 <= event.start < event.end for event in events)
@@ -308,7 +319,11 @@ def test_no_gradient_is_sent_to_what_has_nothing_to_train(schedule, seen):
         cuts = range(RANKS * virtual - 1)  # between chunk c and the next, which the other rank has
         for rank, found in enumerate(seen[schedule, mode]):
             up = [c for c in cuts if c % RANKS == rank]
-            down = [c for c in cuts if (c + 1) % RANKS == rank and (mode == "full" or c >= RANKS * virtual // 2)]
+            down = [
+                c
+                for c in cuts
+                if (c + 1) % RANKS == rank and (mode == "full" or c >= RANKS * virtual // 2)
+            ]
             assert found.sent == MICROBATCHES * (len(up) + len(down))
     if virtual == 1:
         assert [rank.trained > 0 for rank in seen[schedule, "upper"]] == [False, True]
@@ -328,7 +343,13 @@ def _peak(schedule: str, count: int) -> int:
 
 
 def _peaks() -> list[int]:
-    cases = [("1f1b", 4), ("1f1b", 10), ("gpipe", 10), ("interleaved-1f1b", 4), ("interleaved-1f1b", 10)]
+    cases = [
+        ("1f1b", 4),
+        ("1f1b", 10),
+        ("gpipe", 10),
+        ("interleaved-1f1b", 4),
+        ("interleaved-1f1b", 10),
+    ]
     return [_peak(*case) for case in cases]
 
 
@@ -338,7 +359,9 @@ def test_memory_of_1f1b_does_not_grow_with_the_micro_batches(capsys):
         with capsys.disabled():
             told = f"{few:,} B, of 10 {many:,} B, by gpipe {all_in_flight:,} B"
             print(f"\n  rank {rank}: a step of 4 micro-batches takes {told}", end="")
-        assert abs(many - few) < 2 * state  # gloo lets go of a buffer a little later; with all kept, 6 more
+        assert (
+            abs(many - few) < 2 * state
+        )  # gloo lets go of a buffer a little later; with all kept, 6 more
         assert all_in_flight - many > 6 * state
         # Until torch mends it, simulate.memory_bytes counts what is sent, too: here three messages a micro-batch.
         assert abs(interleaved[1] - interleaved[0] - 3 * 6 * state) < 2 * state

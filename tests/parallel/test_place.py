@@ -48,7 +48,14 @@ def test_fill_refuses_another_shape():
 
 @pytest.mark.parametrize(
     ("shape", "num_shards", "dim"),
-    [((8, 3), 4, 0), ((4, 64), 8, 1), ((6, 5, 8), 4, 2), ((3, 5), 2, 0), ((7,), 4, 0), ((2, 3), 1, 0)],
+    [
+        ((8, 3), 4, 0),
+        ((4, 64), 8, 1),
+        ((6, 5, 8), 4, 2),
+        ((3, 5), 2, 0),
+        ((7,), 4, 0),
+        ((2, 3), 1, 0),
+    ],
 )
 def test_the_first_dim_that_divides_evenly_is_cut(shape, num_shards, dim):
     assert shard_dim(shape, num_shards) == dim

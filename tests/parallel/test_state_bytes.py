@@ -30,8 +30,12 @@ class Measured:
     """One rank after a step, its gradients still there, and the sizes that the formula needs."""
 
     state: dict[str, int]
-    after_backward: int  # bytes of gradients before they are reduced, where a strategy waits with that
-    shapes: dict[str, tuple[tuple[int, ...], int, bool]]  # by name: global shape, bytes per element, trainable
+    after_backward: (
+        int  # bytes of gradients before they are reduced, where a strategy waits with that
+    )
+    shapes: dict[
+        str, tuple[tuple[int, ...], int, bool]
+    ]  # by name: global shape, bytes per element, trainable
     reduce_scattered: int  # elements given to reduce-scatter in the backward
 
 
@@ -40,9 +44,16 @@ def measure(cell: Cell) -> Measured:
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     named = list(job.pm.named_parameters())
-    shapes = {n: (tuple(job.pm.to_portable(n, p).shape), p.element_size(), p.requires_grad) for n, p in named}
+    shapes = {
+        n: (tuple(job.pm.to_portable(n, p).shape), p.element_size(), p.requires_grad)
+        for n, p in named
+    }
     elements = []
-    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # torch 2.13
+    name = (
+        "reduce_scatter_single"
+        if hasattr(dist, "reduce_scatter_single")
+        else "reduce_scatter_tensor"
+    )  # torch 2.13
     reduce_scatter = getattr(dist, name)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +69,9 @@ def measure(cell: Cell) -> Measured:
         reduce()
     clip_by_global_norm(job.trainable(), mesh, job.pm.parameter_facts, 1.0)
     job.optimizer.step()
-    return Measured(state_bytes(job.pm.stored(), job.optimizer), after_backward, shapes, sum(elements))
+    return Measured(
+        state_bytes(job.pm.stored(), job.optimizer), after_backward, shapes, sum(elements)
+    )
 
 
 def share(shape: tuple[int, ...], num_shards: int, rank: int) -> tuple[int, int]:
@@ -109,7 +122,9 @@ def flat_units(names: Iterable[str], wrap: str) -> dict[str, list[str]]:
     units: dict[str, list[str]] = {}
     for name in names:
         layer = re.match(r"model\.layers\.\d+|model\.embed_tokens", name)
-        unit = (layer.group() if layer else "rest") + " trained" * (wrap == "separate" and ".lora_" in name)
+        unit = (layer.group() if layer else "rest") + " trained" * (
+            wrap == "separate" and ".lora_" in name
+        )
         units.setdefault(unit, []).append(name)
     return units
 
@@ -157,7 +172,10 @@ CELLS = [
         )
         for mode in ("lora", "full")
     ),
-    *(Cell("qwen3_5_text", "fsdp1", mode, nproc) for mode, nproc in (("lora", 2), ("lora", 4), ("full", 4))),
+    *(
+        Cell("qwen3_5_text", "fsdp1", mode, nproc)
+        for mode, nproc in (("lora", 2), ("lora", 4), ("full", 4))
+    ),
     *(Cell("qwen3_5_text", "fsdp1", "lora", nproc, "naive") for nproc in (2, 4)),
     *(Cell("qwen3_5_text", "fsdp2", mode, 2, "offload-optimizer") for mode in ("lora", "full")),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "offload-all"),
@@ -165,7 +183,10 @@ CELLS = [
 PIPELINES = [
     Cell("qwen3_5_text", "pp", "lora", 2, schedule="1f1b"),
     *(Cell("qwen3_5_text", "pp", "full", 2, "tied", schedule) for schedule in ("gpipe", "zbv")),
-    *(Cell("qwen3_5_text", "pp-ddp", mode, 4, schedule="interleaved-1f1b") for mode in ("lora", "full")),
+    *(
+        Cell("qwen3_5_text", "pp-ddp", mode, 4, schedule="interleaved-1f1b")
+        for mode in ("lora", "full")
+    ),
     *(Cell("qwen3_5_text", "pp-fsdp2", mode, 4, schedule="1f1b") for mode in ("lora", "full")),
     Cell("qwen3_5_text", "pp-hsdp", "full", 4, schedule="1f1b"),
 ]
@@ -183,7 +204,9 @@ def test_state_bytes_equal_the_formula(cell, capsys):
 
 
 def tell(name: str, state: dict[str, int]) -> None:
-    print(f"\n{name:50} " + " ".join(f"{key} {value:>9,} B" for key, value in state.items()), end="")
+    print(
+        f"\n{name:50} " + " ".join(f"{key} {value:>9,} B" for key, value in state.items()), end=""
+    )
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +227,11 @@ def test_a_rank_of_a_pipeline_holds_its_stages_and_all_together_one_model(cell, 
     below, above = (one_rank.shapes for one_rank in measured[::replicas])  # of one pipeline
     assert below | above == one.shapes
     # Under zbv the first rank holds both ends of the model.
-    tied = {"model.embed_tokens.weight"} if cell.variant == "tied" and cell.schedule != "zbv" else set()
+    tied = (
+        {"model.embed_tokens.weight"}
+        if cell.variant == "tied" and cell.schedule != "zbv"
+        else set()
+    )
     assert below.keys() & above.keys() == tied
     if num_shards == 1:
         shapes = {name: one.shapes[name] for name in tied}
@@ -218,7 +245,9 @@ def test_a_rank_of_a_pipeline_holds_its_stages_and_all_together_one_model(cell, 
 
 def predict_and_measure(cell: Cell) -> tuple[dict[str, int], dict[str, int], int, int]:
     """One rank's states and peak in a step of 4 micro-batches of 8 rows: predicted states, found ones, peaks."""
-    with PeakMemory(torch.device("cpu")) as inherited:  # what other tests' tensors take in a forked rank
+    with PeakMemory(
+        torch.device("cpu")
+    ) as inherited:  # what other tests' tensors take in a forked rank
         pass
     assert inherited.entry_bytes is not None
     cfg = run_config(cell, optimizer="adamw")
@@ -253,9 +282,14 @@ def predict_and_measure(cell: Cell) -> tuple[dict[str, int], dict[str, int], int
     ids=lambda cell: cell.id,
 )
 def test_memory_that_a_split_predicts(cell, capsys):
-    for rank, (states, held, predicted, peak) in enumerate(run_ranks(cell.nproc, predict_and_measure, cell)):
+    for rank, (states, held, predicted, peak) in enumerate(
+        run_ranks(cell.nproc, predict_and_measure, cell)
+    ):
         with capsys.disabled():
-            print(f"\n{cell.id:42} rank {rank}: predicted {predicted:>9,} B, peak {peak:>9,} B", end="")
+            print(
+                f"\n{cell.id:42} rank {rank}: predicted {predicted:>9,} B, peak {peak:>9,} B",
+                end="",
+            )
         assert states["optimizer"] == held["optimizer"]
         if cell.layout == "pp":
             assert list(states.values()) == list(held.values())
@@ -267,13 +301,17 @@ def test_memory_that_a_split_predicts(cell, capsys):
 
 
 def trained_bytes(measured: Measured) -> int:
-    return sum(prod(shape) * size for shape, size, trainable in measured.shapes.values() if trainable)
+    return sum(
+        prod(shape) * size for shape, size, trainable in measured.shapes.values() if trainable
+    )
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_frozen_weights_are_not_reduce_scattered(mode):
     for one in run_ranks(2, measure, Cell("qwen3_5_text", "fsdp2", mode, 2)):
-        trained = sum(2 * share(shape, 2, 0)[0] for shape, _, trainable in one.shapes.values() if trainable)
+        trained = sum(
+            2 * share(shape, 2, 0)[0] for shape, _, trainable in one.shapes.values() if trainable
+        )
         assert one.reduce_scattered == trained > 0
 
 
@@ -281,7 +319,9 @@ def test_zero1_keeps_whole_gradients_until_the_last_backward_and_zero2_does_not(
     for rank, one in enumerate(run_ranks(2, measure, Cell("qwen3_5_text", "zero1", "full", 2))):
         assert one.after_backward == trained_bytes(one)
         assert one.state["gradients"] == by_zero(one, 2, rank)["gradients"]
-    for rank, one in enumerate(run_ranks(2, measure_small_buckets, Cell("qwen3_5_text", "zero2", "full", 2))):
+    for rank, one in enumerate(
+        run_ranks(2, measure_small_buckets, Cell("qwen3_5_text", "zero2", "full", 2))
+    ):
         # What has been added up already, without the last bucket, whose sum is still on its way; nothing whole.
         assert 0 < one.after_backward < by_zero(one, 2, rank)["gradients"]
 
@@ -303,7 +343,8 @@ def test_what_the_naive_wrap_of_fsdp1_wastes(capsys):
         print(f"\n  trained: {trained:,} B of parameters")
         for wrap, (kept, sent) in wraps.items():
             print(
-                f"  {wrap:9} gradients {kept:>9,} B over 4 ranks, reduce-scattered {sent:>9,} B a micro-batch", end="\n"
+                f"  {wrap:9} gradients {kept:>9,} B over 4 ranks, reduce-scattered {sent:>9,} B a micro-batch",
+                end="\n",
             )
     (kept, sent), (naive_kept, naive_sent) = wraps["separate"], wraps["naive"]
     assert trained == kept == sent  # the size of every factor here is a multiple of 4

@@ -25,7 +25,9 @@ class Case:
     sequence_parallel: bool
     formula: Callable[[Tensors], Tensors]
     same_input: bool  # one tensor, which every rank has: so has each the whole gradient of it
-    same_output: bool  # all do the same with it: it is used once, and each rank has the whole gradient of it
+    same_output: (
+        bool  # all do the same with it: it is used once, and each rank has the whole gradient of it
+    )
     input_tokens: str = "all"  # or "share"
 
     @property
@@ -68,7 +70,11 @@ CASES = (
 def drawn(shape: torch.Size | tuple[int, ...], seed: int) -> torch.Tensor:
     """Whole numbers, of which sums are exact in any order; not contiguous."""
     turned = (shape[0], *reversed(shape[1:]))
-    return torch.randint(-99, 100, turned, generator=torch.Generator().manual_seed(seed)).double().transpose(1, 2)
+    return (
+        torch.randint(-99, 100, turned, generator=torch.Generator().manual_seed(seed))
+        .double()
+        .transpose(1, 2)
+    )
 
 
 def inputs_of(case: Case, num_ranks: int) -> Tensors:
@@ -80,7 +86,9 @@ def inputs_of(case: Case, num_ranks: int) -> Tensors:
 
 def weights_of(case: Case, outputs: Tensors) -> Tensors:
     """What each rank's output is multiplied by in the loss."""
-    return [drawn(y.shape, 100 if case.same_output else 100 + rank) for rank, y in enumerate(outputs)]
+    return [
+        drawn(y.shape, 100 if case.same_output else 100 + rank) for rank, y in enumerate(outputs)
+    ]
 
 
 def in_one_process(case: Case, num_ranks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -88,12 +96,18 @@ def in_one_process(case: Case, num_ranks: int) -> list[tuple[torch.Tensor, torch
     xs = inputs_of(case, num_ranks)
     ys = case.formula(xs)
     uses = list(zip(ys, weights_of(case, ys)))[: 1 if case.same_output else None]
-    grads = torch.autograd.grad(torch.stack([(y * w).sum() for y, w in uses]).sum(), xs[:1] if case.same_input else xs)
-    return list(zip((y.detach() for y in ys), grads * (num_ranks if case.same_input else 1), strict=True))
+    grads = torch.autograd.grad(
+        torch.stack([(y * w).sum() for y, w in uses]).sum(), xs[:1] if case.same_input else xs
+    )
+    return list(
+        zip((y.detach() for y in ys), grads * (num_ranks if case.same_input else 1), strict=True)
+    )
 
 
 def axis_of_this_rank(num_ranks: int, sequence_parallel: bool) -> TensorAxis:
-    cfg = RunConfig(Model("unused"), Data("unused"), Training("unused"), parallel=Parallel(tp=num_ranks))
+    cfg = RunConfig(
+        Model("unused"), Data("unused"), Training("unused"), parallel=Parallel(tp=num_ranks)
+    )
     return TensorAxis.of(build_mesh(cfg, torch.device("cpu")), sequence_parallel)
 
 
@@ -135,7 +149,9 @@ def test_a_token_of_each_rank_is_joined_in_memory_of_its_own():
         assert (is_contiguous, is_view) == (True, False)
 
 
-def through_a_block(num_ranks: int, sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def through_a_block(
+    num_ranks: int, sequence_parallel: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x + up down of an MLP whose hidden features are dealt out: output, and the gradients of x and of up's share."""
     axis = axis_of_this_rank(num_ranks, sequence_parallel)
     x, up, down = (t.requires_grad_() for t in mlp_tensors())
@@ -149,7 +165,10 @@ def through_a_block(num_ranks: int, sequence_parallel: bool) -> tuple[torch.Tens
 
 def mlp_tensors() -> Tensors:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((B, T, D), (6, D), (D, 6))]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64)
+        for s in ((B, T, D), (6, D), (D, 6))
+    ]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -157,7 +176,9 @@ def test_a_block_between_enter_and_leave_equals_the_whole_block(sequence_paralle
     x, up, down = (t.requires_grad_() for t in mlp_tensors())
     y = x + (x @ up.T).relu() @ down.T
     dx, dup = torch.autograd.grad(y.square().sum(), (x, up))
-    for rank, (found_y, found_dx, found_dup) in enumerate(run_ranks(3, through_a_block, 3, sequence_parallel)):
+    for rank, (found_y, found_dx, found_dup) in enumerate(
+        run_ranks(3, through_a_block, 3, sequence_parallel)
+    ):
         torch.testing.assert_close(found_y, y)
         torch.testing.assert_close(found_dx, dx)
         torch.testing.assert_close(found_dup, dup[2 * rank : 2 * rank + 2])
@@ -167,14 +188,18 @@ def without_gradients(num_ranks: int) -> list[torch.Tensor]:
     axis = axis_of_this_rank(num_ranks, sequence_parallel=True)
     x = drawn((B, T, D), axis.rank)
     with torch.no_grad():
-        moved = [getattr(axis, move)(x) for move in ("enter", "leave", "share_tokens", "gather_tokens")]
+        moved = [
+            getattr(axis, move)(x) for move in ("enter", "leave", "share_tokens", "gather_tokens")
+        ]
     return [*moved, axis.largest(x)]
 
 
 def test_an_evaluation_does_not_share_tokens():
     """So a row of any length can be evaluated or continued. And the largest of all ranks, which has no backward."""
     xs = [drawn((B, T, D), rank) for rank in range(3)]
-    for x, (entered, left, shared, gathered, largest) in zip(xs, run_ranks(3, without_gradients, 3), strict=True):
+    for x, (entered, left, shared, gathered, largest) in zip(
+        xs, run_ranks(3, without_gradients, 3), strict=True
+    ):
         assert all(torch.equal(same, x) for same in (entered, shared, gathered))
         assert torch.equal(left, xs[0] + xs[1] + xs[2])
         assert torch.equal(largest, torch.stack(xs).amax(0))

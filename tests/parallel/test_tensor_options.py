@@ -32,19 +32,34 @@ SHOWN = {
 """Parameters that are there because of them."""
 
 
-SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 174}
+SIX_HEADS = {
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "intermediate_size": 174,
+}
 SIZES = {
     # 257 tokens: 86, 86 and 85.
-    "three ranks": ({**SIX_HEADS, "vocab_size": 257, "attention_bias": True}, Cell("llama", "tp-sp", "full", 3)),
+    "three ranks": (
+        {**SIX_HEADS, "vocab_size": 257, "attention_bias": True},
+        Cell("llama", "tp-sp", "full", 3),
+    ),
     # 65, 65, 65 and 62; one head of keys and values, which all four share.
     "one key": ({"num_key_value_heads": 1, "vocab_size": 257}, Cell("llama", "tp", "full", 4)),
-    "odd and tied": ({"vocab_size": 257, "tie_word_embeddings": True}, Cell("llama", "zero1-tp", "full", 4)),
+    "odd and tied": (
+        {"vocab_size": 257, "tie_word_embeddings": True},
+        Cell("llama", "zero1-tp", "full", 4),
+    ),
 }
 
 
-def with_config(family: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_config(
+    family: str, changes: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cells of a family have its tiny model with these changes."""
-    config = json.loads((CONFIGS / harness.FAMILIES[family] / "config.json").read_text(encoding="utf-8"))
+    config = json.loads(
+        (CONFIGS / harness.FAMILIES[family] / "config.json").read_text(encoding="utf-8")
+    )
     (folder / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
     monkeypatch.setitem(harness.FAMILIES, family, str(folder))
 
@@ -60,14 +75,18 @@ def test_options_of_configs(case: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_sizes_that_do_not_come_out_even(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_do_not_come_out_even(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes, cell = SIZES[case]
     with_config(cell.family, changes, tmp_path, monkeypatch)
     (reference,) = run_ranks(1, run_cell, cell.reference())
     assert verdict(compare(run_ranks(cell.nproc, run_cell, cell), reference)) == []
 
 
-@pytest.mark.parametrize("cell", [Cell("llama", "tp-sp", "lora", 2), Cell("qwen3_moe", "tp", "full", 2)])
+@pytest.mark.parametrize(
+    "cell", [Cell("llama", "tp-sp", "lora", 2), Cell("qwen3_moe", "tp", "full", 2)]
+)
 def test_a_block_that_is_left_whole(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank computes all of a feed-forward, of a mixture with its router's own loss too."""
     (reference,) = run_ranks(1, run_cell, cell.reference())
@@ -81,7 +100,9 @@ def test_a_kernel_that_would_norm_over_a_ranks_own_features_is_not_taken(
 ) -> None:
     with_config("granitemoehybrid", {"mamba_n_groups": 1}, tmp_path, monkeypatch)
 
-    def kernel(projected: torch.Tensor, *args: object, rmsnorm_weight: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    def kernel(
+        projected: torch.Tensor, *args: object, rmsnorm_weight: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
         raise RuntimeError(f"asked for a norm over {len(rmsnorm_weight)} features")
 
     monkeypatch.setattr(granite, "mamba2_split_conv1d_scan_combined", kernel)

@@ -35,13 +35,25 @@ from tests.parity.harness import Cell, microbatches, run_config, start
     ("name", "tp", "told"),
     [
         # 8 heads of queries and 4 of keys and values, which neighbours may share; 172 feed-forward features.
-        ("tiny-llama", 3, "parallel.tp is 3, but this llama has 8 attention heads, which .* use 1, 2 or 4$"),
+        (
+            "tiny-llama",
+            3,
+            "parallel.tp is 3, but this llama has 8 attention heads, which .* use 1, 2 or 4$",
+        ),
         ("tiny-llama", 8, "this llama has 172 feed-forward features, "),
         # Of 256 rows of an embedding 100 ranks would hold 3 each: those above the 86th have none.
         ("tiny-llama", 100, "this llama has 256 tokens in its vocabulary, "),
         # 12 heads of JetBlock and of attention, 2 of keys and values, 8,960 feed-forward features.
-        ("jet-nemotron-2b", 8, "this jet_nemotron has 12 heads of JetBlock, which .* use 1, 2 or 4$"),
-        ("tiny-qwen3_next", 3, "this qwen3_next has 4 key heads of Gated DeltaNet, which .* use 1, 2 or 4$"),
+        (
+            "jet-nemotron-2b",
+            8,
+            "this jet_nemotron has 12 heads of JetBlock, which .* use 1, 2 or 4$",
+        ),
+        (
+            "tiny-qwen3_next",
+            3,
+            "this qwen3_next has 4 key heads of Gated DeltaNet, which .* use 1, 2 or 4$",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_dealt_out_says_to_how_many_it_can(name, tp, told):
@@ -72,7 +84,11 @@ def refused_before_memory(changes: dict[str, Any]) -> str:
     ("nproc", "changes", "told"),
     [
         (3, {"tp": 3}, "which cannot be sharded evenly over so many ranks; use 1, 2 or 4"),
-        (2, {"dtype": "bfloat16", "accumulation": "float32"}, "set it to model, or model.dtype to float32"),
+        (
+            2,
+            {"dtype": "bfloat16", "accumulation": "float32"},
+            "set it to model, or model.dtype to float32",
+        ),
     ],
 )
 def test_every_rank_refuses_before_memory_is_taken(nproc, changes, told):
@@ -97,14 +113,15 @@ MIXTURE = (8 * 64 + 64) * 4
 def test_what_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
     assert run_ranks(2, notes_and_matrices, Cell("llama", "tp", "full", 2)) == [((), 0), ((), 0)]
     # In 3 of 4 layers.
-    parts = (
-        f"mlp.gate ({3 * 8 * 64 * 4:,}), mlp.shared_expert_gate ({3 * 64 * 4:,}); {3 * MIXTURE:,} in the whole model"
-    )
+    parts = f"mlp.gate ({3 * 8 * 64 * 4:,}), mlp.shared_expert_gate ({3 * 64 * 4:,}); {3 * MIXTURE:,} in the whole model"
     expected = ((TOLD + parts,), 3 * MIXTURE)
     assert run_ranks(2, notes_and_matrices, Cell("qwen3_next", "tp", "lora", 2)) == [expected] * 2
     # Learned positions, outside of all layers: 1,024 of them.
     parts = f"transformer.wpe ({1024 * 64 * 4:,}); {1024 * 64 * 4:,} in the whole model"
-    assert run_ranks(2, notes_and_matrices, Cell("gpt2", "tp", "full", 2)) == [((TOLD + parts,), 1024 * 64 * 4)] * 2
+    assert (
+        run_ranks(2, notes_and_matrices, Cell("gpt2", "tp", "full", 2))
+        == [((TOLD + parts,), 1024 * 64 * 4)] * 2
+    )
     # And a block that is not cut at all: up and down, 64 x 172 and back.
     llama = families.FAMILIES["llama"]
     monkeypatch.setitem(families.FAMILIES, "llama", with_whole_feed_forwards(llama))
@@ -116,19 +133,30 @@ def test_what_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
 
 def test_what_stages_and_shards_hold_of_it_is_told():
     """Stages of 2 layers: the one without a mixture is in the first. Of two shards of one row, one is empty."""
-    notes, matrices = zip(*run_ranks(4, notes_and_matrices, Cell("qwen3_next", "pp-tp", "full", 4, schedule="1f1b")))
+    notes, matrices = zip(
+        *run_ranks(4, notes_and_matrices, Cell("qwen3_next", "pp-tp", "full", 4, schedule="1f1b"))
+    )
     ((said,),) = set(notes)
-    assert said.endswith(f"; {3 * MIXTURE:,} in the whole model, on a rank of the pipeline at most {2 * MIXTURE:,}")
+    assert said.endswith(
+        f"; {3 * MIXTURE:,} in the whole model, on a rank of the pipeline at most {2 * MIXTURE:,}"
+    )
     assert matrices == (MIXTURE, MIXTURE, 2 * MIXTURE, 2 * MIXTURE)
-    notes, matrices = zip(*run_ranks(4, notes_and_matrices, Cell("qwen3_next", "fsdp2-tp", "full", 4)))
+    notes, matrices = zip(
+        *run_ranks(4, notes_and_matrices, Cell("qwen3_next", "fsdp2-tp", "full", 4))
+    )
     ((said,),) = set(notes)
-    assert said.endswith(f"; {3 * MIXTURE:,} in the whole model, of which fsdp2 leaves 1/2 on each rank")
+    assert said.endswith(
+        f"; {3 * MIXTURE:,} in the whole model, of which fsdp2 leaves 1/2 on each rank"
+    )
     assert sum(matrices) == 2 * 3 * MIXTURE  # once along tp's two ranks
 
 
 def test_rows_that_some_ranks_share_are_told(tmp_path, monkeypatch):
     # On 4 ranks two share each of the 2 key/value heads, 16 wide (one of the 2 layers has any), ...
-    ((said,),) = {notes for notes, _ in run_ranks(4, notes_and_matrices, Cell("granitemoehybrid", "tp", "full", 4))}
+    ((said,),) = {
+        notes
+        for notes, _ in run_ranks(4, notes_and_matrices, Cell("granitemoehybrid", "tp", "full", 4))
+    }
     assert all(f"self_attn.{name} ({16 * 64 * 4:,})" in said for name in ("k_proj", "v_proj"))
     # ... and the 2 groups of Mamba2's B and C, 16 rows each, of the way in and of the convolution (of 4 taps).
     assert f"mamba.in_proj ({2 * 16 * 64 * 4:,})" in said
@@ -136,10 +164,16 @@ def test_rows_that_some_ranks_share_are_told(tmp_path, monkeypatch):
     # The one group of B and C, 16 rows each, on both ranks; of a mixture the router, and the ways to a width of 24 and
     # back, of which the one back has a bias.
     path = CONFIGS / "tiny-nemotron_h" / "config.json"
-    changed = json.loads(path.read_text()) | {"mlp_bias": True, "moe_latent_size": 24, "n_groups": 1}
+    changed = json.loads(path.read_text()) | {
+        "mlp_bias": True,
+        "moe_latent_size": 24,
+        "n_groups": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(changed))
     monkeypatch.setitem(harness.FAMILIES, "nemotron_h", str(tmp_path))
-    ((said,),) = {notes for notes, _ in run_ranks(2, notes_and_matrices, Cell("nemotron_h", "tp", "full", 2))}
+    ((said,),) = {
+        notes for notes, _ in run_ranks(2, notes_and_matrices, Cell("nemotron_h", "tp", "full", 2))
+    }
     parts = {
         "in_proj": 2 * 16 * 64,
         "conv1d": 2 * 16 * 4,
@@ -171,7 +205,9 @@ TOKENS = torch.tensor([[0, 4, 4, 1, 5]])
 
 @pytest.mark.parametrize("padding", [None, 0, 4])
 def test_a_padding_token_has_no_gradient_where_its_row_is(padding):
-    whole = nn.Embedding.from_pretrained(torch.arange(12.0).view(6, 2), freeze=False, padding_idx=padding)
+    whole = nn.Embedding.from_pretrained(
+        torch.arange(12.0).view(6, 2), freeze=False, padding_idx=padding
+    )
     whole(TOKENS).square().sum().backward()
     outcomes = run_ranks(2, looked_up, padding)
     assert all(torch.equal(found, whole(TOKENS)) for found, _ in outcomes)
@@ -187,7 +223,8 @@ def test_a_whole_layer_to_save_is_refused(tmp_path):
     spec = spec_of(hf_config, hf)
     lora.inject(hf, cfg.lora, spec)
     with pytest.raises(
-        UserError, match=r"model\.layers\.0 holds whole layers.* \(self_attn, mlp\), or set parallel.tp to 1"
+        UserError,
+        match=r"model\.layers\.0 holds whole layers.* \(self_attn, mlp\), or set parallel.tp to 1",
     ):
         rules.check(cfg, Facts(2, facts_of(hf, spec, family_of(hf))))
 

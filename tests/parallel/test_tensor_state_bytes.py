@@ -30,7 +30,9 @@ def tensor_dim(name: str) -> int | None:
     return dim
 
 
-def by_tensor(measured: Measured, tp: int, tp_rank: int, num_shards: int, rank: int) -> dict[str, int]:
+def by_tensor(
+    measured: Measured, tp: int, tp_rank: int, num_shards: int, rank: int
+) -> dict[str, int]:
     """Weights: a share of the dim that is cut, ceil(rows / tp) rows or what is left for the last rank; of that, fsdp2's
     share of another dim that divides evenly, if there is one. Gradients and AdamW as in `by_dim`."""
     result = {"weights": 0, "gradients": 0, "optimizer": 0}
@@ -52,7 +54,10 @@ def by_tensor(measured: Measured, tp: int, tp_rank: int, num_shards: int, rank: 
 
 
 CELLS = [
-    *(Cell("qwen3_5_text", layout, mode, 2) for layout, mode in (("tp", "lora"), ("tp", "full"), ("tp-sp", "lora"))),
+    *(
+        Cell("qwen3_5_text", layout, mode, 2)
+        for layout, mode in (("tp", "lora"), ("tp", "full"), ("tp-sp", "lora"))
+    ),
     *(Cell("qwen3_5_text", "fsdp2-tp", mode, 4) for mode in ("lora", "full")),
     Cell("qwen3_5_text", "pp-tp", "full", 4, schedule="1f1b"),
 ]

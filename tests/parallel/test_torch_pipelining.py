@@ -29,7 +29,10 @@ from tests.distributed import run_ranks
 pytestmark = pytest.mark.pins("torch")
 
 SINGLE = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B}
-LOOPED = {"looped-bfs": schedules.ScheduleLoopedBFS, "interleaved-1f1b": schedules.ScheduleInterleaved1F1B}
+LOOPED = {
+    "looped-bfs": schedules.ScheduleLoopedBFS,
+    "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
+}
 WHOLE = {**SINGLE, **LOOPED}
 SPLIT = {  # the input's and the weights' gradients apart
     "interleaved-zero-bubble": schedules.ScheduleInterleavedZeroBubble,
@@ -37,7 +40,12 @@ SPLIT = {  # the input's and the weights' gradients apart
     "dualpipe-v": schedules.ScheduleDualPipeV,
 }
 SCHEDULES = {**WHOLE, **SPLIT}
-RANKS, MICROBATCHES, ROWS, WIDTH = 2, 4, 2, 8  # DualPipe-V needs twice as many micro-batches as ranks
+RANKS, MICROBATCHES, ROWS, WIDTH = (
+    2,
+    4,
+    2,
+    8,
+)  # DualPipe-V needs twice as many micro-batches as ranks
 RIGHT, WRONG = 1e-5, 1e-2
 """Of a gradient, relative to its largest element: rounding of so short sums is far less, a lost term far more."""
 
@@ -70,19 +78,27 @@ class Run:
         static: bool = True,
         microbatches: int = MICROBATCHES,
     ) -> None:
-        self.mesh = init_device_mesh("cpu", (dist.get_world_size() // RANKS, RANKS), mesh_dim_names=("data", "pp"))
+        self.mesh = init_device_mesh(
+            "cpu", (dist.get_world_size() // RANKS, RANKS), mesh_dim_names=("data", "pp")
+        )
         rank, self.replica = self.mesh.get_local_rank("pp"), self.mesh.get_local_rank("data")
         count = RANKS if name in SINGLE else 2 * RANKS
         second = count - 1 - rank if name in ("zbv", "dualpipe-v") else rank + RANKS
-        own, self.whole = ([Chunk(i, i < frozen, asks and i == 0) for i in range(count)] for _ in range(2))
+        own, self.whole = (
+            [Chunk(i, i < frozen, asks and i == 0) for i in range(count)] for _ in range(2)
+        )
         self.stages = []
         for index in [rank] if name in SINGLE else [rank, second]:
-            needed = [i > 0 and (asks or frozen < i) for i in (index, index + 1)]  # is anything trained below?
+            needed = [
+                i > 0 and (asks or frozen < i) for i in (index, index + 1)
+            ]  # is anything trained below?
             below, above = (torch.zeros(ROWS, WIDTH, requires_grad=flag) for flag in needed)
             known: dict[str, Any] = {"input_args": below, "output_args": above} if static else {}
             module = wrap(own[index], self.mesh) if wrap else own[index]
             group = self.mesh.get_group("pp")
-            self.stages.append(PipelineStage(module, index, count, torch.device("cpu"), group=group, **known))
+            self.stages.append(
+                PipelineStage(module, index, count, torch.device("cpu"), group=group, **known)
+            )
         stages: Any = self.stages[0] if name in SINGLE else self.stages
         self.schedule = SCHEDULES[name](stages, microbatches, loss_fn=summed, scale_grads=False)
 
@@ -92,7 +108,11 @@ class Run:
         losses: list[torch.Tensor] = []
         with torch.set_grad_enabled(train):
             act = self.schedule.step if train else self.schedule.eval
-            act(*inputs, target=target if any(stage.is_last for stage in self.stages) else None, losses=losses)
+            act(
+                *inputs,
+                target=target if any(stage.is_last for stage in self.stages) else None,
+                losses=losses,
+            )
         return [loss.item() for loss in losses]
 
     def errors(self) -> list[float]:
@@ -104,7 +124,9 @@ class Run:
         return [
             inf if parameter.grad is None else _error(parameter.grad, reference.grad)
             for stage in self.stages
-            for parameter, reference in zip(stage.submod.parameters(), self.whole[stage.stage_index].parameters())
+            for parameter, reference in zip(
+                stage.submod.parameters(), self.whole[stage.stage_index].parameters()
+            )
             if reference.grad is not None
         ]
 
@@ -119,7 +141,9 @@ def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def rows(replica: int, count: int = MICROBATCHES * ROWS) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(torch.randn(2, count, WIDTH, generator=torch.Generator().manual_seed(100 + replica)))
+    return tuple(
+        torch.randn(2, count, WIDTH, generator=torch.Generator().manual_seed(100 + replica))
+    )
 
 
 def in_ddp(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -189,9 +213,15 @@ def _held_before_reduction() -> tuple[int, int, int]:
     run = Run("1f1b", partial(in_fsdp, reshard=True))
     (stage,) = run.stages
     shards = list(stage.submod.parameters())
-    stage.perform_reduce_grad = lambda scale: None  # the last thing that a step does; the weights stay whole without it
+    stage.perform_reduce_grad = lambda scale: (
+        None
+    )  # the last thing that a step does; the weights stay whole without it
     run.step(*rows(run.replica))
-    return sum(_held(shards)), sum(_held(stage.submod.parameters())), sum(shard.numel() for shard in shards)
+    return (
+        sum(_held(shards)),
+        sum(_held(stage.submod.parameters())),
+        sum(shard.numel() for shard in shards),
+    )
 
 
 def _held(parameters: Iterable[nn.Parameter]) -> list[int]:
@@ -232,28 +262,40 @@ def _gradients_passed(name: str, options: dict[str, Any]) -> dict[int, list[int]
 
 
 @pytest.mark.parametrize("static", [True, False])
-@pytest.mark.parametrize(("name", "frozen"), [(n, f) for n in WHOLE for f in ((0, 1) if n in SINGLE else (0, 1, 2))])
+@pytest.mark.parametrize(
+    ("name", "frozen"), [(n, f) for n in WHOLE for f in ((0, 1) if n in SINGLE else (0, 1, 2))]
+)
 def test_no_gradient_goes_to_where_none_is_needed(name, frozen, static):
     """What the skipped backward rests on: torch passes none below the lowest trained stage, and does not mind."""
     by_rank = run_ranks(RANKS, _gradients_passed, name, {"frozen": frozen, "static": static})
     top = (RANKS if name in SINGLE else 2 * RANKS) - 1
     for index, passed in {i: pair for found in by_rank for i, pair in found.items()}.items():
-        assert passed == [MICROBATCHES * (index > frozen), MICROBATCHES * (frozen <= index < top)], index
+        assert passed == [
+            MICROBATCHES * (index > frozen),
+            MICROBATCHES * (frozen <= index < top),
+        ], index
 
 
 def _buffers(name: str, microbatches: int) -> int:
     run = Run(name, microbatches=microbatches)
     run.step(*rows(0, microbatches * ROWS))
     kept = [
-        micro for stage in run.stages for of in (stage.args_recv_info, stage.grad_recv_info) for micro in of.values()
+        micro
+        for stage in run.stages
+        for of in (stage.args_recv_info, stage.grad_recv_info)
+        for micro in of.values()
     ]
-    return len({info.buffer.data_ptr() for micro in kept for info in micro if info.buffer is not None})
+    return len(
+        {info.buffer.data_ptr() for micro in kept for info in micro if info.buffer is not None}
+    )
 
 
 @pytest.mark.parametrize("microbatches", [4, 12])
 def test_a_stage_keeps_a_buffer_per_micro_batch(microbatches):
     """Until torch mends it, memory counts m activations and m gradients per chunk, even of 1f1b."""
-    assert run_ranks(RANKS, _buffers, "1f1b", microbatches) == [microbatches] * 2  # rank 0: gradients, 1: activations
+    assert (
+        run_ranks(RANKS, _buffers, "1f1b", microbatches) == [microbatches] * 2
+    )  # rank 0: gradients, 1: activations
     # Chunks 0 to 3: gradients, both, both, activations; rank 0 has chunks 0 and 2.
     assert run_ranks(RANKS, _buffers, "interleaved-1f1b", microbatches) == [3 * microbatches] * 2
 
@@ -265,7 +307,9 @@ def _last_loss(name: str, counts: Sequence[int], train: bool) -> tuple[float, fl
     for count in counts:
         x, target = rows(0, count)
         losses = run.step(x, target, train)
-    expected = [summed(nn.Sequential(*run.whole)(a), b).item() for a, b in zip(x.chunk(4), target.chunk(4))]
+    expected = [
+        summed(nn.Sequential(*run.whole)(a), b).item() for a, b in zip(x.chunk(4), target.chunk(4))
+    ]
     return losses[-1] if losses else inf, expected[-1]
 
 
@@ -280,7 +324,9 @@ def test_fewer_rows_are_evaluated_with_what_is_left_of_earlier_ones(name, count)
 def test_more_rows_end_the_process():
     """The same check: the receiving process aborts, and no exception names the shape."""
     counts = (MICROBATCHES * ROWS, 2 * MICROBATCHES * ROWS)
-    with pytest.raises(RuntimeError, match=r"died without a word|Connection reset|Connection closed"):
+    with pytest.raises(
+        RuntimeError, match=r"died without a word|Connection reset|Connection closed"
+    ):
         run_ranks(RANKS, _last_loss, "1f1b", counts, True)
 
 
@@ -326,7 +372,9 @@ def test_split_backwards_fail_where_only_some_operators_are_recomputed():
 def test_split_backwards_refuse_compiled_stages(name):
     """Until torch mends it, so does shardwise: it compiles layers in a way that torch does not notice (test below)."""
     stage = SimpleNamespace(submod=torch.compile(nn.Linear(2, 2), backend="aot_eager"))
-    with pytest.raises(RuntimeError, match=r"not supported with stage modules that have used torch\.compile"):
+    with pytest.raises(
+        RuntimeError, match=r"not supported with stage modules that have used torch\.compile"
+    ):
         SCHEDULES[name]([stage], MICROBATCHES)
 
 

@@ -19,12 +19,19 @@ from tests.distributed import run_ranks
 from tests.models.tiny import on_meta, tiny
 from tests.parity.harness import Cell, microbatches, run_config
 
-SHAPES = ((7, 5), (2,), (3, 4), (1, 1))  # on 3 ranks: rows 3, 3, 1; an empty shard; even; two empty shards
+SHAPES = (
+    (7, 5),
+    (2,),
+    (3, 4),
+    (1, 1),
+)  # on 3 ranks: rows 3, 3, 1; an empty shard; even; two empty shards
 
 
 def _sums(bucket_bytes: int) -> bool:
     zero.BUCKET_BYTES = bucket_bytes
-    mesh = Mesh(init_device_mesh("cpu", (1, 3, 1, 1, 1), mesh_dim_names=Mesh.AXES), torch.device("cpu"))
+    mesh = Mesh(
+        init_device_mesh("cpu", (1, 3, 1, 1, 1), mesh_dim_names=Mesh.AXES), torch.device("cpu")
+    )
     rank = mesh.dense.get_local_rank("dp_replicate")
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
     wholes = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in zip(SHAPES, dtypes)]
@@ -38,12 +45,19 @@ def _sums(bucket_bytes: int) -> bool:
         shards.reduce_all()
         for entry in trained:
             assert isinstance(entry.shard.grad, DTensor)
-            expected = torch.arange(entry.whole.numel(), dtype=entry.whole.dtype).view(entry.whole.shape) * 6 * repeat
+            expected = (
+                torch.arange(entry.whole.numel(), dtype=entry.whole.dtype).view(entry.whole.shape)
+                * 6
+                * repeat
+            )
             right &= torch.equal(full_tensor(entry.shard.grad), expected)  # 1 + 2 + 3
             right &= entry.whole.grad is None
     for entry in trained:
         assert isinstance(entry.shard, DTensor)
-        within = entry.whole.untyped_storage().data_ptr() == entry.shard.to_local().untyped_storage().data_ptr()
+        within = (
+            entry.whole.untyped_storage().data_ptr()
+            == entry.shard.to_local().untyped_storage().data_ptr()
+        )
         right &= within or local(entry.shard).numel() == 0
         with torch.no_grad():
             local(entry.shard).fill_(rank)

@@ -21,7 +21,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from shardwise.metrics.hardware import environment
 from tests.distributed import run_ranks
 from tests.parity.cells import ALL
-from tests.parity.harness import TOLERANCE, Cell, Outcome, compare, control, run_cell, tolerance, verdict
+from tests.parity.harness import (
+    TOLERANCE,
+    Cell,
+    Outcome,
+    compare,
+    control,
+    run_cell,
+    tolerance,
+    verdict,
+)
 from tests.parity.references import fingerprint
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +39,9 @@ ROOT = Path(__file__).parents[2]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.parity", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "parity.json")
-    parser.add_argument("--only", nargs="+", default=[""], help="run the cells whose id contains one of these texts")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="run the cells whose id contains one of these texts"
+    )
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     code = fingerprint()
@@ -44,10 +55,15 @@ def main() -> int:
         start = time.monotonic()
         done[cell.id] = {**run(cell, references), "code": code, "commit": environs["commit"]}
         seconds = time.monotonic() - start
-        print(f"{number}/{len(wanted)} {done[cell.id]['status']:6} {cell.id} {seconds:.1f} s", flush=True)
+        print(
+            f"{number}/{len(wanted)} {done[cell.id]['status']:6} {cell.id} {seconds:.1f} s",
+            flush=True,
+        )
         write(options.out, environs, done)
     counts = Counter(row["status"] for row in done.values())
-    print(f"{options.out}: {dict(counts)}, {sum(row['code'] != code for row in done.values())} on other code")
+    print(
+        f"{options.out}: {dict(counts)}, {sum(row['code'] != code for row in done.values())} on other code"
+    )
     return 0 if set(counts) == {"ok"} else 1
 
 
@@ -71,14 +87,26 @@ def run(cell: Cell, references: dict[Cell, Outcome]) -> dict[str, Any]:
         errors = compare(run_ranks(cell.nproc, run_cell, cell), references[reference])
         most = tolerance(references[reference], references[float32]) if float32 else TOLERANCE
     except Exception as error:  # a cell that fails is a row with its reason, never a gap
-        return {**row, "status": "failed", "reason": str(error).strip().splitlines()[-1], "errors": {}}
+        return {
+            **row,
+            "status": "failed",
+            "reason": str(error).strip().splitlines()[-1],
+            "errors": {},
+        }
     wrong = verdict(errors, most)
-    return {**row, "status": "wrong" if wrong else "ok", "reason": "; ".join(wrong), "errors": errors}
+    return {
+        **row,
+        "status": "wrong" if wrong else "ok",
+        "reason": "; ".join(wrong),
+        "errors": errors,
+    }
 
 
 def previous(path: Path) -> dict[str, dict[str, Any]]:
     """The rows that `path` holds, of cells that there still are, in the matrix's order."""
-    rows = {row["id"]: row for row in json.loads(path.read_text())["cells"]} if path.exists() else {}
+    rows = (
+        {row["id"]: row for row in json.loads(path.read_text())["cells"]} if path.exists() else {}
+    )
     return {cell.id: rows[cell.id] for cell in ALL if cell.id in rows}
 
 

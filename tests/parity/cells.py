@@ -15,7 +15,9 @@ from tests.parity.tensors import FIXED as FIXED_TENSORS
 from tests.parity.tensors import TENSORS
 
 LAYOUTS = tuple(
-    layout for layout in PROVEN if layout != "single" and not layout.startswith("pp") and layout not in WITH_TENSOR
+    layout
+    for layout in PROVEN
+    if layout != "single" and not layout.startswith("pp") and layout not in WITH_TENSOR
 )
 MODES = ("lora", "full")
 
@@ -23,10 +25,22 @@ MODES = ("lora", "full")
 # parallel.offload; `keep-gathered`: reshard_after_forward is false.
 VARIANTS = (
     *(Cell(family, "fsdp2", "lora", 2, "checkpointing") for family in FAMILIES),
-    *(Cell("qwen3_next", layout, "lora", 2, "checkpointing") for layout in LAYOUTS if layout != "fsdp2"),
-    *(Cell(family, layout, "lora", 4, "dropout") for family in ("llama", "qwen3_5_text") for layout in LAYOUTS),
+    *(
+        Cell("qwen3_next", layout, "lora", 2, "checkpointing")
+        for layout in LAYOUTS
+        if layout != "fsdp2"
+    ),
+    *(
+        Cell(family, layout, "lora", 4, "dropout")
+        for family in ("llama", "qwen3_5_text")
+        for layout in LAYOUTS
+    ),
     *(Cell("qwen3_5_text", layout, mode, 2, "tied") for layout in LAYOUTS for mode in MODES),
-    *(Cell("jet_nemotron", layout, mode, 2, "tied") for layout in ("ddp", "fsdp1", "fsdp2") for mode in MODES),
+    *(
+        Cell("jet_nemotron", layout, mode, 2, "tied")
+        for layout in ("ddp", "fsdp1", "fsdp2")
+        for mode in MODES
+    ),
     *(Cell(family, "fsdp1", "lora", 2, "naive") for family in FAMILIES),
     *(Cell("llama", layout, "lora", 2, "head") for layout in LAYOUTS),
     Cell("olmo_hybrid", "fsdp2", "full", 2, "keep-gathered"),
@@ -52,7 +66,12 @@ VARIANTS = (
 )
 
 # At 2 processes hsdp has 1 shard and 2 replicas: still its own code path.
-ALL = (*(Cell(*point) for point in product(FAMILIES, LAYOUTS, MODES, (2, 4))), *VARIANTS, *PIPELINES, *TENSORS)
+ALL = (
+    *(Cell(*point) for point in product(FAMILIES, LAYOUTS, MODES, (2, 4))),
+    *VARIANTS,
+    *PIPELINES,
+    *TENSORS,
+)
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
 _FIXED = (
@@ -95,7 +114,12 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
         return {(cell.family, "tp"), (cell.layout, "tp"), (cell.mode, shared)}
     if cell.schedule:
         backward = "halved" if cell.schedule in HALVING else "whole"
-        return {(cell.family, "pp"), (cell.schedule, cell.mode), (cell.layout, backward), (cell.layout, cell.mode)}
+        return {
+            (cell.family, "pp"),
+            (cell.schedule, cell.mode),
+            (cell.layout, backward),
+            (cell.layout, cell.mode),
+        }
     kind = "whole" if cell.layout in ("ddp", "zero1", "zero2") else "sharded"
     return {(cell.family, kind), (cell.family, cell.mode), (cell.layout, cell.mode)}
 
@@ -115,7 +139,9 @@ def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:
     left = set().union(*map(pairs, plain)) - set().union(*map(pairs, chosen))
     while left:
         kinds = Counter((cell.layout, cell.schedule) for cell in chosen)
-        best = max(plain, key=lambda cell: (len(pairs(cell) & left), -kinds[cell.layout, cell.schedule]))
+        best = max(
+            plain, key=lambda cell: (len(pairs(cell) & left), -kinds[cell.layout, cell.schedule])
+        )
         chosen = (*chosen, best)
         left -= pairs(best)
     return chosen
@@ -124,5 +150,8 @@ def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:
 FAST = _covering(_FIXED)
 
 _STRATEGIES = ("ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp", "tp", "tp-sp", "pp")
-QUICK = tuple(min((c for c in FAST if c.layout == name), key=lambda c: (c.nproc, c.variant)) for name in _STRATEGIES)
+QUICK = tuple(
+    min((c for c in FAST if c.layout == name), key=lambda c: (c.nproc, c.variant))
+    for name in _STRATEGIES
+)
 """One cell of each strategy alone, for `make test-quick`."""

@@ -54,16 +54,24 @@ TIED = {"qwen3_5_text": "tiny-qwen3_5-tied", "jet_nemotron": "jet-nemotron-tiny"
 SOME_LAYERS = {
     "upper": {  # layers 2 and 3 of 4
         "llama": [
-            f"layers.{i}.{name}" for i in (2, 3) for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+            f"layers.{i}.{name}"
+            for i in (2, 3)
+            for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
         ],
         "qwen3_next": [f"layers.2.linear_attn.{name}" for name in ("in_proj_qkvz", "out_proj")]
         + [f"layers.3.self_attn.{name}" for name in ("v_proj", "o_proj")],
     },
     "lower": {  # layers 0 and 1
         "llama": [
-            f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+            f"layers.{i}.{name}"
+            for i in (0, 1)
+            for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
         ],
-        "qwen3_next": [f"layers.{i}.linear_attn.{name}" for i in (0, 1) for name in ("in_proj_qkvz", "out_proj")],
+        "qwen3_next": [
+            f"layers.{i}.linear_attn.{name}"
+            for i in (0, 1)
+            for name in ("in_proj_qkvz", "out_proj")
+        ],
     },
 }
 """Targets of LoRA in the variants of these names."""
@@ -88,20 +96,33 @@ class Cell:
     split: tuple[int, ...] = ()  # layers of a pipeline's stages; (): uniform
     deep: bool = False  # the model of DEEP
     rows: int = GLOBAL_BATCH
-    micro_rows: int = 0  # of a micro-batch; 0: 2, or 1 where more than 2 processes have different rows
+    micro_rows: int = (
+        0  # of a micro-batch; 0: 2, or 1 where more than 2 processes have different rows
+    )
 
     @property
     def id(self) -> str:
         """Unique in the matrix."""
         split = "+".join(map(str, self.split))
         rows = f"{self.rows}-rows" if self.rows != GLOBAL_BATCH else ""
-        parts = (self.family, self.layout, self.schedule, split, self.mode, f"{self.nproc}p", self.variant, rows)
+        parts = (
+            self.family,
+            self.layout,
+            self.schedule,
+            split,
+            self.mode,
+            f"{self.nproc}p",
+            self.variant,
+            rows,
+        )
         return "-".join(filter(None, (*parts, "deep" * self.deep)))
 
     @property
     def data(self) -> str:
         """The data-parallel part of the layout; single where there is none."""
-        return next((part for part in self.layout.split("-") if part not in ("pp", "tp", "sp")), "single")
+        return next(
+            (part for part in self.layout.split("-") if part not in ("pp", "tp", "sp")), "single"
+        )
 
     @property
     def pp(self) -> int:
@@ -122,13 +143,29 @@ class Cell:
 
     def reference(self) -> Cell:
         """The same work on one process, plain where the variant must not change what is computed."""
-        same = ("checkpointing", "operators", "compile", "keep-gathered", "naive", "offload-optimizer", "offload-all")
+        same = (
+            "checkpointing",
+            "operators",
+            "compile",
+            "keep-gathered",
+            "naive",
+            "offload-optimizer",
+            "offload-all",
+        )
         variant = "" if self.variant in same else self.variant.removeprefix("checkpointing-")
         # A micro-batch of another size rounds otherwise: on one process too it moves the smallest gradients of full
         # training, those of A_log (3.5e-5), by 1e-5 of them. Adapters have none so small, and show that size is free.
         own = self.many and (self.mode == "full" or bool(self.schedule))
         micro_rows = 1 if own else 0
-        return replace(self, layout="single", nproc=1, variant=variant, schedule="", split=(), micro_rows=micro_rows)
+        return replace(
+            self,
+            layout="single",
+            nproc=1,
+            variant=variant,
+            schedule="",
+            split=(),
+            micro_rows=micro_rows,
+        )
 
 
 @dataclass(frozen=True)
@@ -150,11 +187,15 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
         model=Model(
             str(DEEP / name.replace("tiny", "deep") if cell.deep else CONFIGS / name),
             init="random",
-            router_aux_loss_coef=0.01 if getattr(families.FAMILIES.get(cell.family), "router", None) else 0.0,
+            router_aux_loss_coef=0.01
+            if getattr(families.FAMILIES.get(cell.family), "router", None)
+            else 0.0,
         ),
         lora=None if cell.mode == "full" else _lora(cell),
         data=Data(
-            train="unused", sequence_length=SEQUENCE, packing="isolated" if "isolated" in cell.variant else "concat"
+            train="unused",
+            sequence_length=SEQUENCE,
+            packing="isolated" if "isolated" in cell.variant else "concat",
         ),
         parallel=_parallel(cell),
         optimizer=Optimizer(
@@ -182,16 +223,23 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
 
 def _parallel(cell: Cell) -> Parallel:
     data = cell.data
-    pipeline: dict[str, Any] = {"pp": cell.pp, "tp": cell.tp, "sequence_parallel": cell.layout.endswith("-sp")}
+    pipeline: dict[str, Any] = {
+        "pp": cell.pp,
+        "tp": cell.tp,
+        "sequence_parallel": cell.layout.endswith("-sp"),
+    }
     if cell.schedule:
         pipeline |= {"schedule": cell.schedule, "split": list(cell.split) or "uniform"}
     sharded = data in ("fsdp2", "hsdp")
     return Parallel(
         data="fsdp2" if sharded else data,
         dp_replicate=2 if data == "hsdp" else 1,
-        reshard_after_forward=cell.variant != "keep-gathered" and not (sharded and cell.schedule in HALVING),
+        reshard_after_forward=cell.variant != "keep-gathered"
+        and not (sharded and cell.schedule in HALVING),
         fsdp1_wrap="naive" if cell.variant == "naive" else "separate",
-        offload=cell.variant.removeprefix("offload-") if cell.variant.startswith("offload-") else "none",
+        offload=cell.variant.removeprefix("offload-")
+        if cell.variant.startswith("offload-")
+        else "none",
         **pipeline,
     )
 
@@ -235,7 +283,9 @@ def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     labels[SEQUENCE - (slot * 7 + step * 3) % 20 :] = IGNORED
     # Three documents, of 1 to 12 tokens in the front and 1 to 7 at the end; only packing `isolated` looks at them.
     places = torch.arange(SEQUENCE)
-    owners = (places >= 1 + (slot * 5 + step) % 12).long() + (places >= SEQUENCE - 1 - (slot * 3 + step) % 7).long()
+    owners = (places >= 1 + (slot * 5 + step) % 12).long() + (
+        places >= SEQUENCE - 1 - (slot * 3 + step) % 7
+    ).long()
     return tokens[:-1], labels, owners
 
 
@@ -266,10 +316,16 @@ def _drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def run_cell(cell: Cell) -> Outcome:
     """What this rank sees of a cell (equal on every rank); the process group must be up."""
     cfg = run_config(cell)
-    return run(cfg, lambda mesh, step: microbatches(cfg, mesh, step), OVERFLOWING_SCALE * (cell.variant == "float16"))
+    return run(
+        cfg,
+        lambda mesh, step: microbatches(cfg, mesh, step),
+        OVERFLOWING_SCALE * (cell.variant == "float16"),
+    )
 
 
-def run(cfg: RunConfig, batches_of: Callable[[Mesh, int], list[Batch]], loss_scale: float = 0.0) -> Outcome:
+def run(
+    cfg: RunConfig, batches_of: Callable[[Mesh, int], list[Batch]], loss_scale: float = 0.0
+) -> Outcome:
     """What this rank sees of a run on these micro-batches of each step; `loss_scale`: the first, 0 for its own."""
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh, start(cfg))
@@ -279,7 +335,10 @@ def run(cfg: RunConfig, batches_of: Callable[[Mesh, int], list[Batch]], loss_sca
     # The first step's gradients are looked at once; then all steps are done as a run does them.
     forward_backward(job.pm, batches_of(mesh, 1), mesh)
     # Whole parameters without their optimizer's shards, frozen ones too: what else has got a gradient.
-    named = [*job.pm.named_parameters(), *(pair for g in job.optimizer.param_groups for pair in _pairs(g))]
+    named = [
+        *job.pm.named_parameters(),
+        *(pair for g in job.optimizer.param_groups for pair in _pairs(g)),
+    ]
     for name, parameter in named:
         if parameter.grad is not None:
             grads[name] = full_tensor(job.pm.to_portable(name, parameter.grad)).clone()
@@ -287,8 +346,12 @@ def run(cfg: RunConfig, batches_of: Callable[[Mesh, int], list[Batch]], loss_sca
     for step in range(1, cfg.training.steps + 1):
         result = training_step(job, batches_of(mesh, step), mesh, cfg.optimizer.max_grad_norm)
         losses.append(result.loss)
-        norms.append(math.inf if result.skipped else result.grad_norm)  # inf on one rank may be NaN on another
-    eval_loss = evaluate(job.pm, [batches_of(mesh, step) for step in (7, 8)], mesh, cfg.training.steps).loss
+        norms.append(
+            math.inf if result.skipped else result.grad_norm
+        )  # inf on one rank may be NaN on another
+    eval_loss = evaluate(
+        job.pm, [batches_of(mesh, step) for step in (7, 8)], mesh, cfg.training.steps
+    ).loss
     with tempfile.TemporaryDirectory() as folder:
         written = save_result(job, cfg, mesh, Path(folder))
         saved = {} if written is None else _read_safetensors(written)
@@ -318,7 +381,9 @@ def compare(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, float]
         assert grad.abs().max() > 0, f"the gradient of {name} is zero and proves nothing"
     assert min(reference.norms) > MAX_NORM, "clipping did not act"
     assert reference.norms[-1] < math.inf, "no step was done"
-    return {kind: _largest(errors.values()) for kind, errors in differences(outcomes, reference).items()}
+    return {
+        kind: _largest(errors.values()) for kind, errors in differences(outcomes, reference).items()
+    }
 
 
 def differences(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, dict[str, float]]:
@@ -341,7 +406,11 @@ def control(cell: Cell) -> Cell | None:
     rounded ones. What it may differ by is then three times what 16 bits change on one process: as much as that again
     on its own way from float32, and as much to spare.
     """
-    return replace(cell.reference(), variant=STILL) if cell.tp > 1 and cell.variant == "bfloat16" else None
+    return (
+        replace(cell.reference(), variant=STILL)
+        if cell.tp > 1 and cell.variant == "bfloat16"
+        else None
+    )
 
 
 def tolerance(in_16_bits: Outcome, in_float32: Outcome) -> dict[str, float]:
@@ -352,29 +421,40 @@ def tolerance(in_16_bits: Outcome, in_float32: Outcome) -> dict[str, float]:
 
 def verdict(errors: dict[str, float], most: Mapping[str, float] = TOLERANCE) -> list[str]:
     """What is out of tolerance; empty where the cell is right (NaN is not)."""
-    return [f"{key} {errors[key]:.1e} > {most[key]:.0e}" for key in most if not errors[key] <= most[key]]
+    return [
+        f"{key} {errors[key]:.1e} > {most[key]:.0e}" for key in most if not errors[key] <= most[key]
+    ]
 
 
 def _relative(value: float, reference: float) -> float:
-    return 0.0 if value == reference else abs(value - reference) / abs(reference)  # equal infinities differ by NaN
+    return (
+        0.0 if value == reference else abs(value - reference) / abs(reference)
+    )  # equal infinities differ by NaN
 
 
 def _by_step(by_rank: Sequence[list[float]], reference: list[float]) -> dict[str, float]:
     """The evaluation's loss is that of the step after the last."""
     return {
-        f"step {i + 1}": _largest(_relative(rank[i], value) for rank in by_rank) for i, value in enumerate(reference)
+        f"step {i + 1}": _largest(_relative(rank[i], value) for rank in by_rank)
+        for i, value in enumerate(reference)
     }
 
 
-def _worst(by_rank: Sequence[dict[str, torch.Tensor]], reference: dict[str, torch.Tensor]) -> dict[str, float]:
+def _worst(
+    by_rank: Sequence[dict[str, torch.Tensor]], reference: dict[str, torch.Tensor]
+) -> dict[str, float]:
     errors = dict.fromkeys(reference.keys() ^ set().union(*by_rank), math.inf)
     for name, whole in reference.items():
         pieces = [tensors[name] for tensors in by_rank if name in tensors]
         if pieces:
             least = whole.abs().max().clamp(min=1e-30)
-            errors[name] = _largest(((piece - whole).abs().max() / least).item() for piece in pieces)
+            errors[name] = _largest(
+                ((piece - whole).abs().max() / least).item() for piece in pieces
+            )
     return errors
 
 
 def _largest(values: Iterable[float]) -> float:
-    return torch.tensor(list(values)).max().item()  # NaN if one of them is, which Python's max need not be
+    return (
+        torch.tensor(list(values)).max().item()
+    )  # NaN if one of them is, which Python's max need not be

@@ -13,7 +13,12 @@ from tests.parity.harness import FAMILIES, Cell
 MODES = ("lora", "full")
 SINGLE = ("gpipe", "1f1b")  # one stage per rank; the others have two
 WHOLE = tuple(schedule for schedule in ORDERS if schedule not in HALVING)
-FEW_LAYERS = ("granitemoehybrid", "falcon_h1", "jamba", "kimi_linear")  # two or three in the tiny models
+FEW_LAYERS = (
+    "granitemoehybrid",
+    "falcon_h1",
+    "jamba",
+    "kimi_linear",
+)  # two or three in the tiny models
 SPINE = ("llama", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "nemotron_h")
 WITH_DATA = (
     "pp-ddp",
@@ -22,14 +27,23 @@ WITH_DATA = (
 )  # two stages' ranks, and as many replicas or shards as there are ranks left
 
 
-def cell(family: str, schedule: str, mode: str, nproc: int = 2, variant: str = "", split: tuple[int, ...] = ()) -> Cell:
+def cell(
+    family: str,
+    schedule: str,
+    mode: str,
+    nproc: int = 2,
+    variant: str = "",
+    split: tuple[int, ...] = (),
+) -> Cell:
     """A plain pipeline, of a deeper model where there are too many stages for the other.
 
     DualPipe-V on 4 ranks needs 8 micro-batches, of 2 rows.
     """
     deep = nproc == 4 and (sum(split) > 4 if split else schedule not in SINGLE)
     deep = deep or (family in FEW_LAYERS and schedule not in SINGLE)
-    return Cell(family, "pp", mode, nproc, variant, schedule, split, deep, rows=16 if nproc == 4 else 8)
+    return Cell(
+        family, "pp", mode, nproc, variant, schedule, split, deep, rows=16 if nproc == 4 else 8
+    )
 
 
 def _plain() -> Iterator[Cell]:
@@ -38,11 +52,18 @@ def _plain() -> Iterator[Cell]:
             for nproc in (2, 4):
                 yield from (cell(family, schedule, mode, nproc) for family in SPINE)
             for layout in WITH_DATA:
-                yield from (Cell(family, layout, mode, 4, schedule=schedule) for family in ("llama", "qwen3_next"))
+                yield from (
+                    Cell(family, layout, mode, 4, schedule=schedule)
+                    for family in ("llama", "qwen3_next")
+                )
     for mode in MODES:
         for family in FAMILIES:
             if family not in SPINE:
-                yield from (cell(family, schedule, mode) for schedule in ORDERS if mode == "lora" or schedule == "1f1b")
+                yield from (
+                    cell(family, schedule, mode)
+                    for schedule in ORDERS
+                    if mode == "lora" or schedule == "1f1b"
+                )
             if family not in ("llama", "qwen3_next"):
                 yield from (Cell(family, layout, mode, 4, schedule="1f1b") for layout in WITH_DATA)
 
@@ -52,12 +73,18 @@ def _uneven() -> Iterator[Cell]:
     for family, modes in (("llama", MODES), ("qwen3_next", ("lora",))):
         for mode in modes:
             for schedule in SINGLE:
-                yield from (cell(family, schedule, mode, split=split) for split in ((3, 1), (1, 3), (4, 0), (0, 4)))
+                yield from (
+                    cell(family, schedule, mode, split=split)
+                    for split in ((3, 1), (1, 3), (4, 0), (0, 4))
+                )
                 yield cell(family, schedule, mode, 4, split=(0, 1, 3, 0))
                 yield cell(family, schedule, mode, 4, split=(3, 2, 2, 1))
             for schedule in ORDERS:
                 if schedule not in SINGLE:
-                    yield from (cell(family, schedule, mode, split=split) for split in ((0, 2, 2, 0), (1, 1, 2, 0)))
+                    yield from (
+                        cell(family, schedule, mode, split=split)
+                        for split in ((0, 2, 2, 0), (1, 1, 2, 0))
+                    )
                     yield cell(family, schedule, mode, 4, split=(0, 1, 1, 1, 1, 2, 2, 0))
 
 
@@ -72,9 +99,13 @@ def _partly_trained() -> Iterator[Cell]:
     """Adapters on two of the four layers: stages with nothing to train, above the others or below them."""
     for schedule in ORDERS:
         for family in ("llama", "qwen3_next"):
-            yield from (cell(family, schedule, "lora", variant=variant) for variant in ("upper", "lower"))
+            yield from (
+                cell(family, schedule, "lora", variant=variant) for variant in ("upper", "lower")
+            )
         if schedule in SINGLE:
-            yield from (cell("llama", schedule, "lora", 4, variant) for variant in ("upper", "lower"))
+            yield from (
+                cell("llama", schedule, "lora", 4, variant) for variant in ("upper", "lower")
+            )
         for layout in WITH_DATA:
             yield Cell("llama", layout, "lora", 4, "upper", schedule)
 
@@ -85,13 +116,21 @@ def _variants() -> Iterator[Cell]:
             yield cell("qwen3_5_text", schedule, mode, variant="tied")
             # Two shards cannot share a parameter, so fsdp2 and a V, which has both ends on one rank, are refused.
             layouts = ("pp-ddp",) if schedule in ("zbv", "dualpipe-v") else WITH_DATA
-            yield from (Cell("qwen3_5_text", layout, mode, 4, "tied", schedule) for layout in layouts)
-        yield from (cell(family, schedule, "lora", variant="dropout") for family in ("llama", "qwen3_5_text"))
+            yield from (
+                Cell("qwen3_5_text", layout, mode, 4, "tied", schedule) for layout in layouts
+            )
+        yield from (
+            cell(family, schedule, "lora", variant="dropout")
+            for family in ("llama", "qwen3_5_text")
+        )
         yield cell("llama", schedule, "lora", variant="head")
         yield cell("llama", schedule, "full", variant="float16")
         yield cell("llama", schedule, "full", variant="bfloat16")
     for schedule in WHOLE:
-        yield from (cell(family, schedule, "lora", variant="checkpointing") for family in ("llama", "qwen3_next"))
+        yield from (
+            cell(family, schedule, "lora", variant="checkpointing")
+            for family in ("llama", "qwen3_next")
+        )
         yield cell("qwen3_5_text", schedule, "full", variant="operators")
         yield cell("llama", schedule, "lora", variant="checkpointing-dropout")
         yield cell("olmo_hybrid", schedule, "full", variant="checkpointing-isolated")
@@ -102,10 +141,14 @@ def _variants() -> Iterator[Cell]:
     for family in FAMILIES:
         yield cell(family, "1f1b", "full", variant="checkpointing")
         if FAMILY_FACTS[family].keeps_documents_apart:
-            yield from (cell(family, schedule, "lora", variant="isolated") for schedule in ("1f1b", "zbv"))
+            yield from (
+                cell(family, schedule, "lora", variant="isolated") for schedule in ("1f1b", "zbv")
+            )
     yield from (cell("qwen3_5_text", schedule, "full", 4, "tied") for schedule in SINGLE)
     for schedule, rows in (("1f1b", 8), ("interleaved-1f1b", 8), ("zbv", 16), ("dualpipe-v", 16)):
-        yield from (Cell("llama", "pp-hsdp", mode, 8, schedule=schedule, rows=rows) for mode in MODES)
+        yield from (
+            Cell("llama", "pp-hsdp", mode, 8, schedule=schedule, rows=rows) for mode in MODES
+        )
 
 
 PIPELINES = (*_plain(), *_uneven(), *_few(), *_partly_trained(), *_variants())

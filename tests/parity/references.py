@@ -28,7 +28,16 @@ from tests.parity.harness import Cell, Outcome, run_cell, run_config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".pytest_cache" / "parity"
-LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "triton", "flash-linear-attention")
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "safetensors",
+    "numpy",
+    "triton",
+    "flash-linear-attention",
+)
 VARIABLES = ("OMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "PYTORCH_", "GOMP_")
 """Beginnings of the environment variables that may choose another way to compute."""
 DIGEST_BYTES = 32

@@ -13,18 +13,37 @@ MODES = ("lora", "full")
 PROCESSES = {"tp": 2, "ddp-tp": 4, "zero1-tp": 4, "fsdp2-tp": 4, "pp-tp": 4}
 """By layout, with or without sequence parallelism: as many as give each axis 2 ranks, or 8."""
 WIDE = (
-    *("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "gpt2", "lfm2", "nemotron_h"),
+    *(
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5_text",
+        "olmo_hybrid",
+        "gpt2",
+        "lfm2",
+        "nemotron_h",
+    ),
     *("jet_nemotron", "olmo2"),
 )
 """Their tiny models can be dealt out to 4 ranks; key/value heads and groups of `SHARED` are then held by two each."""
 SHARED = ("granitemoehybrid", "jamba")
 
 
-def cell(family: str, layout: str, mode: str, variant: str = "", nproc: int = 0, schedule: str = "1f1b") -> Cell:
+def cell(
+    family: str, layout: str, mode: str, variant: str = "", nproc: int = 0, schedule: str = "1f1b"
+) -> Cell:
     """A cell of a layout with `tp` in it."""
     plain = layout.removesuffix("-sp")
     in_pipeline = plain.startswith("pp")
-    return Cell(family, layout, mode, nproc or PROCESSES.get(plain, 8), variant, schedule if in_pipeline else "")
+    return Cell(
+        family,
+        layout,
+        mode,
+        nproc or PROCESSES.get(plain, 8),
+        variant,
+        schedule if in_pipeline else "",
+    )
 
 
 def _plain() -> Iterator[Cell]:
@@ -35,7 +54,10 @@ def _plain() -> Iterator[Cell]:
             yield from (cell(family, layout, mode, nproc=4) for layout in ("tp", "tp-sp"))
         for schedule in ORDERS:
             if schedule != "1f1b":
-                yield from (cell(family, "pp-tp", mode, schedule=schedule) for family in ("llama", "qwen3_next"))
+                yield from (
+                    cell(family, "pp-tp", mode, schedule=schedule)
+                    for family in ("llama", "qwen3_next")
+                )
                 yield cell("llama", "pp-tp-sp", mode, schedule=schedule)
 
 
@@ -43,8 +65,12 @@ def _variants() -> Iterator[Cell]:
     for layout in ("tp", "tp-sp"):
         for mode in MODES:
             yield from (cell(family, layout, mode, "tied") for family in TIED)
-            yield from (cell(family, layout, mode, "bfloat16") for family in ("llama", "olmo_hybrid"))
-        yield from (cell(family, layout, "full", "operators") for family in ("llama", "qwen3_5_text"))
+            yield from (
+                cell(family, layout, mode, "bfloat16") for family in ("llama", "olmo_hybrid")
+            )
+        yield from (
+            cell(family, layout, "full", "operators") for family in ("llama", "qwen3_5_text")
+        )
         for family in FAMILIES:
             yield cell(family, layout, "lora", "checkpointing")
             if FAMILY_FACTS[family].keeps_documents_apart:

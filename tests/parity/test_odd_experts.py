@@ -45,12 +45,16 @@ def test_equals_one_process(width: int, family: str, mode: str, variant: str) ->
 
 
 @pytest.mark.parametrize(
-    ("width", "tp", "odd"), [(48, 1, None), (44, 1, None), (44, 2, 8), (30, 1, 4)], indirect=["width"]
+    ("width", "tp", "odd"),
+    [(48, 1, None), (44, 1, None), (44, 2, 8), (30, 1, 4)],
+    indirect=["width"],
 )
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "qwen3_next", "nemotron_h", "jamba", "granitemoehybrid", "kimi_linear"]
 )
-def test_product_is_chosen_by_a_ranks_share(width: int, tp: int, odd: int | None, family: str) -> None:
+def test_product_is_chosen_by_a_ranks_share(
+    width: int, tp: int, odd: int | None, family: str
+) -> None:
     cfg = run_config(Cell(family, "tp", "full", tp))
     hf = on_meta(cfg.model)
     spec, family = spec_of(hf.config, hf), family_of(hf)

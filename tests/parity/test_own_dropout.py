@@ -13,8 +13,13 @@ from tests.parity.harness import CONFIGS, Cell, compare, run_cell, verdict
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "tp", "tp-sp"])
-def test_gpt2_drops_the_same_under_every_layout(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    config = json.loads((CONFIGS / "tiny-gpt2" / "config.json").read_text()) | {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+def test_gpt2_drops_the_same_under_every_layout(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = json.loads((CONFIGS / "tiny-gpt2" / "config.json").read_text()) | {
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     (without,) = run_ranks(1, run_cell, Cell("gpt2", "single", "full"))
     monkeypatch.setitem(harness.FAMILIES, "gpt2", str(tmp_path))

@@ -14,7 +14,17 @@ from shardwise.schedule.orders import ORDERS
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks
 from tests.parity.cells import ALL, FAST, LAYOUTS, QUICK, pairs
-from tests.parity.harness import FAMILIES, TOLERANCE, Cell, Outcome, compare, control, run_cell, tolerance, verdict
+from tests.parity.harness import (
+    FAMILIES,
+    TOLERANCE,
+    Cell,
+    Outcome,
+    compare,
+    control,
+    run_cell,
+    tolerance,
+    verdict,
+)
 from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.references import reference
 
@@ -27,8 +37,14 @@ def groups() -> list[list[Cell]]:
     """The cells of `make test`, as they share processes: those of 8 by layout, one that compiles alone."""
     by_layout: dict[tuple[str, int, bool], list[Cell]] = {}
     for cell in FAST:
-        by_layout.setdefault((cell.layout.removesuffix("-sp"), cell.nproc, cell.variant == "compile"), []).append(cell)
-    return [cells[i : i + TOGETHER] for cells in by_layout.values() for i in range(0, len(cells), TOGETHER)]
+        by_layout.setdefault(
+            (cell.layout.removesuffix("-sp"), cell.nproc, cell.variant == "compile"), []
+        ).append(cell)
+    return [
+        cells[i : i + TOGETHER]
+        for cells in by_layout.values()
+        for i in range(0, len(cells), TOGETHER)
+    ]
 
 
 GROUPS = {cell: tuple(group) for group in groups() for cell in group}
@@ -46,20 +62,32 @@ def run_each(cells: tuple[Cell, ...]) -> list[Outcome]:
         try:
             outcomes.append(run_cell(cell))
         except Exception as error:
-            error.add_note(f"in {cell.id}, which runs in the processes of {[cell.id for cell in cells]}")
+            error.add_note(
+                f"in {cell.id}, which runs in the processes of {[cell.id for cell in cells]}"
+            )
             raise
     return outcomes
 
 
 def params() -> list[Any]:
-    return [pytest.param(cell, id=cell.id, marks=[pytest.mark.quick] * (cell in QUICK)) for cell in FAST]
+    return [
+        pytest.param(cell, id=cell.id, marks=[pytest.mark.quick] * (cell in QUICK)) for cell in FAST
+    ]
 
 
 @pytest.fixture(scope="module")
 def selected(request: pytest.FixtureRequest) -> set[Cell]:
     """The cells whose tests are to run: others of their groups need not."""
-    here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    return {item.callspec.params["cell"] for item in here if item.originalname == "test_equals_one_process"}
+    here = [
+        item
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path
+    ]
+    return {
+        item.callspec.params["cell"]
+        for item in here
+        if item.originalname == "test_equals_one_process"
+    }
 
 
 @pytest.mark.parametrize("cell", params())
@@ -80,14 +108,18 @@ def test_equals_one_process(cell: Cell, selected: set[Cell]):
 
 def test_fast_subset_covers_every_pair_and_is_part_of_the_matrix():
     assert set().union(*map(pairs, FAST)) == set().union(*map(pairs, ALL))
-    in_pipelines = [layout for layout in PROVEN if layout.startswith("pp") and layout not in WITH_TENSOR]
+    in_pipelines = [
+        layout for layout in PROVEN if layout.startswith("pp") and layout not in WITH_TENSOR
+    ]
     pipelines = len(FAMILIES) + 2 * len(ORDERS) + 4 * len(in_pipelines)
     tensors = len(FAMILIES) + len(WITH_TENSOR) + 4
     without = 4 * len(FAMILIES) + 2 * len(LAYOUTS)
     assert len({pair for cell in ALL for pair in pairs(cell)}) == without + pipelines + tensors
     assert {cell.variant for cell in FAST} == {cell.variant for cell in ALL}
     assert set(FAST) <= set(ALL)
-    assert len({(cell.family, cell.layout) for cell in FAST}) >= 88  # so many there were, and fewer there may not be
+    assert (
+        len({(cell.family, cell.layout) for cell in FAST}) >= 88
+    )  # so many there were, and fewer there may not be
     assert len({cell.id for cell in ALL}) == len(ALL)
 
 

@@ -42,7 +42,9 @@ def labels_of_another_micro_batch():
 
 def loss_counted_on_two_stages():
     run = pipeline_parallel._Runner.run
-    pipeline_parallel._Runner.run = lambda self, *args: sum_over(run(self, *args), self.mesh, ["pp"])
+    pipeline_parallel._Runner.run = lambda self, *args: sum_over(
+        run(self, *args), self.mesh, ["pp"]
+    )
 
 
 def a_layer_in_two_stages():
@@ -153,7 +155,9 @@ def evaluated_with_dropout():
 
 def recomputed_with_the_masks_of_a_later_micro_batch():
     wrap = activation_checkpoint._recomputed
-    activation_checkpoint._recomputed = lambda forward, state, contexts: wrap(forward, DropoutState(0), contexts)
+    activation_checkpoint._recomputed = lambda forward, state, contexts: wrap(
+        forward, DropoutState(0), contexts
+    )
 
 
 PLAIN = cell("llama", "1f1b", "lora")
@@ -173,12 +177,21 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (positions_added_by_every_stage, cell("gpt2", "1f1b", "full")),
     (router_losses_of_lower_stages_lost, ROUTED),
     (router_losses_of_lower_stages_not_scaled, ROUTED),
-    (lowest_trained_stage_gets_no_gradient_of_its_input, cell("llama", "zbv", "lora", variant="upper")),
+    (
+        lowest_trained_stage_gets_no_gradient_of_its_input,
+        cell("llama", "zbv", "lora", variant="upper"),
+    ),
     (no_gradient_through_a_frozen_stage, cell("llama", "1f1b", "lora", variant="lower")),
     (gradients_not_summed_over_replicas, Cell("llama", "pp-ddp", "lora", 4, schedule="zbv")),
     (fsdp_mean_instead_of_sum, Cell("llama", "pp-fsdp2", "full", 4, schedule="1f1b")),
-    (recomputed_with_the_masks_of_a_later_micro_batch, cell("llama", "1f1b", "lora", variant="checkpointing-dropout")),
-    (evaluated_with_dropout, cell("qwen3_5_text", "interleaved-zero-bubble", "lora", variant="dropout")),
+    (
+        recomputed_with_the_masks_of_a_later_micro_batch,
+        cell("llama", "1f1b", "lora", variant="checkpointing-dropout"),
+    ),
+    (
+        evaluated_with_dropout,
+        cell("qwen3_5_text", "interleaved-zero-bubble", "lora", variant="dropout"),
+    ),
 )
 
 

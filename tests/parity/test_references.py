@@ -12,7 +12,9 @@ from tests.parity import harness, references
 from tests.parity.harness import Cell, Outcome
 
 CELL = Cell("llama", "single", "lora")
-OUTCOME = Outcome([1.0, 0.1], [2.0], 3.0, {"a": torch.tensor([1.5, float("inf")])}, {"b": torch.ones(2, 3)}, {})
+OUTCOME = Outcome(
+    [1.0, 0.1], [2.0], 3.0, {"a": torch.tensor([1.5, float("inf")])}, {"b": torch.ones(2, 3)}, {}
+)
 
 
 @pytest.fixture
@@ -41,13 +43,19 @@ def files() -> list[Path]:
 def test_a_second_process_reads_what_the_first_computed(computed):
     for _ in range(2):
         found = ask()
-        assert (found.losses, found.norms, found.eval_loss) == (OUTCOME.losses, OUTCOME.norms, OUTCOME.eval_loss)
+        assert (found.losses, found.norms, found.eval_loss) == (
+            OUTCOME.losses,
+            OUTCOME.norms,
+            OUTCOME.eval_loss,
+        )
         assert torch.equal(found.grads["a"], OUTCOME.grads["a"])
         assert torch.equal(found.params["b"], OUTCOME.params["b"])
     assert computed == [CELL]
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:-5], lambda content: content[:40] + b"!" + content[41:]])
+@pytest.mark.parametrize(
+    "damage", [lambda content: content[:-5], lambda content: content[:40] + b"!" + content[41:]]
+)
 def test_a_damaged_file_is_computed_again(computed, damage):
     ask()
     (file,) = files()

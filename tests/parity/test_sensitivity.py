@@ -30,8 +30,12 @@ from tests.parity.references import reference
 
 
 def missing_world_size_factor():
-    def mean_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future = dist.all_reduce(bucket.buffer() / group.size(), group=group, async_op=True).get_future()
+    def mean_hook(
+        group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        future = dist.all_reduce(
+            bucket.buffer() / group.size(), group=group, async_op=True
+        ).get_future()
         return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
     ddp.sum_hook = mean_hook
@@ -48,7 +52,9 @@ def in_place_of(name, apply):
     """Let ORDER do something else in the place of a strategy."""
     for group in ("BEFORE_LOADING", "AFTER_LOADING"):
         entries = getattr(order, group)
-        changed = (entry._replace(apply=apply) if entry.name == name else entry for entry in entries)
+        changed = (
+            entry._replace(apply=apply) if entry.name == name else entry for entry in entries
+        )
         setattr(order, group, tuple(changed))
 
 
@@ -110,7 +116,9 @@ def states_under_the_names_of_other_parameters():
             by_shape = {}
             for name, shard in named:
                 by_shape.setdefault(shard.shape, []).append(name)
-            turned = {name: names[i - 1] for names in by_shape.values() for i, name in enumerate(names)}
+            turned = {
+                name: names[i - 1] for names in by_shape.values() for i, name in enumerate(names)
+            }
             return make([(turned[name], shard) for name, shard in named])
 
         return apply(replace(pm, make_optimizer=make_optimizer), mesh, cfg, spec)
@@ -135,7 +143,9 @@ def offloaded_update_not_copied_back():
 
 
 def adapters_not_reduced():
-    def local_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def local_hook(
+        group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
         future = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -144,7 +154,11 @@ def adapters_not_reduced():
 
 
 def replicas_not_reduced():
-    after_fsdp2(lambda pm, mesh: replace(pm, set_sync=lambda sync: pm.parts[0].set_requires_all_reduce(False)))
+    after_fsdp2(
+        lambda pm, mesh: replace(
+            pm, set_sync=lambda sync: pm.parts[0].set_requires_all_reduce(False)
+        )
+    )
 
 
 def frozen_parameter_given_a_gradient():
@@ -152,7 +166,9 @@ def frozen_parameter_given_a_gradient():
 
     def leaky(hf, *args):
         coverage = inject(hf, *args)
-        next(p for n, p in hf.named_parameters() if "layers.1" in n and not p.requires_grad).requires_grad_(True)
+        next(
+            p for n, p in hf.named_parameters() if "layers.1" in n and not p.requires_grad
+        ).requires_grad_(True)
         return coverage
 
     lora.inject = leaky
@@ -163,7 +179,9 @@ def same_rows_on_every_rank():
 
 
 def local_token_count():
-    step.count_targets = lambda microbatches, mesh: sum(batch.num_target_tokens() for batch in microbatches)
+    step.count_targets = lambda microbatches, mesh: sum(
+        batch.num_target_tokens() for batch in microbatches
+    )
 
 
 def clip_by_the_local_norm():
@@ -194,12 +212,16 @@ def schedule_that_stands_still():
 
 def never_clipped():
     clip = step.clip_by_global_norm
-    step.clip_by_global_norm = lambda parameters, mesh, facts, most, scale: clip(parameters, mesh, facts, None, scale)
+    step.clip_by_global_norm = lambda parameters, mesh, facts, most, scale: clip(
+        parameters, mesh, facts, None, scale
+    )
 
 
 def loss_scale_not_divided_out():
     clip = step.clip_by_global_norm
-    step.clip_by_global_norm = lambda parameters, mesh, facts, most, scale: clip(parameters, mesh, facts, most, 1.0)
+    step.clip_by_global_norm = lambda parameters, mesh, facts, most, scale: clip(
+        parameters, mesh, facts, most, 1.0
+    )
 
 
 def overflow_seen_by_one_rank_only():
@@ -220,14 +242,21 @@ def adapter_dropped_from_the_save():
     save = export.save_adapter
 
     def lossy(hf, cfg, state, *args):
-        save(hf, cfg, {n: torch.zeros_like(t) if "layers.2" in n else t for n, t in state.items()}, *args)
+        save(
+            hf,
+            cfg,
+            {n: torch.zeros_like(t) if "layers.2" in n else t for n, t in state.items()},
+            *args,
+        )
 
     export.save_adapter = lossy
 
 
 def weights_one_row_off_in_the_shards():
     fill = place.fill
-    build.fill = lambda target, full: fill(target, full.roll(1, 0) if isinstance(target, DTensor) else full)
+    build.fill = lambda target, full: fill(
+        target, full.roll(1, 0) if isinstance(target, DTensor) else full
+    )
 
 
 def mask_by_place_instead_of_slot():
@@ -242,12 +271,16 @@ def scale_left_out_of_the_adapters_backward():
 
 def mask_of_the_backward_another_than_the_forwards():
     gradient = torch_backend.factor_gradient
-    torch_backend.factor_gradient = lambda g, x, drop: gradient(g, x, replace(drop, seeds=drop.seeds + 1))
+    torch_backend.factor_gradient = lambda g, x, drop: gradient(
+        g, x, replace(drop, seeds=drop.seeds + 1)
+    )
 
 
 def dropout_left_out_of_the_inputs_gradient():
     gradient = torch_backend.input_gradient
-    torch_backend.input_gradient = lambda dys, weights, g, a, drop: gradient(dys, weights, g, a, None)
+    torch_backend.input_gradient = lambda dys, weights, g, a, drop: gradient(
+        dys, weights, g, a, None
+    )
 
 
 def projection_handed_anothers_output():
@@ -284,7 +317,10 @@ def router_loss_pooled_over_the_forward():
     call = router_loss.RouterLoss.__call__
 
     def pooled(self, batch):
-        flat = {name: getattr(batch, name).reshape(1, -1) for name in ("input_ids", "labels", "document_ids")}
+        flat = {
+            name: getattr(batch, name).reshape(1, -1)
+            for name in ("input_ids", "labels", "document_ids")
+        }
         return call(self, replace(batch, **flat))
 
     router_loss.RouterLoss.__call__ = pooled
@@ -299,12 +335,16 @@ def ignored_rows_counted():
 
 def scale_of_the_logits_applied_twice():
     loss = loss_patch.linear_cross_entropy
-    loss_patch.linear_cross_entropy = lambda *args, scale, **options: loss(*args, scale=scale**2, **options)
+    loss_patch.linear_cross_entropy = lambda *args, scale, **options: loss(
+        *args, scale=scale**2, **options
+    )
 
 
 def last_microbatch_only():
     run = build.run_in_turn
-    build.run_in_turn = lambda pm, microbatches, scale, train: run(pm, microbatches[-1:], scale, train)
+    build.run_in_turn = lambda pm, microbatches, scale, train: run(
+        pm, microbatches[-1:], scale, train
+    )
 
 
 BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
@@ -334,7 +374,10 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
     (weights_one_row_off_in_the_shards, Cell("llama", "fsdp2", "full", 2)),
     (mask_by_place_instead_of_slot, Cell("qwen3_5_text", "ddp", "lora", 4, "dropout")),
     (scale_left_out_of_the_adapters_backward, Cell("llama", "ddp", "lora", 2)),
-    (mask_of_the_backward_another_than_the_forwards, Cell("qwen3_5_text", "ddp", "lora", 4, "dropout")),
+    (
+        mask_of_the_backward_another_than_the_forwards,
+        Cell("qwen3_5_text", "ddp", "lora", 4, "dropout"),
+    ),
     (dropout_left_out_of_the_inputs_gradient, Cell("qwen3_5_text", "ddp", "lora", 4, "dropout")),
     (projection_handed_anothers_output, Cell("llama", "ddp", "lora", 2)),
     (state_runs_on_into_the_next_document, Cell("olmo_hybrid", "fsdp2", "full", 2, "isolated")),
@@ -365,5 +408,8 @@ def _run_with(bug: Callable[[], None], cell: Cell) -> Outcome | str:
     bug()
     try:
         return run_cell(cell)
-    except (AssertionError, step.NonFiniteLossError) as error:  # the library's own guard has caught it: say where
+    except (
+        AssertionError,
+        step.NonFiniteLossError,
+    ) as error:  # the library's own guard has caught it: say where
         return traceback.extract_tb(error.__traceback__)[-1].filename

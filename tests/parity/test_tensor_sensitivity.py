@@ -69,7 +69,9 @@ def kernels_cut_as_if_taps_came_first():
         taps = block.dynamic_conv1d.width
         generated = {name: cut for name, cut in found.weights.items() if "w2" in name}
         rows = {
-            name: replace(cut, rows=tensor_cuts.blocked(num_ranks, (cut.rows.size // taps,) * taps, ""))
+            name: replace(
+                cut, rows=tensor_cuts.blocked(num_ranks, (cut.rows.size // taps,) * taps, "")
+            )
             for name, cut in generated.items()
         }
         return replace(found, weights={**found.weights, **rows})
@@ -136,7 +138,9 @@ def router_loss_of_each_rank():
 
 def squares_of_own_heads_only():
     norm = tensor_cuts.rms_norm
-    attention.rms_norm = lambda module, features, add_up: norm(module, features // 2, lambda squares: squares)
+    attention.rms_norm = lambda module, features, add_up: norm(
+        module, features // 2, lambda squares: squares
+    )
 
 
 def norm_of_own_shares_only():
@@ -212,6 +216,8 @@ BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (
 )
 
 
-@pytest.mark.parametrize(("bug", "where"), BUGS, ids=[f"{bug.__name__}-{where.layout}" for bug, where in BUGS])
+@pytest.mark.parametrize(
+    ("bug", "where"), BUGS, ids=[f"{bug.__name__}-{where.layout}" for bug, where in BUGS]
+)
 def test_planted_bug_is_caught(bug: Callable[[], None], where: Cell):
     check_caught(bug, where)

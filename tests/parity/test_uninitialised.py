@@ -33,7 +33,11 @@ CELLS = (
 def one_step(cell: Cell, folder: str) -> tuple[int, list[str], float]:
     """Products of a step in bfloat16, those that were handed NaN, and the loss plus the norm."""
     cfg = run_config(cell)
-    cfg = replace(cfg, model=replace(cfg.model, path=folder), training=replace(cfg.training, precision="bfloat16"))
+    cfg = replace(
+        cfg,
+        model=replace(cfg.model, path=folder),
+        training=replace(cfg.training, precision="bfloat16"),
+    )
     mesh = build_mesh(cfg, torch.device("cpu"))
     with filled_with_nan() as products:
         job = build(cfg, mesh, start(cfg))

@@ -61,7 +61,12 @@ def test_two_ranks_measure_each_kind_of_unit_once():
     assert (embedding.forward_seconds, embedding.activation_bytes) == (0.0, 0)
     assert embedding.backward_seconds > 0  # its weight is trained
     for layer in (recurrent, attention):
-        for seconds in (layer.forward_seconds, layer.backward_seconds, layer.input_seconds, layer.weight_seconds):
+        for seconds in (
+            layer.forward_seconds,
+            layer.backward_seconds,
+            layer.input_seconds,
+            layer.weight_seconds,
+        ):
             assert 0 < seconds < PATIENCE
         assert layer.activation_bytes > HIDDEN
     # Its input, the norm's and the hidden states' gradient; and the head's gradient, which the loss keeps.
@@ -81,7 +86,10 @@ def test_what_needs_no_backward_has_none_and_a_layer_computed_again_keeps_its_in
     assert (frozen.backward_seconds, frozen.activation_bytes) == (0.0, 0)
     assert frozen.forward_seconds > 0
     assert lowest.backward_seconds > 0
-    assert (lowest.input_seconds, lowest.weight_seconds) == (0.0, 0.0)  # its input needs no gradient
+    assert (lowest.input_seconds, lowest.weight_seconds) == (
+        0.0,
+        0.0,
+    )  # its input needs no gradient
     assert above.input_seconds > 0
     # Beside the input: where each token stands, and so on; nothing of the size of a hidden state.
     assert HIDDEN <= above.activation_bytes < 1.7 * HIDDEN
@@ -90,7 +98,9 @@ def test_what_needs_no_backward_has_none_and_a_layer_computed_again_keeps_its_in
 
 def test_a_head_without_the_chunked_loss_has_its_products_in_the_backward():
     cfg = config(tiny("llama"), training={"loss": "plain"})
-    for _ in range(10):  # one of three rounds may be disturbed by another process, but not always the same
+    for _ in range(
+        10
+    ):  # one of three rounds may be disturbed by another process, but not always the same
         ((result, keys),) = run_ranks(1, measured, cfg)
         head = result.units[keys[-1]]
         if head.backward_seconds > 0.3 * (head.input_seconds + head.weight_seconds):
@@ -103,7 +113,11 @@ def test_a_head_without_the_chunked_loss_has_its_products_in_the_backward():
 def replaced_forwards(parts: Iterable[Part]) -> dict[str, str]:
     """By module, what has taken the place of its class's forward."""
     named = (item for part in parts for item in part.named_modules())
-    return {name: vars(module)["forward"].__qualname__ for name, module in named if "forward" in vars(module)}
+    return {
+        name: vars(module)["forward"].__qualname__
+        for name, module in named
+        if "forward" in vars(module)
+    }
 
 
 def forwards_of_profile_and_run(cfg: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
@@ -115,7 +129,8 @@ def forwards_of_profile_and_run(cfg: RunConfig) -> tuple[dict[str, str], dict[st
 
 
 @pytest.mark.parametrize(
-    ("kernel", "training"), [("torch", {}), ("peft", {"loss": "plain"}), ("auto", {"checkpointing": "full"})]
+    ("kernel", "training"),
+    [("torch", {}), ("peft", {"loss": "plain"}), ("auto", {"checkpointing": "full"})],
 )
 def test_a_profile_runs_the_forwards_that_a_run_does(kernel, training):
     cfg = config(tiny("qwen3_5"), Lora(kernel=kernel), training)
@@ -146,7 +161,9 @@ class ClockedBench(profile._Bench):
     def now(self) -> float:
         return Clocked.clock
 
-    def backward(self, place: int, carried: torch.Tensor, output: torch.Tensor, halves: bool) -> None:
+    def backward(
+        self, place: int, carried: torch.Tensor, output: torch.Tensor, halves: bool
+    ) -> None:
         Clocked.after = "a backward"
 
 
@@ -174,7 +191,9 @@ def test_which_inputs_need_a_gradient():
 
 def made_up(keys: tuple[str, ...]) -> Profile:
     unit = Measured(2.0, 5.0, 4.0, 3.0, 1000)
-    return Profile(dict.fromkeys(keys, unit), 0.5, 0.25, num_processes=2, slowdown=1.1, spread=0.01, rounds=9)
+    return Profile(
+        dict.fromkeys(keys, unit), 0.5, 0.25, num_processes=2, slowdown=1.1, spread=0.01, rounds=9
+    )
 
 
 def test_a_run_finds_its_profile_and_another_does_not(tmp_path, monkeypatch):
@@ -195,7 +214,11 @@ def test_a_run_finds_its_profile_and_another_does_not(tmp_path, monkeypatch):
     assert (layer.activation_bytes, layer.state_bytes) == (1000, counted[2].state_bytes)
     # Two stages with 0.5 s each around their three units, 0.25 s from one to the other, forwards of 2 s.
     timeline = predict(units, (0, 3, 6), Pipeline("1f1b", 2, 2)).timeline
-    (first,) = (event for event in timeline.events if (event.rank, event.microbatch, event.kind) == (1, 0, "F"))
+    (first,) = (
+        event
+        for event in timeline.events
+        if (event.rank, event.microbatch, event.kind) == (1, 0, "F")
+    )
     assert (first.start, first.end) == (6.75, 13.25)
     longer = replace(cfg, data=replace(cfg.data, sequence_length=25))
     assert costs_of(longer, hf, spec, counts, 2)[1] == COUNTED
@@ -225,10 +248,14 @@ TIMED: dict[str, Any] = {
 def test_every_key_of_the_run_file_is_in_a_profiles_name_or_has_a_reason_why_not():
     """A new key is in the name until somebody finds here that it changes no time."""
     without = profile_store.NOT_TIMED
-    every = {f"{section.name}.{key}" for section in fields(RunConfig) for key in known_keys(section.name)}
+    every = {
+        f"{section.name}.{key}" for section in fields(RunConfig) for key in known_keys(section.name)
+    }
     excused = {key for key in every if key in without or key.partition(".")[0] in without}
     assert every - excused == TIMED.keys()
-    assert without.keys() <= every | {section.name for section in fields(RunConfig)}  # none is of an old key
+    assert without.keys() <= every | {
+        section.name for section in fields(RunConfig)
+    }  # none is of an old key
     assert all(without.values())
 
 
@@ -282,7 +309,9 @@ def cut_by(cfg: RunConfig) -> int:
     keys = unit_keys(hf, spec, "1f1b")
     if dist.get_rank() == 0:
         for processes in (2, 3):
-            profile_store.write(replace(made_up(keys), num_processes=processes), path_of(cfg, hf, keys, processes))
+            profile_store.write(
+                replace(made_up(keys), num_processes=processes), path_of(cfg, hf, keys, processes)
+            )
     cut = build_run(cfg, build_mesh(cfg, torch.device("cpu"))).cut
     assert cut is not None
     return cut.source.num_processes
@@ -295,8 +324,12 @@ def test_a_run_takes_the_profile_of_its_own_number_of_processes(tmp_path, monkey
         assert run_ranks(pp, cut_by, config(tiny("llama"), pp=pp)) == [pp] * pp
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 0}', '{"schema_version": 3, "units": {"a": {}}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"schema_version": 0}', '{"schema_version": 3, "units": {"a": {}}}']
+)
 def test_a_damaged_profile_is_told(content, tmp_path):
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(UserError, match=r"a\.json: not a whole profile .* shardwise split --profile"):
+    with pytest.raises(
+        UserError, match=r"a\.json: not a whole profile .* shardwise split --profile"
+    ):
         profile_store.read(tmp_path / "a.json")

@@ -51,8 +51,18 @@ def test_costs_are_counted_where_nothing_is_measured(folder, capsys):
     assert "\ncosts: counted FLOPs at " in told
     assert "memory is counted too low, without what gated_delta_net layers keep within; " in told
     chart = told.partition("█ forward  ▒ backward  · idle\n")[2].splitlines()
-    assert [line.split()[0] for line in chart[:7]] == ["uniform", "rank", "rank", "balanced", "rank", "rank", "-o"]
-    assert re.fullmatch(r"  rank 1  ·[█▒·]+ +\d+\.\d% idle", chart[5])  # waits for rank 0's first forward
+    assert [line.split()[0] for line in chart[:7]] == [
+        "uniform",
+        "rank",
+        "rank",
+        "balanced",
+        "rank",
+        "rank",
+        "-o",
+    ]
+    assert re.fullmatch(
+        r"  rank 1  ·[█▒·]+ +\d+\.\d% idle", chart[5]
+    )  # waits for rank 0's first forward
     assert chart[6] == "-o DIR draws it, and writes it for Perfetto"
     assert "\x1b" not in told  # plain in a pipe
     assert "over the limit" not in told
@@ -64,7 +74,9 @@ def test_what_is_written_says_that_layers_are_whole_where_ranks_share_them(folde
     whole = "seconds and memory are those of whole layers, before 2 tensor-parallel ranks share them out"
     assert whole in capsys.readouterr().out
     assert whole in json.loads((folder / "cut" / "split.json").read_text())["notes"]
-    titles = [f"{name}, of whole layers, not yet shared out by tp" for name in ("uniform", "balanced")]
+    titles = [
+        f"{name}, of whole layers, not yet shared out by tp" for name in ("uniform", "balanced")
+    ]
     assert all(f">{title}</text>" in (folder / "cut" / "split.svg").read_text() for title in titles)
     events = json.loads((folder / "cut" / "trace.json").read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == titles
@@ -91,7 +103,10 @@ def test_a_folder_that_takes_no_files_is_told(folder, capsys, monkeypatch):
     monkeypatch.setattr(split_view.tempfile, "TemporaryFile", refuse)  # root may write anywhere
     assert cli.main(["split", "tiny.yaml", "-o", "cut"]) == 2
     output = capsys.readouterr()
-    assert output.err == "error: --out cut: cannot write there (Permission denied); give another folder\n"
+    assert (
+        output.err
+        == "error: --out cut: cannot write there (Permission denied); give another folder\n"
+    )
     assert output.out == ""
 
 
@@ -117,11 +132,20 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
     assert written["notes"] == []
     assert set(splits) == {"uniform", "parameters", "balanced"}
     assert splits["uniform"]["boundaries"] == [0, 3, 6]
-    assert written["bound_seconds"] <= splits["balanced"]["step_seconds"] <= splits["uniform"]["step_seconds"]
+    assert (
+        written["bound_seconds"]
+        <= splits["balanced"]["step_seconds"]
+        <= splits["uniform"]["step_seconds"]
+    )
     assert ">balanced</text>" in (folder / "cut" / "split.svg").read_text()
-    names = [e["args"]["name"] for e in json.loads((folder / "cut" / "trace.json").read_text())["traceEvents"][:1]]
+    names = [
+        e["args"]["name"]
+        for e in json.loads((folder / "cut" / "trace.json").read_text())["traceEvents"][:1]
+    ]
     assert names == ["uniform"]
-    assert cli.main(["split", "tiny.yaml", "--parallel.split=[1, 3]"]) == 0  # found again, for another split
+    assert (
+        cli.main(["split", "tiny.yaml", "--parallel.split=[1, 3]"]) == 0
+    )  # found again, for another split
     told = capsys.readouterr().out
     assert f"costs: profile {kept.stem}" in told
     assert "split given" in told
@@ -130,26 +154,55 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["tiny.yaml", "--parallel.pp=1"], "parallel.pp is 1, so there is nothing to split; set it to 2 or more"),
-        (["tiny.yaml", "--parallel.pp=5"], "5 pipeline stages (5 ranks x 1) are more than the model's 4 layers"),
-        (["tiny.yaml", "--profile", "--parallel.pp=5"], "5 pipeline stages (5 ranks x 1) are more than the model's"),
-        (["tiny.yaml", "--parallel.split=[1, 2]"], "the split [1, 2] does not cover the model; give 2 numbers of la"),
+        (
+            ["tiny.yaml", "--parallel.pp=1"],
+            "parallel.pp is 1, so there is nothing to split; set it to 2 or more",
+        ),
+        (
+            ["tiny.yaml", "--parallel.pp=5"],
+            "5 pipeline stages (5 ranks x 1) are more than the model's 4 layers",
+        ),
+        (
+            ["tiny.yaml", "--profile", "--parallel.pp=5"],
+            "5 pipeline stages (5 ranks x 1) are more than the model's",
+        ),
+        (
+            ["tiny.yaml", "--parallel.split=[1, 2]"],
+            "the split [1, 2] does not cover the model; give 2 numbers of la",
+        ),
         (
             ["tiny.yaml", "--parallel.memory_limit_gib=1e-4"],
             "no split over 2 ranks keeps each within 0.0001 GiB; set p",
         ),
         (
-            ["tied.yaml", "--parallel={data: fsdp2, pp: 2, schedule: zbv, reshard_after_forward: false}"],
+            [
+                "tied.yaml",
+                "--parallel={data: fsdp2, pp: 2, schedule: zbv, reshard_after_forward: false}",
+            ],
             "zbv has the embedding and the head on one rank, where they share their tied weight",
         ),
         (
-            ["tiny.yaml", "--model.dtype=bfloat16", "--training.accumulation=float32", "--parallel.schedule=zbv"],
+            [
+                "tiny.yaml",
+                "--model.dtype=bfloat16",
+                "--training.accumulation=float32",
+                "--parallel.schedule=zbv",
+            ],
             "training.accumulation is float32, but in a pipeline with fsdp2 or a zero-bubble schedule",
         ),
-        (["tiny.yaml", "--nproc=3"], "parallel.pp is 2, which does not divide the 3 processes; use --nproc 2"),
-        (["tiny.yaml", "--training.global_batch_size=1"], "1f1b on 2 ranks needs 2 micro-batches or more, not 1"),
+        (
+            ["tiny.yaml", "--nproc=3"],
+            "parallel.pp is 2, which does not divide the 3 processes; use --nproc 2",
+        ),
+        (
+            ["tiny.yaml", "--training.global_batch_size=1"],
+            "1f1b on 2 ranks needs 2 micro-batches or more, not 1",
+        ),
         (["other.yaml"], "pp is not offered for gemma"),
-        (["tiny.yaml", "-o", "tiny.yaml"], "--out tiny.yaml: cannot write there (File exists); give another folder"),
+        (
+            ["tiny.yaml", "-o", "tiny.yaml"],
+            "--out tiny.yaml: cannot write there (File exists); give another folder",
+        ),
         (
             ["tiny.yaml", "--profile", "-o", "tiny.yaml/cut"],
             "--out tiny.yaml/cut: cannot write there (Not a directory)",
@@ -159,7 +212,11 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
 )
 def test_a_mistake_is_one_line(arguments, told, folder, capsys):
     GemmaConfig(
-        num_hidden_layers=4, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16
+        num_hidden_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
     ).save_pretrained("gemma")
     assert cli.main(["split", *arguments]) == 2
     output = capsys.readouterr()

@@ -53,10 +53,18 @@ def _events(length: float, begin: float = 10.0) -> list[Event]:
 def _median() -> tuple[Timeline | None, Timeline | None, Timeline | None]:
     recorder = Recorder(warmup_steps=1)
     nothing = recorder.median_step()
-    for length in (100.0, 3.0, 1.0, 4.0, 2.0):  # the first is of the warm-up; of the others 2 is the lower median
+    for length in (
+        100.0,
+        3.0,
+        1.0,
+        4.0,
+        2.0,
+    ):  # the first is of the warm-up; of the others 2 is the lower median
         recorder.step(_events(length))
     median = recorder.median_step()
-    for length in range(5, 5 + MOST_STEPS - 1):  # with the 2 that makes 50, of which the 25th is a 28
+    for length in range(
+        5, 5 + MOST_STEPS - 1
+    ):  # with the 2 that makes 50, of which the 25th is a 28
         recorder.step(_events(float(length)))
     return nothing, median, recorder.median_step()
 
@@ -88,7 +96,12 @@ def test_what_is_said_of_a_step(tmp_path):
     split = predicted()
     simulated, measured = split.timeline, late(split.timeline)
     told = describe(Parallel(pp=2, split=[2, 1]), split, "by hand", measured, simulated)
-    assert (told.schedule, told.split, told.boundaries, told.layers) == ("1f1b", [2, 1], [0, 3, 5], [2, 1])
+    assert (told.schedule, told.split, told.boundaries, told.layers) == (
+        "1f1b",
+        [2, 1],
+        [0, 3, 5],
+        [2, 1],
+    )
     # Rank 0 has 4 micro-batches of 6 seconds, two forwards of which end at 4; rank 1 has 3 seconds of the first one,
     # from 2 on, so rank 0 waits for a second then, and never again.
     assert told.simulated.seconds == 25.0
@@ -116,7 +129,9 @@ def test_files(tmp_path):
     told = describe(Parallel(pp=2), split, "by hand", measured, simulated)
     write_files(tmp_path, told, measured, simulated)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(TIMELINES)
-    content, trace = (json.loads((tmp_path / name).read_text()) for name in ("timeline.json", "trace.json"))
+    content, trace = (
+        json.loads((tmp_path / name).read_text()) for name in ("timeline.json", "trace.json")
+    )
     assert content["schema_version"] == 1
     assert [Event(*event) for event in content["measured"]["events"]] == list(measured.events)
     assert [Event(*event) for event in content["simulated"]["events"]] == list(simulated.events)
@@ -127,7 +142,9 @@ def test_files(tmp_path):
     assert "measured" in svg.findtext("{http://www.w3.org/2000/svg}title", "")
 
 
-def test_without_matplotlib_the_picture_is_left_out_and_a_line_says_so(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_the_picture_is_left_out_and_a_line_says_so(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     told = describe(Parallel(pp=2), predicted(), "by hand", predicted().timeline, None)
     write_files(tmp_path, told, predicted().timeline, None)
@@ -142,7 +159,9 @@ def test_a_run_without_a_timed_step_draws_nothing(tmp_path):
 
 
 def test_the_measured_step_is_small_in_a_record():
-    timeline = simulate(Pipeline("interleaved-zero-bubble", 2, 32, 1), [cost(0.011, 0.012, 0.013)] * 2)
+    timeline = simulate(
+        Pipeline("interleaved-zero-bubble", 2, 32, 1), [cost(0.011, 0.012, 0.013)] * 2
+    )
     told = describe(Parallel(pp=2), predicted(), "FLOPs", timeline, None)
     assert len(timeline.events) == 2 * 32 * 3
     assert len(json.dumps(told.events)) < 6000
@@ -150,9 +169,13 @@ def test_the_measured_step_is_small_in_a_record():
 
 @pytest.mark.parametrize("costs", [COUNTED, CostSource("of this machine", num_processes=2)])
 def test_a_run_leaves_its_timeline(tmp_path, monkeypatch, costs):
-    monkeypatch.setattr(build, "costs_of", lambda *args, **more: (costs_of(*args, **more)[0], costs))
+    monkeypatch.setattr(
+        build, "costs_of", lambda *args, **more: (costs_of(*args, **more)[0], costs)
+    )
     make_corpus(tmp_path)
-    cfg = config(tmp_path, "run", lora=False, steps=3, global_batch_size=4, micro_batch_size=1, eval_every=0)
+    cfg = config(
+        tmp_path, "run", lora=False, steps=3, global_batch_size=4, micro_batch_size=1, eval_every=0
+    )
     parallel = Parallel(pp=2, schedule="interleaved-1f1b", split=[1, 1, 1, 1])
     cfg = replace(cfg, parallel=parallel, data=replace(cfg.data, validation=0.0))
     record = run_on(2, cfg)
@@ -165,6 +188,10 @@ def test_a_run_leaves_its_timeline(tmp_path, monkeypatch, costs):
     pipeline = Pipeline("interleaved-1f1b", 2, 4, 2)
     for rank in (0, 1):
         did = [event[1:4] for event in events if event.rank == rank]
-        assert did == [(action.chunk, action.microbatch, action.kind) for action in pipeline.order(rank)]
-    assert all(before.end <= after.start for before, after in pairwise(events) if before.rank == after.rank)
+        assert did == [
+            (action.chunk, action.microbatch, action.kind) for action in pipeline.order(rank)
+        ]
+    assert all(
+        before.end <= after.start for before, after in pairwise(events) if before.rank == after.rank
+    )
     assert all((tmp_path / "run" / name).exists() for name in TIMELINES)

@@ -22,7 +22,9 @@ def raised_by(call) -> BaseException:
 
 
 def test_a_users_mistake_is_one_line():
-    ending = explain(UserError("data.train: no file\n  matches x*; check the pattern"), " on rank 0 of 2")
+    ending = explain(
+        UserError("data.train: no file\n  matches x*; check the pattern"), " on rank 0 of 2"
+    )
     message = "data.train: no file matches x*; check the pattern"
     assert ending == Ending(2, message, f"error: {message}", "unsupported")
 
@@ -47,11 +49,16 @@ def test_the_cpus_allocator_is_recognised_for_real():
     [
         (MemoryError(), "out of memory"),
         (
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0 has 79.10 GiB in all."),
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 20.50 MiB. GPU 0 has 79.10 GiB in all."
+            ),
             "out of memory: tried to allocate 20.50 mib",
         ),
         (RuntimeError("std::bad_alloc"), "out of memory"),
-        (RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"), "out of memory"),
+        (
+            RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"),
+            "out of memory",
+        ),
     ],
 )
 def test_out_of_memory(error, reason):
@@ -65,13 +72,19 @@ def test_a_model_that_does_not_fit_is_not_answered_by_smaller_batches(monkeypatc
     monkeypatch.setattr(build, "State", no_memory)  # what it calls first
     building = explain(raised_by(lambda: build.build(None, None)))
     step = explain(raised_by(no_memory))
-    assert (building.exit_code, building.reason) == (step.exit_code, step.reason) == (3, "out of memory")
+    assert (
+        (building.exit_code, building.reason)
+        == (step.exit_code, step.reason)
+        == (3, "out of memory")
+    )
     assert "lora.r" in building.text
     assert "micro_batch_size" not in building.text
     assert "micro_batch_size" in step.text
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no memory of it"), ValueError("CUDA error: out of memory"), OSError()])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no memory of it"), ValueError("CUDA error: out of memory"), OSError()]
+)
 def test_other_errors_are_not_out_of_memory(error):
     assert explain(error).exit_code == 1
 
@@ -86,7 +99,9 @@ def test_a_full_disk_is_one_line():
 
 
 def test_a_full_disk_is_told_as_such_whoever_writes():
-    ending = explain(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    ending = explain(
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    )
     assert "make room" in ending.text
     assert ending.text.count("\n") == 0
 

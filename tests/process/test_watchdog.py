@@ -116,9 +116,13 @@ def tell_for(seconds: float, longest: float, folder: Path) -> None:
         hang_in_python()
 
 
-@pytest.mark.parametrize(("seconds", "longest", "told"), [(2.0, PATIENCE, True), (PATIENCE, 1.0, False)])
+@pytest.mark.parametrize(
+    ("seconds", "longest", "told"), [(2.0, PATIENCE, True), (PATIENCE, 1.0, False)]
+)
 def test_who_takes_long_to_tell_is_waited_for_but_not_for_ever(seconds, longest, told, tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=tell_for, args=(seconds, longest, tmp_path))
+    process = multiprocessing.get_context("fork").Process(
+        target=tell_for, args=(seconds, longest, tmp_path)
+    )
     process.start()
     process.join(PATIENCE)
     assert process.exitcode == 1
@@ -167,7 +171,10 @@ def start_with_much_to_read(folder: Path) -> str:
         time.sleep(3 * SECONDS)
         raise UserError("read to the end")
 
-    loop.load_tokenizer, loop.build_loaders = lambda model: SimpleNamespace(get_vocab=lambda: {"a": 0}), build_loaders
+    loop.load_tokenizer, loop.build_loaders = (
+        lambda model: SimpleNamespace(get_vocab=lambda: {"a": 0}),
+        build_loaders,
+    )
     cfg = run_config(Cell("llama", "single", "full"))
     with watchdog.watch(SECONDS, folder / "stacks.txt", lambda: None):
         try:
@@ -196,5 +203,8 @@ def test_an_export_moves_with_every_tensor(tmp_path):
 
 
 def test_a_folder_that_is_gone_before_the_watch_begins_is_one_line(tmp_path):
-    with pytest.raises(RunError, match="was the output folder removed"), watch(60.0, tmp_path / "gone" / "x", print):
+    with (
+        pytest.raises(RunError, match="was the output folder removed"),
+        watch(60.0, tmp_path / "gone" / "x", print),
+    ):
         pass

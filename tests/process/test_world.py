@@ -8,7 +8,13 @@ import torch
 from shardwise.config import Data, Model, RunConfig, Training, UserError
 from shardwise.process.world import ALONE, World, find_world, first_host, pick_device
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "h",
+    "MASTER_PORT": "29500",
+}
 BATCH_SCRIPT = {
     "SLURM_JOB_ID": "2000",
     "SLURM_PROCID": "0",
@@ -36,10 +42,15 @@ def test_an_srun_environment_is_joined():
     # Port: 15000 + (16 * 2000 + 1) mod 15000 = 15000 + 2001.
     assert find_world(SRUN) == World(rank=3, size=4, local_rank=1, init_method="tcp://gpu07:17001")
     assert find_world({**SRUN, "SLURM_STEP_NODELIST": "gpu09"}).init_method == "tcp://gpu09:17001"
-    assert find_world({**SRUN, "MASTER_ADDR": "h", "MASTER_PORT": "1234"}).init_method == "tcp://h:1234"
+    assert (
+        find_world({**SRUN, "MASTER_ADDR": "h", "MASTER_PORT": "1234"}).init_method
+        == "tcp://h:1234"
+    )
 
 
-@pytest.mark.parametrize(("visible", "index"), [("0,1", 1), ("1", 0)], ids=["all GPUs of the node", "its own GPU"])
+@pytest.mark.parametrize(
+    ("visible", "index"), [("0,1", 1), ("1", 0)], ids=["all GPUs of the node", "its own GPU"]
+)
 def test_a_slurm_task_takes_the_gpu_that_it_sees(visible, index):
     assert find_world({**SRUN, "CUDA_VISIBLE_DEVICES": visible}).local_rank == index
 
@@ -54,7 +65,14 @@ def test_a_slurm_task_takes_the_gpu_that_it_sees(visible, index):
         {name: value for name, value in SRUN.items() if name != "SLURM_NTASKS"},
         {**SRUN, "SLURM_NTASKS": "1"},
     ],
-    ids=["none", "batch script", "interactive shell", "batch step", "no number of tasks", "one task"],
+    ids=[
+        "none",
+        "batch script",
+        "interactive shell",
+        "batch step",
+        "no number of tasks",
+        "one task",
+    ],
 )
 def test_without_other_tasks_there_is_nobody_to_wait_for(env):
     assert find_world(env) is None

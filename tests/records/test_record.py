@@ -20,7 +20,8 @@ RECORD = RunRecord(
     eval=[{"step": 3, "loss": math.nan, "perplexity": math.inf, "tokens": 7}],
     tokens_per_second=12.5,
     peak_memory_bytes=[10, 20],
-    memory_parts=[{"weights": 1, "gradients": 2, "optimizer": 3, "activations": 4, "temporary": 0}] * 2,
+    memory_parts=[{"weights": 1, "gradients": 2, "optimizer": 3, "activations": 4, "temporary": 0}]
+    * 2,
     state_bytes=[{"weights": 1, "gradients": 2, "optimizer": 3}] * 2,
 )
 
@@ -57,9 +58,15 @@ def test_writing_is_all_or_nothing(tmp_path):
     [
         ("{", "not JSON"),
         ("[]", "schema version None"),
-        ('{"schema_version": 99, "status": "ok", "config": {}}', "schema version 99, but this program reads 1"),
+        (
+            '{"schema_version": 99, "status": "ok", "config": {}}',
+            "schema version 99, but this program reads 1",
+        ),
         ('{"schema_version": 1, "status": "ok"}', "config is unknown or missing"),
-        ('{"schema_version": 1, "status": "ok", "config": {}, "los": 1}', "los is unknown or missing"),
+        (
+            '{"schema_version": 1, "status": "ok", "config": {}, "los": 1}',
+            "los is unknown or missing",
+        ),
     ],
 )
 def test_what_is_no_record_is_refused_in_one_line(tmp_path, text, message):

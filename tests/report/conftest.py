@@ -46,7 +46,13 @@ def record(plan: CellPlan, **given: Any) -> CellRecord:
     peak = given.pop("peak", 100 * MIB)
     data = given.pop("data", "single")
     ok = given.get("status", "ok") == "ok"
-    parts = {"weights": 0.4, "gradients": 0.1, "optimizer": 0.2, "activations": 0.25, "temporary": 0.05}
+    parts = {
+        "weights": 0.4,
+        "gradients": 0.1,
+        "optimizer": 0.2,
+        "activations": 0.25,
+        "temporary": 0.05,
+    }
     measured = {
         "losses": LOSSES,
         "tokens_per_second": speed,
@@ -55,7 +61,11 @@ def record(plan: CellPlan, **given: Any) -> CellRecord:
         "memory_parts": [{name: round(share * peak) for name, share in parts.items()}] * plan.nproc,
         "spread": {"tokens_per_second": [0.95 * speed, 1.04 * speed]},
         "rounds": [
-            {"status": "ok", "tokens_per_second": speed * x, "started": f"2026-01-0{day}T00:00:00.000+00:00"}
+            {
+                "status": "ok",
+                "tokens_per_second": speed * x,
+                "started": f"2026-01-0{day}T00:00:00.000+00:00",
+            }
             for day, x in enumerate((0.95, 1.0, 1.04), start=1)
         ],
         "mfu": 0.31,
@@ -89,12 +99,21 @@ def write(folder: Path, sweep: SweepRecord, records: dict[str, CellRecord]) -> P
     return folder
 
 
-def sweep_of(axes: tuple[Axis, ...], cells: list[CellPlan], title: str = "Strategies on two processes") -> SweepRecord:
-    equal = {plan.group: {"model.path": "tiny", "training.steps": STEPS, "training.seed": 0} for plan in cells}
-    return SweepRecord(title, axes, tuple(cells), equal, 3, 120.0, ["shardwise", "bench", "sweep.yaml"])
+def sweep_of(
+    axes: tuple[Axis, ...], cells: list[CellPlan], title: str = "Strategies on two processes"
+) -> SweepRecord:
+    equal = {
+        plan.group: {"model.path": "tiny", "training.steps": STEPS, "training.seed": 0}
+        for plan in cells
+    }
+    return SweepRecord(
+        title, axes, tuple(cells), equal, 3, 120.0, ["shardwise", "bench", "sweep.yaml"]
+    )
 
 
-STRATEGIES = Axis("strategy", ("single", "ddp", "fsdp2", "zero1", "fsdp1", "pp"), ("nproc", "parallel.data"), True)
+STRATEGIES = Axis(
+    "strategy", ("single", "ddp", "fsdp2", "zero1", "fsdp1", "pp"), ("nproc", "parallel.data"), True
+)
 
 
 def strategies() -> tuple[SweepRecord, dict[str, CellRecord]]:
@@ -106,16 +125,29 @@ def strategies() -> tuple[SweepRecord, dict[str, CellRecord]]:
 
     def plan(name: str) -> CellPlan:
         reference = None if name == "single" else "single"
-        return CellPlan(name, {"strategy": name}, 1 if name == "single" else 2, "lora", reference, baseline=reference)
+        return CellPlan(
+            name,
+            {"strategy": name},
+            1 if name == "single" else 2,
+            "lora",
+            reference,
+            baseline=reference,
+        )
 
     control = CellPlan("control-single", {"strategy": "single"}, 1, "lora", "single", control=True)
     plans = {name: plan(name) for name in STRATEGIES.values}
     made = {
         "single": record(plans["single"], speed=1000.0, peak=100 * MIB),
         "ddp": record(plans["ddp"], speed=1500.0, peak=80 * MIB, data="ddp", losses=shifted(NOISE)),
-        "fsdp2": record(plans["fsdp2"], speed=1250.0, peak=60 * MIB, data="fsdp2", losses=shifted(-2 * NOISE)),
-        "zero1": record(plans["zero1"], speed=9000.0, peak=10 * MIB, data="zero1", losses=shifted(1e-3)),
-        "fsdp1": record(plans["fsdp1"], status="oom", reason="out of memory on rank 1 of 2", data="fsdp1"),
+        "fsdp2": record(
+            plans["fsdp2"], speed=1250.0, peak=60 * MIB, data="fsdp2", losses=shifted(-2 * NOISE)
+        ),
+        "zero1": record(
+            plans["zero1"], speed=9000.0, peak=10 * MIB, data="zero1", losses=shifted(1e-3)
+        ),
+        "fsdp1": record(
+            plans["fsdp1"], status="oom", reason="out of memory on rank 1 of 2", data="fsdp1"
+        ),
         "control-single": record(control, losses=shifted(NOISE, step=3), speed=990.0),
     }
     return sweep_of((STRATEGIES,), [*plans.values(), control]), made
@@ -149,9 +181,17 @@ def large() -> tuple[SweepRecord, dict[str, CellRecord]]:
                         baseline=None if ident == f"single-1-{group}" else f"single-1-{group}",
                     )
                     plans.append(plan)
-                    speed = (900 if nproc == 1 else 1500 - 90 * i) * float(batch) ** 0.3 * (128 / float(length)) ** 0.1
-                    peak = round((100 - 6 * i) * MIB * math.sqrt(float(batch) * float(length) / 128))
-                    made[ident] = record(plan, speed=speed, peak=peak, data=name.removesuffix("-keep"))
+                    speed = (
+                        (900 if nproc == 1 else 1500 - 90 * i)
+                        * float(batch) ** 0.3
+                        * (128 / float(length)) ** 0.1
+                    )
+                    peak = round(
+                        (100 - 6 * i) * MIB * math.sqrt(float(batch) * float(length) / 128)
+                    )
+                    made[ident] = record(
+                        plan, speed=speed, peak=peak, data=name.removesuffix("-keep")
+                    )
             for batch in axes[1].values:
                 base = f"single-{batch}-{group}"
                 values = dict(zip((a.name for a in axes), ("single", batch, length, adapter)))
@@ -164,7 +204,10 @@ def large() -> tuple[SweepRecord, dict[str, CellRecord]]:
 def processes(kind: str = "strong") -> tuple[SweepRecord, dict[str, CellRecord]]:
     """ddp and fsdp2 on 1, 2 and 4 processes."""
     keys = ("nproc",) if kind == "strong" else ("nproc", "training.global_batch_size")
-    axes = (Axis("strategy", ("ddp", "fsdp2"), ("parallel.data",), True), Axis("nproc", ("1", "2", "4"), keys, True))
+    axes = (
+        Axis("strategy", ("ddp", "fsdp2"), ("parallel.data",), True),
+        Axis("nproc", ("1", "2", "4"), keys, True),
+    )
     speeds = {"ddp": (1000.0, 1800.0, 3200.0), "fsdp2": (900.0, 1500.0, 2400.0)}
     plans, made = [], {}
     for name, of_name in speeds.items():
@@ -176,7 +219,9 @@ def processes(kind: str = "strong") -> tuple[SweepRecord, dict[str, CellRecord]]
             plans.append(plan)
             peak = (100 if name == "ddp" else 60 + 40 // nproc) * MIB
             made[ident] = record(plan, speed=speed, data=name, peak=peak)
-    plan = CellPlan("control-ddp-1", {"strategy": "ddp", "nproc": "1"}, 1, "all", "ddp-1", control=True)
+    plan = CellPlan(
+        "control-ddp-1", {"strategy": "ddp", "nproc": "1"}, 1, "all", "ddp-1", control=True
+    )
     plans.append(plan)
     made[plan.id] = record(plan, losses=shifted(NOISE, step=3))
     return sweep_of(axes, plans, "Scaling"), made
@@ -198,7 +243,14 @@ def pipelines() -> tuple[SweepRecord, dict[str, CellRecord]]:
         for i, name in enumerate(splits):
             reference = None if not plans else plans[0].id
             values = {"shape": shape, "parallel.split": name}
-            plan = CellPlan(f"{shape[0]}-{name}", values, pipeline.num_ranks, "all", reference, baseline=reference)
+            plan = CellPlan(
+                f"{shape[0]}-{name}",
+                values,
+                pipeline.num_ranks,
+                "all",
+                reference,
+                baseline=reference,
+            )
             plans.append(plan)
             cut = split(name, units, pipeline)
             measured = slower(cut.timeline, 1.02 + 0.01 * i)
@@ -216,7 +268,10 @@ def pipelines() -> tuple[SweepRecord, dict[str, CellRecord]]:
 
 def slower(timeline: Timeline, times: float) -> Timeline:
     """The same timeline, `times` as slow."""
-    events = (event._replace(start=times * event.start, end=times * event.end) for event in timeline.events)
+    events = (
+        event._replace(start=times * event.start, end=times * event.end)
+        for event in timeline.events
+    )
     return Timeline(timeline.num_ranks, tuple(events))
 
 

@@ -37,7 +37,12 @@ def test_ratios_regressions_first():
 
 @pytest.mark.parametrize(
     ("section", "key", "value"),
-    [("lora", "alpha", 64.0), ("training", "steps", 99), ("training", "compile", "inductor"), ("parallel", "tp", 2)],
+    [
+        ("lora", "alpha", 64.0),
+        ("training", "steps", 99),
+        ("training", "compile", "inductor"),
+        ("parallel", "tp", 2),
+    ],
 )
 def test_cells_whose_run_files_differ_have_a_note_and_no_ratio(section, key, value):
     sweep, records = strategies()
@@ -56,7 +61,9 @@ def test_cells_whose_run_files_differ_have_a_note_and_no_ratio(section, key, val
 def test_another_output_folder_is_the_same_work():
     sweep, records = strategies()
     moved = {
-        name: dataclasses.replace(one, config={**one.config, "training": {"steps": STEPS, "output_dir": "b"}})
+        name: dataclasses.replace(
+            one, config={**one.config, "training": {"steps": STEPS, "output_dir": "b"}}
+        )
         for name, one in records.items()
     }
     assert changes(Bench(sweep, records), Bench(sweep, moved))[0].speed == 1.0
@@ -93,7 +100,9 @@ def test_the_command(tmp_path, capfd):
     sweep, records = strategies()
     a = write(tmp_path / "a", sweep, records)
     fewer = dataclasses.replace(sweep, cells=sweep.cells[:2] + sweep.cells[-1:])
-    b = write(tmp_path / "b", fewer, {name: records[name] for name in ("single", "ddp", "control-single")})
+    b = write(
+        tmp_path / "b", fewer, {name: records[name] for name in ("single", "ddp", "control-single")}
+    )
     assert main(["report", "--compare", str(a), str(b)]) == 0
     out = capfd.readouterr().out
     assert "only in A: fsdp2, zero1, fsdp1, pp" in out
@@ -103,7 +112,9 @@ def test_the_command(tmp_path, capfd):
     assert ["memory", "1.000", "80", "MiB", "->", "80", "MiB"] in lines
 
 
-@pytest.mark.parametrize("arguments", [[], ["a", "--compare", "b", "c"], ["--compare", "b", "c", "-o", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["a", "--compare", "b", "c"], ["--compare", "b", "c", "-o", "x"]]
+)
 def test_what_does_not_go_together(arguments, capfd):
     assert main(["report", *arguments]) == 2
     assert capfd.readouterr().err.count("\n") == 1

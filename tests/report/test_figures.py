@@ -47,7 +47,10 @@ def test_the_plane_has_filled_marks_on_the_front_and_a_list_of_cells(tmp_path):
     plane, names = figures(tmp_path, strategies())["plane"].figure.axes
     paper = colour("paper")
     marks = [line for line in plane.lines if line.get_linestyle() == "None"]
-    points = {(line.get_xdata()[0], line.get_ydata()[0]): line.get_markerfacecolor() != paper for line in marks}
+    points = {
+        (line.get_xdata()[0], line.get_ydata()[0]): line.get_markerfacecolor() != paper
+        for line in marks
+    }
     # MiB and tokens/s: fsdp2 needs the least memory, ddp is fastest, and single is neither.
     assert points == {(100.0, 1000.0): False, (80.0, 1500.0): True, (60.0, 1250.0): True}
     assert [text.get_text() for text in names.texts[::2]] == ["fsdp2", "ddp", "single"]

@@ -72,7 +72,10 @@ def test_a_broken_cell_is_a_row_with_its_reason(strategies_folder):
     [
         *({"losses": odd} for odd in (None, "abc", ["abc"] * 12, {})),
         *({"rounds": odd} for odd in (None, [1], {}, [{"tokens_per_second": 1.0}])),
-        *({"spread": odd} for odd in (None, {"tokens_per_second": [1]}, {"tokens_per_second": ["a", "b"]})),
+        *(
+            {"spread": odd}
+            for odd in (None, {"tokens_per_second": [1]}, {"tokens_per_second": ["a", "b"]})
+        ),
         *({"tokens_per_second": odd} for odd in ("nan", "fast")),
         *({"peak_memory_bytes": odd} for odd in (5, [None, 1], ["x"])),
         *({"environment": odd} for odd in (None, [])),
@@ -98,7 +101,9 @@ def test_a_record_with_a_field_of_another_type_is_an_unreadable_row(strategies_f
     assert next(iter(given)) in reason or "record" in reason
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"schema_version":1}', b"\0"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"schema_version":1}', b"\0"]
+)
 def test_a_file_that_is_no_record_is_an_unreadable_row(strategies_folder, content):
     (strategies_folder / "ddp" / "record.json").write_bytes(content)
     assert states(strategies_folder)["ddp"][0] == "unreadable"
@@ -178,7 +183,10 @@ def test_figures_that_were_not_measured_are_no_zeros(tmp_path):
         "memory_parts": None,
         "mfu": None,
     }
-    bare = {name: record(plans[name], **given, spread={}) for name in ("single", "ddp", "control-single")}
+    bare = {
+        name: record(plans[name], **given, spread={})
+        for name in ("single", "ddp", "control-single")
+    }
     page = write_report(write(tmp_path / "bench", sweep, bare))
     assert NO_COMPARISON in page.read_text()
     assert "| ddp | ok | 2 | – | – | – | – | – | 0 |" in page.with_suffix(".md").read_text()

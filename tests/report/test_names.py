@@ -20,7 +20,9 @@ def test_values_that_need_the_name_of_their_axis_have_it():
         Axis("strategy", ("ddp", "fsdp2"), ("parallel.data",), True),
         Axis("other", ("ddp", "x"), ("parallel.mesh",), True),
     )
-    values = dict(zip((axis.name for axis in axes), ("inductor", "float32", "ddp", "x"), strict=True))
+    values = dict(
+        zip((axis.name for axis in axes), ("inductor", "float32", "ddp", "x"), strict=True)
+    )
     plan = CellPlan("a", values, 1, "all", None)
     sweep = SweepRecord("t", axes, (plan,), {}, 3, 1.0, [])
     assert label_of(plan, sweep) == "compile inductor · float32 · strategy ddp · other x"

@@ -52,7 +52,9 @@ def opened(browser, page_file):
 
 class open_page:
     def __init__(self, browser, path: Path, **options) -> None:
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
+        self.context = browser.new_context(
+            **{"viewport": {"width": 1280, "height": 900}, **options}
+        )
         self.page, self.path = self.context.new_page(), path
         self.trouble: list[str] = []
         self.requests: list[str] = []
@@ -110,7 +112,9 @@ def test_every_figure_is_there(opened, page_file):
         assert (page_file.parent / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     ids = opened.eval_on_selector_all("[id]", "all => all.map(element => element.id)")
     assert len(ids) == len(set(ids))
-    links = opened.eval_on_selector_all("a[href^='#']", "all => all.map(a => a.getAttribute('href').slice(1))")
+    links = opened.eval_on_selector_all(
+        "a[href^='#']", "all => all.map(a => a.getAttribute('href').slice(1))"
+    )
     assert set(links) <= set(ids)
 
 
@@ -190,11 +194,15 @@ def test_hostile_names_are_text(browser, tmp_path):
         CellPlan("broken", {"strategy": HOSTILE}, 1, "other", None),
     ]
     made = {
-        plan.id: record(plan, environment={"device": HOSTILE}, notes=[HOSTILE], command=[HOSTILE], peak=MIB)
+        plan.id: record(
+            plan, environment={"device": HOSTILE}, notes=[HOSTILE], command=[HOSTILE], peak=MIB
+        )
         for plan in plans[:3]
     }
     made["broken"] = record(plans[3], status="failed", reason=HOSTILE)
-    sweep = dataclasses.replace(sweep_of((strategy,), plans, HOSTILE), equal={HOSTILE: {HOSTILE: HOSTILE}})
+    sweep = dataclasses.replace(
+        sweep_of((strategy,), plans, HOSTILE), equal={HOSTILE: {HOSTILE: HOSTILE}}
+    )
     path = write_report(write(tmp_path / "bench", sweep, made))
     with open_page(browser, path) as page:
         assert page.title() == " ".join(HOSTILE.split())
@@ -205,7 +213,9 @@ def test_hostile_names_are_text(browser, tmp_path):
     markdown = path.with_suffix(".md").read_text()
     assert "<script" not in markdown
     assert "<img" not in markdown
-    widths = {line.replace("\\|", "").count("|") for line in markdown.splitlines() if line.startswith("|")}
+    widths = {
+        line.replace("\\|", "").count("|") for line in markdown.splitlines() if line.startswith("|")
+    }
     assert widths == {10}
 
 
@@ -236,7 +246,9 @@ def test_two_pages_in_one_folder_keep_their_figures(strategies_folder, tmp_path)
     assert "(b%20c-figures/plane.png)" in other.with_suffix(".md").read_text()
 
 
-def test_figures_that_a_report_no_longer_has_are_gone_and_other_files_stay(strategies_folder, tmp_path):
+def test_figures_that_a_report_no_longer_has_are_gone_and_other_files_stay(
+    strategies_folder, tmp_path
+):
     figures = tmp_path / "figures"
     write_report(write(tmp_path / "other", *processes()), tmp_path / "report.html")
     (figures / "mine.svg").write_text("")
@@ -268,7 +280,9 @@ def test_the_lead_counts_the_rounds_that_there_are(browser, strategies_folder, t
     assert [part in lead for part in ("6 cells", "3 rounds", "interleaved", "EPYC")] == [True] * 4
     sweep, records = strategies()
     records["ddp"] = dataclasses.replace(records["ddp"], rounds=[{"status": "ok"}])
-    with open_page(browser, write_report(write(tmp_path / "short", sweep, records), tmp_path / "b.html")) as page:
+    with open_page(
+        browser, write_report(write(tmp_path / "short", sweep, records), tmp_path / "b.html")
+    ) as page:
         lead = page.locator(".lead").inner_text()
     assert "1 to 3 rounds" in lead
     assert "interleaved" not in lead

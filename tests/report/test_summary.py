@@ -74,7 +74,9 @@ def test_it_takes_three_rounds_to_be_the_fastest():
 )
 def test_equal_peaks_are_named_together(peaks, names, peak):
     plans = [CellPlan(name, {}, 1, "all", None) for name in "abcdefgh"[: len(peaks)]]
-    records = {plan.id: record(plan, peak=peak * MIB) for plan, peak in zip(plans, peaks, strict=True)}
+    records = {
+        plan.id: record(plan, peak=peak * MIB) for plan, peak in zip(plans, peaks, strict=True)
+    }
     assert leanest(rows_of(sweep_of((), plans), records)) == (names, peak)
 
 

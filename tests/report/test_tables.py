@@ -38,7 +38,12 @@ def test_every_cell_has_a_row_and_a_state():
         "pp": "not run",
         "control-single": "ok",
     }
-    assert counts([*rows.values()]) == {"ok": 3, "wrong": 1, "oom": 1, "not run": 1}  # the control is no cell
+    assert counts([*rows.values()]) == {
+        "ok": 3,
+        "wrong": 1,
+        "oom": 1,
+        "not run": 1,
+    }  # the control is no cell
 
 
 def test_derived_figures():
@@ -46,7 +51,9 @@ def test_derived_figures():
     # tokens/s: single 1000 on one process, ddp 1500 and fsdp2 1250 on two; MiB: 100, 80, 60.
     assert rows["single"].speedup == 1.0
     assert rows["ddp"].speedup == 1.5
-    assert rows["fsdp2"].over_slowest == 1.25  # the slowest is single; the wrong zero1 does not count
+    assert (
+        rows["fsdp2"].over_slowest == 1.25
+    )  # the slowest is single; the wrong zero1 does not count
     assert rows["ddp"].efficiency == 0.75  # 1500 / (2 x 1000)
     assert rows["fsdp2"].efficiency == 0.625
     assert rows["fsdp2"].efficiency_over == "single"
@@ -59,7 +66,14 @@ def test_derived_figures():
 def test_a_wrong_cell_has_no_figures():
     row = rows_of(*strategies())["zero1"]
     assert row.verdict.difference == pytest.approx(1e-3)
-    figures = (row.tokens_per_second, row.tokens_range, row.peak_memory_bytes, row.speedup, row.efficiency, row.saving)
+    figures = (
+        row.tokens_per_second,
+        row.tokens_range,
+        row.peak_memory_bytes,
+        row.speedup,
+        row.efficiency,
+        row.saving,
+    )
     assert figures == (None,) * 6
     assert memory_parts(row) is None
 
@@ -71,15 +85,22 @@ def test_scaling_is_against_the_same_strategy_on_one_process(kind):
     assert scaling_kind(sweep) == kind
     assert rows["ddp-2"].efficiency == 0.9  # 1800 / (2 x 1000)
     assert rows["ddp-4"].efficiency == 0.8
-    assert rows["fsdp2-4"].efficiency == pytest.approx(2400 / (4 * 900))  # of fsdp2 on one process, not of ddp
+    assert rows["fsdp2-4"].efficiency == pytest.approx(
+        2400 / (4 * 900)
+    )  # of fsdp2 on one process, not of ddp
     assert rows["fsdp2-4"].efficiency_over == "fsdp2 · processes 1"
-    assert rows["fsdp2-4"].saving == pytest.approx(0.3)  # 60 + 40 / 4 = 70 MiB of ddp's 100 on as many processes
+    assert rows["fsdp2-4"].saving == pytest.approx(
+        0.3
+    )  # 60 + 40 / 4 = 70 MiB of ddp's 100 on as many processes
 
 
 def test_memory_is_saved_against_ranks_with_the_whole_model():
     """Replicas that are cut by tp or pp are compared with plain ddp, and nothing with them."""
     axes = ("parallel.tp", "parallel.pp")
-    plans = [CellPlan(f"{tp}-{pp}", dict(zip(axes, (tp, pp))), 4, "all", None) for tp, pp in ((1, 1), (2, 1), (1, 2))]
+    plans = [
+        CellPlan(f"{tp}-{pp}", dict(zip(axes, (tp, pp))), 4, "all", None)
+        for tp, pp in ((1, 1), (2, 1), (1, 2))
+    ]
     peaks = dict(zip((plan.id for plan in plans), (100, 60, 70)))
     records = {plan.id: record(plan, data="ddp", peak=peaks[plan.id] * MIB) for plan in plans}
     rows = rows_of(sweep_of((), plans), records)
@@ -104,7 +125,13 @@ def test_memory_parts_are_of_the_rank_with_the_largest_peak():
     parts = [{"weights": 10, "activations": 5}, {"weights": 10, "activations": 20}]
     made = record(plan, peak_memory_bytes=[15, 30], memory_parts=parts)
     row = rows_of(sweep_of((), [plan]), {"a": made})["a"]
-    assert memory_parts(row) == {"weights": 10, "gradients": 0, "optimizer": 0, "activations": 20, "temporary": 0}
+    assert memory_parts(row) == {
+        "weights": 10,
+        "gradients": 0,
+        "optimizer": 0,
+        "activations": 20,
+        "temporary": 0,
+    }
     assert row.peak_memory_bytes == 30
 
 
@@ -138,11 +165,19 @@ def test_settings_leave_the_output_folder_out():
 def test_scaling_is_against_the_cell_on_one_process_whose_run_file_differs_least():
     axis = Axis("strategy", ("single", "ddp1", "ddp2"), ("nproc", "parallel.data"), True)
     plans = [
-        CellPlan(name, {"strategy": name}, 2 if name == "ddp2" else 1, "all", None if name == "single" else "single")
+        CellPlan(
+            name,
+            {"strategy": name},
+            2 if name == "ddp2" else 1,
+            "all",
+            None if name == "single" else "single",
+        )
         for name in axis.values
     ]
     speeds = {"single": 2000.0, "ddp1": 1000.0, "ddp2": 1900.0}
-    records = {plan.id: record(plan, speed=speeds[plan.id], data=plan.id.rstrip("12")) for plan in plans}
+    records = {
+        plan.id: record(plan, speed=speeds[plan.id], data=plan.id.rstrip("12")) for plan in plans
+    }
     row = rows_of(sweep_of((axis,), plans), records)["ddp2"]
     assert row.efficiency == 0.95  # 1900 / (2 x 1000)
     assert row.efficiency_over == "ddp1 (unchecked)"
@@ -158,7 +193,9 @@ def test_scaling_is_never_against_a_cell_of_another_micro_batch():
 
 def test_speeds_are_set_against_the_baseline_though_losses_are_not():
     rows = rows_of(*large())
-    assert rows["single-4-128-lora"].speedup == pytest.approx(4**0.3)  # of single with micro-batches of 1
+    assert rows["single-4-128-lora"].speedup == pytest.approx(
+        4**0.3
+    )  # of single with micro-batches of 1
     assert rows["single-4-128-lora"].speedup_over == "single · micro batch size 1"
     assert rows["single-1-128-lora"].is_baseline
 
@@ -173,7 +210,10 @@ def with_starts(**starts: list[str]):
     sweep, _ = strategies()
     plans = {plan.id: plan for plan in sweep.cells}
     made = {
-        name: record(plans[name], rounds=[{"status": "ok", "started": f"2026-01-01T00:{time}"} for time in times])
+        name: record(
+            plans[name],
+            rounds=[{"status": "ok", "started": f"2026-01-01T00:{time}"} for time in times],
+        )
         for name, times in starts.items()
     }
     return make_rows(Bench(sweep, made))
@@ -186,7 +226,11 @@ def with_starts(**starts: list[str]):
         (["01", "04", "05"], ["02", "03", "06"], True),  # the order within a round does not matter
         (["01", "02", "03"], ["04", "05", "06"], False),
         (["01", "03"], ["02", "04", "05"], True),  # one was lost
-        (["01", "03", "04"], ["02", "05", "06"], False),  # single's third came before the second of ddp
+        (
+            ["01", "03", "04"],
+            ["02", "05", "06"],
+            False,
+        ),  # single's third came before the second of ddp
     ],
 )
 def test_interleaved_is_read_from_the_times(single, ddp, expected):

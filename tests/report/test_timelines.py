@@ -24,7 +24,12 @@ def test_cells_that_differ_in_their_split_alone_stand_together_uniform_on_top():
     two, four = drawn(*pipelines())
     assert [run.row.plan.id for run in two.runs] == ["2-uniform", "2-parameters", "2-balanced"]
     assert [run.row.plan.id for run in four.runs] == ["4-uniform", "4-parameters", "4-balanced"]
-    assert (two.name, two.title, four.name, four.title) == ("timelines", "2 ranks", "timelines-2", "4 ranks")
+    assert (two.name, two.title, four.name, four.title) == (
+        "timelines",
+        "2 ranks",
+        "timelines-2",
+        "4 ranks",
+    )
     sweep, records = pipelines()
     for name in ("uniform", "balanced"):  # of another schedule in the same group
         records[f"2-{name}"].config["parallel"]["schedule"] = "gpipe"
@@ -42,9 +47,13 @@ def test_a_row_of_the_table():
     step = [f"{one.seconds:.1f} s" for one in (simulated, measured)]
     bubble = f"{100 * run.timeline.bubble():.1f}%"
     assert run.numbers == [*step, "-2.9% (-4.0 to -1.0)", bubble, bubble]
-    without = dataclasses.replace(pipeline, simulated=None, simulator_error_percent=None, split=[9, 9])
+    without = dataclasses.replace(
+        pipeline, simulated=None, simulator_error_percent=None, split=[9, 9]
+    )
     record = dataclasses.replace(run.row.record, spread={})
-    run = dataclasses.replace(run, pipeline=without, row=dataclasses.replace(run.row, record=record))
+    run = dataclasses.replace(
+        run, pipeline=without, row=dataclasses.replace(run.row, record=record)
+    )
     assert run.texts[2] == "given: 9 + 9"
     assert run.numbers == ["–", step[1], "–", "–", bubble]
 

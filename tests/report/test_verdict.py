@@ -127,7 +127,13 @@ def test_a_reference_whose_rounds_differ_is_wrong_and_checks_nothing():
 
 
 @pytest.mark.parametrize(
-    "control", [None, {"status": "oom"}, {"losses": shifted(0.5, step=3)}, {"losses": shifted(1.1e-4, step=3)}]
+    "control",
+    [
+        None,
+        {"status": "oom"},
+        {"losses": shifted(0.5, step=3)},
+        {"losses": shifted(1.1e-4, step=3)},
+    ],
 )
 def test_without_a_usable_control_what_no_rounding_explains_is_wrong(control):
     # 1e-3 in float32; a control that departs by more than a tenth of it gives no tolerance.
@@ -151,7 +157,9 @@ def test_without_a_usable_control_what_no_rounding_explains_is_wrong(control):
 
 def test_a_control_within_a_tenth_of_what_rounding_explains_is_used():
     sweep, records = strategies()
-    records["control-single"] = dataclasses.replace(records["control-single"], losses=shifted(0.9e-4, step=3))
+    records["control-single"] = dataclasses.replace(
+        records["control-single"], losses=shifted(0.9e-4, step=3)
+    )
     assert rows_of(sweep, records)["ddp"].state == "ok"
 
 
@@ -192,7 +200,9 @@ def precisions(**shift: float) -> tuple:
             )
             plans.append(plan)
             by = shift.get(precision, 0.0) + (NOISE if control else 0.0)
-            made[name] = record(plan, losses=[loss + by for loss in LOSSES], data=values["strategy"], speed=1000.0)
+            made[name] = record(
+                plan, losses=[loss + by for loss in LOSSES], data=values["strategy"], speed=1000.0
+            )
     return sweep_of((), plans), made
 
 
@@ -204,7 +214,9 @@ def test_a_reference_of_other_numerics_is_checked_against_the_baseline():
     assert verdict.against == "single-float32"
     assert verdict.difference == pytest.approx(0.04)
     assert verdict.tolerance == 2**-7 * 6.0
-    assert rows["ddp-bfloat16"].verdict.against == "single-bfloat16"  # of the same numerics: as closely as ever
+    assert (
+        rows["ddp-bfloat16"].verdict.against == "single-bfloat16"
+    )  # of the same numerics: as closely as ever
     assert rows["ddp-bfloat16"].verdict.tolerance < 2e-5
     assert rows["ddp-bfloat16"].speedup_over == "single-float32"
 

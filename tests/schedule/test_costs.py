@@ -10,7 +10,18 @@ from shardwise.layouts import HALVING
 from shardwise.schedule.costs import COUNTED, Cost, CostSource, effective
 from shardwise.schedule.orders import ORDERS
 
-FROZEN = Cost("layers.0", 1.0, 2.0, 0.0, 10, 7, weight_bytes=100, parameters=50, trainable=False, split_seconds=0.5)
+FROZEN = Cost(
+    "layers.0",
+    1.0,
+    2.0,
+    0.0,
+    10,
+    7,
+    weight_bytes=100,
+    parameters=50,
+    trainable=False,
+    split_seconds=0.5,
+)
 TRAINED = Cost("layers.1", 3.0, 4.0, 5.0, 20, 8, 100, 40, 80, parameters=50, split_seconds=0.25)
 
 
@@ -57,7 +68,10 @@ def test_nothing_trainable_is_forward_only():
 
 
 def test_the_package_is_a_leaf():
-    modules = ", ".join(f"shardwise.schedule.{name}" for name in ("costs", "orders", "simulate", "split", "timeline"))
+    modules = ", ".join(
+        f"shardwise.schedule.{name}"
+        for name in ("costs", "orders", "simulate", "split", "timeline")
+    )
     code = f"import sys, {modules}; print({{'torch', 'transformers', 'matplotlib'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

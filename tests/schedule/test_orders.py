@@ -59,11 +59,15 @@ def from_torch(pipeline: Pipeline) -> list[list[tuple[int, str, int, bool]]]:
     make = CLASSES[pipeline.schedule]
     if pipeline.schedule in SINGLE:
         return [
-            _run(make(Stage(rank, rank, pipeline), pipeline.num_microbatches)) for rank in range(pipeline.num_ranks)
+            _run(make(Stage(rank, rank, pipeline), pipeline.num_microbatches))
+            for rank in range(pipeline.num_ranks)
         ]
     stages = [Stage(chunk, 0, pipeline) for chunk in pipeline.chunks_of(0)]
     listed = make(stages, pipeline.num_microbatches).pipeline_order
-    return [[a for action in listed[rank] if action for a in _flat(action)] for rank in range(pipeline.num_ranks)]
+    return [
+        [a for action in listed[rank] if action for a in _flat(action)]
+        for rank in range(pipeline.num_ranks)
+    ]
 
 
 def _run(schedule: Any) -> list[tuple[int, str, int, bool]]:
@@ -75,7 +79,10 @@ def _run(schedule: Any) -> list[tuple[int, str, int, bool]]:
 
 def _flat(action: Any) -> list[tuple[int, str, int, bool]]:
     parts = action.sub_actions or (action,)
-    return [(a.stage_index, a.computation_type.value, a.microbatch_index, a is not parts[-1]) for a in parts]
+    return [
+        (a.stage_index, a.computation_type.value, a.microbatch_index, a is not parts[-1])
+        for a in parts
+    ]
 
 
 @pytest.mark.parametrize("schedule", ORDERS)
@@ -106,9 +113,21 @@ def test_torchs_own_list_for_1f1b_leaves_out_a_forward():
     # The list that torch draws 1F1B from is off by one on the last rank (it runs right), so `from_torch` runs it.
     pipeline = Pipeline("1f1b", 2, 4)
     listed = torch_schedules.Schedule1F1B(Stage(1, 1, pipeline), 4).pipeline_order[1]
-    assert [a.microbatch_index for a in listed if a and a.computation_type.value == "F"] == [1, 2, 3, 4]
+    assert [a.microbatch_index for a in listed if a and a.computation_type.value == "F"] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_chunks_lie_in_a_loop_or_a_v():
-    assert [Pipeline("looped-bfs", 2, 4, 3).chunks_of(rank) for rank in (0, 1)] == [(0, 2, 4), (1, 3, 5)]
-    assert [Pipeline("zbv", 3, 4, 2).chunks_of(rank) for rank in (0, 1, 2)] == [(0, 5), (1, 4), (2, 3)]
+    assert [Pipeline("looped-bfs", 2, 4, 3).chunks_of(rank) for rank in (0, 1)] == [
+        (0, 2, 4),
+        (1, 3, 5),
+    ]
+    assert [Pipeline("zbv", 3, 4, 2).chunks_of(rank) for rank in (0, 1, 2)] == [
+        (0, 5),
+        (1, 4),
+        (2, 3),
+    ]

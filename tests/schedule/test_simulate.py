@@ -19,7 +19,9 @@ def cost(forward: float, inputs: float, weights: float, **more: object) -> Cost:
     return Cost("unit", forward, inputs, weights, activation_bytes=1, output_bytes=10, **more)
 
 
-def equal(schedule: str, p: int, m: int, v: int, forward: float, inputs: float, weights: float) -> Timeline:
+def equal(
+    schedule: str, p: int, m: int, v: int, forward: float, inputs: float, weights: float
+) -> Timeline:
     return simulate(Pipeline(schedule, p, m, v), [cost(forward, inputs, weights)] * (p * v))
 
 
@@ -39,7 +41,9 @@ def test_bubble_of_gpipe_and_1f1b(schedule, p, m):
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs"])
 def test_more_chunks_per_rank_make_the_bubble_smaller(schedule, v, p, m):
     # arXiv 2104.04473, section 2.2: the ends cost p - 1 slots of one chunk instead of one rank's whole share.
-    assert equal(schedule, p, m, v, 1.0, 1.5, 0.5).seconds == pytest.approx((v * m + p - 1) * 3.0, rel=EXACT)
+    assert equal(schedule, p, m, v, 1.0, 1.5, 0.5).seconds == pytest.approx(
+        (v * m + p - 1) * 3.0, rel=EXACT
+    )
 
 
 @pytest.mark.parametrize(("p", "m"), SHAPES)
@@ -67,7 +71,9 @@ def test_in_flight(p, m):
     for v in (1, 2, 3):
         for rank in range(p):
             # The forwards that go ahead (one round for each chunk but the last, and two for each rank above), and one.
-            together = kept_microbatches(Pipeline("interleaved-1f1b", p, m, v), rank).sum(axis=1).max()
+            together = (
+                kept_microbatches(Pipeline("interleaved-1f1b", p, m, v), rank).sum(axis=1).max()
+            )
             assert together == min((v - 1) * p + 2 * (p - 1 - rank) + 1, v * m)
     # ZB-V keeps what 1F1B keeps at the most, p micro-batches of a rank's share: 2p chunks of half the size.
     assert max(kept_microbatches(Pipeline("zbv", p, m, 2), 0).sum(axis=1)) == 2 * p
@@ -86,11 +92,23 @@ def test_nothing_is_sent_within_a_rank():
 
 def test_the_first_chunk_does_its_whole_backward_with_its_weights():
     (first, second) = (
-        [event for event in equal("interleaved-zero-bubble", 2, 2, 1, 1.0, 2.0, 4.0).events if event.rank == rank]
+        [
+            event
+            for event in equal("interleaved-zero-bubble", 2, 2, 1, 1.0, 2.0, 4.0).events
+            if event.rank == rank
+        ]
         for rank in (0, 1)
     )
-    assert {event.kind: event.end - event.start for event in first} == {"F": 1.0, "I": 0.0, "W": 6.0}
-    assert {event.kind: event.end - event.start for event in second} == {"F": 1.0, "I": 2.0, "W": 4.0}
+    assert {event.kind: event.end - event.start for event in first} == {
+        "F": 1.0,
+        "I": 0.0,
+        "W": 6.0,
+    }
+    assert {event.kind: event.end - event.start for event in second} == {
+        "F": 1.0,
+        "I": 2.0,
+        "W": 4.0,
+    }
 
 
 def test_running_the_backward_in_two_halves_costs_more():
@@ -112,7 +130,9 @@ def test_a_pair_sends_only_when_both_are_done():
         if action.joined
     ]
     assert joined
-    starts = {event[1:4]: event.start for event in simulate(pipeline, [cost(1.0, 1.0, 1.0)] * 4).events}
+    starts = {
+        event[1:4]: event.start for event in simulate(pipeline, [cost(1.0, 1.0, 1.0)] * 4).events
+    }
     for forward, backward in joined:
         above = (forward.chunk + 1, forward.microbatch, "F")
         assert starts.get(above, float("inf")) >= ends[backward.chunk, backward.microbatch, "B"]
@@ -125,7 +145,9 @@ def test_a_stage_with_nothing_to_train_waits_for_no_gradient():
     assert timeline.seconds == 9
     assert [event.end for event in timeline.events if event.rank == 0] == [1, 2, 3, 4]
     # Where a gradient has to go down to the embedding, it is 1F1B's (m + p - 1) * 2.
-    assert simulate(Pipeline("interleaved-zero-bubble", 2, 4), [cost(1.0, 1.0, 0.0)] * 2).seconds == 10
+    assert (
+        simulate(Pipeline("interleaved-zero-bubble", 2, 4), [cost(1.0, 1.0, 0.0)] * 2).seconds == 10
+    )
 
 
 @pytest.mark.parametrize("schedule", ORDERS)
@@ -137,8 +159,14 @@ def test_timelines_are_possible(schedule):
     for rank in range(p):
         events = [event for event in timeline.events if event.rank == rank]
         assert all(one.end <= two.start for one, two in pairwise(events))
-        assert [(e.chunk, e.kind, e.microbatch) for e in events] == [tuple(a[:3]) for a in pipeline.order(rank)]
-    at = {(event.kind == "F", event.chunk, event.microbatch): event for event in timeline.events if event.kind != "W"}
+        assert [(e.chunk, e.kind, e.microbatch) for e in events] == [
+            tuple(a[:3]) for a in pipeline.order(rank)
+        ]
+    at = {
+        (event.kind == "F", event.chunk, event.microbatch): event
+        for event in timeline.events
+        if event.kind != "W"
+    }
     for (forward, chunk, microbatch), event in at.items():
         source = at.get((forward, chunk - 1 if forward else chunk + 1, microbatch))
         if source is not None:

@@ -62,13 +62,20 @@ def random_model(draw: random.Random, layers: int) -> list[Cost]:
 
 def named_limit(error: UserError) -> float:
     """Return the limit that the error proposes, in GiB."""
-    return float(str(error).partition("set parallel.memory_limit_gib to ")[2].removesuffix(" or more"))
+    return float(
+        str(error).partition("set parallel.memory_limit_gib to ")[2].removesuffix(" or more")
+    )
 
 
 def test_the_contents_of_a_chunk_in_words():
     pipeline = Pipeline("gpipe", 4, 4)
     cut = predict(model(1.0, 1.0, 1.0, 1.0, 1.0), (0, 1, 2, 5, 7), pipeline)
-    assert [cut.contents(chunk) for chunk in range(4)] == [["embedding"], ["0"], ["1-3"], ["4", "head"]]
+    assert [cut.contents(chunk) for chunk in range(4)] == [
+        ["embedding"],
+        ["0"],
+        ["1-3"],
+        ["4", "head"],
+    ]
     cut = predict(model(1.0, 1.0), (0, 3, 4), Pipeline("gpipe", 2, 4))
     assert [cut.contents(chunk) for chunk in range(2)] == [["embedding", "0-1"], ["head"]]
 
@@ -78,7 +85,9 @@ def test_the_contents_of_a_chunk_in_words():
 def test_bottleneck_is_exact(values, data):
     num_chunks = data.draw(st.integers(1, len(values)))
     sums = np.concatenate([[0], np.cumsum(values)])
-    factors = data.draw(st.lists(st.integers(1, 3), min_size=num_chunks, max_size=num_chunks))  # a chunk's own cost
+    factors = data.draw(
+        st.lists(st.integers(1, 3), min_size=num_chunks, max_size=num_chunks)
+    )  # a chunk's own cost
     tables = []
     for factor in factors:
         table = (sums[None] - sums[:, None]) * float(factor)
@@ -86,7 +95,9 @@ def test_bottleneck_is_exact(values, data):
         tables.append(table)
 
     def worst(boundaries: tuple[int, ...]) -> int:
-        return max(f * sum(values[a:b]) for f, (a, b) in zip(factors, pairwise(boundaries), strict=True))
+        return max(
+            f * sum(values[a:b]) for f, (a, b) in zip(factors, pairwise(boundaries), strict=True)
+        )
 
     boundaries, cost = bottleneck(tables)
     assert cost == min(map(worst, every_split(len(values), num_chunks)))
@@ -100,9 +111,13 @@ def test_balanced_is_the_shortest_step_of_all(case, seed):
     schedule, p, v = case
     units = random_model(random.Random(seed), 5)
     pipeline = Pipeline(schedule, p, 6, v, latency_seconds=0.5, bytes_per_second=2.0)
-    steps = [predict(units, cut, pipeline).timeline.seconds for cut in every_split(len(units), p * v)]
+    steps = [
+        predict(units, cut, pipeline).timeline.seconds for cut in every_split(len(units), p * v)
+    ]
     best = split("balanced", units, pipeline)
-    assert best.timeline.seconds == pytest.approx(min(steps), rel=1e-8)  # the search rounds at 1e-9 of all work
+    assert best.timeline.seconds == pytest.approx(
+        min(steps), rel=1e-8
+    )  # the search rounds at 1e-9 of all work
     assert best.timeline.seconds >= bound_seconds(units, pipeline)
 
 
@@ -117,7 +132,9 @@ def test_the_memory_limit_is_met_or_the_smallest_one_named(case, seed):
     if least:
         with pytest.raises(UserError, match="no split") as error:
             split("balanced", units, pipeline, limit_bytes=least - 1)
-        assert least <= named_limit(error.value) * 2**30 < least + 1074  # a millionth of a GiB, rounded up
+        assert (
+            least <= named_limit(error.value) * 2**30 < least + 1074
+        )  # a millionth of a GiB, rounded up
     limit = least + seed % 20 * MIB
     best = split("balanced", units, pipeline, limit_bytes=limit)
     fitting = [one.timeline.seconds for one in all_splits if max(one.memory_bytes) <= limit]
@@ -146,12 +163,16 @@ def test_with_one_chunk_per_rank_the_search_knows_the_smallest_limit(schedule):
     draw = random.Random(2)
     for _ in range(10):
         units, pipeline = random_model(draw, 8), Pipeline(schedule, 4, 6)
-        least = min(max(predict(units, cut, pipeline).memory_bytes) for cut in every_split(len(units), 4))
+        least = min(
+            max(predict(units, cut, pipeline).memory_bytes) for cut in every_split(len(units), 4)
+        )
         assert search(effective(units, schedule), pipeline, limit_bytes=0)[1] == least
         assert search(effective(units, schedule), pipeline, limit_bytes=least)[1] == 0
 
 
-@pytest.mark.parametrize(("schedule", "p", "v"), [("1f1b", 8, 1), ("interleaved-1f1b", 4, 4), ("zbv", 8, 2)])
+@pytest.mark.parametrize(
+    ("schedule", "p", "v"), [("1f1b", 8, 1), ("interleaved-1f1b", 4, 4), ("zbv", 8, 2)]
+)
 def test_the_search_is_no_worse_than_where_it_starts(schedule, p, v):
     units = random_model(random.Random(1), 24)
     pipeline = Pipeline(schedule, p, 2 * p, v)
@@ -189,7 +210,11 @@ def test_a_heavy_head_costs_a_uniform_split_two_fifths():
 
 def test_adapters_on_the_upper_half_gain_a_third():
     # 32 layers of 1 + 1, the upper 16 trained, so the lower 16 are 1 + 0. Uniform 16 and 32; 16 + 4 x 2 = 12 x 2 = 24.
-    units = [unit(0.0, trainable=False), *(unit(1.0, trainable=i >= 16) for i in range(32)), unit(0.0, trainable=False)]
+    units = [
+        unit(0.0, trainable=False),
+        *(unit(1.0, trainable=i >= 16) for i in range(32)),
+        unit(0.0, trainable=False),
+    ]
     pipeline = Pipeline("1f1b", 2, 300)
     uniform, balanced = split("uniform", units, pipeline), split("balanced", units, pipeline)
     assert [chunk.seconds for chunk in uniform.chunks] == [16, 32]
@@ -199,13 +224,23 @@ def test_adapters_on_the_upper_half_gain_a_third():
     assert uniform.timeline.seconds == 16 + 300 * 32
     assert uniform.timeline.seconds / balanced.timeline.seconds == pytest.approx(4 / 3, rel=0.01)
     # Where the gradient goes down to the embedding, both halves cost the same.
-    assert [c.seconds for c in split("uniform", units, Pipeline("zbv", 2, 300, 2)).chunks] == [16, 16, 16, 16]
+    assert [c.seconds for c in split("uniform", units, Pipeline("zbv", 2, 300, 2)).chunks] == [
+        16,
+        16,
+        16,
+        16,
+    ]
 
 
 def test_uniform_parameters_and_explicit():
     units = [unit(0.0, parameters=n) for n in (90, 10, 10, 10, 10, 10, 10, 10, 60)]
     pipeline = Pipeline("1f1b", 3, 4)
-    assert split("uniform", units, pipeline).boundaries == (0, 4, 6, 9)  # 3, 2 and 2 layers; embedding; head
+    assert split("uniform", units, pipeline).boundaries == (
+        0,
+        4,
+        6,
+        9,
+    )  # 3, 2 and 2 layers; embedding; head
     assert max(chunk.parameters for chunk in split("parameters", units, pipeline).chunks) == 90
     explicit = split([2, 5, 0], units, pipeline)
     assert (explicit.boundaries, explicit.layers) == ((0, 3, 8, 9), (2, 5, 0))
@@ -213,11 +248,19 @@ def test_uniform_parameters_and_explicit():
 
 
 def test_memory_counts_what_is_in_flight():
-    units = [unit(1.0, weight_bytes=100, gradient_bytes=10, optimizer_bytes=20, activation_bytes=5)] * 6
+    units = [
+        unit(1.0, weight_bytes=100, gradient_bytes=10, optimizer_bytes=20, activation_bytes=5)
+    ] * 6
     # 1F1B on 3 ranks keeps 3, 2 and 1 micro-batches; two units a rank.
-    assert split("uniform", units[:5], Pipeline("1f1b", 3, 8)).memory_bytes == (260 + 30, 130 + 10, 260 + 10)
+    assert split("uniform", units[:5], Pipeline("1f1b", 3, 8)).memory_bytes == (
+        260 + 30,
+        130 + 10,
+        260 + 10,
+    )
     # ZB-V: both of a rank's chunks count; and 8 outputs of the second, and as many gradients of what came to the first.
-    assert split([1, 1, 1, 1], units, Pipeline("zbv", 2, 8, 2)).memory_bytes[1] == 260 + 5 * 4 + 2 * 8
+    assert (
+        split([1, 1, 1, 1], units, Pipeline("zbv", 2, 8, 2)).memory_bytes[1] == 260 + 5 * 4 + 2 * 8
+    )
 
 
 def test_a_split_that_is_given_has_to_meet_the_limit():

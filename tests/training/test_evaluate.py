@@ -19,7 +19,9 @@ from tests.parity.harness import Cell, microbatches, run_config, start
 
 def _evaluate() -> tuple[float, float, float, int, int]:
     cfg = run_config(Cell("qwen3_next", "single", "lora"))
-    cfg = replace(cfg, lora=Lora(r=4, dropout=0.5), model=replace(cfg.model, router_aux_loss_coef=1.0))
+    cfg = replace(
+        cfg, lora=Lora(r=4, dropout=0.5), model=replace(cfg.model, router_aux_loss_coef=1.0)
+    )
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh, start(cfg))
     batches = microbatches(cfg, mesh, 1)
@@ -28,7 +30,9 @@ def _evaluate() -> tuple[float, float, float, int, int]:
     (part,) = job.pm.parts
     part.eval()
     with torch.no_grad():
-        expected = sum(part(batch) for batch in batches) / sum(batch.num_target_tokens() for batch in batches)
+        expected = sum(part(batch) for batch in batches) / sum(
+            batch.num_target_tokens() for batch in batches
+        )
     return trained.item(), evaluation.loss, expected.item(), evaluation.tokens, evaluation.step
 
 
@@ -63,7 +67,9 @@ def _sample(prompt: str) -> tuple[str, int]:
     beats = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluation, "beat", lambda: beats.append(1))
-        text = greedy_sample(job.pm, Letters(), encode_prompt(cfg, Letters(), job.positions) or [], mesh)
+        text = greedy_sample(
+            job.pm, Letters(), encode_prompt(cfg, Letters(), job.positions) or [], mesh
+        )
     return text, len(beats)
 
 
@@ -93,6 +99,8 @@ def test_a_sample_may_use_every_position_that_is_learned():
         fits = replace(cfg, training=replace(cfg.training, sample="a" * length))
         assert encode_prompt(fits, Letters(), positions) == [ord("a")] * length
     beyond = replace(cfg, training=replace(cfg.training, sample="a" * 12))
-    with pytest.raises(UserError, match=r"^training\.sample has 12 tokens and is continued by 48, but .* only 58 "):
+    with pytest.raises(
+        UserError, match=r"^training\.sample has 12 tokens and is continued by 48, but .* only 58 "
+    ):
         encode_prompt(beyond, Letters(), 58)
     assert encode_prompt(cfg, Letters(), 58) is None

@@ -13,10 +13,16 @@ from tests.distributed import run_ranks
 
 
 def _norms() -> tuple[float, float, float]:
-    mesh = Mesh(init_device_mesh("cpu", (1, 2, 2, 1, 1), mesh_dim_names=Mesh.AXES), torch.device("cpu"))
+    mesh = Mesh(
+        init_device_mesh("cpu", (1, 2, 2, 1, 1), mesh_dim_names=Mesh.AXES), torch.device("cpu")
+    )
     hsdp = mesh.dense["dp_replicate", "dp_shard"]
     # Sharded over two ranks, the same on both replicas: rows (3, 0) and (0, 4) have norm 5 together.
-    rows = torch.tensor([[3.0, 0.0]]) if mesh.dense.get_local_rank("dp_shard") == 0 else torch.tensor([[0.0, 4.0]])
+    rows = (
+        torch.tensor([[3.0, 0.0]])
+        if mesh.dense.get_local_rank("dp_shard") == 0
+        else torch.tensor([[0.0, 4.0]])
+    )
     sharded = nn.Parameter(DTensor.from_local(torch.zeros(1, 2), hsdp, [Replicate(), Shard(0)]))
     sharded.grad = DTensor.from_local(rows, hsdp, [Replicate(), Shard(0)])
     plain = nn.Parameter(torch.zeros(2))  # whole on every rank: counts once
@@ -60,5 +66,7 @@ def test_the_norm_of_a_long_gradient_is_not_lost_in_rounding():
     (found,) = run_ranks(1, _long)
     expected = 0.1 * (1024 * 4097) ** 0.5
     assert abs(found / expected - 1) < 1e-6
-    at_once = torch.full((1024 * 4097,), 0.1).norm().item()  # once torch adds up with more care, take it as it is
+    at_once = (
+        torch.full((1024 * 4097,), 0.1).norm().item()
+    )  # once torch adds up with more care, take it as it is
     assert abs(at_once / expected - 1) > 1e-4

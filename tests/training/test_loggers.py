@@ -63,10 +63,9 @@ def test_tensorboard_event_files_hold_what_was_logged(tmp_path):
     accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]} == {
-        "loss": [(1, 2.5), (2, 1.5)],
-        "lr": [(1, 0.25)],
-    }
+    assert {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    } == {"loss": [(1, 2.5), (2, 1.5)], "lr": [(1, 0.25)]}
     (text,) = events.Tensors("config/text_summary")
     assert "betas:\n  - 0.9\n  - 0.95\n" in text.tensor_proto.string_val[0].decode()
 
@@ -82,7 +81,11 @@ def test_wandb_calls(fake, tmp_path):
     calls = fake("wandb")
     log_two_steps("wandb", tmp_path)
     assert calls() == [
-        ("init", (), {"project": "shardwise", "name": tmp_path.name, "dir": str(tmp_path), "config": CONFIG}),
+        (
+            "init",
+            (),
+            {"project": "shardwise", "name": tmp_path.name, "dir": str(tmp_path), "config": CONFIG},
+        ),
         ("log", ({"loss": 2.5, "lr": 0.25},), {"step": 1}),
         ("log", ({"loss": 1.5},), {"step": 2}),
         ("finish", (), {}),
@@ -103,7 +106,12 @@ def test_trackio_calls(fake, tmp_path):
 def test_mlflow_calls(fake, tmp_path):
     calls = fake("mlflow")
     log_two_steps("mlflow", tmp_path)
-    parameters = {"model.path": "tiny", "optimizer.lr": 0.5, "optimizer.betas": (0.9, 0.95), "lora": None}
+    parameters = {
+        "model.path": "tiny",
+        "optimizer.lr": 0.5,
+        "optimizer.betas": (0.9, 0.95),
+        "lora": None,
+    }
     assert calls() == [
         ("set_experiment", ("shardwise",), {}),
         ("start_run", (), {"run_name": tmp_path.name}),
@@ -133,7 +141,9 @@ def test_a_tracker_that_is_not_installed_is_the_users_mistake(fake, tmp_path):
 
 def test_a_tracker_that_does_not_start_closes_those_before_it(fake, tmp_path):
     calls = fake("wandb")
-    (tmp_path / "packages" / "mlflow.py").write_text("def set_experiment(name):\n    raise OSError('no server')\n")
+    (tmp_path / "packages" / "mlflow.py").write_text(
+        "def set_experiment(name):\n    raise OSError('no server')\n"
+    )
     with pytest.raises(OSError, match="no server"):
         open_loggers(["wandb", "mlflow"], tmp_path, CONFIG)
     assert [call[0] for call in calls()] == ["init", "finish"]

@@ -28,11 +28,14 @@ micro-batch, and those before it add up beside them; zero1 adds up whole gradien
 
 
 @pytest.mark.parametrize(
-    ("layout", "nproc"), [("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp1", 2), ("fsdp2", 2)]
+    ("layout", "nproc"),
+    [("single", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp1", 2), ("fsdp2", 2)],
 )
 def test_parts_of_the_peak(layout, nproc):
     for memory in run_ranks(nproc, _measure, Cell("llama", layout, "full", nproc)):
-        for peak, parts, state in zip(memory.peak_bytes, memory.parts, memory.state_bytes, strict=True):
+        for peak, parts, state in zip(
+            memory.peak_bytes, memory.parts, memory.state_bytes, strict=True
+        ):
             assert sum(parts.values()) == peak
             assert parts["weights"] == state["weights"]
             assert parts["optimizer"] == state["optimizer"]
@@ -41,7 +44,9 @@ def test_parts_of_the_peak(layout, nproc):
 
 def test_checkpointing_lowers_the_activations():
     cell = Cell("llama", "single", "full")
-    (plain,), (kept,) = (run_ranks(1, _measure, replace(cell, variant=v)) for v in ("", "checkpointing"))
+    (plain,), (kept,) = (
+        run_ranks(1, _measure, replace(cell, variant=v)) for v in ("", "checkpointing")
+    )
     (before,), (after,) = plain.parts, kept.parts
     # Of four layers' activations their inputs are left, and what head and loss keep.
     assert after["activations"] < 0.5 * before["activations"]

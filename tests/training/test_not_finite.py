@@ -32,7 +32,11 @@ def failed_step(cell: Cell, where: str) -> tuple[NotFinite, str, str]:
     with pytest.raises(NonFiniteLossError) as raised:
         training_step(job, microbatches(cfg, mesh, 1), mesh, max_grad_norm=1.0)
     found = raised.value.found
-    return found, explain(found, just_loaded=True, trained=False), explain(found, just_loaded=False, trained=True)
+    return (
+        found,
+        explain(found, just_loaded=True, trained=False),
+        explain(found, just_loaded=False, trained=True),
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,9 @@ def test_a_weight_is_named_on_every_rank(cell: Cell) -> None:
 
 
 def test_a_gradient_is_named() -> None:
-    ((found, first, later),) = run_ranks(1, failed_step, Cell("llama", "single", "full"), "gradients")
+    ((found, first, later),) = run_ranks(
+        1, failed_step, Cell("llama", "single", "full"), "gradients"
+    )
     assert found == NotFinite((), (NAME,))  # and no other was scaled by a norm that is NaN
     assert f"all weights are finite, gradients {NAME} are not" in first
     assert "optimizer.lr" not in first

@@ -95,4 +95,6 @@ with Progress(2) as progress:
     assert written.rfind("\x1b[?25h") > written.rfind("\x1b[?25l")  # the cursor is on at the end
     lines = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", written).replace("\r", "\n").split("\n")
     last = [line for line in lines if line.strip()][-1]
-    assert re.fullmatch(r"step 2/2 ━+ loss 2\.5000 · 2,000 tokens/s · 2\.00 GiB · time left 0:00:00 *", last)
+    assert re.fullmatch(
+        r"step 2/2 ━+ loss 2\.5000 · 2,000 tokens/s · 2\.00 GiB · time left 0:00:00 *", last
+    )

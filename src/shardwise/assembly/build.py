@@ -55,12 +55,17 @@ class Cut:
 
     def __str__(self) -> str:
         pipeline, split = self.pipeline, self.split
-        ranks = [[", ".join(split.contents(c)) for c in pipeline.chunks_of(r)] for r in range(pipeline.num_ranks)]
+        ranks = [
+            [", ".join(split.contents(c)) for c in pipeline.chunks_of(r)]
+            for r in range(pipeline.num_ranks)
+        ]
         head = (
             f"pipeline: {pipeline.schedule}, {pipeline.num_microbatches} micro-batches, cut by {self.source}; "
             f"predicted bubble {split.timeline.bubble():.1%}"
         )
-        return "\n".join([head, *(f"  rank {rank}: {' | '.join(chunks)}" for rank, chunks in enumerate(ranks))])
+        return "\n".join(
+            [head, *(f"  rank {rank}: {' | '.join(chunks)}" for rank, chunks in enumerate(ranks))]
+        )
 
 
 @dataclass(frozen=True)
@@ -73,15 +78,23 @@ class Job:
     optimizer: torch.optim.Optimizer
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     spec: ModelSpec
-    parameters: Mapping[str, int]  # of the whole model: how many are trainable, frozen, and in total
+    parameters: Mapping[
+        str, int
+    ]  # of the whole model: how many are trainable, frozen, and in total
     trained: frozenset[str]  # names of the trainable ones, of the whole model
-    counts: ModelCounts | None  # of the whole model; None where FLOPs cannot be counted, as a note says
+    counts: (
+        ModelCounts | None
+    )  # of the whole model; None where FLOPs cannot be counted, as a note says
     coverage: lora.Coverage | None
     loss_scale: LossScale
     positions: int | None  # how many the model has learned; None: it takes any
     cut: Cut | None = None  # of a pipeline
-    kernels: Mapping[str, str] = field(default_factory=dict)  # what `lora.kernel` and `training.loss` came to
-    notes: tuple[str, ...] = ()  # what whoever reads the result must know; printed, and kept in the record
+    kernels: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what `lora.kernel` and `training.loss` came to
+    notes: tuple[
+        str, ...
+    ] = ()  # what whoever reads the result must know; printed, and kept in the record
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """What the optimizer updates on this rank, with its gradients: parameters, or shards of them."""
@@ -98,7 +111,9 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     counts = None if notes else count_model(hf, spec)
     cut = None if facts.pipeline is None else _cut(cfg, mesh, facts, facts.pipeline, counts)
     if cfg.parallel.tp > 1:
-        notes += _replicated_note(tensor_plan.replicated_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh)
+        notes += _replicated_note(
+            tensor_plan.replicated_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh
+        )
     if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
         notes += (f"parallel.memory_limit_gib: {caveat}",)
     notes += facts.notes
@@ -138,7 +153,9 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
     )
 
 
-def _cut(cfg: RunConfig, mesh: Mesh, facts: Description, pipeline: Pipeline, counts: ModelCounts | None) -> Cut:
+def _cut(
+    cfg: RunConfig, mesh: Mesh, facts: Description, pipeline: Pipeline, counts: ModelCounts | None
+) -> Cut:
     costs = costs_of(cfg, facts.hf, facts.spec, counts, mesh.dense.size(), mesh.size("dp_shard"))
     # A few numbers per layer, from every rank to all: on another node another profile may lie, or none.
     units, source = of_every_rank(costs)[0]
@@ -163,17 +180,21 @@ def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
     return notes
 
 
-def _replicated_note(units: Sequence[Counter[str]], cut: Cut | None, cfg: RunConfig, mesh: Mesh) -> tuple[str, ...]:
+def _replicated_note(
+    units: Sequence[Counter[str]], cut: Cut | None, cfg: RunConfig, mesh: Mesh
+) -> tuple[str, ...]:
     """Return what tensor parallelism does not shard, if anything, in the whole model: the same on all ranks."""
     whole = sum(units, Counter())
     told = ", ".join(f"{name} ({num_bytes:,})" for name, num_bytes in whole.items())
-    said = (
-        f"parallel.tp: of these weights other ranks hold the same bytes: {told}; {whole.total():,} in the whole model"
-    )
+    said = f"parallel.tp: of these weights other ranks hold the same bytes: {told}; {whole.total():,} in the whole model"
     if cut is not None:
         edges, pipeline = cut.split.boundaries, cut.pipeline
         held = [
-            sum(units[u].total() for c in pipeline.chunks_of(r) for u in range(edges[c], edges[c + 1]))
+            sum(
+                units[u].total()
+                for c in pipeline.chunks_of(r)
+                for u in range(edges[c], edges[c + 1])
+            )
             for r in range(pipeline.num_ranks)
         ]
         said += f", on a rank of the pipeline at most {max(held):,}"
@@ -188,7 +209,9 @@ def _sizes(hf: torch.nn.Module) -> dict[str, int]:
     return {"trainable": trainable, "frozen": total - trainable, "total": total}
 
 
-def run_in_turn(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
+def run_in_turn(
+    pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
+) -> torch.Tensor:
     """One micro-batch after the other through the one part of a model that is not cut into stages."""
     (part,) = pm.parts
     part.train(train)

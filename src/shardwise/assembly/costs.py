@@ -42,12 +42,17 @@ def costs_of(
     """
     units = _with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
     modules = [[hf.get_submodule(name) for name in names] for names in unit_modules(spec)]
-    costs = [_cost(cfg, hf, unit, parts, num_shards, flops_per_second) for unit, parts in zip(units, modules)]
+    costs = [
+        _cost(cfg, hf, unit, parts, num_shards, flops_per_second)
+        for unit, parts in zip(units, modules)
+    ]
     if spec.tied and cfg.parallel.schedule in V_SHAPED:
         tied = hf.get_parameter(f"{spec.embed}.weight")
         own = [p for module in modules[-1] for p in module.parameters() if p is not tied]
         weights, gradients, optimizer = _state_bytes(cfg, own, num_shards)
-        costs[-1] = replace(costs[-1], weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer)
+        costs[-1] = replace(
+            costs[-1], weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer
+        )
     keys = unit_keys(hf, spec, cfg.parallel.schedule)
     path = path_of(cfg, hf, keys, num_processes)
     profile = read(path)
@@ -66,7 +71,9 @@ def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int)
 
 def memory_caveat(spec: ModelSpec, source: CostSource) -> str | None:
     """What is wrong with the memory of a split by these costs, in words; None where nothing is known to be."""
-    keeping = [layer for layer in spec.layers if any(block.kind.keeps_more for block in layer.mixers)]
+    keeping = [
+        layer for layer in spec.layers if any(block.kind.keeps_more for block in layer.mixers)
+    ]
     recurrent = list(dict.fromkeys(layer.kind for layer in keeping))
     if source.is_measured or not recurrent:
         return None
@@ -81,7 +88,9 @@ def _with_gradients(counts: ModelCounts, schedule: str) -> ModelCounts:
     if schedule not in HALVING:
         return counts
     embedding, *above = counts.units
-    return ModelCounts((replace(embedding, backward=True), *(_with_gradient(unit) for unit in above)))
+    return ModelCounts(
+        (replace(embedding, backward=True), *(_with_gradient(unit) for unit in above))
+    )
 
 
 def _with_gradient(unit: Unit) -> Unit:
@@ -90,7 +99,12 @@ def _with_gradient(unit: Unit) -> Unit:
 
 
 def _cost(
-    cfg: RunConfig, hf: PreTrainedModel, unit: Unit, modules: list[nn.Module], num_shards: int, flops_per_second: float
+    cfg: RunConfig,
+    hf: PreTrainedModel,
+    unit: Unit,
+    modules: list[nn.Module],
+    num_shards: int,
+    flops_per_second: float,
 ) -> Cost:
     tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
     flops = unit_flops_per_token(
@@ -119,7 +133,9 @@ def _cost(
     )
 
 
-def _state_bytes(cfg: RunConfig, parameters: list[nn.Parameter], num_shards: int) -> tuple[int, int, int]:
+def _state_bytes(
+    cfg: RunConfig, parameters: list[nn.Parameter], num_shards: int
+) -> tuple[int, int, int]:
     """Of weights, gradients and optimizer on a rank with this unit.
 
     AdamW has two states in the weight's dtype and a float32 count for each parameter. With fsdp2 torch's stages keep
@@ -161,7 +177,10 @@ def _kept_bytes(cfg: RunConfig, hf: PreTrainedModel, unit: Unit) -> int:
         return hidden + sum(_elements(hf, weight)[1] for weight in unit.weights) * tokens * itemsize
     kept = sum(sum(_elements(hf, weight)) for weight in unit.weights) * tokens * itemsize
     cast = autocast and cfg.model.dtype == "float32"
-    return int(kept + sum(itemsize * weight.numel for weight in unit.weights if weight.input_gradient) * cast)
+    return int(
+        kept
+        + sum(itemsize * weight.numel for weight in unit.weights if weight.input_gradient) * cast
+    )
 
 
 def _elements(hf: PreTrainedModel, weight: Weight) -> tuple[float, float]:

@@ -79,16 +79,22 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     )
 
 
-def _kernels(cfg: RunConfig, hf: PreTrainedModel, family: Family, device: torch.device) -> dict[str, str]:
+def _kernels(
+    cfg: RunConfig, hf: PreTrainedModel, family: Family, device: torch.device
+) -> dict[str, str]:
     kernels = {"loss": loss_of_run(cfg, family, device)}
     if cfg.lora:
         kernels["lora"] = "peft"
         if lora_kernel.has_plain_layers(hf):
-            kernels["lora"], _ = lora_kernel.kernel_for(hf, cfg.lora.kernel, device, cfg.training.precision)
+            kernels["lora"], _ = lora_kernel.kernel_for(
+                hf, cfg.lora.kernel, device, cfg.training.precision
+            )
     return kernels
 
 
-def _beyond_positions(cfg: RunConfig, hf_config: PretrainedConfig, learned: int | None) -> tuple[str, ...]:
+def _beyond_positions(
+    cfg: RunConfig, hf_config: PretrainedConfig, learned: int | None
+) -> tuple[str, ...]:
     """That rows are longer than the model was made for, if they are: with rotary positions they train all the same."""
     most = getattr(hf_config, "max_position_embeddings", None)
     if learned is not None or not isinstance(most, int) or cfg.data.sequence_length <= most:

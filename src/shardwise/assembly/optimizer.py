@@ -47,7 +47,9 @@ def make_optimizer(
     # One group per kind of tensor: an optimizer's multi-tensor path refuses plain tensors beside DTensors, and DTensors
     # of several meshes. And one that may be empty: a pipeline's stage need not have anything to train, but has a
     # learning rate.
-    kinds: dict[tuple[Any, bool], list[tuple[str, nn.Parameter]]] = {(None, False): []} if not named else {}
+    kinds: dict[tuple[Any, bool], list[tuple[str, nn.Parameter]]] = (
+        {(None, False): []} if not named else {}
+    )
     for name, parameter in named:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         kinds.setdefault((mesh, name in decayed), []).append((name, parameter))

@@ -57,7 +57,11 @@ BEFORE_LOADING = (
     # Inside checkpointing, which runs compiled layers again.
     Entry("compile", lambda cfg: cfg.training.compile != "none", compile.apply),
     # Inside the wrappers, so that their hooks lie outside.
-    Entry("activation checkpointing", lambda cfg: cfg.training.checkpointing != "none", activation_checkpoint.apply),
+    Entry(
+        "activation checkpointing",
+        lambda cfg: cfg.training.checkpointing != "none",
+        activation_checkpoint.apply,
+    ),
     # Gives memory to one unit of a model on meta after the other, and shards it.
     Entry("fsdp1", _data("fsdp1"), fsdp1.apply),
     # Shards a model on meta: no rank ever holds it whole.
@@ -71,7 +75,9 @@ AFTER_LOADING = (
     # The optimizer's shards are views into real weights.
     Entry("zero", _data("zero1", "zero2"), zero.apply),
     # Changes what the wrappers hand over, and to whom.
-    Entry("float32 accumulation", lambda cfg: cfg.training.accumulation == "float32", accumulate.apply),
+    Entry(
+        "float32 accumulation", lambda cfg: cfg.training.accumulation == "float32", accumulate.apply
+    ),
     # Runs the stages that all others have made ready.
     Entry("pipeline", lambda cfg: cfg.parallel.pp > 1, pipeline_parallel.apply),
 )
@@ -79,7 +85,9 @@ ORDER = (*BEFORE_LOADING, *AFTER_LOADING)
 """Weights go into whatever each rank holds between the two."""
 
 
-def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: Load) -> ParallelModel:
+def apply(
+    pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: Load
+) -> ParallelModel:
     """Do to a model on `meta` everything that the run asks for, in ORDER, and load its weights on the way."""
     for entries, then in ((BEFORE_LOADING, load), (AFTER_LOADING, None)):
         for entry in entries:

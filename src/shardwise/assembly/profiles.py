@@ -121,19 +121,27 @@ def unit_keys(hf: PreTrainedModel, spec: ModelSpec, schedule: str) -> tuple[str,
 def needs_gradient(hf: PreTrainedModel, spec: ModelSpec, schedule: str) -> list[bool]:
     """Whether each unit's input needs a gradient: something below is trained, or the schedule wants it all the way."""
     trained = [any(p.requires_grad for _, p in named) for named in _parameters(hf, spec)]
-    return [place > 0 and (schedule in HALVING or any(trained[:place])) for place in range(len(trained))]
+    return [
+        place > 0 and (schedule in HALVING or any(trained[:place])) for place in range(len(trained))
+    ]
 
 
 def _parameters(hf: PreTrainedModel, spec: ModelSpec) -> list[list[tuple[str, torch.nn.Parameter]]]:
     return [
-        [(f"{i}.{n}", p) for i, module in enumerate(modules) for n, p in hf.get_submodule(module).named_parameters()]
+        [
+            (f"{i}.{n}", p)
+            for i, module in enumerate(modules)
+            for n, p in hf.get_submodule(module).named_parameters()
+        ]
         for modules in unit_modules(spec)
     ]
 
 
 def num_busy(cfg: RunConfig, num_processes: int) -> int:
     """How many of a run's processes keep this machine busy: no more than there are cores or GPUs."""
-    return min(num_processes, torch.cuda.device_count() if device_type(cfg) == "cuda" else num_cores())
+    return min(
+        num_processes, torch.cuda.device_count() if device_type(cfg) == "cuda" else num_cores()
+    )
 
 
 def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_processes: int) -> Path:
@@ -141,15 +149,28 @@ def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_proces
     facts = environment(torch.device(device_type(cfg)))
     machine = ("shardwise", "python", "torch", "cuda", "transformers", "peft", "device", "threads")
     sections = cfg.to_dict().items()
-    values = {f"{section}.{key}": value for section, content in sections for key, value in (content or {}).items()}
+    values = {
+        f"{section}.{key}": value
+        for section, content in sections
+        for key, value in (content or {}).items()
+    }
     depends = {
         "schema": SCHEMA_VERSION,
         "units": sorted(set(keys)),
-        "model": {k: v for k, v in hf.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")},
+        "model": {
+            k: v
+            for k, v in hf.config.to_dict().items()
+            if k not in ("_name_or_path", "transformers_version")
+        },
         # By models/patches/experts.py, which may choose another product for a tensor-parallel rank's share.
         "experts": hf.config._experts_implementation,
-        "run": {key: v for key, v in values.items() if key not in NOT_TIMED and key.partition(".")[0] not in NOT_TIMED},
-        "machine": {k: facts[k] for k in machine} | {name: version(name) for name in KERNEL_PACKAGES},
+        "run": {
+            key: v
+            for key, v in values.items()
+            if key not in NOT_TIMED and key.partition(".")[0] not in NOT_TIMED
+        },
+        "machine": {k: facts[k] for k in machine}
+        | {name: version(name) for name in KERNEL_PACKAGES},
         "busy": num_busy(cfg, num_processes),
     }
     cache = os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise"
@@ -183,7 +204,9 @@ def read(path: Path) -> Profile | None:
 
 def with_measured(costs: Sequence[Cost], keys: Sequence[str], profile: Profile) -> tuple[Cost, ...]:
     """The costs with times and activation bytes as measured."""
-    return tuple(_with(cost, profile.units[key], profile) for cost, key in zip(costs, keys, strict=True))
+    return tuple(
+        _with(cost, profile.units[key], profile) for cost, key in zip(costs, keys, strict=True)
+    )
 
 
 def _with(cost: Cost, unit: Measured, profile: Profile) -> Cost:

@@ -80,7 +80,9 @@ def cell_record(
         command=command,
         rounds=[dataclasses.asdict(entry) for entry in rounds],
         spread=spread,
-        largest_round_difference=max((_difference(first.losses, record.losses) for record in good), default=0.0),
+        largest_round_difference=max(
+            (_difference(first.losses, record.losses) for record in good), default=0.0
+        ),
     )
 
 

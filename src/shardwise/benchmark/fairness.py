@@ -95,7 +95,9 @@ def check_keys(where: str, keys: Iterable[str], varied: bool) -> None:
             sections = [*known_keys(), NPROC]
             raise UserError(f"{where}: unknown key {key}; {nearest(section, sections, 'sections')}")
         if not name:
-            raise UserError(f"{where} replaces the section {key}; set its keys one by one, as in {key}.KEY")
+            raise UserError(
+                f"{where} replaces the section {key}; set its keys one by one, as in {key}.KEY"
+            )
         if key in REMOVED:
             raise UserError(f"{where} sets {key}, which was removed; leave it out")
         if name not in known_keys(section):
@@ -103,10 +105,14 @@ def check_keys(where: str, keys: Iterable[str], varied: bool) -> None:
         if key in _NEVER_SET:
             raise UserError(f"{where} sets {key}, but {_NEVER_SET[key]}; leave it out")
         if varied and key in _NEVER_VARIED:
-            raise UserError(f"{where} sets {key}, but {_NEVER_VARIED[key]}; set it for all cells, under set")
+            raise UserError(
+                f"{where} sets {key}, but {_NEVER_VARIED[key]}; set it for all cells, under set"
+            )
 
 
-def check_axis(name: str, values: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> tuple[Axis, bool]:
+def check_axis(
+    name: str, values: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> tuple[Axis, bool]:
     """Return an axis, and whether it is one of weak scaling.
 
     `values` are the keys that each value of the axis sets; `defaults` are NPROC and GLOBAL_BATCH
@@ -163,7 +169,9 @@ def _refuse_mixture(name: str, values: Mapping[str, Mapping[str, Any]], keys: li
     )
 
 
-def _check_equal_share(name: str, values: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+def _check_equal_share(
+    name: str, values: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> None:
     """Raise UserError where processes along an axis of weak scaling have unequal rows."""
     rows_per_process = {}
     for value, settings in values.items():
@@ -187,7 +195,9 @@ def check_axes(axes: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
         for other, other_axis in setters[i + 1 :]:
             if axis != other_axis and _overlap(key, other):
                 longer = max(key, other, key=len)
-                raise UserError(f"axes.{axis} and axes.{other_axis} both set {longer}; let one axis set it")
+                raise UserError(
+                    f"axes.{axis} and axes.{other_axis} both set {longer}; let one axis set it"
+                )
 
 
 def _overlap(key: str, other: str) -> bool:

@@ -39,7 +39,9 @@ def locked(out: Path) -> Generator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"--out {out}: another bench is running in it; wait, or choose another folder") from None
+            raise UserError(
+                f"--out {out}: another bench is running in it; wait, or choose another folder"
+            ) from None
         yield
     finally:
         os.close(handle)
@@ -132,7 +134,9 @@ def read_state(cell: Cell, folder: Path) -> CellState:
         old, rounds = _read_record(cell, folder)
         _read_rounds(state, rounds)
         if state.rounds:
-            state.record = cell_record(cell.plan, state.rounds, state.run_records, old.command, old.environment)
+            state.record = cell_record(
+                cell.plan, state.rounds, state.run_records, old.command, old.environment
+            )
             if state.record != old:
                 state.record.write(folder / RECORD)
     return state
@@ -151,7 +155,9 @@ def _read_record(cell: Cell, folder: Path) -> tuple[CellRecord, list[Round]]:
     except UserError as error:
         raise UserError(f"{error}: {way_out}") from None
     except TypeError:
-        raise UserError(f"{folder / RECORD}: another version of shardwise wrote its rounds: {way_out}") from None
+        raise UserError(
+            f"{folder / RECORD}: another version of shardwise wrote its rounds: {way_out}"
+        ) from None
 
 
 def _read_rounds(state: CellState, rounds: Sequence[Round]) -> None:
@@ -161,7 +167,10 @@ def _read_rounds(state: CellState, rounds: Sequence[Round]) -> None:
         try:
             record = RunRecord.read(path)
         except UserError:
-            print(f"{path} cannot be read; {state.cell.plan.id} runs again from round {number} on", flush=True)
+            print(
+                f"{path} cannot be read; {state.cell.plan.id} runs again from round {number} on",
+                flush=True,
+            )
             return
         state.run_records.append(record)
         state.rounds.append(entry)

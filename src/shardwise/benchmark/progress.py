@@ -34,7 +34,9 @@ class Display:
         self._live = None
         if sys.stdout.isatty() and not self._console.is_dumb_terminal:
             # Every two seconds, as drawing takes time on the cores that are measured.
-            self._live = Live(get_renderable=self._table, console=self._console, refresh_per_second=0.5)
+            self._live = Live(
+                get_renderable=self._table, console=self._console, refresh_per_second=0.5
+            )
 
     def start(self, state: CellState) -> None:
         """Show that a round of this cell begins."""
@@ -60,7 +62,10 @@ class Display:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
             self._live.stop()

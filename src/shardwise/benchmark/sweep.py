@@ -19,7 +19,17 @@ from shardwise.ranges import shown
 from shardwise.records.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
 from shardwise.run_file import parse_config, read_yaml
 
-KEYS = ("title", "base", "set", "nproc", "rounds", "memory_rounds", "timeout_seconds", "reference", "axes")
+KEYS = (
+    "title",
+    "base",
+    "set",
+    "nproc",
+    "rounds",
+    "memory_rounds",
+    "timeout_seconds",
+    "reference",
+    "axes",
+)
 MAX_ID_LENGTH, MAX_CELLS = 80, 10_000
 RESERVED = {SWEEP, "figures", "report.html", "report.md"}
 """Names beside the folders of the cells: the bench and the report write there too."""
@@ -179,7 +189,9 @@ def _values(axis: str, entry: object) -> Values:
     return values
 
 
-def _axes(values: Mapping[str, Values], base: Mapping[str, Any], nproc: int) -> tuple[tuple[Axis, ...], set[str]]:
+def _axes(
+    values: Mapping[str, Values], base: Mapping[str, Any], nproc: int
+) -> tuple[tuple[Axis, ...], set[str]]:
     """Return the axes, and the names of those that scale weakly."""
     rows = flat(base).get(GLOBAL_BATCH, Training.global_batch_size)
     defaults = {NPROC: nproc, GLOBAL_BATCH: rows}

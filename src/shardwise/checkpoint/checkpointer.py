@@ -44,7 +44,9 @@ class Checkpointer:
         self._cfg, self._job, self._loaders = cfg, job, loaders
         self._output_dir = Path(cfg.training.output_dir)
         self._main = dist.get_rank() == 0
-        self._model = fingerprint(cfg) if self._main else {}  # now, while the files are those that were loaded
+        self._model = (
+            fingerprint(cfg) if self._main else {}
+        )  # now, while the files are those that were loaded
         # Of its own: a save may go on beside the collectives of training, and has objects to send, not GPU tensors.
         # Its time-out is longer than the watchdog waits, whose end comes with stacks.
         timeout = timedelta(seconds=2 * cfg.training.timeout_seconds)
@@ -52,7 +54,9 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self._saved = start.step
-        self._judged_on = loaders.validation.corpus.fingerprint() if loaders.validation is not None else None
+        self._judged_on = (
+            loaders.validation.corpus.fingerprint() if loaders.validation is not None else None
+        )
         best = start.manifest.best if start.manifest else None
         # One that is gone, or in another folder, cannot be kept: the next is the best again.
         there = best is not None and folder_of(self._output_dir, best["step"]).is_dir()
@@ -60,11 +64,16 @@ class Checkpointer:
 
     def __enter__(self) -> Checkpointer:
         if self._main:
-            folders.take_over(self._output_dir, self._saved, self._best["step"] if self._best else None)
+            folders.take_over(
+                self._output_dir, self._saved, self._best["step"] if self._best else None
+            )
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._thread.shutdown(wait=error is None)
 
@@ -74,11 +83,17 @@ class Checkpointer:
         if training.keep_best and evaluation is not None and math.isfinite(evaluation.loss):
             judged_on = {"tokens": evaluation.tokens, "documents": self._judged_on}
             # A loss on other text is no rival: with a resume the validation set may have changed.
-            rival = self._best if self._best is not None and judged_on.items() <= self._best.items() else None
+            rival = (
+                self._best
+                if self._best is not None and judged_on.items() <= self._best.items()
+                else None
+            )
             if rival is None or evaluation.loss < rival["loss"]:
                 self._best = {"step": step, "loss": evaluation.loss, **judged_on}
         best = self._best is not None and self._best["step"] == step
-        due = training.save_every > 0 and (step % training.save_every == 0 or step == training.steps)
+        due = training.save_every > 0 and (
+            step % training.save_every == 0 or step == training.steps
+        )
         if due or best:
             self.save(step)
 
@@ -156,9 +171,15 @@ class Checkpointer:
 
         try:
             self._on_main(begin, folder)
-            self._together(lambda: checkpoint_tensors.save(tensors, unfinished, self._group), folder)
+            self._together(
+                lambda: checkpoint_tensors.save(tensors, unfinished, self._group), folder
+            )
             self._on_main(write_metrics, folder)
-            files = {name: known for part in self._together(check, folder) for name, known in part.items()}
+            files = {
+                name: known
+                for part in self._together(check, folder)
+                for name, known in part.items()
+            }
             self._on_main(finish, folder)
         except RunError:
             if self._main:
@@ -211,7 +232,9 @@ def restore(start: Start, job: Job, cfg: RunConfig) -> None:
         with paused():
             checkpoint_tensors.load(tensors, start.folder, index)
     except CheckpointException as error:
-        raise RunError(f"checkpoint {start.folder} could not be read: {_failures(error)[0]}") from None
+        raise RunError(
+            f"checkpoint {start.folder} could not be read: {_failures(error)[0]}"
+        ) from None
     for key, name, held in _held(job, cfg):
         if _is_translated(key, held):
             job.pm.from_portable(name, held, tensors[key])
@@ -232,7 +255,11 @@ def _held(job: Job, cfg: RunConfig) -> Iterator[tuple[str, str, torch.Tensor]]:
             yield f"weights/{name}", name, parameter
     for part in job.pm.parts if full else ():
         persistent = part.hf.state_dict(keep_vars=True)
-        yield from ((f"buffers/{name}", name, b) for name, b in part.hf.named_buffers() if name in persistent)
+        yield from (
+            (f"buffers/{name}", name, b)
+            for name, b in part.hf.named_buffers()
+            if name in persistent
+        )
     for name, parameter in _optimized(job.optimizer):
         for state, tensor in job.optimizer.state[parameter].items():
             yield f"optimizer/{name}/{state}", name, tensor
@@ -265,7 +292,9 @@ def _make_optimizer_states(job: Job, index: Index, cfg: RunConfig) -> str | None
         for state in saved[name]:
             entry, parameter = index.tensors[f"optimizer/{name}/{state}"], parameters[name]
             count = torch.zeros((), dtype=torch.float32)
-            job.optimizer.state[parameter][state] = torch.zeros_like(parameter) if entry.shape else count
+            job.optimizer.state[parameter][state] = (
+                torch.zeros_like(parameter) if entry.shape else count
+            )
     return None
 
 
@@ -280,7 +309,11 @@ def _difference(key: str, tensor: torch.Tensor, index: Index) -> str | None:
 
 
 def _failures(error: BaseException) -> list[BaseException]:
-    return [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return (
+        [failure for failure, _ in error.failures.values()]
+        if isinstance(error, CheckpointException)
+        else [error]
+    )
 
 
 def _reason(error: BaseException) -> tuple[int, str]:
@@ -289,6 +322,8 @@ def _reason(error: BaseException) -> tuple[int, str]:
     for failure in failures:
         if isinstance(failure, OSError):
             name = f": {failure.filename}" if failure.filename and not is_full(failure) else ""
-            way_out = MAKE_ROOM if is_full(failure) else "mend that, then go on with --resume latest-good"
+            way_out = (
+                MAKE_ROOM if is_full(failure) else "mend that, then go on with --resume latest-good"
+            )
             return 0, f"{failure.strerror or failure}{name}; {way_out}"
     return 1, str(failures[0])

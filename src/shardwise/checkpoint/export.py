@@ -25,7 +25,11 @@ from shardwise.process.watchdog import beat
 
 
 def save_result(
-    job: Job, cfg: RunConfig, mesh: Mesh, output_dir: Path, tokenizer: PreTrainedTokenizerBase | None = None
+    job: Job,
+    cfg: RunConfig,
+    mesh: Mesh,
+    output_dir: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path | None:
     """Write the adapter (LoRA) or the model (full) from any layout, with the tokenizer that it was trained with.
 
@@ -53,7 +57,9 @@ def save_result(
     return unfinished.rename(folder)
 
 
-def _whole_tensors(job: Job, mesh: Mesh, trainable_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _whole_tensors(
+    job: Job, mesh: Mesh, trainable_only: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor, whole, on the CPU of rank 0; on every other rank those of its own stages."""
     group = mesh.dense.get_group("pp")
     first, *others = dist.get_process_group_ranks(group)
@@ -81,7 +87,9 @@ def _whole_tensors(job: Job, mesh: Mesh, trainable_only: bool) -> Iterator[tuple
             beat()
 
 
-def _told_by(rank: int, group: dist.ProcessGroup, device: torch.device) -> tuple[str, torch.Size, torch.dtype] | None:
+def _told_by(
+    rank: int, group: dist.ProcessGroup, device: torch.device
+) -> tuple[str, torch.Size, torch.dtype] | None:
     told: list[Any] = [None]
     dist.recv_object_list(told, rank, group, device)
     return told[0]
@@ -94,4 +102,6 @@ def _own_tensors(job: Job, trainable_only: bool) -> Iterator[tuple[str, torch.Te
             yield name, full_tensor(job.pm.to_portable(name, parameter)).to("cpu", copy=True)
     for part in () if trainable_only else job.pm.parts:
         persistent = part.hf.state_dict(keep_vars=True)
-        yield from ((name, buffer.cpu()) for name, buffer in part.hf.named_buffers() if name in persistent)
+        yield from (
+            (name, buffer.cpu()) for name, buffer in part.hf.named_buffers() if name in persistent
+        )

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from shardwise.checkpoint.index import INDEX, DamagedError, check_header, is_file_name, parse, read_file, read_index
+from shardwise.checkpoint.index import (
+    INDEX,
+    DamagedError,
+    check_header,
+    is_file_name,
+    parse,
+    read_file,
+    read_index,
+)
 from shardwise.config import UserError
 from shardwise.records.record import dumps
 from shardwise.run_file import parse_config, without_removed
@@ -35,7 +43,9 @@ class Manifest:
     loader: dict[str, Any]  # where every slot of the global batch is in its stream
     loss_scale: dict[str, Any]  # float16's, where it stands
     model: dict[str, str]  # by which the files of `model.path` are known
-    best: dict[str, Any] | None = None  # this run's checkpoint with the lowest loss so far: step, loss, of which text
+    best: dict[str, Any] | None = (
+        None  # this run's checkpoint with the lowest loss so far: step, loss, of which text
+    )
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes, sha256
     format: int = FORMAT
 
@@ -113,7 +123,12 @@ def read_manifest(folder: Path) -> Manifest:
     parse(path, dumps(content), _Content)
     if bad := next((name for name in content["files"] if not is_file_name(name)), None):
         raise DamagedError(f"{path} is altered: {bad[:40]!r} is no file of a checkpoint")
-    places = [n for slot in content["loader"]["slots"].values() for n in slot.values() if isinstance(n, int)]
+    places = [
+        n
+        for slot in content["loader"]["slots"].values()
+        for n in slot.values()
+        if isinstance(n, int)
+    ]
     if min(content["step"], content["loader"]["step"], *places) < 0:
         raise DamagedError(f"{path} is altered: a number in it is negative")
     return Manifest(**content)
@@ -122,7 +137,8 @@ def read_manifest(folder: Path) -> Manifest:
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The size and checksum of these files, as a manifest has them."""
     return {
-        name: {"num_bytes": (folder / name).stat().st_size, "sha256": _file_sha256(folder / name)} for name in names
+        name: {"num_bytes": (folder / name).stat().st_size, "sha256": _file_sha256(folder / name)}
+        for name in names
     }
 
 
@@ -186,7 +202,11 @@ def take_over(output_dir: str | Path, step: int, best_step: int | None) -> None:
 
 def _checkpoints(output_dir: str | Path, ending: str) -> list[Path]:
     folders = (Path(output_dir) / CHECKPOINTS).glob(f"step-*{ending}")
-    return sorted((f for f in folders if re.fullmatch(rf"step-\d+{ending}", f.name)), key=step_of, reverse=True)
+    return sorted(
+        (f for f in folders if re.fullmatch(rf"step-\d+{ending}", f.name)),
+        key=step_of,
+        reverse=True,
+    )
 
 
 def _remove(folder: Path) -> None:

@@ -94,9 +94,13 @@ def check_header(path: Path, content: dict[str, tuple[str, list[int]]]) -> None:
     try:
         with safe_open(path, framework="np") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
-            header = {key: (part.get_dtype(), list(part.get_shape())) for key, part in slices.items()}
+            header = {
+                key: (part.get_dtype(), list(part.get_shape())) for key, part in slices.items()
+            }
     except (SafetensorError, OSError) as error:
-        raise DamagedError(f"{path} is no safetensors file ({' '.join(str(error).split())})") from None
+        raise DamagedError(
+            f"{path} is no safetensors file ({' '.join(str(error).split())})"
+        ) from None
     for key in sorted(content.keys() | header.keys()):
         if content.get(key) != header.get(key):
             raise DamagedError(f"{path} is altered: its {key} is not what {INDEX} says")
@@ -138,7 +142,9 @@ def _problem(entry: Entry) -> str | None:
         return "has an unknown dtype"
     if not all(is_file_name(chunk.file) for chunk in entry.chunks):
         return "lies outside the folder"
-    if not all(len(sizes) == num_dims for chunk in entry.chunks for sizes in (chunk.offsets, chunk.shape)):
+    if not all(
+        len(sizes) == num_dims for chunk in entry.chunks for sizes in (chunk.offsets, chunk.shape)
+    ):
         return "has chunks with another number of dims"
     sizes = [*entry.shape, *(n for chunk in entry.chunks for n in (*chunk.offsets, *chunk.shape))]
     if not all(0 <= size <= LARGEST for size in sizes):
@@ -147,11 +153,16 @@ def _problem(entry: Entry) -> str | None:
         return "has chunks, but no elements" if entry.chunks else None
     num_cells = 1
     for dim, size in enumerate(entry.shape):
-        edges = sorted({(chunk.offsets[dim], chunk.offsets[dim] + chunk.shape[dim]) for chunk in entry.chunks})
+        edges = sorted(
+            {(chunk.offsets[dim], chunk.offsets[dim] + chunk.shape[dim]) for chunk in entry.chunks}
+        )
         begins, ends = [0, *(end for _, end in edges)], [*(begin for begin, _ in edges), size]
         if begins != ends or any(begin == end for begin, end in edges):
             return "is not filled by its chunks"
         num_cells *= len(edges)
-    if len({tuple(chunk.offsets) for chunk in entry.chunks}) != len(entry.chunks) or len(entry.chunks) != num_cells:
+    if (
+        len({tuple(chunk.offsets) for chunk in entry.chunks}) != len(entry.chunks)
+        or len(entry.chunks) != num_cells
+    ):
         return "is not filled by its chunks"
     return None

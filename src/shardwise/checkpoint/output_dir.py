@@ -49,7 +49,9 @@ def claim(cfg: RunConfig, clear: bool) -> None:
     if _goes_on_here(cfg, folder):
         return
     auto = cfg.training.resume == "auto"
-    again = auto and not results(folder)  # of a run that died before its first checkpoint nothing is kept
+    again = auto and not results(
+        folder
+    )  # of a run that died before its first checkpoint nothing is kept
     if not ((folder / RECORD).exists() or (folder / METRICS).exists() or complete(folder)):
         return
     if not (cfg.training.overwrite or again or _was_refused(folder)):
@@ -113,7 +115,9 @@ def record_failure(cfg: RunConfig, status: Status, reason: str) -> None:
         return
     if status == "unsupported" and (folder / METRICS).exists():
         status = "failed"
-    with contextlib.suppress(OSError):  # a full disk, two ranks at once: what matters is the error that is told next
+    with contextlib.suppress(
+        OSError
+    ):  # a full disk, two ranks at once: what matters is the error that is told next
         RunRecord(status, cfg.to_dict(), reason, environment()).write(folder / RECORD)
 
 
@@ -132,7 +136,11 @@ def _check_is_checkpoint(resume: str | None) -> None:
     if resume in (None, "latest", "latest-good", "auto") or Path(resume, MANIFEST).exists():
         return
     found = complete(resume)
-    way_out = f"the newest is {found[0]}" if found else "they are checkpoints/step-N in the output_dir of a run"
+    way_out = (
+        f"the newest is {found[0]}"
+        if found
+        else "they are checkpoints/step-N in the output_dir of a run"
+    )
     raise UserError(f"training.resume: {resume} is no checkpoint, it has no {MANIFEST}; {way_out}")
 
 
@@ -155,7 +163,11 @@ def _was_refused(folder: Path) -> bool:
 
 
 def _check_kinds(folder: Path) -> None:
-    folders = [folder / name for name in FOLDERS if (folder / name).exists() and not (folder / name).is_dir()]
+    folders = [
+        folder / name
+        for name in FOLDERS
+        if (folder / name).exists() and not (folder / name).is_dir()
+    ]
     files = [path for pattern in FILES for path in folder.glob(pattern) if path.is_dir()]
     for path in folders + files:
         raise UserError(

@@ -51,7 +51,11 @@ def locked(folder: Path, world: World | None, env: Mapping[str, str]) -> Generat
     The first rank holds the lock, or the launcher and with it the ranks that it starts; the other ranks of torchrun or
     srun yield None once they have seen that it is not another run's. Raises UserError, which names the other run.
     """
-    group = "" if world is None else f"{world.init_method} {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
+    group = (
+        ""
+        if world is None
+        else f"{world.init_method} {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
+    )
     if world is not None and world.rank > 0:
         _check_is_ours(folder, group)
         yield None
@@ -133,7 +137,11 @@ def _holder(folder: Path) -> dict[str, Any]:
 
 def _in_use(folder: Path) -> UserError:
     holder = _holder(folder)
-    who = f" (process {holder.get('pid')} on {holder.get('host')}, since {holder.get('started')})" if holder else ""
+    who = (
+        f" (process {holder.get('pid')} on {holder.get('host')}, since {holder.get('started')})"
+        if holder
+        else ""
+    )
     return UserError(
         f"training.output_dir {folder}: another run is writing there{who}; wait for its end, or choose another folder"
     )
@@ -142,7 +150,9 @@ def _in_use(folder: Path) -> UserError:
 def _cannot_write(folder: Path, error: OSError) -> OSError | UserError:
     if is_full(error):
         return error  # with a way out of its own: see `ending.explain`
-    return UserError(f"training.output_dir {folder}: cannot write there ({error.strerror}); choose another folder")
+    return UserError(
+        f"training.output_dir {folder}: cannot write there ({error.strerror}); choose another folder"
+    )
 
 
 def _now() -> str:

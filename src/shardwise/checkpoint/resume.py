@@ -8,7 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.checkpoint.folder import ABANDONED, Manifest, complete, damage, read_manifest, step_of
+from shardwise.checkpoint.folder import (
+    ABANDONED,
+    Manifest,
+    complete,
+    damage,
+    read_manifest,
+    step_of,
+)
 from shardwise.config import RunConfig, UserError
 from shardwise.data.state import LoaderState
 from shardwise.models import load
@@ -88,8 +95,16 @@ def find_start(cfg: RunConfig) -> Start:
         if problem is None:
             manifest = read_manifest(folder)
             _check_fits(cfg, manifest, folder)
-            later = [path.name for path in complete(cfg.training.output_dir) if step_of(path) > manifest.step]
-            passed_over += [f"{name} is later; it is set aside as {name}{ABANDONED}" for name in later if by_name]
+            later = [
+                path.name
+                for path in complete(cfg.training.output_dir)
+                if step_of(path) > manifest.step
+            ]
+            passed_over += [
+                f"{name} is later; it is set aside as {name}{ABANDONED}"
+                for name in later
+                if by_name
+            ]
             return Start(folder, manifest, tuple(passed_over))
         if wanted not in ("latest-good", "auto"):
             raise UserError(
@@ -105,13 +120,25 @@ def find_start(cfg: RunConfig) -> Start:
 def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
     old = parse_config(without_removed(manifest.config), source=str(folder))
     before, now = _keys(old), _keys(cfg)
-    if cfg.optimizer.lr_schedule == "constant":  # else the learning rate of every step depends on how many there are
+    if (
+        cfg.optimizer.lr_schedule == "constant"
+    ):  # else the learning rate of every step depends on how many there are
         before.pop("training.steps"), now.pop("training.steps")
     if all(isinstance(values.get("data.validation"), str | list) for values in (before, now)):
-        now["data.validation"] = before["data.validation"]  # files, whose content the loaders compare
+        now["data.validation"] = before[
+            "data.validation"
+        ]  # files, whose content the loaders compare
     for key in dict.fromkeys([*before, *now]):
-        if key not in MAY_DIFFER and key.partition(".")[0] not in MAY_DIFFER and before.get(key) != now.get(key):
-            hint = f" (the {old.optimizer.lr_schedule} schedule depends on it)" if key == "training.steps" else ""
+        if (
+            key not in MAY_DIFFER
+            and key.partition(".")[0] not in MAY_DIFFER
+            and before.get(key) != now.get(key)
+        ):
+            hint = (
+                f" (the {old.optimizer.lr_schedule} schedule depends on it)"
+                if key == "training.steps"
+                else ""
+            )
             raise UserError(
                 f"{key} is {now.get(key)}, but checkpoint {folder} was trained with {before.get(key)}{hint}; "
                 "set it back, or start from scratch without training.resume"
@@ -124,7 +151,9 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
                 "put that file back, or start from scratch without training.resume"
             )
     if manifest.step > cfg.training.steps:
-        raise UserError(f"training.steps is {cfg.training.steps}, but checkpoint {folder} has done {manifest.step}")
+        raise UserError(
+            f"training.steps is {cfg.training.steps}, but checkpoint {folder} has done {manifest.step}"
+        )
 
 
 def fingerprint(cfg: RunConfig) -> dict[str, str]:

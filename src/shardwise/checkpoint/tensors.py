@@ -24,7 +24,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -47,7 +54,9 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def save(tensors: dict[str, torch.Tensor], folder: Path, group: torch.distributed.ProcessGroup) -> None:
+def save(
+    tensors: dict[str, torch.Tensor], folder: Path, group: torch.distributed.ProcessGroup
+) -> None:
     """Write the tensors of all ranks into a folder that is there, and `index.json`; of what several hold, one copy."""
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group)
@@ -55,7 +64,11 @@ def save(tensors: dict[str, torch.Tensor], folder: Path, group: torch.distribute
 
 def load(tensors: dict[str, torch.Tensor], folder: Path, index: Index) -> None:
     """Fill these tensors, in place, from a folder that has been checked; each rank reads what it holds."""
-    dcp.load(tensors, storage_reader=_Reader(folder, index), planner=_LoadPlanner(flatten_state_dict=False))
+    dcp.load(
+        tensors,
+        storage_reader=_Reader(folder, index),
+        planner=_LoadPlanner(flatten_state_dict=False),
+    )
 
 
 class _Writer(dcp.StorageWriter):
@@ -76,7 +89,10 @@ class _Writer(dcp.StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Give every rank the name of its file."""
-        return [replace(plan, storage_data=f"tensors-{rank}.safetensors") for rank, plan in enumerate(plans)]
+        return [
+            replace(plan, storage_data=f"tensors-{rank}.safetensors")
+            for rank, plan in enumerate(plans)
+        ]
 
     @paused()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -91,11 +107,15 @@ class _Writer(dcp.StorageWriter):
                     tensor = planner.resolve_data(item)
                     assert isinstance(tensor, torch.Tensor)
                     assert (tensor.shape, tensor.dtype) == (_chunk(item).sizes, _dtype(item))
-                    file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                    file.write(
+                        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                    )
                 file.flush()
                 os.fsync(file.fileno())
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(item.index, _num_bytes(item), plan.storage_data) for item in items])
+        future.set_result(
+            [WriteResult(item.index, _num_bytes(item), plan.storage_data) for item in items]
+        )
         return future
 
     @paused()
@@ -107,7 +127,11 @@ class _Writer(dcp.StorageWriter):
             assert isinstance(saved, TensorStorageMetadata)
             # Ranks without a share of their own have chunks without elements, which lie nowhere.
             chunks = [
-                Chunk(file_of[MetadataIndex(key, chunk.offsets)], list(chunk.offsets), list(chunk.sizes))
+                Chunk(
+                    file_of[MetadataIndex(key, chunk.offsets)],
+                    list(chunk.offsets),
+                    list(chunk.sizes),
+                )
                 for chunk in saved.chunks
                 if math.prod(chunk.sizes)
             ]
@@ -134,13 +158,20 @@ class _Reader(dcp.StorageReader):
         """Return the index as torch has it: of tensors alone, never of bytes, which it would unpickle."""
         described: dict[str, Any] = {}
         for key, entry in self._index.tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.shape)) for c in entry.chunks]
+            chunks = [
+                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.shape))
+                for c in entry.chunks
+            ]
             properties = TensorProperties(dtype=DTYPES[entry.dtype])
             described[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-            self._file_of |= {MetadataIndex(key, torch.Size(c.offsets)): c.file for c in entry.chunks}
+            self._file_of |= {
+                MetadataIndex(key, torch.Size(c.offsets)): c.file for c in entry.chunks
+            }
         return Metadata(described)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing differs between ranks."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -161,7 +192,10 @@ class _Reader(dcp.StorageReader):
             with safe_open(self._folder / name, framework="pt") as file:
                 for item in items:
                     key = item.storage_index.fqn
-                    box = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                    box = tuple(
+                        slice(o, o + n)
+                        for o, n in zip(item.storage_offsets, item.lengths, strict=True)
+                    )
                     part = file.get_slice(key)[box] if box else file.get_tensor(key)
                     target = planner.resolve_tensor(item).detach()
                     assert (part.shape, part.dtype) == (target.shape, target.dtype), key

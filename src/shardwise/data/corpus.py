@@ -10,8 +10,22 @@ from typing import Protocol
 import numpy as np
 
 from shardwise.config import Data, UserError
-from shardwise.data.tables import is_dataset_folder, is_dataset_name, open_csv, open_dataset, open_parquet
-from shardwise.data.text import Record, expanded, find_files, index_files, is_jsonl, path_exists, suffix
+from shardwise.data.tables import (
+    is_dataset_folder,
+    is_dataset_name,
+    open_csv,
+    open_dataset,
+    open_parquet,
+)
+from shardwise.data.text import (
+    Record,
+    expanded,
+    find_files,
+    index_files,
+    is_jsonl,
+    path_exists,
+    suffix,
+)
 
 FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
 """The fields that a format reads. `text` reads `data.text_field`."""

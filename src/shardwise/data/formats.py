@@ -187,7 +187,11 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, record: Record) -> Encoded:
     if _marks_turns(template):
         encoded = _rendered(
             lambda: tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, verbose=False
+                messages,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                verbose=False,
             )
         )
         return encoded["input_ids"], [mark == 1 for mark in encoded["assistant_masks"]]
@@ -200,7 +204,9 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, record: Record) -> Encoded:
     return encoded["input_ids"], targets
 
 
-def _assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Record]) -> tuple[str, list[tuple[int, int]]]:
+def _assistant_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Record]
+) -> tuple[str, list[tuple[int, int]]]:
     """Render a dialogue, and find the characters (start, end) of each turn of the assistant.
 
     For each such turn the template renders the dialogue before it, with a generation prompt, and

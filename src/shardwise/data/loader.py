@@ -32,7 +32,15 @@ from shardwise.data.corpus import Corpus, join, open_corpus
 from shardwise.data.formats import ALL, Encoder, Piece
 from shardwise.data.order import Order, split
 from shardwise.data.packing import Document, Row, empty_row, to_batch
-from shardwise.data.state import Counts, LoaderState, SlotState, describe, loader_state, read_from, starts
+from shardwise.data.state import (
+    Counts,
+    LoaderState,
+    SlotState,
+    describe,
+    loader_state,
+    read_from,
+    starts,
+)
 from shardwise.data.text import BadDocument
 from shardwise.interfaces import Batch
 
@@ -59,7 +67,10 @@ class Loaders:
 
 
 def build_loaders(
-    cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, slots: range, state: LoaderState | None = None
+    cfg: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    slots: range,
+    state: LoaderState | None = None,
 ) -> Loaders:
     """Return the data of the rank that reads these slots of each global batch.
 
@@ -296,7 +307,9 @@ def _train_batches(
         del parts
 
 
-def _microbatches(rows: list[np.ndarray], slots: Sequence[int], micro_batch_size: int, step: int) -> list[Batch]:
+def _microbatches(
+    rows: list[np.ndarray], slots: Sequence[int], micro_batch_size: int, step: int
+) -> list[Batch]:
     """Stack the rows [3, T+1] of these slots into micro-batches."""
     begins = range(0, len(slots), micro_batch_size)
     pieces = [slice(begin, begin + micro_batch_size) for begin in begins]

@@ -22,7 +22,9 @@ ROUNDS = 32
 CHUNK = 256  # documents that are computed together: enough for numpy to be fast
 
 
-def permute(numbers: np.ndarray, size: int, seed: int, epoch: int | np.ndarray, group: int) -> np.ndarray:
+def permute(
+    numbers: np.ndarray, size: int, seed: int, epoch: int | np.ndarray, group: int
+) -> np.ndarray:
     """Return where a permutation of 0 .. size-1 takes these numbers, int64 of the same shape.
 
     The permutation is a function of (seed, epoch, group) alone. `epoch` may be an array that gives

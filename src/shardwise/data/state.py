@@ -117,13 +117,17 @@ def merge_states(states: Iterable[LoaderState]) -> LoaderState:
     return {**first, "slots": slots}
 
 
-def loader_state(step: int, read_from: dict[str, Any], slots: Mapping[int, SlotState]) -> LoaderState:
+def loader_state(
+    step: int, read_from: dict[str, Any], slots: Mapping[int, SlotState]
+) -> LoaderState:
     """Return the state of these slots after `step`."""
     saved = {str(slot): asdict(position) for slot, position in slots.items()}
     return {"step": step, "read_from": read_from, "slots": saved}
 
 
-def starts(state: LoaderState | None, read_from: dict[str, Any], slots: range) -> tuple[int, dict[int, SlotState]]:
+def starts(
+    state: LoaderState | None, read_from: dict[str, Any], slots: range
+) -> tuple[int, dict[int, SlotState]]:
     """Return the last step of a state, and where each slot continues.
 
     Without a state it is step 0 and the beginning of the data. UserError for the state of a run
@@ -148,7 +152,11 @@ def starts(state: LoaderState | None, read_from: dict[str, Any], slots: range) -
 
 
 def read_from(
-    cfg: RunConfig, corpus: Corpus, validation: Corpus | None, num_documents: int, tokenizer: PreTrainedTokenizerBase
+    cfg: RunConfig,
+    corpus: Corpus,
+    validation: Corpus | None,
+    num_documents: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
     """Return everything that batches and evaluations depend on, by its name in error messages."""
     held_out = None if validation is corpus else validation

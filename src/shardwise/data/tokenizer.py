@@ -21,7 +21,10 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
 
     source = model.tokenizer or model.path
     is_local = Path(source).is_dir()
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "local_files_only": is_local}
+    options: dict[str, Any] = {
+        "trust_remote_code": model.trust_remote_code,
+        "local_files_only": is_local,
+    }
     way_out = "set model.tokenizer to a folder or hub id that has one"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, **options)

@@ -49,7 +49,10 @@ class Requests:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -79,10 +82,17 @@ def can_fork(device_type: str, torch_was_imported: bool) -> bool:
 
     num_torch_threads = torch.get_num_threads() if torch_was_imported else 1
     one_thread = threading.active_count() == 1 and num_torch_threads == 1
-    return sys.platform == "linux" and device_type == "cpu" and one_thread and not torch.cuda.is_initialized()
+    return (
+        sys.platform == "linux"
+        and device_type == "cpu"
+        and one_thread
+        and not torch.cuda.is_initialized()
+    )
 
 
-def run_group(main: Callable[[int, str], None], num_processes: int, method: str, requests: Requests) -> Ending | None:
+def run_group(
+    main: Callable[[int, str], None], num_processes: int, method: str, requests: Requests
+) -> Ending | None:
     """Run `main(rank, folder)` in so many new processes, from start to end; None if all went well.
 
     `method`: fork or spawn. `folder` is a new one that only this user may read; the processes meet in a file there, so
@@ -131,19 +141,32 @@ def _report_path(folder: str, rank: int) -> Path:
     return Path(folder, f"rank-{rank}.json")
 
 
-def _start(main: Callable[[int, str], None], num_processes: int, method: str, folder: str) -> list[BaseProcess]:
-    from torch import multiprocessing  # torch's, since its processes get SIGINT when their parent dies (on Linux)
+def _start(
+    main: Callable[[int, str], None], num_processes: int, method: str, folder: str
+) -> list[BaseProcess]:
+    from torch import (
+        multiprocessing,
+    )  # torch's, since its processes get SIGINT when their parent dies (on Linux)
 
-    assert method == "spawn" or threading.active_count() == 1, "a thread was started since `can_fork`"
+    assert method == "spawn" or threading.active_count() == 1, (
+        "a thread was started since `can_fork`"
+    )
     if method == "spawn":
         resource_tracker.ensure_running()  # multiprocessing's helper; started later, it would unblock SIGINT
     # SIGTERM has to end a spawned process while it imports. A forked one has this one's handlers at first.
     blocked = [signal.SIGINT] if method == "spawn" else SIGNALS
-    mask, others = signal.pthread_sigmask(signal.SIG_BLOCK, blocked), multiprocessing.active_children()
+    mask, others = (
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked),
+        multiprocessing.active_children(),
+    )
     try:
         with _threads_of_each(num_processes):
-            context = multiprocessing.start_processes(main, (folder,), num_processes, join=False, start_method=method)
-    except BaseException:  # such as a limit on processes: those that were started would wait for the rest
+            context = multiprocessing.start_processes(
+                main, (folder,), num_processes, join=False, start_method=method
+            )
+    except (
+        BaseException
+    ):  # such as a limit on processes: those that were started would wait for the rest
         for process in multiprocessing.active_children():
             if process not in others:
                 process.kill()
@@ -171,7 +194,9 @@ def _first_failure(group: Sequence[BaseProcess], folder: str) -> int | None:
     """Wait until all have ended well, or one has not: its rank."""
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(group)}
     while running:
-        ended = [running.pop(sentinel) for sentinel in multiprocessing.connection.wait(list(running))]
+        ended = [
+            running.pop(sentinel) for sentinel in multiprocessing.connection.wait(list(running))
+        ]
         for rank in ended:
             group[rank].join()
         if failed := [rank for rank in ended if group[rank].exitcode != 0]:

@@ -20,10 +20,25 @@ from shardwise.checkpoint import output_dir
 from shardwise.checkpoint.folder import complete
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError
-from shardwise.launch.group import INTERRUPTED, Requests, can_fork, report, run_group, start_in_group
+from shardwise.launch.group import (
+    INTERRUPTED,
+    Requests,
+    can_fork,
+    report,
+    run_group,
+    start_in_group,
+)
 from shardwise.process import watchdog
 from shardwise.process.ending import FAILED, PATIENCE_SECONDS, Ending, explain, guarded
-from shardwise.process.world import ALONE, World, device_type, find_world, on_loopback, pick_device, threads_each
+from shardwise.process.world import (
+    ALONE,
+    World,
+    device_type,
+    find_world,
+    on_loopback,
+    pick_device,
+    threads_each,
+)
 from shardwise.training.loggers import check_installed
 
 # torch, and what needs it, is imported inside functions: the user's mistakes are told before that takes its seconds.
@@ -72,14 +87,19 @@ def _to_stderr(ending: Ending) -> None:
 
 
 def run_rank(
-    cfg: RunConfig, world: World, train: Train | None = None, tell: Callable[[Ending], None] = _to_stderr
+    cfg: RunConfig,
+    world: World,
+    train: Train | None = None,
+    tell: Callable[[Ending], None] = _to_stderr,
 ) -> None:
     """Be one rank: process group up, mesh, train, group down. An error is recorded in the output folder and raised.
 
     A rank that hangs cannot raise: it records that, calls `tell`, and its process ends with exit code 1.
     """
     if world.size == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # with peers it may wait in C
+        signal.signal(
+            signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+        )  # with peers it may wait in C
     train = import_all(train)
     import torch.distributed as dist
 
@@ -88,9 +108,18 @@ def run_rank(
     def hanging() -> None:
         # Every rank's stack goes to the log: the one that hangs stands elsewhere than those that wait for it.
         with contextlib.suppress(OSError):  # the folder is gone
-            print(f"stacks{world.where}:\n{stacks.read_text(encoding='utf-8')}", file=sys.stderr, flush=True)
+            print(
+                f"stacks{world.where}:\n{stacks.read_text(encoding='utf-8')}",
+                file=sys.stderr,
+                flush=True,
+            )
         reason = f"nothing was finished for {cfg.training.timeout_seconds:g} seconds (training.timeout_seconds)"
-        ending = Ending(FAILED, reason, f"error: {reason}; see the stacks of every rank in {stacks.parent}", "timeout")
+        ending = Ending(
+            FAILED,
+            reason,
+            f"error: {reason}; see the stacks of every rank in {stacks.parent}",
+            "timeout",
+        )
         _record(cfg, ending)
         tell(ending)
         time.sleep(PATIENCE_SECONDS)  # the others are as late as this one, and have their say too
@@ -154,7 +183,9 @@ def _init_process_group(cfg: RunConfig, device: torch.device, world: World) -> N
         torch.cuda.set_device(device)
         options["device_id"] = device
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout, **options)
+    dist.init_process_group(
+        backend, rank=world.rank, world_size=world.size, timeout=timeout, **options
+    )
     dist.barrier()  # nobody writes into the output folder before everybody has claimed it
 
 
@@ -162,7 +193,9 @@ def _record(cfg: RunConfig, ending: Ending) -> None:
     output_dir.record_failure(cfg, ending.status, ending.reason)
 
 
-def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None, lock: Lock | None = None) -> int:
+def start_processes(
+    cfg: RunConfig, nproc: int, train: Train | None = None, lock: Lock | None = None
+) -> int:
     """Run `cfg` on `nproc` new processes, and again after one of them died (`training.max_restarts`).
 
     Returns the exit code of the one that ended the run, once it is told. A run of the loop that cannot be is refused
@@ -177,7 +210,9 @@ def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None, lock
         except BaseException as error:
             _record(cfg, explain(error))
             raise
-        ending = _run_groups(cfg, partial(_process_main, nproc, train, lock), nproc, method, requests)
+        ending = _run_groups(
+            cfg, partial(_process_main, nproc, train, lock), nproc, method, requests
+        )
     if ending is None:
         return 0
     _record(cfg, ending)
@@ -198,7 +233,9 @@ def _prepare(cfg: RunConfig, nproc: int, train: Train | None) -> str:
         )
     forked = can_fork(device, had_torch)
     if forked:
-        torch.set_num_threads(1)  # a pool of threads, once started here, would be missing in the forked ranks
+        torch.set_num_threads(
+            1
+        )  # a pool of threads, once started here, would be missing in the forked ranks
     if train is None:
         from shardwise.assembly.describe import describe
 
@@ -239,15 +276,21 @@ def _run_groups(
 def _published(cfg: RunConfig) -> set[tuple[Path, int]]:
     """Checkpoints and results in the output folder, with the time in nanoseconds: one may take the name of another."""
     folder = cfg.training.output_dir
-    return {(path, path.stat().st_mtime_ns) for path in [*complete(folder), *output_dir.results(folder)]}
+    return {
+        (path, path.stat().st_mtime_ns) for path in [*complete(folder), *output_dir.results(folder)]
+    }
 
 
-def _run_group(cfg: RunConfig, main: Callable[..., None], nproc: int, method: str, requests: Requests) -> Ending | None:
+def _run_group(
+    cfg: RunConfig, main: Callable[..., None], nproc: int, method: str, requests: Requests
+) -> Ending | None:
     """One group of processes, from start to end; None if all went well."""
     return run_group(partial(main, cfg), nproc, method, requests)
 
 
-def _process_main(nproc: int, train: Train | None, lock: Lock | None, cfg: RunConfig, rank: int, folder: str) -> None:
+def _process_main(
+    nproc: int, train: Train | None, lock: Lock | None, cfg: RunConfig, rank: int, folder: str
+) -> None:
     start_in_group()
     from shardwise.metrics.live_tensors import freeze_imports
 
@@ -265,5 +308,9 @@ def _process_main(nproc: int, train: Train | None, lock: Lock | None, cfg: RunCo
         report(folder, rank, ending)
         sys.stdout.flush()
         sys.stderr.flush()
-        if ending.status != "stopped":  # that is no failure, for which the launcher would kill the others
-            os._exit(ending.exit_code)  # an orderly exit could wait on the device for a collective that no peer joins
+        if (
+            ending.status != "stopped"
+        ):  # that is no failure, for which the launcher would kill the others
+            os._exit(
+                ending.exit_code
+            )  # an orderly exit could wait on the device for a collective that no peer joins

@@ -27,7 +27,9 @@ def main() -> None:
     """Serve until standard input closes, or the other end of the socket does."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     _leash(0, channel)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command does, before torch is imported
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # as the command does, before torch is imported
     gc.disable()  # it would look through all that is imported again and again
     for module in MODULES:
         importlib.import_module(module)

@@ -37,7 +37,9 @@ def memory_in_use(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
-def state_tensors(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> StateTensors:
+def state_tensors(
+    parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer
+) -> StateTensors:
     """Return the tensors that a rank keeps between steps.
 
     `weights` are all of `parameters`, which include the frozen ones. `gradients` are those that are
@@ -54,7 +56,9 @@ def state_tensors(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Opt
     }
 
 
-def state_bytes(parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def state_bytes(
+    parameters: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, int]:
     """Return the bytes of each part of `state_tensors` on this rank.
 
     A storage counts once, in the first part that has it.
@@ -131,7 +135,10 @@ class PeakMemory:
         self._recorder.mark()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Stop and set the figures, also where the block ends in an exception."""
         self.mark()

@@ -25,7 +25,11 @@ from shardwise.models.save import save_for_generation, save_model
 
 
 def save_adapter(
-    model: PreTrainedModel, lora: Lora, state: Mapping[str, torch.Tensor], folder: str | Path, base_name: str
+    model: PreTrainedModel,
+    lora: Lora,
+    state: Mapping[str, torch.Tensor],
+    folder: str | Path,
+    base_name: str,
 ) -> None:
     """Write the adapters so that `peft` alone loads them onto the model that `transformers` alone loads.
 
@@ -37,8 +41,12 @@ def save_adapter(
     factors under the same names; PEFT then computes W + BA rather than Wx + BAx, and can't have dropout in the config.
     """
     family = family_of(model)
-    names = [name for name, _ in model.named_parameters() if is_adapter(name) or is_saved_copy(name)]
-    assert state.keys() == set(names), f"not the adapters of this model: {sorted(state.keys() ^ set(names))[:5]}"
+    names = [
+        name for name, _ in model.named_parameters() if is_adapter(name) or is_saved_copy(name)
+    ]
+    assert state.keys() == set(names), (
+        f"not the adapters of this model: {sorted(state.keys() ^ set(names))[:5]}"
+    )
     everything = {hf_name(name) for name, _ in model.named_parameters() if not is_adapter(name)}
     modules: list[str] = []
     parameters: list[str] = []
@@ -50,7 +58,9 @@ def save_adapter(
             parameters.append(f"{path}.weight")
         else:
             modules.append(path)
-    saved = dict.fromkeys(hf_name(name.partition(".modules_to_save.")[0]) for name in names if is_saved_copy(name))
+    saved = dict.fromkeys(
+        hf_name(name.partition(".modules_to_save.")[0]) for name in names if is_saved_copy(name)
+    )
     config = peft_config(
         dataclasses.replace(lora, dropout=0.0 if parameters else lora.dropout),
         modules=_short(modules, {name.rpartition(".")[0] for name in everything}, family),
@@ -61,7 +71,9 @@ def save_adapter(
     config.base_model_name_or_path = base_name
     config.inference_mode = True
     for key, value in vars(config).items():
-        if isinstance(value, set):  # PEFT writes a set in an order that differs from process to process
+        if isinstance(
+            value, set
+        ):  # PEFT writes a set in an order that differs from process to process
             setattr(config, key, sorted(value))
     folder = Path(folder)
     config.save_pretrained(str(folder))
@@ -90,9 +102,13 @@ def merge_adapter(
     place = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.exists(path))
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         reason = "no write permission" if place.is_dir() else "not a folder"
-        raise UserError(f"{out}: cannot be written ({place}: {reason}); give another place for the merged model")
+        raise UserError(
+            f"{out}: cannot be written ({place}: {reason}); give another place for the merged model"
+        )
     if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is there already and not an empty folder; give another place for the merged model")
+        raise UserError(
+            f"{out} is there already and not an empty folder; give another place for the merged model"
+        )
     config = read_config(base)
     if config.dtype in (torch.float32, torch.bfloat16):  # the merged model is stored as its base is
         base = dataclasses.replace(base, dtype=str(config.dtype).removeprefix("torch."))
@@ -101,11 +117,17 @@ def merge_adapter(
     family_of(model)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT 0.21 asks transformers by a name it is giving up
-            warnings.simplefilter("ignore", UserWarning)  # of missing keys: checked here, and said in one line
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # PEFT 0.21 asks transformers by a name it is giving up
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # of missing keys: checked here, and said in one line
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{folder}: these adapters do not fit {base.path} ({str(error)[:200]})") from None
+        raise UserError(
+            f"{folder}: these adapters do not fit {base.path} ({str(error)[:200]})"
+        ) from None
     wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     if found != wanted:
         raise UserError(
@@ -113,7 +135,11 @@ def merge_adapter(
             f"the file, {len(found - wanted)} in the file are not in it; {min(found ^ wanted)})"
         )
     merged = adapted.merge_and_unload()
-    state = {name: tensor for name, tensor in merged.state_dict().items() if name not in merged.all_tied_weights_keys}
+    state = {
+        name: tensor
+        for name, tensor in merged.state_dict().items()
+        if name not in merged.all_tied_weights_keys
+    }
     save_model(merged, state.items(), out_folder)
     save_for_generation(out_folder, tokenizer, base.path)
 
@@ -129,4 +155,6 @@ def _short(paths: list[str], everything: Iterable[str], family: Family) -> list[
 
 
 def _file_key(name: str) -> str:
-    return "base_model.model." + name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    return "base_model.model." + name.replace(".modules_to_save.default.", ".").replace(
+        ".default.", "."
+    )

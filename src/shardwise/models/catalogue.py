@@ -19,9 +19,7 @@ from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import reach
 from shardwise.rules import offered_layouts
 
-_LEGEND = (
-    "3-D: experts stacked in one parameter; isolated: `data.packing: isolated` is proven to keep documents apart\n"
-)
+_LEGEND = "3-D: experts stacked in one parameter; isolated: `data.packing: isolated` is proven to keep documents apart\n"
 _LORA = "LoRA auto (+ what all-linear adds)"
 
 
@@ -33,7 +31,9 @@ class LayerFacts:
     kind: str
     feed_forward: str
     parameters: int
-    auto: tuple[str, ...]  # what `lora.targets: auto` puts adapters on, as a list of targets could name it
+    auto: tuple[
+        str, ...
+    ]  # what `lora.targets: auto` puts adapters on, as a list of targets could name it
     all_linear: tuple[str, ...]  # what `all-linear` has beyond that; a stack of experts is marked
     isolated: bool  # `data.packing: isolated` keeps documents apart in it
 
@@ -73,7 +73,10 @@ def families_table() -> Table:
             table.add_row(
                 name if kind == facts[0].kind else "",
                 _layer(kind, after),
-                _reached([t for row in rows for t in row.auto], [t for row in rows for t in row.all_linear]),
+                _reached(
+                    [t for row in rows for t in row.auto],
+                    [t for row in rows for t in row.all_linear],
+                ),
                 "yes" if rows[0].isolated else "no",
             )
         table.add_section()

@@ -28,7 +28,12 @@ class CausalLM(Part):
     """
 
     def __init__(
-        self, hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig, whole: PreTrainedModel | None = None
+        self,
+        hf: PreTrainedModel,
+        spec: ModelSpec,
+        family: Family,
+        cfg: RunConfig,
+        whole: PreTrainedModel | None = None,
     ) -> None:
         """`whole`: the model that `hf` is a stage of."""
         super().__init__()
@@ -36,7 +41,9 @@ class CausalLM(Part):
         self.spec = spec
         self.family = family
         self.autocast_dtype = autocast_dtype(cfg.training.precision)
-        self.backward_half = BackwardHalf()  # read by the LoRA linears, set by a pipeline that halves backwards
+        self.backward_half = (
+            BackwardHalf()
+        )  # read by the LoRA linears, set by a pipeline that halves backwards
         self.dropout = DropoutState(cfg.training.seed)
         self.num_routers = len(routers_of(whole or hf, family))
         """Of the whole model: a stage adds its routers' share of the router loss."""
@@ -71,7 +78,9 @@ class CausalLM(Part):
                 loss = self.hf.get_submodule(self.spec.head)(hidden, labels=batch.labels)
         else:
             logits = self.logits_of(batch, inputs).flatten(0, 1).float()
-            loss = F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+            loss = F.cross_entropy(
+                logits, batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
         if self.training and self.router_loss is not None:
             loss = loss + self.router_loss(batch)
         return loss
@@ -85,4 +94,6 @@ class CausalLM(Part):
 
     def _autocast(self, batch: Batch) -> torch.autocast:
         device = batch.input_ids.device.type
-        return torch.autocast(device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
+        return torch.autocast(
+            device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
+        )

@@ -35,7 +35,9 @@ class Weight:
     input_gradient: bool  # the backward needs the gradient of what this weight multiplies
     active: float = 1.0  # share of the weight that one token meets: top_k / E in a stack of experts
     rerun: bool = True  # full activation checkpointing runs the product again; see `Kind.ends`
-    fold_rank: int = 0  # rank of an adapter that PEFT multiplies out and adds to this weight in each forward
+    fold_rank: int = (
+        0  # rank of an adapter that PEFT multiplies out and adds to this weight in each forward
+    )
     folded: bool = False  # this is a factor of such an adapter
 
 
@@ -72,7 +74,9 @@ class ModelCounts:
 
 _BEYOND = (sys.maxsize, 0, 0, 0)
 """A stage after all others."""
-_WRAPPING = re.compile(r"\.(base_layer|lora_(embedding_)?[AB]\.\w+|modules_to_save\.\w+|weight|bias)(?=\.|$)")
+_WRAPPING = re.compile(
+    r"\.(base_layer|lora_(embedding_)?[AB]\.\w+|modules_to_save\.\w+|weight|bias)(?=\.|$)"
+)
 
 
 def count_model(model: PreTrainedModel, spec: ModelSpec) -> ModelCounts:
@@ -98,9 +102,18 @@ def unit_modules(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
 
 
 def _count_unit(
-    model: PreTrainedModel, names: tuple[str, ...], kind: str, layer: LayerSpec | None, counted: set[int], below: bool
+    model: PreTrainedModel,
+    names: tuple[str, ...],
+    kind: str,
+    layer: LayerSpec | None,
+    counted: set[int],
+    below: bool,
 ) -> Unit:
-    owned = [(f"{name}.{n}", p) for name in names for n, p in model.get_submodule(name).named_parameters()]
+    owned = [
+        (f"{name}.{n}", p)
+        for name in names
+        for n, p in model.get_submodule(name).named_parameters()
+    ]
     new = [p for _, p in owned if id(p) not in counted]
     counted.update(id(p) for p in new)
     # PEFT keeps the module that a `modules_to_save` copy stands for, but runs the copy only.
@@ -156,7 +169,9 @@ def _site(model: nn.Module, name: str) -> str:
     return _WRAPPING.sub("", name)
 
 
-def _stage(model: nn.Module, name: str, modules: tuple[str, ...], layer: LayerSpec | None) -> tuple[int, int, int, int]:
+def _stage(
+    model: nn.Module, name: str, modules: tuple[str, ...], layer: LayerSpec | None
+) -> tuple[int, int, int, int]:
     """Return where in the dataflow of its unit a parameter acts.
 
     A product needs the gradient of its input if something in an earlier unit or at an earlier stage
@@ -165,11 +180,17 @@ def _stage(model: nn.Module, name: str, modules: tuple[str, ...], layer: LayerSp
     """
     site = _site(model, name)
     if layer is None:  # the head after the final norm
-        stage = (next(i for i, module in enumerate(modules) if f"{site}.".startswith(f"{module}.")), 0, 0)
+        stage = (
+            next(i for i, module in enumerate(modules) if f"{site}.".startswith(f"{module}.")),
+            0,
+            0,
+        )
     else:
         within = site.removeprefix(f"{layer.name}.")
         stage = layer.stage_of(within)
-        assert stage is not None, f"{name}: say in models/kinds, or in the family's norms, where {within} acts"
+        assert stage is not None, (
+            f"{name}: say in models/kinds, or in the family's norms, where {within} acts"
+        )
     # A's output is B's input: with A trainable, B's input gradient is needed.
     return (*stage, 1 if re.search(r"\.lora_(embedding_)?B\.", name) else 0)
 
@@ -194,6 +215,8 @@ def _last_product(layer: LayerSpec, names: list[str]) -> str | None:
     block = layer.blocks[-1]
     ends = tuple(f"{layer.name}.{block.path}.{end}." for end in block.kind.ends)
     candidates = [name for name in names if name.startswith(ends) and name.endswith(".weight")]
-    if not candidates or any(name.startswith(f"{layer.name}.{layer.norms.after}.") for name in names):
+    if not candidates or any(
+        name.startswith(f"{layer.name}.{layer.norms.after}.") for name in names
+    ):
         return None
     return next((name for name in candidates if ".lora_B." in name), candidates[0])

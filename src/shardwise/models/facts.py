@@ -13,7 +13,12 @@ from shardwise.models.families import FAMILIES, Family
 from shardwise.models.patches import experts, lora_kernel, router_loss
 from shardwise.models.spec import ModelSpec
 
-_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+_ATTENTION_DROPOUTS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+    "attn_dropout",
+)
 
 
 def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts:
@@ -42,7 +47,9 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         kinds_without_isolation=tuple(
             dict.fromkeys(layer.kind for layer in spec.layers if not layer.keeps_documents_apart)
         ),
-        trains_in_16_bits=any(p.requires_grad and p.dtype != torch.float32 for p in hf.parameters()),
+        trains_in_16_bits=any(
+            p.requires_grad and p.dtype != torch.float32 for p in hf.parameters()
+        ),
         has_plain_adapters=lora_kernel.has_plain_layers(hf),
         has_expert_adapters=any(isinstance(module, ParamWrapper) for module in hf.modules()),
         saved_layers=_saved_layers(hf, spec),
@@ -55,7 +62,9 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
 def _attention_dropout(hf: PreTrainedModel, is_listed: bool) -> tuple[str, float] | None:
     # What a family that is not listed calls dropout may be drawn by a function inside attention, rather than by a
     # module, whatever its name.
-    keys = _ATTENTION_DROPOUTS if is_listed else [key for key in hf.config.to_dict() if "drop" in key]
+    keys = (
+        _ATTENTION_DROPOUTS if is_listed else [key for key in hf.config.to_dict() if "drop" in key]
+    )
     return next(((key, value) for key in keys if (value := getattr(hf.config, key, 0))), None)
 
 

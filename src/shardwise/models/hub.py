@@ -5,8 +5,18 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode, try_to_load_from_cache
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub import (
+    get_hf_file_metadata,
+    hf_hub_url,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+)
 
 from shardwise.config import UserError
 
@@ -26,10 +36,14 @@ def ask_hub(name: str, file: str) -> None:
     except GatedRepoError:
         return
     except (RepositoryNotFoundError, HFValidationError):
-        raise UserError(f"{name}: no such folder, nor a model that the hub hands out; correct it") from None
+        raise UserError(
+            f"{name}: no such folder, nor a model that the hub hands out; correct it"
+        ) from None
     except HfHubHTTPError:
         return
-    except Exception as error:  # that of the HTTP library which this version of huggingface_hub uses
+    except (
+        Exception
+    ) as error:  # that of the HTTP library which this version of huggingface_hub uses
         if isinstance(try_to_load_from_cache(name, file), str):
             return
         reason = " ".join(str(error).split())[:100]

@@ -25,11 +25,18 @@ def random_weights(
     time: one module's own parameters. UserError if the family has no rule for a parameter.
     """
     for path, module in skeleton.named_modules():
-        own = {f"{path}.{leaf}" if path else leaf: leaf for leaf, _ in module.named_parameters(recurse=False)}
-        own = {name: leaf for name, leaf in own.items() if name not in skeleton.all_tied_weights_keys}
+        own = {
+            f"{path}.{leaf}" if path else leaf: leaf
+            for leaf, _ in module.named_parameters(recurse=False)
+        }
+        own = {
+            name: leaf for name, leaf in own.items() if name not in skeleton.all_tied_weights_keys
+        }
         chosen = {name for name in own if wanted is None or name in wanted}
         if chosen:  # all of the module is drawn: a value may come after another one's
-            yield from (pair for pair in _values_of(skeleton, path, module, own, seed) if pair[0] in chosen)
+            yield from (
+                pair for pair in _values_of(skeleton, path, module, own, seed) if pair[0] in chosen
+            )
 
 
 def nudged(value: torch.Tensor, seed: int, name: str) -> torch.Tensor:
@@ -56,7 +63,9 @@ def initialise_buffers(skeleton: PreTrainedModel) -> None:
             module._buffers[leaf] = _poisoned(on_meta, on_meta.dtype)
         _run_rules(skeleton, path, seed=0)
         for leaf in own:
-            assert not _has_nan(module.get_buffer(leaf)), f"{skeleton.config.model_type} has no rule for {path}.{leaf}"
+            assert not _has_nan(module.get_buffer(leaf)), (
+                f"{skeleton.config.model_type} has no rule for {path}.{leaf}"
+            )
 
 
 def _values_of(
@@ -64,7 +73,9 @@ def _values_of(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     on_meta = {leaf: module.get_parameter(leaf) for leaf in own.values()}
     for leaf, parameter in on_meta.items():
-        module._parameters[leaf] = nn.Parameter(_poisoned(parameter, torch.float32), requires_grad=False)
+        module._parameters[leaf] = nn.Parameter(
+            _poisoned(parameter, torch.float32), requires_grad=False
+        )
     try:
         _run_rules(skeleton, path, seed)
         values = {name: module.get_parameter(leaf).detach() for name, leaf in own.items()}
@@ -97,7 +108,9 @@ def _seeded(seed: int) -> Generator[None, None, None]:
 
 
 def _poisoned(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(like.shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device="cpu")
+    return torch.full(
+        like.shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device="cpu"
+    )
 
 
 def _has_nan(value: torch.Tensor) -> bool:

@@ -20,7 +20,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.initialization import no_init_weights
 from transformers.utils import cached_file
 
@@ -43,9 +48,15 @@ def read_config(model: Model) -> PretrainedConfig:
     """
     folder = Path(model.path)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: no config.json here; model.path is a folder with one, or a hub id")
-    if not folder.is_dir() and (folder.is_absolute() or model.path.startswith(".") or model.path.count("/") > 1):
-        raise UserError(f"{folder}: no such folder; model.path is a folder with a config.json, or a hub id")
+        raise UserError(
+            f"{folder}: no config.json here; model.path is a folder with one, or a hub id"
+        )
+    if not folder.is_dir() and (
+        folder.is_absolute() or model.path.startswith(".") or model.path.count("/") > 1
+    ):
+        raise UserError(
+            f"{folder}: no such folder; model.path is a folder with a config.json, or a hub id"
+        )
     ask_hub(model.path, "config.json")
     if model.tokenizer is not None:  # read by others, who would find out later
         ask_hub(model.tokenizer, "tokenizer_config.json")
@@ -56,15 +67,31 @@ def read_config(model: Model) -> PretrainedConfig:
     except UserError:
         raise
     except RecursionError:
-        raise UserError(f"{model.path}: config.json is nested too deep to be read; fetch the file again") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise UserError(
+            f"{model.path}: config.json is nested too deep to be read; fetch the file again"
+        ) from None
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        StrictDataclassError,
+    ) as error:
         if "trust_remote_code" in str(error):
             hint = "it comes with Python code of its own; set model.trust_remote_code to true if you trust that"
             raise UserError(f"{model.path}: {hint}") from None
-        what = "cannot read config.json" if folder.is_dir() else "no such folder, nor a model that the hub hands out"
+        what = (
+            "cannot read config.json"
+            if folder.is_dir()
+            else "no such folder, nor a model that the hub hands out"
+        )
         raise UserError(f"{model.path}: {what} ({str(error)[:200]})") from None
     if getattr(config, "quantization_config", None):
-        raise UserError(f"{model.path}: the weights are quantised; give a model folder with plain weights")
+        raise UserError(
+            f"{model.path}: the weights are quantised; give a model folder with plain weights"
+        )
     text_config = config.get_text_config()
     if not model.trust_remote_code:
         check_read(model.path, text_config)
@@ -98,10 +125,15 @@ def build_meta(model: Model, hf_config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"), no_init_weights():
             built = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=model.trust_remote_code
+                config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                trust_remote_code=model.trust_remote_code,
             )
     except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError) as error:
-        raise UserError(f"{model.path}: transformers cannot build a causal model of it ({str(error)[:200]})") from None
+        raise UserError(
+            f"{model.path}: transformers cannot build a causal model of it ({str(error)[:200]})"
+        ) from None
     check_parameters(model.path, sum(p.numel() for p in built.parameters()))
     for pattern, kept_dtype in built._get_dtype_plan(dtype).items():
         _cast(built, re.compile(pattern.replace("*", ".*")), kept_dtype)
@@ -142,13 +174,17 @@ def fill(hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]]) 
     for path, module in hf_model.named_modules(remove_duplicate=False):
         for leaf in (*module._parameters, *module._buffers):
             name = f"{path}.{leaf}" if path else leaf
-            places.setdefault(name if is_adapter(name) else hf_name(name), []).append((module, leaf))
+            places.setdefault(name if is_adapter(name) else hf_name(name), []).append(
+                (module, leaf)
+            )
     for name, value in values:
         for module, leaf in places[name]:
             if leaf in module._parameters:
                 grad = module.get_parameter(leaf).requires_grad
                 like = module.get_parameter(leaf)
-                module._parameters[leaf] = nn.Parameter(value.to(like.dtype, copy=True), requires_grad=grad)
+                module._parameters[leaf] = nn.Parameter(
+                    value.to(like.dtype, copy=True), requires_grad=grad
+                )
             else:
                 module._buffers[leaf] = value.clone()
     hf_model.tie_weights()
@@ -167,7 +203,10 @@ def fingerprint(model: Model, weights: bool) -> dict[str, str]:
         files = sorted(set(_files_by_key(folder).values()))
     else:
         folder, files = Path(str(cached_file(model.path, "config.json"))).parent, []
-    whole = [folder / "config.json", *(sorted(folder.glob("*.py")) if model.trust_remote_code else ())]
+    whole = [
+        folder / "config.json",
+        *(sorted(folder.glob("*.py")) if model.trust_remote_code else ()),
+    ]
     read = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in whole}
     return {**read, **{str(file.relative_to(folder)): _sample(file) for file in files}}
 
@@ -211,7 +250,9 @@ def _weights_from_files(
     with ExitStack() as stack:
         read = _Reader(stack, files)
         for first, source in sources.items():
-            if wanted is not None and not any(tied.get(name, name) in wanted for name in _targets(first, source)):
+            if wanted is not None and not any(
+                tied.get(name, name) in wanted for name in _targets(first, source)
+            ):
                 continue
             if first in tied and tied[first] in sources:
                 _check_equal(read, sources[first], sources[tied[first]], first, tied[first], path)
@@ -234,12 +275,16 @@ def _plan(
     transforms = get_model_conversion_mapping(skeleton)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     ignored = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     sources: dict[str, _Source] = {}
     unexpected: list[str] = []
     for key in sorted(files, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, skeleton.base_model_prefix, state)
+        name, pattern = rename_source_key(
+            key, renamings, converters, skeleton.base_model_prefix, state
+        )
         if name not in state and key in state:
             name, pattern = key, None
         if name not in state:
@@ -250,8 +295,13 @@ def _plan(
         sources[name] = _Source((*keys, (key, pattern or key)), converter)
     found = {target for name, source in sources.items() for target in _targets(name, source)}
     found |= {other for one, other in skeleton.all_tied_weights_keys.items() if one in found}
-    missing = [name for name in state if name not in found and name not in skeleton.all_tied_weights_keys]
-    for names, what in ((missing, "without weights in the files"), (unexpected, "that the model has no place for")):
+    missing = [
+        name for name in state if name not in found and name not in skeleton.all_tied_weights_keys
+    ]
+    for names, what in (
+        (missing, "without weights in the files"),
+        (unexpected, "that the model has no place for"),
+    ):
         if names:
             raise UserError(
                 f"{path}: {len(names)} entries {what}, such as {', '.join(names[:3])}; "
@@ -282,22 +332,33 @@ class _Reader:
                 self.opened[file] = self.stack.enter_context(safe_open(file, framework="pt"))
             tensor = self.opened[file].get_tensor(key)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file}: cannot read {key} ({str(error)[:200]}); fetch the file again") from None
+            raise UserError(
+                f"{file}: cannot read {key} ({str(error)[:200]}); fetch the file again"
+            ) from None
         if dtype.is_floating_point:
             _check_plain(file, key, tensor.dtype)
         return tensor
 
 
 def _convert(
-    skeleton: PreTrainedModel, state: dict[str, torch.Tensor], name: str, source: _Source, read: _Reader, path: str
+    skeleton: PreTrainedModel,
+    state: dict[str, torch.Tensor],
+    name: str,
+    source: _Source,
+    read: _Reader,
+    path: str,
 ) -> dict[str, torch.Tensor]:
     dtype = state[name].dtype
     if source.converter is None:
         (key, _), *more = source.keys
         if more:
             raise UserError(f"{path}: {key} and {more[0][0]} are both {name}; remove one of them")
-        return {name: read(key, dtype)}  # mapped from the file; a cast here would take memory for the whole of it
-    converter: Any = copy.deepcopy(source.converter)  # it collects what reads its tensors, so each name has its own
+        return {
+            name: read(key, dtype)
+        }  # mapped from the file; a cast here would take memory for the whole of it
+    converter: Any = copy.deepcopy(
+        source.converter
+    )  # it collects what reads its tensors, so each name has its own
     for key, pattern in source.keys:
         converter.add_tensor(name, key, pattern, functools.partial(_cast_to, read, key, dtype))
     try:
@@ -306,15 +367,22 @@ def _convert(
         raise
     except (RuntimeError, ValueError, KeyError) as error:
         keys = ", ".join(key for key, _ in source.keys[:3])
-        raise UserError(f"{path}: cannot make {name} from {keys}, ... ({str(error)[:200]})") from None
-    return {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
+        raise UserError(
+            f"{path}: cannot make {name} from {keys}, ... ({str(error)[:200]})"
+        ) from None
+    return {
+        target: value[0] if isinstance(value, list) else value
+        for target, value in converted.items()
+    }
 
 
 def _cast_to(read: _Reader, key: str, dtype: torch.dtype) -> torch.Tensor:
     return read(key, dtype).to(dtype)
 
 
-def _check_equal(read: _Reader, one: _Source, other: _Source, name: str, tied_to: str, path: str) -> None:
+def _check_equal(
+    read: _Reader, one: _Source, other: _Source, name: str, tied_to: str, path: str
+) -> None:
     first, second = (read(source.keys[0][0], torch.float32) for source in (one, other))
     if not torch.equal(first, second):
         raise UserError(
@@ -344,7 +412,9 @@ def _weight_folder(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot fetch the weights from the hub ({str(error)[:200]})") from None
+        raise UserError(
+            f"{path}: cannot fetch the weights from the hub ({str(error)[:200]})"
+        ) from None
 
 
 def _files_by_key(folder: Path) -> dict[str, Path]:
@@ -358,7 +428,9 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
         for name in names.values():
             # By its words: in the hub's cache every file is a link to another folder.
             if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-                raise UserError(f"{index}: names {name}, which is not in its folder; fetch the model again")
+                raise UserError(
+                    f"{index}: names {name}, which is not in its folder; fetch the model again"
+                )
         for file in sorted(set(files.values())):
             if not file.is_file():
                 raise UserError(f"{file}: named in {INDEX} but not there; fetch the file")
@@ -376,7 +448,9 @@ def _keys_in(file: Path) -> list[str]:
         with safe_open(file, framework="pt") as opened:
             return list(opened.keys())
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a whole safetensors file ({str(error)[:200]}); fetch it again") from None
+        raise UserError(
+            f"{file}: not a whole safetensors file ({str(error)[:200]}); fetch it again"
+        ) from None
 
 
 def _check_plain(file: Path, key: str, dtype: torch.dtype) -> None:
@@ -391,6 +465,10 @@ def _cast(built: PreTrainedModel, pattern: re.Pattern[str], dtype: torch.dtype) 
     for path, module in built.named_modules():
         for tensors in (module._parameters, module._buffers):
             for leaf, tensor in tensors.items():
-                if tensor is not None and tensor.is_floating_point() and pattern.search(f"{path}.{leaf}"):
+                if (
+                    tensor is not None
+                    and tensor.is_floating_point()
+                    and pattern.search(f"{path}.{leaf}")
+                ):
                     cast = tensor.to(dtype)
                     tensors[leaf] = nn.Parameter(cast) if isinstance(tensor, nn.Parameter) else cast

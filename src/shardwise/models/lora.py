@@ -56,13 +56,20 @@ class Coverage:
 
     def __str__(self) -> str:
         head = ("layers", "count", "weights", "adapted", "left frozen")
-        body = [(r.kind, r.layers, r.weights, r.adapted, ", ".join(r.frozen) or "-") for r in self.rows]
+        body = [
+            (r.kind, r.layers, r.weights, r.adapted, ", ".join(r.frozen) or "-") for r in self.rows
+        ]
         table = [[str(cell) for cell in row] for row in (head, *body)]
         widths = [max(len(row[i]) for row in table) for i in range(4)]
         lines = [
-            "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), row[4]]) for row in table
+            "  ".join(
+                [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), row[4]]
+            )
+            for row in table
         ]
-        lines.append(f"trainable: {self.trainable:,} of {self.total:,} parameters ({self.percent:.2f} %)")
+        lines.append(
+            f"trainable: {self.trainable:,} of {self.total:,} parameters ({self.percent:.2f} %)"
+        )
         return "\n".join(lines)
 
 
@@ -78,7 +85,9 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     family = family_of(model)
     full = max(min(parameter.shape[-2:]) for parameter in model.parameters() if parameter.dim() > 1)
     if lora.r > full:
-        raise UserError(f"lora.r is {lora.r}, but no weight of this model has a rank above {full}; lower lora.r")
+        raise UserError(
+            f"lora.r is {lora.r}, but no weight of this model has a rank above {full}; lower lora.r"
+        )
     candidates = _candidates(model, spec, family)
     saved = _saved_modules(model, lora, spec)
     chosen = [
@@ -87,11 +96,15 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
         if not any(f"{path}.".startswith(f"{module}.") for module in saved)
     ]
     if not chosen:
-        raise UserError("lora.targets: all of them lie in lora.modules_to_save; leave the section out to train in full")
+        raise UserError(
+            "lora.targets: all of them lie in lora.modules_to_save; leave the section out to train in full"
+        )
     names = {path: _in_layer(path, layer) for path, layer in candidates.items()}
     for target in lora.targets if isinstance(lora.targets, list) else ():
         if not set(_matches(target, names, spec, family)) & set(chosen):
-            raise UserError(f"lora.targets: {target} lies in lora.modules_to_save too; name it in one of them")
+            raise UserError(
+                f"lora.targets: {target} lies in lora.modules_to_save too; name it in one of them"
+            )
     stacks = [path for path in chosen if _in_layer(path, candidates[path]) in family.experts]
     if stacks and lora.dropout > 0.0:
         raise UserError(
@@ -103,22 +116,32 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     holder = nn.ModuleDict({"held": model})
     config = peft_config(
         lora,
-        transposed=any(isinstance(model.get_submodule(path), Conv1D) for path in chosen if path not in stacks),
+        transposed=any(
+            isinstance(model.get_submodule(path), Conv1D) for path in chosen if path not in stacks
+        ),
         modules=[f"held.{path}" for path in chosen if path not in stacks],
         parameters=[f"held.{path}" for path in stacks],
         saved=[f"held.{path}" for path in saved],
     )
     inject_adapter_in_model(config, holder, low_cpu_mem_usage=True)
     layers = adapter_layers(model)
-    assert layers.keys() == set(chosen), f"PEFT adapted other weights: {sorted(layers.keys() ^ set(chosen))[:5]}"
+    assert layers.keys() == set(chosen), (
+        f"PEFT adapted other weights: {sorted(layers.keys() ^ set(chosen))[:5]}"
+    )
     for layer in layers.values():
         for factor in (layer.lora_A, layer.lora_B):
             factor.to(torch.float32 if lora.dtype == "float32" else model.config.dtype)
-    trained = {path for path in candidates if any(f"{path}.".startswith(f"{module}.") for module in saved)}
-    return _coverage(model, {p: layer for p, layer in candidates.items() if p not in trained}, layers.keys())
+    trained = {
+        path for path in candidates if any(f"{path}.".startswith(f"{module}.") for module in saved)
+    }
+    return _coverage(
+        model, {p: layer for p, layer in candidates.items() if p not in trained}, layers.keys()
+    )
 
 
-def reach(model: PreTrainedModel, spec: ModelSpec, targets: Literal["auto", "attention", "all-linear"]) -> list[str]:
+def reach(
+    model: PreTrainedModel, spec: ModelSpec, targets: Literal["auto", "attention", "all-linear"]
+) -> list[str]:
     """What `inject` would adapt on a model without adapters, by path and in the order of the layers."""
     family = family_of(model)
     return _choose(_candidates(model, spec, family), Lora(targets=targets), spec, family)
@@ -135,10 +158,14 @@ def adapter_weights(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, to
             continue
         factor = model.get_submodule(name.rpartition(".")[0])
         assert isinstance(factor, nn.Linear)
-        value = torch.zeros(factor.out_features, factor.in_features)  # the parameter may be a piece of it, laid flat
+        value = torch.zeros(
+            factor.out_features, factor.in_features
+        )  # the parameter may be a piece of it, laid flat
         if ".lora_A." in name:
             bound = 1.0 / math.sqrt(factor.in_features)
-            value.uniform_(-bound, bound, generator=torch.Generator().manual_seed(stable_seed(seed, name)))
+            value.uniform_(
+                -bound, bound, generator=torch.Generator().manual_seed(stable_seed(seed, name))
+            )
         yield name, value.to(parameter.dtype)
 
 
@@ -179,29 +206,42 @@ def _candidates(model: PreTrainedModel, spec: ModelSpec, family: Family) -> dict
 
 def _adaptable(model: PreTrainedModel, layer: LayerSpec, family: Family) -> list[str]:
     module = model.get_submodule(layer.name)
-    linears = [name for name, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D))]
+    linears = [
+        name for name, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D))
+    ]
     parameters = {name for name, _ in module.named_parameters()}
-    return [f"{layer.name}.{name}" for name in (*linears, *(name for name in family.experts if name in parameters))]
+    return [
+        f"{layer.name}.{name}"
+        for name in (*linears, *(name for name in family.experts if name in parameters))
+    ]
 
 
 def _in_layer(path: str, layer: LayerSpec) -> str:
     return path.removeprefix(f"{layer.name}.")
 
 
-def _choose(candidates: dict[str, LayerSpec], lora: Lora, spec: ModelSpec, family: Family) -> list[str]:
+def _choose(
+    candidates: dict[str, LayerSpec], lora: Lora, spec: ModelSpec, family: Family
+) -> list[str]:
     names = {path: _in_layer(path, layer) for path, layer in candidates.items()}
     reachable = [path for path in candidates if names[path] not in family.bypassed]
     match lora.targets:
         case "auto":
-            return [path for path in reachable if names[path] not in (*family.gates, *family.experts)]
+            return [
+                path for path in reachable if names[path] not in (*family.gates, *family.experts)
+            ]
         case "attention":
             chosen = [
                 path
                 for path in reachable
-                if names[path].startswith(tuple(f"{block}." for block in candidates[path].attention))
+                if names[path].startswith(
+                    tuple(f"{block}." for block in candidates[path].attention)
+                )
             ]
             if not chosen:
-                raise UserError(f"lora.targets: this {spec.family} has no attention layer for `attention`; use auto")
+                raise UserError(
+                    f"lora.targets: this {spec.family} has no attention layer for `attention`; use auto"
+                )
             return chosen
         case "all-linear":
             return reachable
@@ -222,9 +262,13 @@ def _matches(target: str, names: dict[str, str], spec: ModelSpec, family: Family
 
     found = [path for path in names if matched(path)]
     if _ends_with(spec.head, target):
-        raise UserError(f"lora.targets: {target} is the head; train it in full with lora.modules_to_save: [{target}]")
+        raise UserError(
+            f"lora.targets: {target} is the head; train it in full with lora.modules_to_save: [{target}]"
+        )
     if not found:
-        raise UserError(f"lora.targets: {target} is no linear of this {spec.family}; {_near(target, names.values())}")
+        raise UserError(
+            f"lora.targets: {target} is no linear of this {spec.family}; {_near(target, names.values())}"
+        )
     if all(names[path] in family.bypassed for path in found):
         raise UserError(
             f"lora.targets: {target} of {spec.family} takes no adapter: its layer reads the weight past the adapter; "
@@ -234,12 +278,18 @@ def _matches(target: str, names: dict[str, str], spec: ModelSpec, family: Family
 
 
 def _saved_modules(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> list[str]:
-    modules = [n for n, m in model.named_modules() if n and not isinstance(m, (nn.ModuleList, nn.ModuleDict))]
+    modules = [
+        n
+        for n, m in model.named_modules()
+        if n and not isinstance(m, (nn.ModuleList, nn.ModuleDict))
+    ]
     saved: list[str] = []
     for target in lora.modules_to_save:
         found = [name for name in modules if _ends_with(name, target)]
         if not found:
-            raise UserError(f"lora.modules_to_save: no module {target} in this {spec.family}; {_near(target, modules)}")
+            raise UserError(
+                f"lora.modules_to_save: no module {target} in this {spec.family}; {_near(target, modules)}"
+            )
         if spec.tied and {spec.head, spec.embed} & set(found):
             raise UserError(
                 f"lora.modules_to_save: {target} is tied (embedding and head are one matrix), and a trained copy would "
@@ -254,14 +304,18 @@ def _ends_with(path: str, target: str) -> bool:
 
 
 def _near(target: str, names: Iterable[str]) -> str:
-    pool = sorted({".".join(parts[i:]) for parts in (n.split(".") for n in names) for i in range(len(parts))})
+    pool = sorted(
+        {".".join(parts[i:]) for parts in (n.split(".") for n in names) for i in range(len(parts))}
+    )
     near = difflib.get_close_matches(target, pool, n=3, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(near)}?"
     return f"there are {', '.join(sorted({name.rpartition('.')[2] for name in pool}))}"
 
 
-def _coverage(model: PreTrainedModel, candidates: dict[str, LayerSpec], adapted: Iterable[str]) -> Coverage:
+def _coverage(
+    model: PreTrainedModel, candidates: dict[str, LayerSpec], adapted: Iterable[str]
+) -> Coverage:
     adapted = set(adapted)
     rows = []
     for kind in dict.fromkeys(layer.kind for layer in candidates.values()):
@@ -276,7 +330,9 @@ def _coverage(model: PreTrainedModel, candidates: dict[str, LayerSpec], adapted:
                 frozen=tuple(dict.fromkeys(frozen)),
             )
         )
-    named = [(name, p) for name, p in model.named_parameters() if ".original_module." not in name]  # replaced by copies
+    named = [
+        (name, p) for name, p in model.named_parameters() if ".original_module." not in name
+    ]  # replaced by copies
     sizes = [(parameter.numel(), parameter.requires_grad) for _, parameter in named]
     return Coverage(
         rows=tuple(rows),

@@ -40,7 +40,9 @@ def save_model(
     _write_shards(_checkpoint_entries(hf_model, state), folder, shard_bytes)
     config = copy.deepcopy(hf_model.config)
     config.architectures = [type(hf_model).__name__]
-    config.use_cache = True  # build_meta turns it off for training; whoever loads the folder wants to generate
+    config.use_cache = (
+        True  # build_meta turns it off for training; whoever loads the folder wants to generate
+    )
     config.save_pretrained(folder)
     if hf_model.can_generate():
         hf_model.generation_config.save_pretrained(folder)
@@ -78,7 +80,9 @@ def _checkpoint_entries(
     assert not expected, f"no value for {sorted(expected)[:5]}"
 
 
-def _write_shards(entries: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> None:
+def _write_shards(
+    entries: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int
+) -> None:
     shards: list[Path] = []
     weight_map: dict[str, int] = {}
     total_bytes, held_bytes = 0, 0
@@ -105,5 +109,8 @@ def _write_shards(entries: Iterable[tuple[str, torch.Tensor]], folder: Path, sha
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for shard, name in zip(shards, names):
         shard.rename(folder / name)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": {k: names[i] for k, i in weight_map.items()}}
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": {k: names[i] for k, i in weight_map.items()},
+    }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

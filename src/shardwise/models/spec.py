@@ -55,7 +55,9 @@ class LayerSpec:
     @property
     def keeps_documents_apart(self) -> bool:
         """Whether `data.packing: isolated` is proven to keep documents apart in it."""
-        apart = [block.kind.keeps_documents_apart or not block.kind.mixes_tokens for block in self.mixers]
+        apart = [
+            block.kind.keeps_documents_apart or not block.kind.mixes_tokens for block in self.mixers
+        ]
         return bool(apart) and all(apart)
 
     @property

@@ -29,13 +29,20 @@ class Stage(CausalLM):
     """Hidden states in, hidden states out; the first stage reads token ids instead, the last returns the loss."""
 
     def __init__(
-        self, hf: PreTrainedModel, spec: ModelSpec, family: Family, cfg: RunConfig, whole: PreTrainedModel
+        self,
+        hf: PreTrainedModel,
+        spec: ModelSpec,
+        family: Family,
+        cfg: RunConfig,
+        whole: PreTrainedModel,
     ) -> None:
         super().__init__(hf, spec, family, cfg, whole)
         self.carried_dtype = hidden_dtype(cfg)
         self.microbatches: Sequence[Batch] = ()  # of the step, set before it
         self.loss_scale = 1.0  # the gradient of the loss in this step's backward, set before it
-        self.router_total = torch.zeros(())  # router loss that is not in the loss of the last stage, until it is reset
+        self.router_total = torch.zeros(
+            ()
+        )  # router loss that is not in the loss of the last stage, until it is reset
         self.gradient_below = False
         """Hidden states get a gradient all the way down, even if nothing there is trained."""
         if spec.first:
@@ -69,7 +76,11 @@ class Stage(CausalLM):
             return hidden
         assert hidden.dtype == self.carried_dtype, (hidden.dtype, self.carried_dtype)
         # Zero-bubble schedules detach a stage's output in place, which a view does not allow.
-        return hidden.clone(memory_format=torch.contiguous_format) if hidden._is_view() else hidden.contiguous()
+        return (
+            hidden.clone(memory_format=torch.contiguous_format)
+            if hidden._is_view()
+            else hidden.contiguous()
+        )
 
     def _inputs(self, carried: torch.Tensor, batch: Batch) -> Inputs:
         if self.spec.first:
@@ -97,7 +108,9 @@ def stages(
     stage, by one name; where `chunks` has both, it is one parameter. UserError if the family cannot be cut.
     """
     family = family or family_of(hf)
-    assert family.model_type in FAMILIES, f"{family.model_type} is not listed: a rule refuses it in a pipeline"
+    assert family.model_type in FAMILIES, (
+        f"{family.model_type} is not listed: a rule refuses it in a pipeline"
+    )
     last = len(spec.layers) + 1
     assert (boundaries[0], boundaries[-1]) == (0, last + 1), boundaries
     assert all(low < high for low, high in pairwise(boundaries)), boundaries
@@ -105,7 +118,9 @@ def stages(
     shared: dict[int, nn.Parameter] = {}  # by what they are copies of
     for chunk in chunks:
         low, high = boundaries[chunk], boundaries[chunk + 1]
-        own = replace(spec, layers=spec.layers[max(low - 1, 0) : high - 1], first=low == 0, last=high > last)
+        own = replace(
+            spec, layers=spec.layers[max(low - 1, 0) : high - 1], first=low == 0, last=high > last
+        )
         share = _share(hf, spec, own, family, shared)
         if spec.tied and (own.first or own.last):
             tied = f"{spec.embed}.weight"
@@ -115,11 +130,17 @@ def stages(
 
 
 def _share(
-    hf: PreTrainedModel, spec: ModelSpec, own: ModelSpec, family: Family, shared: dict[int, nn.Parameter]
+    hf: PreTrainedModel,
+    spec: ModelSpec,
+    own: ModelSpec,
+    family: Family,
+    shared: dict[int, nn.Parameter],
 ) -> PreTrainedModel:
     """A copy of the model that has the modules of `own` only."""
     foreign = [layer.name for layer in spec.layers if layer not in own.layers]
-    stand_ins: dict[str, nn.Module] = {path: _PassThrough(hf.get_submodule(path), family) for path in foreign}
+    stand_ins: dict[str, nn.Module] = {
+        path: _PassThrough(hf.get_submodule(path), family) for path in foreign
+    }
     if not own.first:
         stand_ins |= {path: nn.Identity() for path in [family.cut.dropout] if path}
         stand_ins |= {path: _NoPositions() for path in [spec.positions] if path}
@@ -128,7 +149,9 @@ def _share(
     if not own.last:
         stand_ins |= {spec.norm: nn.Identity(), spec.head: nn.Module()}
     # What a deep copy finds in its memo is taken as copied already.
-    memo: dict[int, Any] = {id(hf.get_submodule(path)): module for path, module in stand_ins.items()}
+    memo: dict[int, Any] = {
+        id(hf.get_submodule(path)): module for path, module in stand_ins.items()
+    }
     share = copy.deepcopy(hf, memo | shared)
     if not own.first and family.cut.factor:
         setattr(share.base_model, family.cut.factor, 1.0)
@@ -146,7 +169,9 @@ class _PassThrough(nn.Module):
         if family.cut.layer_attribute:
             setattr(self, family.cut.layer_attribute, getattr(layer, family.cut.layer_attribute))
 
-    def forward(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor | tuple[torch.Tensor]:
+    def forward(
+        self, hidden: torch.Tensor, *args: object, **kwargs: object
+    ) -> torch.Tensor | tuple[torch.Tensor]:
         return (hidden,) if self.returns_tuple else hidden
 
 

@@ -72,14 +72,21 @@ class Rows:
     @property
     def num_shared(self) -> int:
         """The number of a rank's rows that other ranks hold too."""
-        return sum(segment.size // segment.shares for segment in self.segments if segment.shares < self.num_ranks)
+        return sum(
+            segment.size // segment.shares
+            for segment in self.segments
+            if segment.shares < self.num_ranks
+        )
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, length) in the whole dim of each range of a rank's rows."""
         starts = accumulate((segment.size for segment in self.segments), initial=0)
         lengths = [segment.size // segment.shares for segment in self.segments]
         places = [rank * segment.shares // self.num_ranks for segment in self.segments]
-        return [(start + place * length, length) for start, place, length in zip(starts, places, lengths)]
+        return [
+            (start + place * length, length)
+            for start, place, length in zip(starts, places, lengths)
+        ]
 
     def counted(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, length) among a rank's rows of those that no lower rank holds."""
@@ -100,7 +107,9 @@ class Rows:
         for segment in self.segments:
             length = segment.size // segment.shares
             if segment.shares < self.num_ranks:
-                found.append((segment, start, length, rank * segment.shares // self.num_ranks * length))
+                found.append(
+                    (segment, start, length, rank * segment.shares // self.num_ranks * length)
+                )
             start += length
         return found
 
@@ -223,6 +232,8 @@ def depthwise(block: Any, name: str, channels: Rows) -> dict[str, Cut]:
 
 def unwrapped(module: Any) -> Any:
     """Return the module of transformers that PEFT may have wrapped."""
-    while (inner := getattr(module, "base_layer", None) or getattr(module, "original_module", None)) is not None:
+    while (
+        inner := getattr(module, "base_layer", None) or getattr(module, "original_module", None)
+    ) is not None:
         module = inner
     return module

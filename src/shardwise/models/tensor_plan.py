@@ -26,7 +26,9 @@ def problem(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str | None:
     return None
 
 
-def split_blocks(hf: PreTrainedModel, layer: LayerSpec, num_ranks: int) -> dict[str, BlockSplit | None]:
+def split_blocks(
+    hf: PreTrainedModel, layer: LayerSpec, num_ranks: int
+) -> dict[str, BlockSplit | None]:
     """Return how each block of a layer is cut, by its path there; None for one that every rank
     computes whole.
 
@@ -53,7 +55,11 @@ def replicated_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> 
     units = {f"{layer.name}.": Counter() for layer in spec.layers}
     outside: Counter[str] = Counter()
     for name, parameter in hf.named_parameters():
-        if is_adapter(name) or parameter.dim() < 2 or name.startswith((f"{spec.embed}.", f"{spec.head}.")):
+        if (
+            is_adapter(name)
+            or parameter.dim() < 2
+            or name.startswith((f"{spec.embed}.", f"{spec.head}."))
+        ):
             continue
         rows = cuts[name].rows if name in cuts else None
         share = 1.0 if rows is None else rows.num_shared / rows.size
@@ -84,13 +90,17 @@ def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
     """
     named = dict(block.named_parameters())
     cuts = {
-        name: split.weights[hf_name(name)] for name in named if not is_adapter(name) and hf_name(name) in split.weights
+        name: split.weights[hf_name(name)]
+        for name in named
+        if not is_adapter(name) and hf_name(name) in split.weights
     }
     names = {parameter: name for name, parameter in named.items()}
     for path, layer in adapter_layers(block).items():
         cut = split.weights.get(path) or split.weights.get(f"{path}.weight")
         if cut is not None:
-            factor, dim = (layer.lora_A, 1) if _goes_in(unwrapped(layer), cut) else (layer.lora_B, 0)
+            factor, dim = (
+                (layer.lora_A, 1) if _goes_in(unwrapped(layer), cut) else (layer.lora_B, 0)
+            )
             cuts |= {names[p]: Cut(dim, cut.rows) for p in factor.parameters()}
     return cuts
 

@@ -32,7 +32,9 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     if cfg.parallel.data == "fsdp2":
         return replace(pm, run=_moving_shards(pm.run))
     _hold_float32(_trained(pm))
-    if cfg.parallel.data != "ddp" or cfg.parallel.pp > 1:  # where all-reduces come after the last backward anyway
+    if (
+        cfg.parallel.data != "ddp" or cfg.parallel.pp > 1
+    ):  # where all-reduces come after the last backward anyway
         return pm
 
     def reduce() -> None:
@@ -54,7 +56,9 @@ def _hold_float32(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _moving_shards(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def run(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
+    def run(
+        pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
+    ) -> torch.Tensor:
         if not train:
             return inner(pm, microbatches, loss_scale, train)
         total = torch.zeros((), device=microbatches[0].input_ids.device)
@@ -70,7 +74,9 @@ def _moving_shards(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
                 gradient, parameter.grad = parameter.grad, None
                 if gradient is None:
                     continue  # of replicas: kept by fsdp2, in float32, until the last micro-batch
-                sums[parameter] = sums[parameter].add_(gradient) if parameter in sums else gradient.float()
+                sums[parameter] = (
+                    sums[parameter].add_(gradient) if parameter in sums else gradient.float()
+                )
         _hold_float32(trained)
         for parameter, gradient in sums.items():
             parameter.grad = gradient
@@ -79,7 +85,9 @@ def _moving_shards(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return run
 
 
-def _rounding_once(make: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+def _rounding_once(
+    make: Callable[..., torch.optim.Optimizer],
+) -> Callable[..., torch.optim.Optimizer]:
     def make_optimizer(named: Any) -> torch.optim.Optimizer:
         optimizer = make(named)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from peft.tuners.lora import ParamWrapper
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
@@ -38,7 +43,12 @@ The output of B (A x) takes as many bytes as that of W x for r products an eleme
 memory than no checkpointing at all, which keeps neither. (A mixer's product over just r numbers is taken for one too.)
 """
 
-_LEFT_OPERAND = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
+_LEFT_OPERAND = {
+    _aten.mm.default: 0,
+    _aten.addmm.default: 1,
+    _aten.bmm.default: 0,
+    _aten.baddbmm.default: 1,
+}
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
@@ -49,7 +59,9 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     return pm
 
 
-def recompute(hf: nn.Module, spec: ModelSpec, asked: str | list[str], dropout: DropoutState) -> None:
+def recompute(
+    hf: nn.Module, spec: ModelSpec, asked: str | list[str], dropout: DropoutState
+) -> None:
     """Replace the forwards of the layers to be recomputed.
 
     `full`: every layer from its input. `operators`: every layer, but for the outputs of PRODUCTS. A list: the layers of
@@ -61,7 +73,11 @@ def recompute(hf: nn.Module, spec: ModelSpec, asked: str | list[str], dropout: D
     if asked == "none":
         return
     policy = partial(_keep_products, _ranks(hf))
-    contexts = partial(create_selective_checkpoint_contexts, policy) if asked == "operators" else noop_context_fn
+    contexts = (
+        partial(create_selective_checkpoint_contexts, policy)
+        if asked == "operators"
+        else noop_context_fn
+    )
     for layer in spec.layers:
         if not isinstance(asked, list) or layer.kind in asked:
             module = hf.get_submodule(layer.name)
@@ -80,7 +96,9 @@ def _ranks(hf: nn.Module) -> frozenset[tuple[int, int]]:
 def _keep_products(
     ranks: frozenset[tuple[int, int]], context: object, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    kept = op in PRODUCTS or op.namespace == "shardwise"  # a kernel's, of a linear and its adapter in one
+    kept = (
+        op in PRODUCTS or op.namespace == "shardwise"
+    )  # a kernel's, of a linear and its adapter in one
     if op in _LEFT_OPERAND:
         left = args[_LEFT_OPERAND[op]]  # [rows, rank] or [matrices, rows, rank]
         kept = (left.shape[0] if left.ndim == 3 else 1, left.shape[-1]) not in ranks
@@ -99,6 +117,8 @@ def _recomputed(
             return forward(*args, **kwargs)
 
         # No global random state is used in a layer (see models/patches/dropout.py), so none is saved.
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+        return checkpoint(
+            run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
+        )
 
     return wrapped

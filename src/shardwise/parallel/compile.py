@@ -28,7 +28,9 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     A layer's forward is replaced rather than the layer wrapped, so names stay. Within activation checkpointing: what is
     computed again runs compiled too.
     """
-    dynamo: Any = importlib.import_module("torch._dynamo")  # seconds that only a compiled run has to wait
+    dynamo: Any = importlib.import_module(
+        "torch._dynamo"
+    )  # seconds that only a compiled run has to wait
     dynamo.reset()  # what earlier runs of this process have compiled counts too; one still in use compiles again
     dynamo.config.recompile_limit = VERSIONS_PER_LAYER * len(spec.layers)
     dynamo.config.fail_on_recompile_limit_hit = True
@@ -36,10 +38,16 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         assert isinstance(part, CausalLM)
         for layer in part.spec.layers:
             module = part.get_submodule(f"hf.{layer.name}")
-            module.forward = torch.compile(module.forward, backend=BACKENDS[cfg.training.compile], dynamic=False)
+            module.forward = torch.compile(
+                module.forward, backend=BACKENDS[cfg.training.compile], dynamic=False
+            )
     return pm
 
 
 def uncompiled(cfg: RunConfig) -> AbstractContextManager[None]:
     """Within it, compiled layers run as they were written: for rows of which each has another length."""
-    return nullcontext() if cfg.training.compile == "none" else torch.compiler.set_stance("force_eager")
+    return (
+        nullcontext()
+        if cfg.training.compile == "none"
+        else torch.compiler.set_stance("force_eager")
+    )

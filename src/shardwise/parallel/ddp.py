@@ -22,7 +22,9 @@ from shardwise.parallel.reduce import sum_gradients
 
 # torch 2.13 renames it and warns at the old name.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
-_FORWARD_SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+_FORWARD_SYNC = (
+    "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+)
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
@@ -35,12 +37,16 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     if cfg.parallel.pp > 1 or cfg.parallel.tp > 1:
 
         def reduce() -> None:
-            trained = [parameter for _, parameter in pm.named_parameters() if parameter.requires_grad]
+            trained = [
+                parameter for _, parameter in pm.named_parameters() if parameter.requires_grad
+            ]
             sum_gradients(trained, mesh, ("dp_replicate",))
 
         return replace(pm, reduce_grads=(*pm.reduce_grads, reduce))
     (part,) = pm.parts
-    no_buffers: dict[str, Any] = {_FORWARD_SYNC: False}  # they are functions of the config, equal everywhere
+    no_buffers: dict[str, Any] = {
+        _FORWARD_SYNC: False
+    }  # they are functions of the config, equal everywhere
     wrapped = DistributedDataParallel(
         part,
         process_group=mesh.dense.get_group("dp_replicate"),
@@ -53,7 +59,9 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     def set_sync(sync: bool) -> None:
         wrapped.require_backward_grad_sync = sync
 
-    def run(pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
+    def run(
+        pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
+    ) -> torch.Tensor:
         # The wrapper stands in the part's place for the run only: everyone else sees the bare model and its names.
         return inner_run(replace(pm, parts=(cast(Part, wrapped),)), microbatches, loss_scale, train)
 
@@ -61,7 +69,9 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     return replace(pm, run=run, set_sync=set_sync)
 
 
-def sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def sum_hook(
+    group: dist.ProcessGroup, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """All-reduce one bucket as a sum, in float32 (DDP's own hook would divide by the number of ranks)."""
     buffer = bucket.buffer()
     future = dist.all_reduce(buffer.float(), group=group, async_op=True).get_future()

@@ -26,7 +26,9 @@ class Piece:
 
 def portable(
     pm: ParallelModel, part: Part, flat: Sequence[Any], mesh: Mesh
-) -> tuple[Callable[[str, torch.Tensor], torch.Tensor], Callable[[str, torch.Tensor, torch.Tensor], None]]:
+) -> tuple[
+    Callable[[str, torch.Tensor], torch.Tensor], Callable[[str, torch.Tensor, torch.Tensor], None]
+]:
     """`to_portable` and `from_portable` (see ParallelModel) of a model whose parameters lie in the parameters `flat`.
 
     Portable is a DTensor cut along `dp_shard`, as under fsdp2.
@@ -72,4 +74,6 @@ def _pieces(pm: ParallelModel, part: Part, flat: Sequence[Any]) -> dict[str, Pie
 def _shard(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     dim = shard_dim(whole.shape, mesh.size())
     local = cut(whole, dim, mesh.size())[mesh.get_local_rank()].clone()  # the rest is let go
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )

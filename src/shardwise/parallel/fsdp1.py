@@ -38,7 +38,9 @@ class Unit(nn.Module):
     def __init__(self, module: nn.Module, inner: list[FullyShardedDataParallel]) -> None:
         super().__init__()
         self.module = module
-        self.inner = nn.ModuleList(inner)  # where the wrapper of the whole model looks for the others
+        self.inner = nn.ModuleList(
+            inner
+        )  # where the wrapper of the whole model looks for the others
         self.compute = module.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,11 +90,17 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
 def _units(part: nn.Module, spec: ModelSpec) -> list[nn.Module]:
     """What is gathered and freed together, the whole model last."""
-    names = [layer.name for layer in spec.layers] if spec.tied else [spec.embed, *(layer.name for layer in spec.layers)]
+    names = (
+        [layer.name for layer in spec.layers]
+        if spec.tied
+        else [spec.embed, *(layer.name for layer in spec.layers)]
+    )
     return [*(part.get_submodule(f"hf.{name}") for name in names), part]
 
 
-def _flat_parameters(module: nn.Module, separate: bool, ignored: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _flat_parameters(
+    module: nn.Module, separate: bool, ignored: list[nn.Parameter]
+) -> list[list[nn.Parameter]]:
     """The parameters that no unit has taken yet, by the flat parameter that each is to lie in.
 
     Two for one module are two wrappers around its calls, the frozen one's outside.
@@ -104,7 +112,11 @@ def _flat_parameters(module: nn.Module, separate: bool, ignored: list[nn.Paramet
     ]
     if not separate:
         return [new]
-    return [part for part in ([p for p in new if p.requires_grad], [p for p in new if not p.requires_grad]) if part]
+    return [
+        part
+        for part in ([p for p in new if p.requires_grad], [p for p in new if not p.requires_grad])
+        if part
+    ]
 
 
 def _odd_dtype(parameters: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -48,7 +48,11 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         sum_gradients(trained_whole(pm), mesh, DATA_AXES)
 
     replicated = any(True for _ in trained_whole(pm))
-    return replace(pm, set_sync=set_sync, reduce_grads=(*pm.reduce_grads, reduce) if replicated else pm.reduce_grads)
+    return replace(
+        pm,
+        set_sync=set_sync,
+        reduce_grads=(*pm.reduce_grads, reduce) if replicated else pm.reduce_grads,
+    )
 
 
 def _shard(part: CausalLM, mesh: Mesh, cfg: RunConfig) -> None:
@@ -66,8 +70,14 @@ def _shard(part: CausalLM, mesh: Mesh, cfg: RunConfig) -> None:
     for unit in units(part):
         # The last unit's backward follows its forward at once: to free its weights between the two gains nothing.
         last = not isinstance(unit, nn.Module)
-        fully_shard(unit, reshard_after_forward=cfg.parallel.reshard_after_forward and not last, **options)
-    fully_shard(part, reshard_after_forward=cfg.parallel.reshard_after_forward and not part.spec.tied, **options)
+        fully_shard(
+            unit, reshard_after_forward=cfg.parallel.reshard_after_forward and not last, **options
+        )
+    fully_shard(
+        part,
+        reshard_after_forward=cfg.parallel.reshard_after_forward and not part.spec.tied,
+        **options,
+    )
     sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         # Sums, not means; gloo knows no other reduction.
@@ -75,10 +85,14 @@ def _shard(part: CausalLM, mesh: Mesh, cfg: RunConfig) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
     if cfg.parallel.offload == "all":
-        materialise(part, torch.device("cpu"), only=DTensor)  # what is not sharded goes to the device as usual
+        materialise(
+            part, torch.device("cpu"), only=DTensor
+        )  # what is not sharded goes to the device as usual
 
     def free_after_evaluation(*_: object) -> None:
-        if not torch.is_grad_enabled():  # no backward comes to free what `reshard_after_forward=False` has kept
+        if (
+            not torch.is_grad_enabled()
+        ):  # no backward comes to free what `reshard_after_forward=False` has kept
             for module in sharded:
                 module.reshard()
 
@@ -96,7 +110,11 @@ def units(part: CausalLM) -> list[nn.Module | list[nn.Module]]:
     if spec.tied:
         return [*layers]
     ends = [part.hf.get_submodule(spec.norm), part.hf.get_submodule(spec.head)] if spec.last else []
-    return [*([part.hf.get_submodule(spec.embed)] if spec.first else []), *layers, *([ends] if ends else [])]
+    return [
+        *([part.hf.get_submodule(spec.embed)] if spec.first else []),
+        *layers,
+        *([ends] if ends else []),
+    ]
 
 
 def trained_whole(pm: ParallelModel) -> Iterator[nn.Parameter]:

@@ -22,7 +22,9 @@ def build_mesh(cfg: RunConfig, device: torch.device) -> Mesh:
     rules.check(cfg, Facts(num_ranks))
     sizes = axis_sizes(cfg, num_ranks)
     forget_meshes()
-    return Mesh(init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), device)
+    return Mesh(
+        init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)), device
+    )
 
 
 def forget_meshes() -> None:

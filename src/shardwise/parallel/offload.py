@@ -25,11 +25,15 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     """Let what is kept on the CPU be handed over on the device, and move the optimizer there if that is asked for."""
 
     def to_portable(name: str, held: torch.Tensor) -> torch.Tensor:
-        return _on(mesh.device, pm.to_portable(name, held))  # a DTensor's collectives run on its mesh's device
+        return _on(
+            mesh.device, pm.to_portable(name, held)
+        )  # a DTensor's collectives run on its mesh's device
 
     if cfg.parallel.offload == "all":
         return replace(pm, to_portable=to_portable)
-    copies = Copies.of({name: parameter for name, parameter in pm.named_parameters() if parameter.requires_grad})
+    copies = Copies.of(
+        {name: parameter for name, parameter in pm.named_parameters() if parameter.requires_grad}
+    )
 
     def make_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         optimizer = pm.make_optimizer([(name, copies.on_cpu[name]) for name, _ in named])
@@ -38,7 +42,10 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
     def from_portable(name: str, held: torch.Tensor, portable: torch.Tensor) -> None:
         pm.from_portable(name, held, portable)
-        if name in copies.weights and local(held).data_ptr() == local(copies.weights[name]).data_ptr():
+        if (
+            name in copies.weights
+            and local(held).data_ptr() == local(copies.weights[name]).data_ptr()
+        ):
             copies.refresh(name)
 
     return replace(
@@ -61,7 +68,11 @@ class Copies:
     def of(weights: dict[str, nn.Parameter]) -> Copies:
         """Copies of these weights as they are now."""
         return Copies(
-            weights, {name: nn.Parameter(_on(torch.device("cpu"), w.detach())) for name, w in weights.items()}
+            weights,
+            {
+                name: nn.Parameter(_on(torch.device("cpu"), w.detach()))
+                for name, w in weights.items()
+            },
         )
 
     def take_gradients(self) -> None:

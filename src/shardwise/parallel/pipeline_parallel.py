@@ -45,7 +45,9 @@ SCHEDULES: dict[str, Callable[..., Any]] = {
 def pipeline_of(cfg: RunConfig, num_ranks: int) -> Pipeline:
     """Return the schedule of a run of so many ranks in all."""
     parallel = cfg.parallel
-    return Pipeline(parallel.schedule, parallel.pp, num_microbatches(cfg, num_ranks), parallel.num_virtual)
+    return Pipeline(
+        parallel.schedule, parallel.pp, num_microbatches(cfg, num_ranks), parallel.num_virtual
+    )
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
@@ -55,7 +57,11 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     parts = [part for part in pm.parts if isinstance(part, Part)]
     # Few booleans, from every rank to all.
     trained = of_every_rank(
-        [c for c, p in zip(chunks, parts, strict=True) if any(w.requires_grad for w in p.parameters())]
+        [
+            c
+            for c, p in zip(chunks, parts, strict=True)
+            if any(w.requires_grad for w in p.parameters())
+        ]
     )
     lowest = min((chunk for known in trained for chunk in known), default=pipeline.num_chunks)
     if cfg.parallel.schedule in HALVING:
@@ -72,7 +78,12 @@ class _Runner:
     """Runs a step's micro-batches through the stages; one torch schedule for each number and shape of micro-batches."""
 
     def __init__(
-        self, pipeline: Pipeline, chunks: tuple[int, ...], lowest: int, hidden: torch.Tensor, mesh: Mesh
+        self,
+        pipeline: Pipeline,
+        chunks: tuple[int, ...],
+        lowest: int,
+        hidden: torch.Tensor,
+        mesh: Mesh,
     ) -> None:
         self.pipeline, self.chunks, self.mesh = pipeline, chunks, mesh
         self.lowest = lowest  # chunk with something trainable; those below it run no backward
@@ -84,11 +95,15 @@ class _Runner:
         self.loss_scale = 1.0
         self.losses: list[torch.Tensor] = []
 
-    def run(self, pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool) -> torch.Tensor:
+    def run(
+        self, pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
+    ) -> torch.Tensor:
         """See interfaces.Run: the loss is on the rank of the last stage, 0 elsewhere but for router losses."""
         for shard in pm.shard_batch:
             microbatches = [shard(batch) for batch in microbatches]
-        (shape,) = {batch.input_ids.shape for batch in microbatches}  # another one would end gloo, and with it the run
+        (shape,) = {
+            batch.input_ids.shape for batch in microbatches
+        }  # another one would end gloo, and with it the run
         key = (len(microbatches), *shape)
         parts = [part for part in pm.parts if isinstance(part, Part)]
         if key not in self.schedules:
@@ -116,16 +131,26 @@ class _Runner:
         self.losses.append(loss.detach().clone())  # torch detaches the stage's output in place
         return loss * self.loss_scale
 
-    def _schedule(self, parts: Sequence[Part], num_microbatches: int, rows: int, tokens: int) -> Any:
-        pipeline = replace(self.pipeline, num_microbatches=num_microbatches)  # UserError if there are too few
+    def _schedule(
+        self, parts: Sequence[Part], num_microbatches: int, rows: int, tokens: int
+    ) -> Any:
+        pipeline = replace(
+            self.pipeline, num_microbatches=num_microbatches
+        )  # UserError if there are too few
         top = pipeline.num_chunks - 1
         stages = []
         for chunk, part in zip(self.chunks, parts, strict=True):
-            below = self._like(rows, tokens, chunk - 1) if chunk else torch.empty(1, dtype=torch.int64)
-            above = (
-                self._like(rows, tokens, chunk) if chunk < top else torch.empty((), requires_grad=self.lowest <= top)
+            below = (
+                self._like(rows, tokens, chunk - 1) if chunk else torch.empty(1, dtype=torch.int64)
             )
-            stages.append(Stage(part, chunk, pipeline.num_chunks, below, above, self.group, self.clock))
+            above = (
+                self._like(rows, tokens, chunk)
+                if chunk < top
+                else torch.empty((), requires_grad=self.lowest <= top)
+            )
+            stages.append(
+                Stage(part, chunk, pipeline.num_chunks, below, above, self.group, self.clock)
+            )
         make = SCHEDULES[pipeline.schedule]
         held = stages[0] if pipeline.schedule in ("gpipe", "1f1b") else stages
         return make(held, num_microbatches, loss_fn=self._loss, scale_grads=False), stages
@@ -183,7 +208,10 @@ def _tie(pm: ParallelModel, mesh: Mesh, spec: ModelSpec) -> ParallelModel:
         mine = local(gradient)
         theirs = torch.empty_like(mine)
         # Between the first and the last stage, both ways: the gradient of [V, D], or of this rank's shard of it.
-        transfers = [dist.P2POp(dist.isend, mine, other, group), dist.P2POp(dist.irecv, theirs, other, group)]
+        transfers = [
+            dist.P2POp(dist.isend, mine, other, group),
+            dist.P2POp(dist.irecv, theirs, other, group),
+        ]
         for transfer in dist.batch_isend_irecv(transfers):
             transfer.wait()
         mine.add_(theirs)

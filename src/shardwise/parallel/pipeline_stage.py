@@ -73,7 +73,9 @@ class Stage(PipelineStage):
         group: dist.ProcessGroup,
         clock: Clock,
     ) -> None:
-        super().__init__(part, chunk, num_chunks, clock.device, input_args=input, output_args=output, group=group)
+        super().__init__(
+            part, chunk, num_chunks, clock.device, input_args=input, output_args=output, group=group
+        )
         self.clock = clock
         self.backward_half = part.backward_half
         self.trained = output.requires_grad  # something in it or below
@@ -105,7 +107,9 @@ class Stage(PipelineStage):
         else:
             start = self.clock.now()
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            self.moments.append(("B" if full_backward else "I", bwd_chunk_id, start, self.clock.now()))
+            self.moments.append(
+                ("B" if full_backward else "I", bwd_chunk_id, start, self.clock.now())
+            )
             if loss is not None:
                 loss.detach_()  # the schedule keeps it to the end of the step; its graph is done
             self._free(self.grad_recv_info[bwd_chunk_id])
@@ -129,7 +133,9 @@ class Stage(PipelineStage):
         """As torch's."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else (None,)
 
-    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
+    ) -> None:
         """As torch's."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
@@ -162,7 +168,9 @@ class Stage(PipelineStage):
     def _allocate(self, infos: Sequence[Any]) -> None:
         for info in infos:
             if info.tensor_meta is not None and not info.is_root_arg:
-                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+                info.buffer = torch.empty(
+                    info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device
+                )
 
     def _free(self, infos: Sequence[Any]) -> None:
         for info in infos:

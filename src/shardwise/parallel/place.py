@@ -9,7 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 
-def materialise(module: nn.Module, device: torch.device, only: type[torch.Tensor] = torch.Tensor) -> None:
+def materialise(
+    module: nn.Module, device: torch.device, only: type[torch.Tensor] = torch.Tensor
+) -> None:
     """Replace parameters on `meta` (of type `only`) by uninitialised memory on `device`: the local shard where sharded.
 
     Tied parameters stay one parameter (nn.Module.to_empty would part them). Buffers are real already: they only move.
@@ -21,7 +23,9 @@ def materialise(module: nn.Module, device: torch.device, only: type[torch.Tensor
                 continue
             if parameter not in made:
                 # fsdp2 picks the new parameters up at its first forward.
-                made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+                made[parameter] = nn.Parameter(
+                    torch.empty_like(parameter, device=device), parameter.requires_grad
+                )
             owner._parameters[name] = made[parameter]
         for name, buffer in owner._buffers.items():
             if buffer is not None:
@@ -38,7 +42,10 @@ def free_dim(parameter: torch.Tensor, num_shards: int) -> int | None:
     if not isinstance(parameter, DTensor):
         return shard_dim(parameter.shape, num_shards)
     taken = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
-    return next((d for d, size in enumerate(parameter.shape) if d not in taken and size % num_shards == 0), None)
+    return next(
+        (d for d, size in enumerate(parameter.shape) if d not in taken and size % num_shards == 0),
+        None,
+    )
 
 
 def cut(full: torch.Tensor, dim: int, num_shards: int) -> list[torch.Tensor]:
@@ -71,7 +78,12 @@ def placed_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     """A DTensor of this local tensor, on any device, that is cut as `like` is."""
     assert isinstance(like, DTensor)
     return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 

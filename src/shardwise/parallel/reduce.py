@@ -32,7 +32,9 @@ def sum_over(tensor: torch.Tensor, mesh: Mesh, axes: Iterable[str]) -> torch.Ten
     return tensor
 
 
-def sum_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, axes: Iterable[str]) -> None:
+def sum_gradients(
+    parameters: Iterable[torch.nn.Parameter], mesh: Mesh, axes: Iterable[str]
+) -> None:
     """Add the gradients of replicated parameters up over `axes`, in float32, some of them in one flat tensor at a time.
 
     Memory: the largest gradient and BUCKET_ELEMENTS, 4 bytes each.

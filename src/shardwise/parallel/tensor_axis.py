@@ -92,7 +92,9 @@ class TensorAxis:
     def join_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T/n, D] of every rank to [B, T, D] on all: (n-1) times its bytes reach each rank."""
         x = x.contiguous()
-        if len(x) == 1:  # and not as a view of what is gathered, which fsdp2 does not like a layer to return
+        if (
+            len(x) == 1
+        ):  # and not as a view of what is gathered, which fsdp2 does not like a layer to return
             joined = x.new_empty(1, self.size * x.shape[1], *x.shape[2:])
             all_gather(joined.view(-1), x.view(-1), group=self.group)
             return joined

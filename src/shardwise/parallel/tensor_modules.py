@@ -58,7 +58,8 @@ class Shares:
             (owner, name, self.changed.get((owner, name), as_it_is))
             for owner in self.module.modules()
             for name, parameter in owner._parameters.items()
-            if parameter is not None and (isinstance(parameter, DTensor) or (owner, name) in self.changed)
+            if parameter is not None
+            and (isinstance(parameter, DTensor) or (owner, name) in self.changed)
         ]
 
     @contextmanager
@@ -101,13 +102,19 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: 
     for name, cut in rows_in(block, split).items():
         module = block.get_submodule(name)
         if getattr(module, "bias", None) is not None:
-            shares.changed[module, "bias"] = lambda bias: bias / axis.size  # as it is added once on each rank
+            shares.changed[module, "bias"] = lambda bias: (
+                bias / axis.size
+            )  # as it is added once on each rank
         _share_dropout(block, name, cut.rows, axis)
     for module in block.modules():
         if isinstance(module, ParamWrapper):
             _fold(module, shares)
-        if part.router_loss is not None and any(module is router for router in part.router_loss.routers):
-            part.router_loss.gradient_share = 1 / axis.size  # as every rank gives a summand of the block's gradient
+        if part.router_loss is not None and any(
+            module is router for router in part.router_loss.routers
+        ):
+            part.router_loss.gradient_share = (
+                1 / axis.size
+            )  # as every rank gives a summand of the block's gradient
     forward = as_in_evaluation(block, block.forward) if split.as_in_evaluation else block.forward
     block.forward = around(shares.within(forward), axis.enter, axis.leave)
 
@@ -171,7 +178,9 @@ def _logits_or_loss(
     logits = inner(hidden)  # [B, T, V/n]
     shape = torch.Size([*logits.shape[:-1], vocab_size])
     stride = torch.empty(shape, device="meta").stride()
-    cut = DTensor.from_local(logits, axis.mesh, [Shard(logits.dim() - 1)], run_check=False, shape=shape, stride=stride)
+    cut = DTensor.from_local(
+        logits, axis.mesh, [Shard(logits.dim() - 1)], run_check=False, shape=shape, stride=stride
+    )
     # (n-1) times its bytes reach each rank: for a sample, which looks at few rows, and for `training.loss: plain`.
     # A copy, since fsdp2 warns of a head that returns a view.
     return cut.full_tensor().clone()
@@ -182,9 +191,9 @@ def _share_dropout(block: nn.Module, linear: str, rows: Rows, axis: TensorAxis) 
     adapter = block.get_submodule(linear.removesuffix(".base_layer"))
     for module in adapter.modules():
         if isinstance(module, SlotDropout):
-            module.features = rows.take(torch.arange(rows.size, dtype=torch.int32), 0, axis.rank).to(
-                axis.mesh.device_type
-            )
+            module.features = rows.take(
+                torch.arange(rows.size, dtype=torch.int32), 0, axis.rank
+            ).to(axis.mesh.device_type)
 
 
 def _fold(wrapper: ParamWrapper, shares: Shares) -> None:

@@ -31,7 +31,13 @@ from shardwise.models.tensor_plan import parameter_cuts, split_blocks
 from shardwise.parallel.place import axes_of, local
 from shardwise.parallel.reduce import sum_gradients
 from shardwise.parallel.tensor_axis import TensorAxis
-from shardwise.parallel.tensor_modules import around, as_it_is, compute_shares, split_embedding, split_head
+from shardwise.parallel.tensor_modules import (
+    around,
+    as_it_is,
+    compute_shares,
+    split_embedding,
+    split_head,
+)
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
@@ -106,9 +112,18 @@ class _Splitter:
     def split(self) -> None:
         """Blocks, the embedding, the head, and where tokens are shared out."""
         hf, spec = self.part.hf, self.part.spec
-        for path, used in ((spec.embed, spec.first or (spec.last and spec.tied)), (spec.head, spec.last)):
+        for path, used in (
+            (spec.embed, spec.first or (spec.last and spec.tied)),
+            (spec.head, spec.last),
+        ):
             for name, parameter in list(hf.get_submodule(path).named_parameters()) if used else ():
-                self._hold(f"{path}.{name}", parameter, 0, -(-len(parameter) // self.axis.size), len(parameter))
+                self._hold(
+                    f"{path}.{name}",
+                    parameter,
+                    0,
+                    -(-len(parameter) // self.axis.size),
+                    len(parameter),
+                )
         if spec.first:
             split_embedding(hf.get_submodule(spec.embed), self.axis)
         if spec.last:
@@ -145,7 +160,9 @@ class _Splitter:
             joined[dim], share[dim] = total, min(most, total - self.axis.rank * most)
             like = whole.new_empty(joined)
             own, shape, stride = whole.new_empty(share), like.shape, like.stride()
-            held = DTensor.from_local(own, self.axis.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride)
+            held = DTensor.from_local(
+                own, self.axis.mesh, [Shard(dim)], run_check=False, shape=shape, stride=stride
+            )
             self.found.shares[whole] = nn.Parameter(held, whole.requires_grad)
         owner, _, own = name.rpartition(".")
         self.part.hf.get_submodule(owner)._parameters[own] = self.found.shares[whole]
@@ -167,22 +184,32 @@ class _Splitter:
         first.forward = around(first.forward, axis.share_tokens, as_it_is)
         last = hf.get_submodule(paths[-1])
         # Into the head, or to the next stage, whose ranks do the same with it.
-        last.forward = around(last.forward, as_it_is, axis.enter if spec.last else axis.gather_tokens)
+        last.forward = around(
+            last.forward, as_it_is, axis.enter if spec.last else axis.gather_tokens
+        )
 
 
 def _joined(held: torch.Tensor) -> torch.Tensor:
     """Of a DTensor, what its ranks along `tp` hold, in rank order, to each of them; along other axes this rank's."""
     held = held.detach()
     assert isinstance(held, DTensor)
-    whole = [Replicate() if name == "tp" else p for name, p in zip(axes_of(held), held.placements, strict=True)]
+    whole = [
+        Replicate() if name == "tp" else p
+        for name, p in zip(axes_of(held), held.placements, strict=True)
+    ]
     return held.redistribute(placements=whole).to_local()
 
 
 def _with_rows(like: torch.Tensor, joined: torch.Tensor) -> DTensor:
     """The reverse of `_joined`, placed as `like` is, of which the cut dim may have had another size."""
     assert isinstance(like, DTensor)
-    whole = [Replicate() if name == "tp" else p for name, p in zip(axes_of(like), like.placements, strict=True)]
-    return DTensor.from_local(joined, like.device_mesh, whole, run_check=False).redistribute(placements=like.placements)
+    whole = [
+        Replicate() if name == "tp" else p
+        for name, p in zip(axes_of(like), like.placements, strict=True)
+    ]
+    return DTensor.from_local(joined, like.device_mesh, whole, run_check=False).redistribute(
+        placements=like.placements
+    )
 
 
 def _add_up_shared(parameter: nn.Parameter, cut: Cut, axis: TensorAxis) -> None:

@@ -52,16 +52,28 @@ class Bucket:
 
     def cuts(self, wholes: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
         """For each rank its pieces of the tensors, which are like the entries' whole ones."""
-        return list(zip(*(cut(whole, entry.dim, self.group.size()) for whole, entry in zip(wholes, self.entries))))
+        return list(
+            zip(
+                *(
+                    cut(whole, entry.dim, self.group.size())
+                    for whole, entry in zip(wholes, self.entries)
+                )
+            )
+        )
 
     def sizes(self) -> list[int]:
         """Elements that each entry takes in a rank's row of a buffer: those of the first rank's piece, the largest."""
-        return [piece.numel() for piece in self.cuts(local(entry.whole) for entry in self.entries)[0]]
+        return [
+            piece.numel() for piece in self.cuts(local(entry.whole) for entry in self.entries)[0]
+        ]
 
     def places(self, row: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Views into a row of a buffer, one for each of a rank's pieces."""
         offsets = accumulate(self.sizes(), initial=0)
-        return [row[offset : offset + piece.numel()].view(piece.shape) for offset, piece in zip(offsets, pieces)]
+        return [
+            row[offset : offset + piece.numel()].view(piece.shape)
+            for offset, piece in zip(offsets, pieces)
+        ]
 
 
 @dataclass
@@ -81,7 +93,9 @@ class Shards:
     def reduce(self, bucket: Bucket) -> None:
         """Start the reduce-scatter of a bucket's whole gradients, in float32, and free them."""
         self.finish()  # at most one is under way: it overlaps with the backward up to the next bucket
-        gradients = [local(entry.whole.grad) for entry in bucket.entries if entry.whole.grad is not None]
+        gradients = [
+            local(entry.whole.grad) for entry in bucket.entries if entry.whole.grad is not None
+        ]
         assert len(gradients) == len(bucket.entries), "a trained parameter has no gradient"
         shape = bucket.group.size(), sum(bucket.sizes())
         buffer = torch.empty(shape, dtype=torch.float32, device=gradients[0].device)
@@ -100,7 +114,9 @@ class Shards:
         """Wait for the reduction under way and add what came to the gradients of the shards."""
         for bucket, summed, work in self.pending:
             work.wait()
-            for entry, mine in zip(bucket.entries, bucket.places(summed, [local(e.shard) for e in bucket.entries])):
+            for entry, mine in zip(
+                bucket.entries, bucket.places(summed, [local(e.shard) for e in bucket.entries])
+            ):
                 gradient = entry.shard.grad
                 if gradient is None:
                     kept = mine.to(entry.shard.grad_dtype or mine.dtype, copy=True)
@@ -111,7 +127,9 @@ class Shards:
 
     def finish_backward(self) -> None:
         """zero2, after the last backward: wait for its last bucket."""
-        assert not any(bucket.arrived for bucket in self.buckets), "a trained parameter has no gradient"
+        assert not any(bucket.arrived for bucket in self.buckets), (
+            "a trained parameter has no gradient"
+        )
         self.finish()
 
     def reduce_all(self) -> None:
@@ -130,7 +148,9 @@ class Shards:
             buffer = own.new_empty(bucket.group.size(), len(own))
             # From rank r to all others: its row, in the weights' dtype.
             all_gather(buffer.view(-1), own, group=bucket.group)
-            for row, pieces in zip(buffer, bucket.cuts(local(entry.whole.detach()) for entry in bucket.entries)):
+            for row, pieces in zip(
+                buffer, bucket.cuts(local(entry.whole.detach()) for entry in bucket.entries)
+            ):
                 torch._foreach_copy_(pieces, bucket.places(row, pieces))
 
 
@@ -138,13 +158,17 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     """Give the optimizer shards of the loaded weights, and keep both in step."""
     wholes = {name: p for name, p in pm.named_parameters() if p.requires_grad}
     dims = {name: free_dim(p, mesh.size("dp_replicate")) for name, p in wholes.items()}
-    trained = {name: _trained(wholes[name], dim, mesh) for name, dim in dims.items() if dim is not None}
+    trained = {
+        name: _trained(wholes[name], dim, mesh) for name, dim in dims.items() if dim is not None
+    }
     left = [wholes[name] for name, dim in dims.items() if dim is None]
     # Gradients come about in the reverse order of the model.
     shards = Shards(_buckets(reversed(trained.values()), mesh.dense.get_group("dp_replicate")))
 
     def make_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        optimizer = pm.make_optimizer([(name, trained[name].shard if name in trained else p) for name, p in named])
+        optimizer = pm.make_optimizer(
+            [(name, trained[name].shard if name in trained else p) for name, p in named]
+        )
         optimizer.register_step_post_hook(lambda *_: shards.gather())
         return optimizer
 
@@ -157,17 +181,25 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     assert not left, "of tensor parallelism, with which zero2 is refused"
     for bucket in shards.buckets:
         for entry in bucket.entries:
-            entry.whole.register_post_accumulate_grad_hook(lambda _, bucket=bucket: shards.arrive(bucket))
-    return replace(pm, make_optimizer=make_optimizer, reduce_grads=(*pm.reduce_grads, shards.finish_backward))
+            entry.whole.register_post_accumulate_grad_hook(
+                lambda _, bucket=bucket: shards.arrive(bucket)
+            )
+    return replace(
+        pm, make_optimizer=make_optimizer, reduce_grads=(*pm.reduce_grads, shards.finish_backward)
+    )
 
 
 def _trained(whole: nn.Parameter, dim: int, mesh: Mesh) -> Trained:
     axes, placements = ("dp_replicate",), [Shard(dim)]
     if isinstance(whole, DTensor):  # along tp
         axes, placements = ("dp_replicate", "tp"), [Shard(dim), *whole.placements]
-    own = cut(local(whole.detach()), dim, mesh.size("dp_replicate"))[mesh.dense.get_local_rank("dp_replicate")]
+    own = cut(local(whole.detach()), dim, mesh.size("dp_replicate"))[
+        mesh.dense.get_local_rank("dp_replicate")
+    ]
     shape, stride = whole.shape, whole.stride()
-    placed = DTensor.from_local(own, mesh.dense[axes], placements, run_check=False, shape=shape, stride=stride)
+    placed = DTensor.from_local(
+        own, mesh.dense[axes], placements, run_check=False, shape=shape, stride=stride
+    )
     return Trained(whole, nn.Parameter(placed), dim)
 
 
@@ -176,7 +208,10 @@ def _buckets(trained: Iterable[Trained], group: dist.ProcessGroup) -> list[Bucke
     filling: dict[torch.dtype, Bucket] = {}
     for entry in trained:
         bucket, held = filling.get(entry.whole.dtype), local(entry.whole).nbytes
-        if bucket is None or sum(local(e.whole).nbytes for e in bucket.entries) + held > BUCKET_BYTES:
+        if (
+            bucket is None
+            or sum(local(e.whole).nbytes for e in bucket.entries) + held > BUCKET_BYTES
+        ):
             bucket = filling[entry.whole.dtype] = Bucket(group)
             buckets.append(bucket)
         bucket.entries.append(entry)

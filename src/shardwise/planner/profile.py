@@ -25,7 +25,15 @@ from torch.distributed.pipelining import _backward
 from shardwise.assembly import order
 from shardwise.assembly.build import run_in_turn
 from shardwise.assembly.describe import Description, describe
-from shardwise.assembly.profiles import Measured, Profile, needs_gradient, num_busy, path_of, unit_keys, write
+from shardwise.assembly.profiles import (
+    Measured,
+    Profile,
+    needs_gradient,
+    num_busy,
+    path_of,
+    unit_keys,
+    write,
+)
 from shardwise.config import Parallel, RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel
 from shardwise.layouts import HALVING
@@ -84,7 +92,10 @@ def profile_units(cfg: RunConfig, mesh: Mesh, facts: Description, keys: Sequence
     slowdown = _total(means) / _total(alone) if alone else 1.0
     # Some numbers for each stage, from every rank to all.
     ranks = of_every_rank(means)
-    mean = [{kind: statistics.mean(rank[i][kind] for rank in ranks) for kind in unit} for i, unit in enumerate(means)]
+    mean = [
+        {kind: statistics.mean(rank[i][kind] for rank in ranks) for kind in unit}
+        for i, unit in enumerate(means)
+    ]
     around = mean[0]["F"]
     units = {
         keys[place]: Measured(
@@ -166,13 +177,19 @@ class _Bench:
     def forward(self, place: int, kind: str = "F") -> tuple[torch.Tensor, torch.Tensor]:
         """The stage's input and output."""
         stage = self.stages[place]
-        carried = self.number if stage.spec.first else self.carried.detach().requires_grad_(self.below[place])
+        carried = (
+            self.number
+            if stage.spec.first
+            else self.carried.detach().requires_grad_(self.below[place])
+        )
         start = self.now()
         output = stage(carried, self.number)
         self.seconds[place, kind].append(self.now() - start)
         return carried, output
 
-    def backward(self, place: int, carried: torch.Tensor, output: torch.Tensor, halves: bool) -> None:
+    def backward(
+        self, place: int, carried: torch.Tensor, output: torch.Tensor, halves: bool
+    ) -> None:
         """As torch's schedules do it; nothing where no gradient is needed."""
         stage = self.stages[place]
         if not output.requires_grad:
@@ -182,11 +199,15 @@ class _Bench:
         start = self.now()
         if not (halves and self.below[place]):
             # Given a tuple without gradients, torch would take it that there is nothing to do.
-            _backward.stage_backward(outputs[0] if stage.spec.last else outputs, gradients, [carried])
+            _backward.stage_backward(
+                outputs[0] if stage.spec.last else outputs, gradients, [carried]
+            )
             self.seconds[place, "B"].append(self.now() - start)
             return
         with stage.backward_half.running("input"):
-            _, groups = _backward.stage_backward_input(outputs, gradients, [carried], stage.parameters())
+            _, groups = _backward.stage_backward_input(
+                outputs, gradients, [carried], stage.parameters()
+            )
         between = self.now()
         with stage.backward_half.running("weight"):
             _backward.stage_backward_weight(stage.parameters(), groups)
@@ -229,13 +250,18 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]
             beat()
 
     pm = ParallelModel(
-        tuple(made), run_in_turn, torch.optim.SGD, from_portable=lambda name, held, full: fill(held, full)
+        tuple(made),
+        run_in_turn,
+        torch.optim.SGD,
+        from_portable=lambda name, held, full: fill(held, full),
     )
     order.apply(pm, mesh, replace(cfg, parallel=Parallel()), spec, load_parts)
     shape = (cfg.training.micro_batch_size, cfg.data.sequence_length)
     generator = torch.Generator().manual_seed(cfg.training.seed)
     tokens = torch.randint(spec.vocab_size, shape, generator=generator)
-    batch = Batch(tokens, tokens, torch.zeros_like(tokens), tuple(range(shape[0])), step=1).to(mesh.device)
+    batch = Batch(tokens, tokens, torch.zeros_like(tokens), tuple(range(shape[0])), step=1).to(
+        mesh.device
+    )
     for part in made:
         part.train()
         part.microbatches, part.loss_scale = [batch], 1.0 / tokens.numel()

@@ -54,7 +54,10 @@ class Plan:
         """The uniform split's timeline above the chosen one's."""
         splits = {**self.others, self.name: self.chosen}
         whole = ", of whole layers, not yet shared out by tp" * (self.cfg.parallel.tp > 1)
-        return {f"{name}{whole}": splits[name].timeline for name in dict.fromkeys(("uniform", self.name))}
+        return {
+            f"{name}{whole}": splits[name].timeline
+            for name in dict.fromkeys(("uniform", self.name))
+        }
 
     @property
     def notes(self) -> list[str]:
@@ -71,7 +74,9 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     which costs are measured and looked up.
     """
     if cfg.parallel.pp == 1:
-        raise UserError("parallel.pp is 1, so there is nothing to split; set it to 2 or more (--parallel.pp=2)")
+        raise UserError(
+            "parallel.pp is 1, so there is nothing to split; set it to 2 or more (--parallel.pp=2)"
+        )
     world = num_processes or cfg.parallel.pp * cfg.parallel.tp
     device = torch.device(device_type(cfg))
     facts = describe(cfg, world, device)
@@ -80,7 +85,9 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     torch.set_num_threads(threads_each(world))
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
     peak = peak_flops(device, torch.bfloat16 if in_16_bits else torch.float32)
-    units, source = costs_of(cfg, hf, spec, None, world, facts.sizes["dp_shard"], peak.flops_per_second)
+    units, source = costs_of(
+        cfg, hf, spec, None, world, facts.sizes["dp_shard"], peak.flops_per_second
+    )
     if not source.is_measured:
         source = replace(source, rate=f"{peak.flops_per_second / 1e12:.3g} TFLOP/s ({peak.source})")
     chosen = choose_split(cfg, units, pipeline.num_microbatches)
@@ -126,7 +133,9 @@ def summary(planned: Plan) -> Iterator[str]:
     )
     for name, other in planned.others.items():
         most, limit = max(other.memory_bytes), parallel.memory_limit_gib
-        told = f" (over the limit: {_bytes(most)} on a rank)" if limit and most > limit * 2**30 else ""
+        told = (
+            f" (over the limit: {_bytes(most)} on a rank)" if limit and most > limit * 2**30 else ""
+        )
         yield f"{name}: {_seconds(other.timeline.seconds)}, {_ratio(other.timeline.seconds / seconds)}{told}"
     bound = bound_seconds(planned.units, planned.pipeline)
     yield f"no split can beat {_seconds(bound)} ({bound / seconds:.0%} of this step)"
@@ -163,7 +172,9 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(f"--out {folder}: cannot write there ({error.strerror}); give another folder") from None
+        raise UserError(
+            f"--out {folder}: cannot write there ({error.strerror}); give another folder"
+        ) from None
 
 
 def _described(split: Split) -> dict[str, Any]:
@@ -180,7 +191,10 @@ def _described(split: Split) -> dict[str, Any]:
 def _kinds(planned: Plan, chunk: int) -> str:
     low, high = planned.chosen.boundaries[chunk : chunk + 2]
     own = planned.spec.layers[max(low - 1, 0) : high - 1]
-    return "\n".join(f"{n} x {kind}" for kind, n in Counter(layer.kind for layer in own).items()) or "-"
+    return (
+        "\n".join(f"{n} x {kind}" for kind, n in Counter(layer.kind for layer in own).items())
+        or "-"
+    )
 
 
 def _ratio(ratio: float) -> str:

@@ -47,17 +47,27 @@ class Recorder:
         A collective over the pipeline's ranks; on each the same.
         """
         # Two numbers for each step, then one step's events, from every rank to all.
-        mine = [(min(e.start for e in events), max(e.end for e in events)) for events in self._steps]
+        mine = [
+            (min(e.start for e in events), max(e.end for e in events)) for events in self._steps
+        ]
         by_step = zip(*of_every_rank(mine, group))
-        steps = [(min(start for start, _ in spans), max(end for _, end in spans)) for spans in by_step]
+        steps = [
+            (min(start for start, _ in spans), max(end for _, end in spans)) for spans in by_step
+        ]
         if not steps:
             return None
         lengths = [end - start for start, end in steps]
         median = lengths.index(statistics.median_low(lengths))
         begin = steps[median][0]
         gathered = of_every_rank(self._steps[median], group)
-        events = (e._replace(start=e.start - begin, end=e.end - begin) for events in gathered for e in events)
-        return Timeline(len(gathered), tuple(sorted(events, key=lambda event: (event.rank, event.start))))
+        events = (
+            e._replace(start=e.start - begin, end=e.end - begin)
+            for events in gathered
+            for e in events
+        )
+        return Timeline(
+            len(gathered), tuple(sorted(events, key=lambda event: (event.rank, event.start)))
+        )
 
 
 def record_timeline(cfg: RunConfig, mesh: Mesh, job: Job, recorder: Recorder) -> dict[str, Any]:
@@ -93,17 +103,23 @@ def describe(
         costs=costs,
         measured=_figures(measured) if measured else None,
         simulated=_figures(simulated) if simulated else None,
-        simulator_error_percent=100 * (simulated.seconds / measured.seconds - 1) if measured and simulated else None,
+        simulator_error_percent=100 * (simulated.seconds / measured.seconds - 1)
+        if measured and simulated
+        else None,
         events=pack(measured) if measured else None,
     )
 
 
 def _figures(timeline: Timeline) -> PipelineStep:
     idle = [timeline.idle_seconds(rank) for rank in range(timeline.num_ranks)]
-    return PipelineStep(timeline.seconds, timeline.bubble(), [timeline.seconds - seconds for seconds in idle], idle)
+    return PipelineStep(
+        timeline.seconds, timeline.bubble(), [timeline.seconds - seconds for seconds in idle], idle
+    )
 
 
-def write_files(folder: Path, record: PipelineRecord, measured: Timeline | None, simulated: Timeline | None) -> None:
+def write_files(
+    folder: Path, record: PipelineRecord, measured: Timeline | None, simulated: Timeline | None
+) -> None:
     """Write TIMELINES into the folder, or nothing where there is neither timeline.
 
     Without matplotlib, which training does not need, the picture is left out and a line says so.

@@ -26,7 +26,9 @@ MAKE_ROOM = "make room, then start again; a run that has saved goes on with --re
 """The way out of a full disk."""
 
 
-STEP_WAY_OUT = "lower training.micro_batch_size or data.sequence_length, or set training.checkpointing=full"
+STEP_WAY_OUT = (
+    "lower training.micro_batch_size or data.sequence_length, or set training.checkpointing=full"
+)
 BUILD_WAY_OUT = (
     "the model does not fit, whatever the batch: lower lora.r, set model.dtype=bfloat16, or share it among more "
     "processes (parallel.data=fsdp2, parallel.tp, parallel.pp)"
@@ -44,7 +46,9 @@ class Ending:
     exit_code: int
     reason: str  # one line, for the record
     text: str  # for stderr
-    status: Status = "failed"  # in the record; a run that is refused before it begins is `unsupported`
+    status: Status = (
+        "failed"  # in the record; a run that is refused before it begins is `unsupported`
+    )
 
 
 class Stopped(Exception):
@@ -52,7 +56,9 @@ class Stopped(Exception):
 
     def __init__(self, number: int, step: int, checkpoint: object) -> None:
         name = signal.Signals(number).name
-        super().__init__(f"stopped by {name} after step {step}, saved as {checkpoint}; go on with --resume latest")
+        super().__init__(
+            f"stopped by {name} after step {step}, saved as {checkpoint}; go on with --resume latest"
+        )
         self.number = number
 
 
@@ -92,7 +98,9 @@ def is_full(error: BaseException) -> bool:
     full = (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, OSError):
         return error.errno in full
-    return type(error).__name__ == "SafetensorError" and any(f"(os error {n})" in str(error) for n in full)
+    return type(error).__name__ == "SafetensorError" and any(
+        f"(os error {n})" in str(error) for n in full
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -120,7 +128,12 @@ def guarded(call: Callable[[], int]) -> int:
         raise
     except BaseException as error:  # torch has errors that are no Exception
         ending = explain(error)
-        if ending.exit_code != FAILED and int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) > 0:
-            time.sleep(PATIENCE_SECONDS / 4)  # rank 0 most likely has found the same, tells it, and this one is ended
+        if (
+            ending.exit_code != FAILED
+            and int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) > 0
+        ):
+            time.sleep(
+                PATIENCE_SECONDS / 4
+            )  # rank 0 most likely has found the same, tells it, and this one is ended
         print(ending.text, file=sys.stderr, flush=True)
         return ending.exit_code

@@ -113,9 +113,13 @@ def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Gener
         file = stacks.open("w", encoding="utf-8")
     except OSError as error:
         reason = error.strerror or error
-        raise RunError(f"{stacks.parent}: cannot write there ({reason}); was the output folder removed?") from None
+        raise RunError(
+            f"{stacks.parent}: cannot write there ({reason}); was the output folder removed?"
+        ) from None
     with watched(), file:
-        thread = threading.Thread(target=guard, name="watchdog", args=(file, arm(file)), daemon=True)
+        thread = threading.Thread(
+            target=guard, name="watchdog", args=(file, arm(file)), daemon=True
+        )
         thread.start()
         try:
             yield

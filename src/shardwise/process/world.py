@@ -24,7 +24,9 @@ class World:
     size: int
     local_rank: int  # index of its GPU among those it sees
     init_method: str | None  # where the processes meet; None: all are on this machine
-    store: str | None = None  # the file in which those of one machine meet; None: there is only this one
+    store: str | None = (
+        None  # the file in which those of one machine meet; None: there is only this one
+    )
 
     @property
     def where(self) -> str:
@@ -59,7 +61,9 @@ def on_loopback(world: World) -> Generator[None]:
     They listen on any address of the host's otherwise, and take whoever connects for a peer. A user who has named an
     interface is obeyed.
     """
-    names = [name for name in SOCKET_INTERFACES if name not in os.environ and world.init_method is None]
+    names = [
+        name for name in SOCKET_INTERFACES if name not in os.environ and world.init_method is None
+    ]
     if names:
         os.environ.update(dict.fromkeys(names, loopback()))
     try:
@@ -77,7 +81,9 @@ def find_world(env: Mapping[str, str]) -> World | None:
     if "RANK" in env and "WORLD_SIZE" in env:
         missing = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
-            raise UserError(f"RANK is set but not {' nor '.join(missing)}; start with torchrun, or unset RANK")
+            raise UserError(
+                f"RANK is set but not {' nor '.join(missing)}; start with torchrun, or unset RANK"
+            )
         return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), "env://")
     # Only srun sets a step. A batch script has SLURM_PROCID and SLURM_NTASKS too, and would wait for tasks that never
     # come. Slurm counts its own steps (batch script, interactive shell) down from 2^32.
@@ -85,9 +91,13 @@ def find_world(env: Mapping[str, str]) -> World | None:
     step = int(env.get("SLURM_STEP_ID") or -1)
     if "SLURM_PROCID" not in env or size == 1 or not 0 <= step < 2**31:
         return None
-    host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
+    host = env.get("MASTER_ADDR") or first_host(
+        env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
+    )
     port = env.get("MASTER_PORT") or 15000 + (16 * int(env["SLURM_JOB_ID"]) + step) % 15000
-    sees_one_gpu = env.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0  # with --gpus-per-task each task its own
+    sees_one_gpu = (
+        env.get("CUDA_VISIBLE_DEVICES", ",").count(",") == 0
+    )  # with --gpus-per-task each task its own
     local_rank = 0 if sees_one_gpu else int(env["SLURM_LOCALID"])
     return World(int(env["SLURM_PROCID"]), size, local_rank, f"tcp://{host}:{port}")
 

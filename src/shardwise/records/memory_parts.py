@@ -36,7 +36,9 @@ class _Block:
     part: str = "temporary"
 
 
-def parts_at_peak(timeline: Sequence[Event | Mark], entry_bytes: int, peak_bytes: int) -> dict[str, int]:
+def parts_at_peak(
+    timeline: Sequence[Event | Mark], entry_bytes: int, peak_bytes: int
+) -> dict[str, int]:
     """Return the bytes of each of PARTS at the peak; they add up to `peak_bytes`.
 
     The peak is the first moment with the most bytes alive. `timeline` begins and ends with a mark;

@@ -209,7 +209,9 @@ def _place_on(axis: Axis, row: Row) -> float:
     return number_of(axis, row) or 0.0
 
 
-def _points(axis: Axis, cells: Sequence[Row], read: Callable[[Row], float | None]) -> list[tuple[float, float]]:
+def _points(
+    axis: Axis, cells: Sequence[Row], read: Callable[[Row], float | None]
+) -> list[tuple[float, float]]:
     """Return the cells that have a figure as (number on the axis, figure), from left to right."""
     points = []
     for row in cells:
@@ -219,7 +221,9 @@ def _points(axis: Axis, cells: Sequence[Row], read: Callable[[Row], float | None
     return sorted(points)
 
 
-def _draw_line(panel: Axes, axis: Axis, cells: Sequence[Row], style: Look, read: Callable[[Row], float | None]) -> None:
+def _draw_line(
+    panel: Axes, axis: Axis, cells: Sequence[Row], style: Look, read: Callable[[Row], float | None]
+) -> None:
     """Draw the cells of one line. The markers of unchecked cells have a hole."""
     points = _points(axis, cells, read)
     panel.plot(
@@ -243,7 +247,13 @@ def _draw_ideal(panel: Axes, axis: Axis, cells: Sequence[Row], most_processes: f
         return
     on_one = points[0][1]
     numbers = [most_processes ** (i / 32) for i in range(33)]  # evenly spaced on a logarithmic axis
-    panel.plot(numbers, [on_one * number for number in numbers], color=colour("faint"), linewidth=0.9, dashes=(2, 2))
+    panel.plot(
+        numbers,
+        [on_one * number for number in numbers],
+        color=colour("faint"),
+        linewidth=0.9,
+        dashes=(2, 2),
+    )
 
 
 def _set_axes(panel: Axes, ticks: Sequence[float], name: str) -> None:
@@ -257,7 +267,10 @@ def _set_axes(panel: Axes, ticks: Sequence[float], name: str) -> None:
 
 def _caption(bench: Bench, cells: Sequence[Row], name: str) -> str:
     """Return the caption of a figure along an axis of numbers."""
-    sentences = ["Cells without a figure are left out of the lines.", "The table of all cells has the reason."]
+    sentences = [
+        "Cells without a figure are left out of the lines.",
+        "The table of all cells has the reason.",
+    ]
     if name == PROCESSES:
         sentences.append(f"The thin dashes show ideal {scaling_kind(bench.sweep)} scaling.")
     if any(row.state == "unchecked" for row in cells):

@@ -28,7 +28,15 @@ from shardwise.report.panels import (
     speed,
 )
 from shardwise.report.style import HATCHES, Look, looks
-from shardwise.report.tables import MEMORY_PARTS, Row, candidates, groups_of, memory_parts, numeric_axes, pareto
+from shardwise.report.tables import (
+    MEMORY_PARTS,
+    Row,
+    candidates,
+    groups_of,
+    memory_parts,
+    numeric_axes,
+    pareto,
+)
 from shardwise.words import number, one_line, second_unit, size
 
 if TYPE_CHECKING:
@@ -60,7 +68,9 @@ def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
         drawn.append(losses(groups, look))
     if any(row.tokens_per_second or row.peak_memory_bytes for row in rows):
         drawn.append(throughput_and_memory(without_controls, look))
-        drawn += _with_unique_names([against(bench, axis, rows) for axis in numeric_axes(bench.sweep, rows)])
+        drawn += _with_unique_names(
+            [against(bench, axis, rows) for axis in numeric_axes(bench.sweep, rows)]
+        )
     if any(memory_parts(row) for row in rows):
         drawn.append(memory(without_controls))
     if any(_with_both_figures(cells) for _, cells in without_controls):
@@ -133,7 +143,16 @@ def _draw_parts(panel: Axes, unit: float, place: int, row: Row) -> tuple[float, 
     fills = ("c1", "c2", "c3", "c4", "c7")
     for part, fill, hatch in zip(MEMORY_PARTS, fills, HATCHES, strict=False):
         width = parts[part] / unit
-        panel.barh(place, width, left=end, height=0.66, color=colour(fill), hatch=hatch, label=part, linewidth=0)
+        panel.barh(
+            place,
+            width,
+            left=end,
+            height=0.66,
+            color=colour(fill),
+            hatch=hatch,
+            label=part,
+            linewidth=0,
+        )
         end += width
     return end, end
 
@@ -185,7 +204,9 @@ def _listed(cells: Sequence[Row]) -> list[Row]:
     return front + [row for row in both if row not in front]
 
 
-def _draw_plane(panel: Axes, cells: Sequence[Row], front: Sequence[Row], look: dict[str, Look], unit: float) -> None:
+def _draw_plane(
+    panel: Axes, cells: Sequence[Row], front: Sequence[Row], look: dict[str, Look], unit: float
+) -> None:
     """Draw the Pareto front, and a mark for each cell. Memory is in units of `unit` bytes."""
     peak = peak_in(unit)
     places = {row.plan.id: (peak(row) or 0.0, speed(row) or 0.0) for row in cells}
@@ -239,7 +260,9 @@ def steps(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Draw the median, the spread from p10 to p90, and the longest of each cell's step times."""
     figure, panels = grid(len(groups), 1, [bars_height(cells) for _, cells in groups])
     percentiles = [_percentiles(row) for _, cells in groups for row in cells]
-    unit, unit_name = second_unit(max((times["max"] for times in percentiles if times), default=1.0))
+    unit, unit_name = second_unit(
+        max((times["max"] for times in percentiles if times), default=1.0)
+    )
     for (title, cells), (panel,) in zip(groups, panels, strict=True):
         set_title(panel, f"Step time, {unit_name}", title)
         in_places(panel, cells, partial(_draw_steps, panel, look, unit))
@@ -252,7 +275,9 @@ def steps(groups: Groups, look: dict[str, Look]) -> Drawn:
     )
 
 
-def _draw_steps(panel: Axes, look: dict[str, Look], unit: float, place: int, row: Row) -> tuple[float, float] | None:
+def _draw_steps(
+    panel: Axes, look: dict[str, Look], unit: float, place: int, row: Row
+) -> tuple[float, float] | None:
     """Draw a cell's step times in units of `unit` seconds; see `in_places` for the result."""
     times = _percentiles(row)
     if times is None:
@@ -260,7 +285,14 @@ def _draw_steps(panel: Axes, look: dict[str, Look], unit: float, place: int, row
     p10, p50, p90, longest = (times[key] / unit for key in PERCENTILES)
     style = look[row.plan.id]
     panel.plot([p10, longest], [place, place], color=colour("faint"), linewidth=1)
-    panel.plot([p10, p90], [place, place], color=style.colour, linewidth=6, alpha=0.45, solid_capstyle="butt")
+    panel.plot(
+        [p10, p90],
+        [place, place],
+        color=style.colour,
+        linewidth=6,
+        alpha=0.45,
+        solid_capstyle="butt",
+    )
     panel.plot(p50, place, marker=style.marker, color=style.colour, markersize=7)
     panel.plot(longest, place, marker="|", color=colour("ink"), markersize=9, markeredgewidth=1.4)
     return longest, p50

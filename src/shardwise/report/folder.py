@@ -64,7 +64,9 @@ def _read_record(path: Path) -> CellRecord:
         try:
             unpack(pipeline.events or [])
         except ValueError as error:
-            raise UserError(f"{path}: pipeline.events: {error}; run shardwise bench again") from None
+            raise UserError(
+                f"{path}: pipeline.events: {error}; run shardwise bench again"
+            ) from None
     _typed(dict[str, tuple[float, float]], json.dumps(checked.spread), path, "spread.")
     return checked
 
@@ -106,4 +108,6 @@ def _typed(kind: type[T], content: str, path: Path, within: str = "") -> T:
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = within + ".".join(map(str, first["loc"]))
-        raise UserError(f"{path}: {where}: {first['msg'].lower()}; run shardwise bench again") from None
+        raise UserError(
+            f"{path}: {where}: {first['msg'].lower()}; run shardwise bench again"
+        ) from None

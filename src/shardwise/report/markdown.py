@@ -26,7 +26,11 @@ COLUMNS = (
 
 
 def markdown(
-    bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn], pipelines: Sequence[Chart], figures_folder: str
+    bench: Bench,
+    rows: Sequence[Row],
+    drawn: Sequence[Drawn],
+    pipelines: Sequence[Chart],
+    figures_folder: str,
 ) -> str:
     """Return the report as Markdown.
 

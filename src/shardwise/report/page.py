@@ -63,7 +63,9 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
     rows = make_rows(bench)
     page = Path(folder) / "report.html" if page is None else Path(page)
     if page.suffix != ".html":
-        raise UserError(f"{page}: give the page a name that ends in .html; other files are written beside it")
+        raise UserError(
+            f"{page}: give the page a name that ends in .html; other files are written beside it"
+        )
     template = _template()  # before anything is written, as jinja2 may be missing
     figures = page.parent / ("figures" if page.stem == "report" else f"{page.stem}-figures")
     try:
@@ -81,7 +83,9 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
         write_atomically(page.with_suffix(".md"), markdown(bench, rows, drawn, pipelines, place))
         write_atomically(page, html(template, bench, rows, drawn, svgs, pipelines, place))
     except OSError as error:
-        raise UserError(f"{page}: cannot write the report ({error.strerror}); choose another place with -o") from None
+        raise UserError(
+            f"{page}: cannot write the report ({error.strerror}); choose another place with -o"
+        ) from None
     return page
 
 
@@ -101,7 +105,9 @@ def _template() -> Template:
     try:
         import jinja2
     except ImportError:
-        raise UserError("a report needs jinja2, which is not installed; pip install 'shardwise[report]'") from None
+        raise UserError(
+            "a report needs jinja2, which is not installed; pip install 'shardwise[report]'"
+        ) from None
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

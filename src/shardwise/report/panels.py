@@ -73,7 +73,9 @@ def grid(
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, wspace=0.04, hspace=0.04)
     # Titles and ticks take 0.65 inches of each row.
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.65 * num_rows), layout=layout)
-    axes = figure.subplots(num_rows, num_columns, squeeze=False, height_ratios=heights, width_ratios=widths)
+    axes = figure.subplots(
+        num_rows, num_columns, squeeze=False, height_ratios=heights, width_ratios=widths
+    )
     return figure, [list(row) for row in axes]
 
 
@@ -166,7 +168,14 @@ def bars(
             return None
         panel.barh(place, value, height=0.62, color=look[row.plan.id].colour, linewidth=0)
         if low_high:
-            panel.plot(low_high, [place, place], color=colour("ink"), linewidth=1.2, marker="|", markersize=5)
+            panel.plot(
+                low_high,
+                [place, place],
+                color=colour("ink"),
+                linewidth=1.2,
+                marker="|",
+                markersize=5,
+            )
         if row.is_baseline:
             panel.axvline(value, color=colour("faint"), linewidth=0.9, dashes=(3, 2), zorder=0.6)
         return max(value, *(low_high or (0.0,))), value
@@ -174,7 +183,9 @@ def bars(
     in_places(panel, cells, draw)
 
 
-def in_places(panel: Axes, cells: Sequence[Row], draw: Callable[[int, Row], tuple[float, float] | None]) -> None:
+def in_places(
+    panel: Axes, cells: Sequence[Row], draw: Callable[[int, Row], tuple[float, float] | None]
+) -> None:
     """Draw each cell in a place of its own, the first on top, with its name on the left.
 
     `draw` draws one cell and returns where the drawing ends, and the number to write there. It
@@ -226,8 +237,20 @@ def line_style(row: Row, look: Look) -> Mapping[str, Any]:
     if row.plan.control:
         return CONTROL
     if row.is_reference:
-        return {"color": look.colour, "linestyle": "solid", "linewidth": 4.0, "alpha": 0.4, "marker": look.marker}
-    return {"color": look.colour, "linestyle": look.dash, "linewidth": 1.3, "marker": look.marker, "markersize": 4.5}
+        return {
+            "color": look.colour,
+            "linestyle": "solid",
+            "linewidth": 4.0,
+            "alpha": 0.4,
+            "marker": look.marker,
+        }
+    return {
+        "color": look.colour,
+        "linestyle": look.dash,
+        "linewidth": 1.3,
+        "marker": look.marker,
+        "markersize": 4.5,
+    }
 
 
 def comma_ticks(axis: Any) -> None:

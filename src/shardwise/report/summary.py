@@ -69,10 +69,16 @@ def caveats(rows: Sequence[Row]) -> list[str]:
         sentences += _cpu_caveats(ran, facts.get("cpu_count", []))
     differing = [key for key, values in facts.items() if len(values) > 1]
     if differing:
-        sentences.append(f"Not the same in all cells: {listed(differing, most=20)}; see where they ran, below.")
-    num_rounds = max((row.num_good_rounds for row in ran if row.measured and row.plan.timed), default=0)
+        sentences.append(
+            f"Not the same in all cells: {listed(differing, most=20)}; see where they ran, below."
+        )
+    num_rounds = max(
+        (row.num_good_rounds for row in ran if row.measured and row.plan.timed), default=0
+    )
     if num_rounds > 1 and not interleaved(rows):
-        sentences.append("The rounds were not interleaved, so other work on the machine may favour some cells.")
+        sentences.append(
+            "The rounds were not interleaved, so other work on the machine may favour some cells."
+        )
     return sentences + _notes(ran)
 
 
@@ -86,7 +92,9 @@ def _cpu_caveats(ran: Sequence[Row], cpu_counts: Sequence[object]) -> list[str]:
             "The processes communicated through gloo on one machine. The figures do not show how "
             "fast NCCL or a network is."
         )
-    num_cores = min((count for count in cpu_counts if count and isinstance(count, int)), default=most)
+    num_cores = min(
+        (count for count in cpu_counts if count and isinstance(count, int)), default=most
+    )
     if most_timed > num_cores:
         sentences.append(
             f"Up to {most_timed} processes shared {num_cores} cores. The speeds of those cells are "

@@ -157,7 +157,9 @@ def _speed_ratios(row: Row, speed: float, group: Sequence[Row]) -> dict[str, Any
         ratios["speedup_over"] = baseline.name
     slowest = min(other.tokens_per_second for other in group if other.tokens_per_second)
     ratios["over_slowest"] = speed / slowest
-    alone = _nearest(row, group, lambda other: other.plan.nproc == 1 and bool(other.tokens_per_second))
+    alone = _nearest(
+        row, group, lambda other: other.plan.nproc == 1 and bool(other.tokens_per_second)
+    )
     if alone and alone.tokens_per_second and row.plan.nproc > 1:
         ratios["efficiency"] = speed / alone.tokens_per_second / row.plan.nproc
         ratios["efficiency_over"] = alone.name
@@ -235,7 +237,9 @@ def memory_parts(row: Row) -> dict[str, int] | None:
     record = row.record
     if record is None or not row.measured or not record.memory_parts:
         return None
-    largest = max(record.memory_parts, key=lambda parts: sum(parts.get(part, 0) for part in MEMORY_PARTS))
+    largest = max(
+        record.memory_parts, key=lambda parts: sum(parts.get(part, 0) for part in MEMORY_PARTS)
+    )
     return {part: largest.get(part, 0) for part in MEMORY_PARTS}
 
 

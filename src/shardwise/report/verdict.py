@@ -87,7 +87,9 @@ def verdicts(sweep: SweepRecord, records: Mapping[str, CellRecord]) -> dict[str,
     controls = {plan.reference: plan.id for plan in sweep.cells if plan.control}
     used = {name for plan in sweep.cells for name in (plan.reference, plan.baseline)}
     # Baselines and references come first: nothing is compared with a cell that is wrong.
-    order = sorted(sweep.cells, key=lambda plan: (plan.reference is not None, plan.baseline is not None))
+    order = sorted(
+        sweep.cells, key=lambda plan: (plan.reference is not None, plan.baseline is not None)
+    )
     for plan in order:
         record = records.get(plan.id)
         if record is None or record.status != "ok":
@@ -103,7 +105,11 @@ def verdicts(sweep: SweepRecord, records: Mapping[str, CellRecord]) -> dict[str,
 
 
 def _judge(
-    plan: CellPlan, record: CellRecord, usable: Mapping[str, CellRecord], control: CellRecord | None, is_used: bool
+    plan: CellPlan,
+    record: CellRecord,
+    usable: Mapping[str, CellRecord],
+    control: CellRecord | None,
+    is_used: bool,
 ) -> Verdict:
     """Return the verdict on one cell.
 
@@ -163,7 +169,9 @@ def _round_alike(a: CellRecord, b: CellRecord) -> bool:
     return len(tensor_sizes) == 1 or _formats(a, b) == {"float32"}
 
 
-def _tight_tolerance(name: str, reference: CellRecord | None, control: CellRecord | None) -> tuple[float | None, str]:
+def _tight_tolerance(
+    name: str, reference: CellRecord | None, control: CellRecord | None
+) -> tuple[float | None, str]:
     """Return the tolerance that the noise control of `name` gives, or None and the reason."""
     if reference is None:
         return None, f"its reference {name} has no usable losses"

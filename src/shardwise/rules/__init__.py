@@ -33,7 +33,9 @@ def refusals(cfg: RunConfig, facts: Facts | None = None) -> Iterator[tuple[str, 
     for group, rules in RULES.items():
         if (group != "run file" and facts is None) or (group == "model" and known.model is None):
             return
-        refused = [(rule.name, rule.message(cfg, known)) for rule in rules if rule.applies(cfg, known)]
+        refused = [
+            (rule.name, rule.message(cfg, known)) for rule in rules if rule.applies(cfg, known)
+        ]
         if refused:
             yield from refused
             return

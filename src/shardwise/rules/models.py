@@ -18,7 +18,10 @@ Message = Callable[[RunConfig, ModelFacts], str]
 def _rule(name: str, applies: Predicate, message: Message, why: str) -> Rule:
     """Return a rule that asks the run file and the model only."""
     return Rule(
-        name, lambda cfg, facts: applies(cfg, _model(facts)), lambda cfg, facts: message(cfg, _model(facts)), why
+        name,
+        lambda cfg, facts: applies(cfg, _model(facts)),
+        lambda cfg, facts: message(cfg, _model(facts)),
+        why,
     )
 
 
@@ -28,7 +31,9 @@ def _model(facts: Facts) -> ModelFacts:
 
 
 def _tensor_message(cfg: RunConfig, model: ModelFacts) -> str:
-    sizes = [str(size) for size in range(1, MOST_TENSOR_RANKS + 1) if model.indivisible(size) is None]
+    sizes = [
+        str(size) for size in range(1, MOST_TENSOR_RANKS + 1) if model.indivisible(size) is None
+    ]
     return (
         f"parallel.tp is {cfg.parallel.tp}, but this {model.family} has {model.indivisible(cfg.parallel.tp)}, which "
         f"cannot be sharded evenly over so many ranks; use {either(sizes)}"
@@ -89,7 +94,9 @@ RULES = (
     ),
     _rule(
         "learned positions",
-        lambda cfg, model: model.num_positions is not None and cfg.data.sequence_length > model.num_positions,
+        lambda cfg, model: (
+            model.num_positions is not None and cfg.data.sequence_length > model.num_positions
+        ),
         lambda cfg, model: (
             f"data.sequence_length is {cfg.data.sequence_length}, but {model.family} has learned only "
             f"{model.num_positions} positions; lower it"
@@ -135,7 +142,9 @@ RULES = (
     _rule(
         "LoRA kernel without plain adapters",
         lambda cfg, model: (
-            cfg.lora is not None and cfg.lora.kernel not in ("auto", "peft") and not model.has_plain_adapters
+            cfg.lora is not None
+            and cfg.lora.kernel not in ("auto", "peft")
+            and not model.has_plain_adapters
         ),
         lambda cfg, model: (
             f"lora.kernel is {cfg.lora.kernel if cfg.lora else ''}, but no adapter here is plain LoRA on a linear, "
@@ -169,7 +178,9 @@ RULES = (
     ),
     _rule(
         "compile with experts of odd widths",
-        lambda cfg, model: cfg.training.compile != "none" and model.odd_experts(cfg.parallel.tp) is not None,
+        lambda cfg, model: (
+            cfg.training.compile != "none" and model.odd_experts(cfg.parallel.tp) is not None
+        ),
         lambda cfg, model: (
             f"training.compile: {model.odd_experts(cfg.parallel.tp)}; set it to none, or use such a width"
         ),
@@ -209,7 +220,10 @@ RULES = (
     _rule(
         "tied weights on one rank, sharded",
         lambda cfg, model: (
-            model.is_tied and cfg.parallel.schedule in V_SHAPED and cfg.parallel.data == "fsdp2" and cfg.parallel.pp > 1
+            model.is_tied
+            and cfg.parallel.schedule in V_SHAPED
+            and cfg.parallel.data == "fsdp2"
+            and cfg.parallel.pp > 1
         ),
         lambda cfg, model: (
             f"{cfg.parallel.schedule} has the embedding and the head on one rank, where they share their tied weight, "

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from shardwise.config import RunConfig
-from shardwise.layouts import Facts, axis_sizes, least_microbatches, microbatches_left_over, num_microbatches
+from shardwise.layouts import (
+    Facts,
+    axis_sizes,
+    least_microbatches,
+    microbatches_left_over,
+    num_microbatches,
+)
 from shardwise.rules.rule import Rule, multiples
 
 
@@ -12,7 +18,9 @@ def _ranks_of_one_copy(cfg: RunConfig) -> int:
 
 
 def _split_axes(cfg: RunConfig) -> str:
-    return " x ".join(f"parallel.{axis}" for axis in ("pp", "tp") if getattr(cfg.parallel, axis) > 1)
+    return " x ".join(
+        f"parallel.{axis}" for axis in ("pp", "tp") if getattr(cfg.parallel, axis) > 1
+    )
 
 
 def _replicas_message(cfg: RunConfig, facts: Facts) -> str:
@@ -38,7 +46,9 @@ GRID_RULES = (
     ),
     Rule(
         "single on several ranks",
-        lambda cfg, facts: cfg.parallel.data == "single" and facts.num_ranks > _ranks_of_one_copy(cfg),
+        lambda cfg, facts: (
+            cfg.parallel.data == "single" and facts.num_ranks > _ranks_of_one_copy(cfg)
+        ),
         lambda cfg, facts: (
             f"parallel.data is single but there are {facts.num_ranks} processes; use --nproc "
             f"{_ranks_of_one_copy(cfg)}, or parallel.data ddp or fsdp2"
@@ -47,14 +57,18 @@ GRID_RULES = (
     ),
     Rule(
         "dp_replicate divides the ranks",
-        lambda cfg, facts: facts.num_ranks // _ranks_of_one_copy(cfg) % cfg.parallel.dp_replicate != 0,
+        lambda cfg, facts: (
+            facts.num_ranks // _ranks_of_one_copy(cfg) % cfg.parallel.dp_replicate != 0
+        ),
         _replicas_message,
         "each replica has as many shards",
     ),
     Rule(
         "fsdp1 on one rank",
         lambda cfg, facts: cfg.parallel.data == "fsdp1" and facts.num_ranks == 1,
-        lambda cfg, facts: "parallel.data is fsdp1 but there is one process, and nothing to shard over; use single",
+        lambda cfg, facts: (
+            "parallel.data is fsdp1 but there is one process, and nothing to shard over; use single"
+        ),
         "torch's FullyShardedDataParallel falls back to another strategy there",
     ),
 )
@@ -78,7 +92,9 @@ STEP_RULES = (
     Rule(
         "the global batch over the ranks",
         lambda cfg, facts: (
-            cfg.training.global_batch_size % (_data_size(cfg, facts) * cfg.training.micro_batch_size) != 0
+            cfg.training.global_batch_size
+            % (_data_size(cfg, facts) * cfg.training.micro_batch_size)
+            != 0
         ),
         lambda cfg, facts: (
             f"training.global_batch_size {cfg.training.global_batch_size} is not a multiple of "
@@ -89,7 +105,9 @@ STEP_RULES = (
     ),
     Rule(
         "micro-batches of a schedule",
-        lambda cfg, facts: cfg.parallel.pp > 1 and num_microbatches(cfg, facts.num_ranks) < _least(cfg),
+        lambda cfg, facts: (
+            cfg.parallel.pp > 1 and num_microbatches(cfg, facts.num_ranks) < _least(cfg)
+        ),
         lambda cfg, facts: (
             f"{cfg.parallel.schedule} on {cfg.parallel.pp} ranks needs {_least(cfg)} micro-batches or more, "
             f"not {num_microbatches(cfg, facts.num_ranks)}; raise training.global_batch_size, lower "

@@ -22,7 +22,9 @@ def _belongs_to(key: str, is_used: Callable[[RunConfig], bool], needs: str) -> R
     return Rule(
         f"{key} without its strategy",
         lambda cfg, facts: getattr(cfg.parallel, key) != default and not is_used(cfg),
-        lambda cfg, facts: f"parallel.{key} is {shown(getattr(cfg.parallel, key))}, which is {needs}",
+        lambda cfg, facts: (
+            f"parallel.{key} is {shown(getattr(cfg.parallel, key))}, which is {needs}"
+        ),
         "the key would have no effect",
     )
 
@@ -63,16 +65,24 @@ def _tokens(cfg: RunConfig) -> int:
 
 RULES = (
     *(
-        _belongs_to(key, lambda cfg: cfg.parallel.pp > 1, "for a pipeline; set parallel.pp to 2 or more")
+        _belongs_to(
+            key, lambda cfg: cfg.parallel.pp > 1, "for a pipeline; set parallel.pp to 2 or more"
+        )
         for key in ("schedule", "virtual_stages", "split", "memory_limit_gib")
     ),
     _belongs_to(
-        "sequence_parallel", lambda cfg: cfg.parallel.tp > 1, "for tensor parallelism; set parallel.tp to 2 or more"
+        "sequence_parallel",
+        lambda cfg: cfg.parallel.tp > 1,
+        "for tensor parallelism; set parallel.tp to 2 or more",
     ),
     _belongs_to("dp_replicate", _is_fsdp2, "for parallel.data fsdp2 (HSDP); leave it at 1"),
     _belongs_to("reshard_after_forward", _is_fsdp2, "for parallel.data fsdp2; leave it at true"),
     _belongs_to("offload", _is_fsdp2, "for parallel.data fsdp2; leave it at none"),
-    _belongs_to("fsdp1_wrap", lambda cfg: cfg.parallel.data == "fsdp1", "for parallel.data fsdp1; leave it out"),
+    _belongs_to(
+        "fsdp1_wrap",
+        lambda cfg: cfg.parallel.data == "fsdp1",
+        "for parallel.data fsdp1; leave it out",
+    ),
     Rule(
         "keep_best without validation",
         lambda cfg, facts: cfg.training.keep_best and cfg.data.validation == 0,
@@ -99,7 +109,9 @@ RULES = (
     ),
     Rule(
         "compile with checkpointing of operators",
-        lambda cfg, facts: cfg.training.compile != "none" and cfg.training.checkpointing == "operators",
+        lambda cfg, facts: (
+            cfg.training.compile != "none" and cfg.training.checkpointing == "operators"
+        ),
         lambda cfg, facts: (
             "training.checkpointing operators chooses among operators that training.compile fuses; use full, none or a "
             "list of layer kinds, or compile none"
@@ -161,9 +173,15 @@ RULES = (
         ),
         "torch refuses a flat parameter of two dtypes: tests/parallel/test_fsdp1.py",
     ),
-    _without_tensor("parallel.offload", lambda cfg: cfg.parallel.offload != "none", "set it to none"),
-    _without_tensor("training.compile", lambda cfg: cfg.training.compile != "none", "set it to none"),
-    _without_tensor("training.precision", lambda cfg: cfg.training.precision == "float16", "use bfloat16"),
+    _without_tensor(
+        "parallel.offload", lambda cfg: cfg.parallel.offload != "none", "set it to none"
+    ),
+    _without_tensor(
+        "training.compile", lambda cfg: cfg.training.compile != "none", "set it to none"
+    ),
+    _without_tensor(
+        "training.precision", lambda cfg: cfg.training.precision == "float16", "use bfloat16"
+    ),
     Rule(
         "tp with a memory limit",
         lambda cfg, facts: cfg.parallel.tp > 1 and cfg.parallel.memory_limit_gib is not None,
@@ -175,7 +193,9 @@ RULES = (
     ),
     Rule(
         "sequence length over sp",
-        lambda cfg, facts: cfg.parallel.sequence_parallel and cfg.data.sequence_length % cfg.parallel.tp != 0,
+        lambda cfg, facts: (
+            cfg.parallel.sequence_parallel and cfg.data.sequence_length % cfg.parallel.tp != 0
+        ),
         lambda cfg, facts: (
             f"data.sequence_length is {cfg.data.sequence_length}, which parallel.sequence_parallel cannot shard evenly "
             f"over {cfg.parallel.tp} ranks; use {multiples(cfg.data.sequence_length, cfg.parallel.tp)}, or set "
@@ -195,7 +215,9 @@ RULES = (
     Rule(
         "pp with offload",
         lambda cfg, facts: cfg.parallel.pp > 1 and cfg.parallel.offload != "none",
-        lambda cfg, facts: "parallel.offload is not proven in a pipeline; leave it at none, or parallel.pp at 1",
+        lambda cfg, facts: (
+            "parallel.offload is not proven in a pipeline; leave it at none, or parallel.pp at 1"
+        ),
         "no cell of the parity matrix runs both",
     ),
     Rule(
@@ -237,7 +259,9 @@ RULES = (
     Rule(
         "pp with float16 products of bfloat16 weights",
         lambda cfg, facts: (
-            cfg.parallel.pp > 1 and cfg.model.dtype == "bfloat16" and cfg.training.precision == "float16"
+            cfg.parallel.pp > 1
+            and cfg.model.dtype == "bfloat16"
+            and cfg.training.precision == "float16"
         ),
         lambda cfg, facts: (
             "parallel.pp: with model.dtype bfloat16 and training.precision float16 hidden states change their dtype on "

@@ -12,11 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from shardwise.layouts import V_SHAPED, least_microbatches, microbatches_left_over, virtual_stages_of
+from shardwise.layouts import (
+    V_SHAPED,
+    least_microbatches,
+    microbatches_left_over,
+    virtual_stages_of,
+)
 
 Kind = Literal["F", "B", "I", "W"]
 """A forward; a whole backward; or one of its halves, the input's and the weights' gradients."""
-KIND_NAMES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+KIND_NAMES: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, inputs",
+    "W": "backward, weights",
+}
 
 
 class Action(NamedTuple):

@@ -73,7 +73,10 @@ class Split:
 
 
 def split(
-    mode: Mode | Sequence[int], units: Sequence[Cost], pipeline: Pipeline, limit_bytes: float = math.inf
+    mode: Mode | Sequence[int],
+    units: Sequence[Cost],
+    pipeline: Pipeline,
+    limit_bytes: float = math.inf,
 ) -> Split:
     """Cut a model for a pipeline.
 
@@ -193,7 +196,9 @@ def _balanced(costs: Sequence[Cost], pipeline: Pipeline, limit_bytes: float) -> 
     return boundaries
 
 
-def search(costs: Sequence[Cost], pipeline: Pipeline, limit_bytes: float = math.inf) -> tuple[Boundaries, float]:
+def search(
+    costs: Sequence[Cost], pipeline: Pipeline, limit_bytes: float = math.inf
+) -> tuple[Boundaries, float]:
     """Return a split that no move of `_moves` improves, and how many bytes it is above the limit.
 
     The search starts from three splits, and its result is no worse than any of them: the one with
@@ -265,7 +270,9 @@ def _moves(boundaries: Boundaries) -> Iterator[Boundaries]:
     yield moved([a * one[low] + b * one[high] for low, high in pairs for a in few for b in few])
 
 
-def scores(costs: Sequence[Cost], pipeline: Pipeline, splits: Boundaries, limit_bytes: float) -> Floats:
+def scores(
+    costs: Sequence[Cost], pipeline: Pipeline, splits: Boundaries, limit_bytes: float
+) -> Floats:
     """Return four figures by which splits compare: [split, 4].
 
     Less is better, and the first figure that differs decides. They are bytes of the fullest rank

@@ -19,7 +19,9 @@ SAMPLE_TOKENS = 48
 """How far `training.sample` is continued."""
 
 
-def evaluate(pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, step: int) -> Evaluation:
+def evaluate(
+    pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, step: int
+) -> Evaluation:
     """Evaluate without gradients or dropout, and without the router loss."""
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     tokens = 0
@@ -35,7 +37,9 @@ def evaluate(pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, 
     return Evaluation(step, loss, math.exp(loss) if loss < 700 else math.inf, tokens)
 
 
-def encode_prompt(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, positions: int | None) -> list[int] | None:
+def encode_prompt(
+    cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, positions: int | None
+) -> list[int] | None:
     """The tokens of `training.sample`, if one is asked for: called before training, so that no mistake costs a run.
 
     Where the data are chats, the prompt is what a user says, as the chat template writes it, and the assistant answers.
@@ -44,10 +48,18 @@ def encode_prompt(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, positions:
     prompt = cfg.training.sample
     if prompt is None:
         return None
-    ids = list(_chat_tokens(tokenizer, prompt) if cfg.data.format == "chat" else tokenizer(prompt)["input_ids"])
+    ids = list(
+        _chat_tokens(tokenizer, prompt)
+        if cfg.data.format == "chat"
+        else tokenizer(prompt)["input_ids"]
+    )
     if not ids:
-        raise UserError(f"training.sample {prompt!r} has no tokens; give at least a word to continue")
-    if positions is not None and len(ids) + SAMPLE_TOKENS - 1 > positions:  # the last new token is not read any more
+        raise UserError(
+            f"training.sample {prompt!r} has no tokens; give at least a word to continue"
+        )
+    if (
+        positions is not None and len(ids) + SAMPLE_TOKENS - 1 > positions
+    ):  # the last new token is not read any more
         raise UserError(
             f"training.sample has {len(ids)} tokens and is continued by {SAMPLE_TOKENS}, but the model has learned "
             f"only {positions} positions; shorten it, or leave it out"
@@ -69,7 +81,9 @@ def _chat_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 @torch.no_grad()
-def greedy_sample(pm: ParallelModel, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], mesh: Mesh) -> str:
+def greedy_sample(
+    pm: ParallelModel, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], mesh: Mesh
+) -> str:
     """The text of `prompt` and of the most likely next tokens, SAMPLE_TOKENS of them or up to the end of text.
 
     Every rank computes the same sample, since a sharded model's forward is a collective. Each token costs a whole

@@ -22,14 +22,18 @@ def sharded_axes(parameter: torch.Tensor, facts: ParameterFacts) -> tuple[str, .
         return facts.sharded_axes
     names = parameter.device_mesh.mesh_dim_names
     assert names is not None
-    return tuple(name for name, placement in zip(names, parameter.placements) if isinstance(placement, Shard))
+    return tuple(
+        name for name, placement in zip(names, parameter.placements) if isinstance(placement, Shard)
+    )
 
 
 def counted(parameter: nn.Parameter, facts: ParameterFacts) -> list[torch.Tensor]:
     """Return what this rank counts of a parameter's gradient: of rows that several ranks hold, one counts each."""
     assert parameter.grad is not None
     gradient = local(parameter.grad)
-    return [gradient] if facts.counted is None else [gradient.narrow(*rows) for rows in facts.counted]
+    return (
+        [gradient] if facts.counted is None else [gradient.narrow(*rows) for rows in facts.counted]
+    )
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -54,7 +58,9 @@ def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, facts: Facts) ->
     for parameter in parameters:
         known = facts.get(parameter, PLAIN)
         if parameter.grad is not None and not known.is_copy:
-            gradients.setdefault(sharded_axes(parameter, known), []).extend(counted(parameter, known))
+            gradients.setdefault(sharded_axes(parameter, known), []).extend(
+                counted(parameter, known)
+            )
     total = torch.zeros((), device=mesh.device)
     for axes in sorted(gradients):
         squares = torch.zeros((), device=mesh.device)
@@ -67,7 +73,11 @@ def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, facts: Facts) ->
 
 @torch.no_grad()
 def clip_by_global_norm(
-    parameters: Iterable[nn.Parameter], mesh: Mesh, facts: Facts, max_norm: float | None, loss_scale: float = 1.0
+    parameters: Iterable[nn.Parameter],
+    mesh: Mesh,
+    facts: Facts,
+    max_norm: float | None,
+    loss_scale: float = 1.0,
 ) -> torch.Tensor:
     """Divide `loss_scale` out of all gradients and scale them so that their global norm is at most `max_norm`.
 
@@ -82,5 +92,7 @@ def clip_by_global_norm(
         for parameter in parameters:
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
-                gradient.mul_((scale / loss_scale).to(gradient.device))  # which may be the CPU of a GPU's run
+                gradient.mul_(
+                    (scale / loss_scale).to(gradient.device)
+                )  # which may be the CPU of a GPU's run
     return norm

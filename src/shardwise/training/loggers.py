@@ -33,7 +33,9 @@ class TensorBoard:
     def __init__(self, output_dir: Path, config: dict[str, Any]) -> None:
         tensorboard = importlib.import_module("torch.utils.tensorboard")
         self._writer = tensorboard.SummaryWriter(str(output_dir / "tensorboard"))
-        self._writer.add_text("config", f"```yaml\n{yaml.safe_dump(_plain(config), sort_keys=False)}```")
+        self._writer.add_text(
+            "config", f"```yaml\n{yaml.safe_dump(_plain(config), sort_keys=False)}```"
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """One scalar chart per value."""
@@ -51,7 +53,9 @@ class Wandb:
     def __init__(self, output_dir: Path, config: dict[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
         project = os.environ.get("WANDB_PROJECT", PROJECT)
-        self._run = wandb.init(project=project, name=_run_name(output_dir), dir=str(output_dir), config=config)
+        self._run = wandb.init(
+            project=project, name=_run_name(output_dir), dir=str(output_dir), config=config
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """One history row, or more columns in the row of the same step."""
@@ -109,7 +113,9 @@ def check_installed(names: Sequence[str]) -> None:
             )
 
 
-def open_loggers(names: Sequence[str], output_dir: str | Path, config: dict[str, Any]) -> list[Logger]:
+def open_loggers(
+    names: Sequence[str], output_dir: str | Path, config: dict[str, Any]
+) -> list[Logger]:
     """Start a run in each named tracker; call it on one rank only.
 
     `config` is the resolved run file as plain data. Raises UserError as `check_installed` does.
@@ -133,7 +139,11 @@ def _run_name(output_dir: Path) -> str:
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        flat |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 

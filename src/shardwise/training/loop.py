@@ -35,7 +35,9 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     load.check_vocabulary(hf_config, tokenizer.get_vocab())
     with paused():  # checksums of a whole checkpoint; an index of all files
         start = find_start(cfg)
-        loaders = build_loaders(cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader)
+        loaders = build_loaders(
+            cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader
+        )
     job = build(cfg, mesh, State(step=start.step))
     prompt = encode_prompt(cfg, tokenizer, job.positions)
     restore(start, job, cfg)
@@ -76,7 +78,9 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
                 raise Stopped(signalled, step, checkpointer.stop(step))
         checkpointer.wait()
         reporter.data(documents_read(loaders))
-        save_result(job, cfg, mesh, Path(cfg.training.output_dir), tokenizer)  # it and the record are there
+        save_result(
+            job, cfg, mesh, Path(cfg.training.output_dir), tokenizer
+        )  # it and the record are there
         record = write_record(cfg, mesh, job, reporter, meter)  # before what may fail
         record = add_to_record(cfg, record, **record_timeline(cfg, mesh, job, recorder))
         if prompt is not None:
@@ -85,5 +89,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             record = add_to_record(cfg, record, sample=sample)
         if cfg.measure.memory:
             reporter.measuring_memory()
-            record = add_to_record(cfg, record, **measure_memory(job, next(loaders.train), mesh, cfg).fields())
+            record = add_to_record(
+                cfg, record, **measure_memory(job, next(loaders.train), mesh, cfg).fields()
+            )
         return record

@@ -17,7 +17,12 @@ from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Counts, counts, merge_states
 from shardwise.interfaces import Batch, Mesh, Part
-from shardwise.metrics.flops import CONVENTION, hardware_flops_per_token, model_flops_per_token, utilization
+from shardwise.metrics.flops import (
+    CONVENTION,
+    hardware_flops_per_token,
+    model_flops_per_token,
+    utilization,
+)
 from shardwise.metrics.hardware import environment, peak_flops
 from shardwise.metrics.memory import PeakMemory, state_bytes, state_tensors
 from shardwise.metrics.meter import Meter
@@ -39,7 +44,11 @@ class Memory:
 
     def fields(self) -> dict[str, Any]:
         """As the record has them."""
-        return {"peak_memory_bytes": self.peak_bytes, "memory_parts": self.parts, "state_bytes": self.state_bytes}
+        return {
+            "peak_memory_bytes": self.peak_bytes,
+            "memory_parts": self.parts,
+            "state_bytes": self.state_bytes,
+        }
 
 
 def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: RunConfig) -> Memory:
@@ -72,7 +81,9 @@ def documents_read(loaders: Loaders) -> dict[str, Counts]:
     return read if loaders.validation is None else {**read, "validation": loaders.validation.read}
 
 
-def write_record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter) -> RunRecord | None:
+def write_record(
+    cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter
+) -> RunRecord | None:
     """Put together what was measured and write `record.json`; on rank 0, which gets it, while the others wait."""
     return _on_disk(cfg, _record(cfg, mesh, job, reporter, meter) if dist.get_rank() == 0 else None)
 
@@ -92,7 +103,11 @@ def _on_disk(cfg: RunConfig, record: RunRecord | None) -> RunRecord | None:
 def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter) -> RunRecord:
     seconds = meter.step_seconds()
     # Positions, not targets: the device computes the filled ones too.
-    positions = cfg.training.global_batch_size * cfg.data.sequence_length / seconds["mean"] if seconds else None
+    positions = (
+        cfg.training.global_batch_size * cfg.data.sequence_length / seconds["mean"]
+        if seconds
+        else None
+    )
     figures = _flops(cfg, mesh, job.counts, positions) if job.counts else {}
     start = reporter.start
     return RunRecord(
@@ -116,7 +131,9 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
     )
 
 
-def _flops(cfg: RunConfig, mesh: Mesh, counts: ModelCounts, positions_per_second: float | None) -> dict[str, Any]:
+def _flops(
+    cfg: RunConfig, mesh: Mesh, counts: ModelCounts, positions_per_second: float | None
+) -> dict[str, Any]:
     """The fields of the record that come from counting the model's FLOPs."""
     length, micro_batch = cfg.data.sequence_length, cfg.training.micro_batch_size
     model = model_flops_per_token(counts, length)
@@ -127,7 +144,9 @@ def _flops(cfg: RunConfig, mesh: Mesh, counts: ModelCounts, positions_per_second
     def share(flops_per_token: float) -> float | None:
         if positions_per_second is None:
             return None
-        return utilization(flops_per_token, positions_per_second, peak.flops_per_second, dist.get_world_size())
+        return utilization(
+            flops_per_token, positions_per_second, peak.flops_per_second, dist.get_world_size()
+        )
 
     return {
         "mfu": share(model),

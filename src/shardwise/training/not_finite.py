@@ -27,7 +27,12 @@ class NotFinite:
 def look_through(pm: ParallelModel, optimizer: torch.optim.Optimizer | None = None) -> NotFinite:
     """Look through this rank's weights and, with an `optimizer`, the gradients that it is about to use."""
     groups = [] if optimizer is None else optimizer.param_groups
-    gradients = [(name, p.grad) for g in groups for name, p in zip(g["param_names"], g["params"]) if p.grad is not None]
+    gradients = [
+        (name, p.grad)
+        for g in groups
+        for name, p in zip(g["param_names"], g["params"])
+        if p.grad is not None
+    ]
     order = {name: place for place, (name, _) in enumerate(pm.named_parameters())}
     gradients.sort(key=lambda pair: order.get(pair[0], -1))  # groups are by weight decay
     return NotFinite(_names(pm.named_parameters()), _names(gradients))
@@ -42,14 +47,14 @@ def explain(found: NotFinite, just_loaded: bool, trained: bool) -> str:
     weights = list(dict.fromkeys(name for rank in ranks for name in rank.weights))
     gradients = list(dict.fromkeys(name for rank in ranks for name in rank.gradients))
     if weights and just_loaded:
-        return (
-            f"{_listed(weights, 'weights')} are not finite as they were loaded: give a model or checkpoint without NaN"
-        )
+        return f"{_listed(weights, 'weights')} are not finite as they were loaded: give a model or checkpoint without NaN"
     where = f"{_listed(weights, 'weights')} are not finite" if weights else "all weights are finite"
     if gradients and not weights:
         where += f", {_listed(gradients, 'gradients')} are not"
     if trained:
-        way_out = "lower optimizer.lr, lengthen optimizer.warmup_steps or set training.precision=float32"
+        way_out = (
+            "lower optimizer.lr, lengthen optimizer.warmup_steps or set training.precision=float32"
+        )
     else:
         way_out = "look at the rows and at config.json; in 16 bits, set training.precision and model.dtype to float32"
     return f"{where}: {way_out}"

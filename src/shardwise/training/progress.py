@@ -38,7 +38,11 @@ class Progress:
         self._task = self._bar.add_task("", total=total_steps)
 
     def update(
-        self, step: int, loss: float, tokens_per_second: float | None = None, memory_bytes: int | None = None
+        self,
+        step: int,
+        loss: float,
+        tokens_per_second: float | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         """Show that `step` (from 1) is done: mean loss, tokens per second over all ranks, memory of this rank."""
         parts = [f"loss {loss:.4f}"]
@@ -62,7 +66,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._live:
             self._bar.stop()

@@ -65,15 +65,22 @@ class Reporter:
         if self._main:
             if self.start.folder is not None:
                 output_dir.go_on(self.cfg, self.start.folder / METRICS)
-            self._metrics = self._stack.enter_context(MetricsFile(self._output_dir / "metrics.jsonl"))
-            self._loggers = open_loggers(self.cfg.measure.trackers, self._output_dir, self.cfg.to_dict())
+            self._metrics = self._stack.enter_context(
+                MetricsFile(self._output_dir / "metrics.jsonl")
+            )
+            self._loggers = open_loggers(
+                self.cfg.measure.trackers, self._output_dir, self.cfg.to_dict()
+            )
             for logger in self._loggers:
                 self._stack.callback(logger.close)
         self._stack.enter_context(self._progress)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stack.close()
 
@@ -84,7 +91,12 @@ class Reporter:
         rate = meter.tokens_per_second()
         self._progress.update(step, result.loss, rate, memory_in_use(self.mesh.device))
         self.skipped_steps += result.skipped
-        values = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, "seconds": meter.seconds[-1]}
+        values = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "seconds": meter.seconds[-1],
+        }
         self._write(
             step,
             {**values, "tokens_per_second": result.tokens / meter.seconds[-1]},
@@ -116,17 +128,27 @@ class Reporter:
 
     def measuring_memory(self) -> None:
         """What follows the last step is no part of the training, and takes about as long as a few steps."""
-        self._progress.message("measuring memory: one more step, which changes nothing that was saved")
+        self._progress.message(
+            "measuring memory: one more step, which changes nothing that was saved"
+        )
 
-    def non_finite(self, step: int, microbatches: Sequence[Batch], error: NonFiniteLossError) -> UserError:
+    def non_finite(
+        self, step: int, microbatches: Sequence[Batch], error: NonFiniteLossError
+    ) -> UserError:
         """Leave the rows of the step in a file per rank, and say where; to be raised."""
         path = self._output_dir / f"non-finite-step-{step}-rank-{dist.get_rank()}.json"
         rows = [
-            {"slot": slot, "input_ids": batch.input_ids[i].tolist(), "labels": batch.labels[i].tolist()}
+            {
+                "slot": slot,
+                "input_ids": batch.input_ids[i].tolist(),
+                "labels": batch.labels[i].tolist(),
+            }
             for batch in microbatches
             for i, slot in enumerate(batch.slots)
         ]
-        path.write_text(dumps({"step": step, "error": str(error), "rows": rows}) + "\n", encoding="utf-8")
+        path.write_text(
+            dumps({"step": step, "error": str(error), "rows": rows}) + "\n", encoding="utf-8"
+        )
         # Every rank is here, and none ends before all have written.
         explained = explain(error.found, just_loaded=step == self.start.step + 1, trained=step > 1)
         return UserError(f"step {step}: {error}; this rank's rows are in {path}; {explained}")
@@ -141,7 +163,9 @@ class Reporter:
                 self.skipped_steps = row["skipped_steps"]
             if "eval_loss" in row:
                 loss, perplexity = float(row["eval_loss"]), float(row["eval_perplexity"])
-                self.evaluations.append(Evaluation(row["step"], loss, perplexity, row["eval_tokens"]))
+                self.evaluations.append(
+                    Evaluation(row["step"], loss, perplexity, row["eval_tokens"])
+                )
 
     def _write(self, step: int, values: dict[str, float], **counts: int) -> None:
         if self._metrics is not None:

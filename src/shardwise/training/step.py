@@ -30,7 +30,9 @@ class StepResult:
 
 def count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> int:
     """Target tokens of the global batch, from this rank's share of it."""
-    count = torch.tensor(sum(batch.num_target_tokens() for batch in microbatches), device=mesh.device)
+    count = torch.tensor(
+        sum(batch.num_target_tokens() for batch in microbatches), device=mesh.device
+    )
     return int(sum_over(count, mesh, DATA_AXES))
 
 
@@ -49,14 +51,18 @@ def forward_backward(
     return sum_over(loss, mesh, LOSS_AXES) / tokens, tokens
 
 
-def training_step(job: Job, microbatches: Sequence[Batch], mesh: Mesh, max_grad_norm: float | None) -> StepResult:
+def training_step(
+    job: Job, microbatches: Sequence[Batch], mesh: Mesh, max_grad_norm: float | None
+) -> StepResult:
     """Forward, backward, clip, update; NonFiniteLossError, before the update, if loss or norm is not finite.
 
     In float16 a norm that is not finite skips the update instead and lowers the loss scale; the step counts, and the
     learning rate goes on, so that the rate of a step and its rows are functions of its number alone.
     """
     loss, tokens = forward_backward(job.pm, microbatches, mesh, job.loss_scale.scale)
-    norm = clip_by_global_norm(job.trainable(), mesh, job.pm.parameter_facts, max_grad_norm, job.loss_scale.scale)
+    norm = clip_by_global_norm(
+        job.trainable(), mesh, job.pm.parameter_facts, max_grad_norm, job.loss_scale.scale
+    )
     finite = bool(torch.isfinite(norm))
     result = StepResult(loss.item(), norm.item(), tokens, skipped=not finite)
     if not (torch.isfinite(loss) and job.loss_scale.update(finite)):
@@ -64,7 +70,9 @@ def training_step(job: Job, microbatches: Sequence[Batch], mesh: Mesh, max_grad_
     if finite:
         job.optimizer.step()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # where the first step was skipped
+        warnings.filterwarnings(
+            "ignore", "Detected call of `lr_scheduler.step"
+        )  # where the first step was skipped
         job.lr_schedule.step()
     job.optimizer.zero_grad(set_to_none=True)
     return result

@@ -24,7 +24,9 @@ def test_equals_the_loop(tokens, before, width):
     out, expected = shifted.dynamic_conv(x, kernels), naive.dynamic_conv(x, kernels)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    grads, expected_grads = (torch.autograd.grad((o * weight).sum(), (x, kernels)) for o in (out, expected))
+    grads, expected_grads = (
+        torch.autograd.grad((o * weight).sum(), (x, kernels)) for o in (out, expected)
+    )
     for grad, other in zip(grads, expected_grads):
         assert other.abs().max() > 0
         torch.testing.assert_close(grad, other, rtol=1e-12, atol=1e-12)

@@ -26,7 +26,9 @@ def inputs(tokens: int, dtype: torch.dtype = torch.float32, with_state: bool = T
 def run(rule, tensors):
     """The outputs, and the gradients of a sum that weighs every element of them differently."""
     out, state = rule(*tensors)
-    loss = sum((x.float() * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in (out, state))
+    loss = sum(
+        (x.float() * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in (out, state)
+    )
     return (out, state), torch.autograd.grad(loss, tensors)
 
 
@@ -40,8 +42,12 @@ def test_equals_the_recurrence(tokens, with_state):
         assert relative_error(out, other) < 1e-5
     for grad, other in zip(grads, expected_grads):
         # One token that starts from nothing: nothing decays, and the gradient of its decay is 0 in both.
-        assert other.abs().max() > 0 or (tokens == 1 and not with_state and other.shape == tensors[3].shape)
-        assert relative_error(grad, other) < 1e-4 if other.abs().max() > 0 else grad.abs().max() == 0
+        assert other.abs().max() > 0 or (
+            tokens == 1 and not with_state and other.shape == tensors[3].shape
+        )
+        assert (
+            relative_error(grad, other) < 1e-4 if other.abs().max() > 0 else grad.abs().max() == 0
+        )
 
 
 @pytest.mark.parametrize("tokens", [3, 70])

@@ -50,8 +50,12 @@ def kernel(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     [B, H, K, V] in float32. Tokens are scaled by 1/sqrt(K) if no scale is given, and norms have 1e-6 under the root.
     """
     assert given["v"].element_size() == 2
-    assert {given[name].dtype for name in ("q", "k", "beta")} == {given["v"].dtype}  # products of tensor cores
-    assert given["g"].dtype == torch.float32  # its sums over a chunk would lose the decay in 16 bits
+    assert {given[name].dtype for name in ("q", "k", "beta")} == {
+        given["v"].dtype
+    }  # products of tensor cores
+    assert (
+        given["g"].dtype == torch.float32
+    )  # its sums over a chunk would lose the decay in 16 bits
     q, k, v, g, beta = (given[name].float() for name in ("q", "k", "v", "g", "beta"))
     if given["use_qk_l2norm_in_kernel"]:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
@@ -82,7 +86,9 @@ def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
         signature = inspect.signature(namespace[name])
         assert str(signature) == text
 
-        def stand_in(*args: Any, _name: str = name, _signature: inspect.Signature = signature, **kwargs: Any) -> Any:
+        def stand_in(
+            *args: Any, _name: str = name, _signature: inspect.Signature = signature, **kwargs: Any
+        ) -> Any:
             bound = _signature.bind(*args, **kwargs)
             bound.apply_defaults()
             assert not bound.arguments.get("kwargs")  # what it does not know
@@ -103,8 +109,13 @@ def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("with_state", [True, False])
 @pytest.mark.parametrize("tokens", [1, 7, 130])
 def test_training_is_the_chunked_kernel(tokens, with_state, calls):
-    tensors = [x.detach().bfloat16().requires_grad_() for x in inputs(tokens, with_state=with_state)]
-    for place in (3, *range(5, len(tensors))):  # the decay and the state are float32, as JetBlock has them
+    tensors = [
+        x.detach().bfloat16().requires_grad_() for x in inputs(tokens, with_state=with_state)
+    ]
+    for place in (
+        3,
+        *range(5, len(tensors)),
+    ):  # the decay and the state are float32, as JetBlock has them
         tensors[place] = tensors[place].detach().float().requires_grad_()
     (out, state), grads = run(gated_delta_rule, tensors)
     ((name, given),) = calls
@@ -118,10 +129,16 @@ def test_training_is_the_chunked_kernel(tokens, with_state, calls):
     assert relative_error(state, expected_state) < 1e-5
     for grad, other in zip(grads, expected_grads):
         # One token that starts from nothing: nothing decays.
-        assert relative_error(grad.float(), other.float()) < BF16 if other.abs().max() > 0 else grad.abs().max() == 0
+        assert (
+            relative_error(grad.float(), other.float()) < BF16
+            if other.abs().max() > 0
+            else grad.abs().max() == 0
+        )
 
 
-@pytest.mark.parametrize(("tokens", "name"), [(1, "fused_recurrent_gated_delta_rule"), (5, "chunk_gated_delta_rule")])
+@pytest.mark.parametrize(
+    ("tokens", "name"), [(1, "fused_recurrent_gated_delta_rule"), (5, "chunk_gated_delta_rule")]
+)
 def test_a_step_without_gradients_is_the_recurrent_kernel(tokens, name, calls):
     q, k, v, g, beta, state = (x.detach() for x in inputs(tokens))
     given = (q.bfloat16(), k.bfloat16(), v.bfloat16(), g, beta.bfloat16(), state)
@@ -160,7 +177,9 @@ def test_generation_goes_on_from_the_kernels_own_states(calls, monkeypatch):
     options = {"attention_mask": mask, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     made = model().generate(ids, **options, max_new_tokens=6)
     names = [name.partition("_")[0] for name, _ in calls]
-    assert names == 2 * ["chunk"] + 5 * 2 * ["fused"]  # 2 layers; the last token that is made is not read
+    assert names == 2 * ["chunk"] + 5 * 2 * [
+        "fused"
+    ]  # 2 layers; the last token that is made is not read
     for before, (_, given) in zip(calls, calls[2:]):
         assert given["initial_state"].shape == (2, 4, 12, 32)
         assert given["initial_state"].dtype == torch.float32

@@ -12,10 +12,19 @@ from shardwise.kernels.linear_cross_entropy import Vocabulary, chunked
 IGNORED = -100
 
 
-def inputs(n: int, d: int, v: int, ignored: float = 0.3, dtype: torch.dtype = torch.float64, frozen: bool = False):
+def inputs(
+    n: int,
+    d: int,
+    v: int,
+    ignored: float = 0.3,
+    dtype: torch.dtype = torch.float64,
+    frozen: bool = False,
+):
     """hidden [n, d], weight [v, d], bias [v] and labels [n], of which about a share `ignored` has no target."""
     generator = torch.Generator().manual_seed(n + v)
-    hidden, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((n, d), (v, d), (v,)))
+    hidden, weight, bias = (
+        torch.randn(s, generator=generator, dtype=torch.float64) for s in ((n, d), (v, d), (v,))
+    )
     labels = torch.randint(0, v, (n,), generator=generator)
     labels[torch.rand(n, generator=generator) < ignored] = IGNORED
     tensors = [(t * d**-0.25).to(dtype) for t in (hidden, weight, bias)]  # logits of size 1
@@ -41,18 +50,32 @@ def own_vocabulary(size: int) -> tuple[Vocabulary, slice]:
     most = -(-size // dist.get_world_size())
     first = dist.get_rank() * most
     vocabulary = Vocabulary(
-        first, most, lambda x: reduced(x, dist.ReduceOp.SUM), lambda x: reduced(x, dist.ReduceOp.MAX)
+        first,
+        most,
+        lambda x: reduced(x, dist.ReduceOp.SUM),
+        lambda x: reduced(x, dist.ReduceOp.MAX),
     )
     return vocabulary, slice(first, min(first + most, size))
 
 
-def run_shared(tensors: list[torch.Tensor], labels: torch.Tensor, **options: Any) -> tuple[torch.Tensor, list[Any]]:
+def run_shared(
+    tensors: list[torch.Tensor], labels: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, list[Any]]:
     """The loss, and gradients put together again as a layout does: hidden's summands added up, rows joined."""
     vocabulary, rows = own_vocabulary(len(tensors[1]))
-    hidden, weight, bias = (t.detach() if i == 0 else t.detach()[rows].clone() for i, t in enumerate(tensors))
-    own = [t.requires_grad_(whole.requires_grad) for t, whole in zip((hidden, weight, bias), tensors)]
-    value, (summand, *shares) = run(chunked.linear_cross_entropy, own, labels, vocabulary=vocabulary, **options)
+    hidden, weight, bias = (
+        t.detach() if i == 0 else t.detach()[rows].clone() for i, t in enumerate(tensors)
+    )
+    own = [
+        t.requires_grad_(whole.requires_grad) for t, whole in zip((hidden, weight, bias), tensors)
+    ]
+    value, (summand, *shares) = run(
+        chunked.linear_cross_entropy, own, labels, vocabulary=vocabulary, **options
+    )
     joined: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(joined, shares)
     assert summand[labels == IGNORED].eq(0).all()
-    return value, [reduced(summand, dist.ReduceOp.SUM), *(torch.cat(pieces) for pieces in zip(*joined))]
+    return value, [
+        reduced(summand, dist.ReduceOp.SUM),
+        *(torch.cat(pieces) for pieces in zip(*joined)),
+    ]

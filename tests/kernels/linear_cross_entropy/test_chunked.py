@@ -38,7 +38,10 @@ def test_equals_the_plain_loss(small_chunks, n, scale, softcap, frozen, with_bia
 def test_gradient_of_the_input_by_differences(small_chunks):
     (hidden, weight, bias), labels = inputs(7, 5, 37, frozen=True)
     assert torch.autograd.gradcheck(
-        lambda x: chunked.linear_cross_entropy(x, weight, labels, bias=bias, scale=0.8, softcap=3.0), (hidden,)
+        lambda x: chunked.linear_cross_entropy(
+            x, weight, labels, bias=bias, scale=0.8, softcap=3.0
+        ),
+        (hidden,),
     )
 
 
@@ -51,9 +54,15 @@ def test_without_any_target():
 
 def test_ignored_rows_may_hold_anything():
     (hidden, weight, _), labels = inputs(9, 5, 37, frozen=True)
-    poisoned = hidden.detach().masked_fill((labels == IGNORED)[:, None], float("nan")).requires_grad_()
-    value, (grad,) = run(chunked.linear_cross_entropy, (poisoned, weight, None), labels, with_bias=False)
-    expected, (expected_grad,) = run(chunked.linear_cross_entropy, (hidden, weight, None), labels, with_bias=False)
+    poisoned = (
+        hidden.detach().masked_fill((labels == IGNORED)[:, None], float("nan")).requires_grad_()
+    )
+    value, (grad,) = run(
+        chunked.linear_cross_entropy, (poisoned, weight, None), labels, with_bias=False
+    )
+    expected, (expected_grad,) = run(
+        chunked.linear_cross_entropy, (hidden, weight, None), labels, with_bias=False
+    )
     assert torch.equal(value, expected)
     assert torch.equal(grad, expected_grad)
 
@@ -117,7 +126,12 @@ def test_low_precision_is_as_good_as_the_plain_loss(monkeypatch, dtype, autocast
             value, grads = run(loss.linear_cross_entropy, stored, labels)
         assert value.dtype == torch.float32
         assert [grad.dtype for grad in grads] == [t.dtype for t in stored]
-        errors.append([((g - t).norm() / t.norm()).item() for g, t in zip((value, *grads), (truth, *true_grads))])
+        errors.append(
+            [
+                ((g - t).norm() / t.norm()).item()
+                for g, t in zip((value, *grads), (truth, *true_grads))
+            ]
+        )
     ours, plain = errors
     assert max(plain[1:]) > 1e-4  # the precision is low indeed
     assert ours[0] < 1e-3

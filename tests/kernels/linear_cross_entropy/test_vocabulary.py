@@ -11,17 +11,28 @@ import torch.distributed as dist
 from shardwise.kernels.linear_cross_entropy import chunked, naive
 from shardwise.metrics.memory import PeakMemory
 from tests.distributed import run_ranks
-from tests.kernels.linear_cross_entropy.cases import IGNORED, inputs, own_vocabulary, reduced, run, run_shared
+from tests.kernels.linear_cross_entropy.cases import (
+    IGNORED,
+    inputs,
+    own_vocabulary,
+    reduced,
+    run,
+    run_shared,
+)
 from tests.kernels.linear_cross_entropy.test_chunked import products
 
 V = 37
 """19 and 18 rows on two ranks; 13, 13 and 11 on three."""
 OPTIONS = [
     {"with_bias": with_bias, "scale": scale, "softcap": softcap}
-    for with_bias, (scale, softcap) in product((True, False), ((1.0, None), (0.3, None), (1.0, 2.0), (1.7, 2.0)))
+    for with_bias, (scale, softcap) in product(
+        (True, False), ((1.0, None), (0.3, None), (1.0, 2.0), (1.7, 2.0))
+    )
 ]
 # (rows, whether the weight is frozen, options). One row; a whole chunk; one more; many, and a last chunk not full.
-CASES = [(n, frozen, options) for n in (1, 3, 4, 50) for frozen in (True, False) for options in OPTIONS]
+CASES = [
+    (n, frozen, options) for n in (1, 3, 4, 50) for frozen in (True, False) for options in OPTIONS
+]
 
 
 def every_case() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
@@ -43,7 +54,9 @@ def test_equals_the_plain_loss(num_ranks):
         assert all(value == found[0][0] for value, _ in found)  # bit for bit
         for value, grads in found:
             torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
-            assert len(grads) == len(expected_grads) == 1 + (not frozen) * (1 + options["with_bias"])
+            assert (
+                len(grads) == len(expected_grads) == 1 + (not frozen) * (1 + options["with_bias"])
+            )
             for grad, expected_grad in zip(grads, expected_grads):
                 torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-12)
 
@@ -56,7 +69,9 @@ def low_precision() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     found = []
     for dtype, autocast in PRECISIONS:
         exact, labels = inputs(130, 64, 999)
-        stored = [t.detach().to(torch.float32 if autocast else dtype).requires_grad_() for t in exact]
+        stored = [
+            t.detach().to(torch.float32 if autocast else dtype).requires_grad_() for t in exact
+        ]
         with torch.autocast("cpu", dtype=dtype, enabled=autocast and dtype != torch.float32):
             found.append(run_shared(stored, labels))
     return found
@@ -69,14 +84,19 @@ def test_low_precision_is_as_good_as_the_plain_loss():
     """
     for (dtype, autocast), *ranks in zip(PRECISIONS, *run_ranks(2, low_precision), strict=True):
         exact, labels = inputs(130, 64, 999)
-        stored = [t.detach().to(torch.float32 if autocast else dtype).requires_grad_() for t in exact]
+        stored = [
+            t.detach().to(torch.float32 if autocast else dtype).requires_grad_() for t in exact
+        ]
         exact = [t.detach().double().requires_grad_() for t in stored]
         truth, true_grads = run(naive.linear_cross_entropy, exact, labels)
         with torch.autocast("cpu", dtype=dtype, enabled=autocast and dtype != torch.float32):
             plain = run(naive.linear_cross_entropy, stored, labels)
 
         def errors(value, grads, truths=(truth, *true_grads)):
-            return [((g - t).norm() / t.norm()).item() for g, t in zip((value, *grads), truths, strict=True)]
+            return [
+                ((g - t).norm() / t.norm()).item()
+                for g, t in zip((value, *grads), truths, strict=True)
+            ]
 
         least = 1e-6 if dtype == torch.float32 else 0.0
         for value, grads in ranks:
@@ -95,7 +115,9 @@ def extremes() -> tuple[float, list[float], float]:
     hidden = torch.ones(2, 1, requires_grad=True)
     loss = chunked.linear_cross_entropy(hidden, weight, torch.tensor([0, 1]), vocabulary=vocabulary)
     loss.backward()
-    nothing = chunked.linear_cross_entropy(hidden, weight, torch.full((2,), IGNORED), vocabulary=vocabulary)
+    nothing = chunked.linear_cross_entropy(
+        hidden, weight, torch.full((2,), IGNORED), vocabulary=vocabulary
+    )
     return loss.item(), reduced(hidden.grad, dist.ReduceOp.SUM).flatten().tolist(), nothing.item()
 
 
@@ -114,7 +136,10 @@ def flops() -> list[float]:
     def loss(w):
         return chunked.linear_cross_entropy(hidden, w, labels, vocabulary=vocabulary)
 
-    counted = [products(lambda: loss(trained).backward()), products(lambda: loss(frozen).backward())]
+    counted = [
+        products(lambda: loss(trained).backward()),
+        products(lambda: loss(frozen).backward()),
+    ]
     return [value * 37 / len(frozen) for value in counted]  # over N D and this rank's rows
 
 
@@ -150,7 +175,10 @@ def test_no_rank_ever_has_all_logits(frozen, capsys):
         chunk = rows_in_chunk * share * 4
         for rank, (taken, weight, hidden) in enumerate(run_ranks(3, peak, frozen, chunk)):
             with capsys.disabled():
-                print(f"\n  rank {rank}, {rows_in_chunk} rows: peak {taken:>9,} B, all logits {full:,} B", end="")
+                print(
+                    f"\n  rank {rank}, {rows_in_chunk} rows: peak {taken:>9,} B, all logits {full:,} B",
+                    end="",
+                )
             # A chunk (at least 0.6 of one: of 512 rows 30 % have no target, and chunks are alike), the weight's
             # gradient, and a few tensors of hidden's size.
             assert 0.6 * chunk < taken - (not frozen) * weight < chunk + 6 * hidden + 2**16

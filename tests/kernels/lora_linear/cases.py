@@ -20,7 +20,11 @@ class Problem(NamedTuple):
 
     def inputs(self) -> list[torch.Tensor]:
         """What may need a gradient: x, then every a, then every b."""
-        return [self.x, *(linear.a for linear in self.linears), *(linear.b for linear in self.linears)]
+        return [
+            self.x,
+            *(linear.a for linear in self.linears),
+            *(linear.b for linear in self.linears),
+        ]
 
 
 def draw(
@@ -38,7 +42,9 @@ def draw(
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int, std: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator, dtype=torch.float64) * std).to(device, dtype)
+        return (torch.randn(*shape, generator=generator, dtype=torch.float64) * std).to(
+            device, dtype
+        )
 
     linears = [
         Linear(
@@ -50,8 +56,12 @@ def draw(
         )
         for i, size in enumerate(sizes)
     ]
-    seeds = torch.randint(-(2**31), 2**31, (len(sizes), num_rows), generator=generator, dtype=torch.int32).to(device)
-    return Problem(randn(num_rows, num_in).requires_grad_(), linears, Dropout(p, seeds) if p else None)
+    seeds = torch.randint(
+        -(2**31), 2**31, (len(sizes), num_rows), generator=generator, dtype=torch.int32
+    ).to(device)
+    return Problem(
+        randn(num_rows, num_in).requires_grad_(), linears, Dropout(p, seeds) if p else None
+    )
 
 
 def to(problem: Problem, dtype: torch.dtype) -> Problem:
@@ -72,7 +82,10 @@ def run(forward: Callable[..., tuple[torch.Tensor, ...]], problem: Problem) -> l
     ys = forward(*problem)
     places = [torch.arange(y.numel(), device=y.device).view(y.shape) for y in ys]
     # Sixteenths from -1 to 1, exact in every dtype.
-    dys = [((16 * torch.cos(place * (i + 1.0))).round() / 16).to(y) for i, (y, place) in enumerate(zip(ys, places))]
+    dys = [
+        ((16 * torch.cos(place * (i + 1.0))).round() / 16).to(y)
+        for i, (y, place) in enumerate(zip(ys, places))
+    ]
     return [*(y.detach() for y in ys), *torch.autograd.grad(ys, problem.inputs(), dys)]
 
 
@@ -80,7 +93,10 @@ def worst(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> fl
     """The largest of the tensors' largest differences, each over the largest number that is expected."""
     assert [t.shape for t in found] == [t.shape for t in expected]
     return max(
-        ((one.double() - other.double()).abs().max() / other.double().abs().max().clamp_min(1e-300)).item()
+        (
+            (one.double() - other.double()).abs().max()
+            / other.double().abs().max().clamp_min(1e-300)
+        ).item()
         for one, other in zip(found, expected, strict=True)
         if other.numel()
     )

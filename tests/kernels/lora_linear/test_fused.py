@@ -13,7 +13,13 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from shardwise.kernels.lora_linear import BackwardHalf, Linear, lora_linear, naive, torch_backend
 from tests.kernels.lora_linear.cases import Problem, draw, run, to, worst
 
-SHAPES = [(7, 5, (3,), 1), (33, 17, (9, 4, 5), 2), (1, 1, (1,), 1), (40, 64, (31, 31), 256), (65, 130, (33,), 24)]
+SHAPES = [
+    (7, 5, (3,), 1),
+    (33, 17, (9, 4, 5), 2),
+    (1, 1, (1,), 1),
+    (40, 64, (31, 31), 256),
+    (65, 130, (33,), 24),
+]
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -33,7 +39,12 @@ def test_there_are_no_second_derivatives():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 40), st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 9))
+@given(
+    st.integers(0, 40),
+    st.integers(1, 40),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.integers(1, 9),
+)
 def test_equals_the_reference_at_any_size(num_rows, num_in, sizes, rank):
     problem = draw(num_rows, num_in, sizes, rank, p=0.2)
     assert worst(run(lora_linear, problem), run(naive.lora_linear, problem)) < 1e-12
@@ -54,7 +65,9 @@ def test_every_dtype_against_float64(dtype, p):
 def test_nothing_is_lost_beside_the_reference_in_bfloat16():
     problem = draw(64, 96, (40, 24), 16, torch.bfloat16)
     expected = run(naive.lora_linear, to(problem, torch.float64))
-    assert worst(run(lora_linear, problem), expected) < 1.5 * worst(run(naive.lora_linear, problem), expected)
+    assert worst(run(lora_linear, problem), expected) < 1.5 * worst(
+        run(naive.lora_linear, problem), expected
+    )
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -78,7 +91,11 @@ def test_under_autocast(model, p):
     expected = run(naive.lora_linear, to(problem, torch.float64))
     with torch.autocast("cpu", torch.bfloat16):
         found, plain = (run(forward, problem) for forward in (lora_linear, naive.lora_linear))
-    assert [t.dtype for t in found] == [t.dtype for t in plain] == [torch.bfloat16] * 2 + [model] + [torch.float32] * 4
+    assert (
+        [t.dtype for t in found]
+        == [t.dtype for t in plain]
+        == [torch.bfloat16] * 2 + [model] + [torch.float32] * 4
+    )
     # Inputs are rounded too; the worst of naive's is as large.
     assert worst(found, expected) < 5 * torch.finfo(torch.bfloat16).eps
     assert worst(found, expected) < 1.5 * worst(plain, expected)
@@ -105,7 +122,8 @@ def test_any_layout_in_memory():
     problem = draw(12, 10, (6, 8), 2)
     expected = run(lora_linear, problem)
     linears = [
-        Linear(w.t().contiguous().t(), torch.stack([c, c], 1)[:, 0], a, b, s) for w, c, a, b, s in problem.linears
+        Linear(w.t().contiguous().t(), torch.stack([c, c], 1)[:, 0], a, b, s)
+        for w, c, a, b, s in problem.linears
     ]
     apart = torch.stack([problem.x.detach()] * 3, 1)[:, 1].requires_grad_()
     assert not any(t.is_contiguous() for t in (apart, linears[0].weight, linears[0].bias))
@@ -168,9 +186,13 @@ def test_what_nobody_needs_is_not_computed(trained, expected):
     for name, tensor in tensors.items():
         tensor.requires_grad_(name in trained)
     backend, asked = recording()
-    found = torch.autograd.grad(lora_linear(*problem, backend)[0].sum(), [tensors[name] for name in trained])
+    found = torch.autograd.grad(
+        lora_linear(*problem, backend)[0].sum(), [tensors[name] for name in trained]
+    )
     assert asked == ["project", "product", *expected]
-    plain = torch.autograd.grad(naive.lora_linear(*problem)[0].sum(), [tensors[name] for name in trained])
+    plain = torch.autograd.grad(
+        naive.lora_linear(*problem)[0].sum(), [tensors[name] for name in trained]
+    )
     assert worst(found, plain) < 1e-13
 
 
@@ -181,7 +203,11 @@ def test_the_adapter_of_an_output_that_nobody_uses_has_no_gradient(p):
     y.sum().backward()
     naive.lora_linear(*plain)[1].sum().backward()
     (x, a0, a1, b0, b1), expected = problem.inputs(), plain.inputs()
-    assert [t.grad is None for t in (a0, b0)] == [t.grad is None for t in (expected[1], expected[3])] == [True, True]
+    assert (
+        [t.grad is None for t in (a0, b0)]
+        == [t.grad is None for t in (expected[1], expected[3])]
+        == [True, True]
+    )
     assert worst([t.grad for t in (x, a1, b1)], [expected[i].grad for i in (0, 2, 4)]) < 1e-13
     # With a gradient of zeros this optimizer would shrink them.
     before = a0.detach().clone()
@@ -223,7 +249,10 @@ def test_x_and_h_are_all_that_is_saved(autocast, p):
             saved[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", enabled=autocast):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        torch.autocast("cpu", enabled=autocast),
+    ):
         lora_linear(*problem)
     size = 2 if autocast else 4
     # x, h of three adapters and, with dropout, four bytes a token for each of them.
@@ -260,7 +289,9 @@ def test_halves_of_a_backward_share_its_work_out():
 def test_a_graph_may_be_used_twice():
     problem = draw(12, 10, (6, 8), 2)
     total = sum(y.sum() for y in lora_linear(*problem))
-    first, second = (torch.autograd.grad(total, problem.inputs(), retain_graph=True) for _ in range(2))
+    first, second = (
+        torch.autograd.grad(total, problem.inputs(), retain_graph=True) for _ in range(2)
+    )
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 

@@ -76,7 +76,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
         listing = subprocess.run(
             [BIN / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
         )
-    registers, stack = (int(re.findall(rf"{name}:(\d+)", listing.stdout)[0]) for name in ("REG", "STACK"))
+    registers, stack = (
+        int(re.findall(rf"{name}:(\d+)", listing.stdout)[0]) for name in ("REG", "STACK")
+    )
     return registers, stack
 
 
@@ -87,7 +89,11 @@ def lora(dtype: torch.dtype, rank: int, p: float, m: int = 64, k: int = 128, n: 
     s = 2
     x, weight, bias = (torch.zeros(shape, dtype=dtype) for shape in ((m, k), (n, k), (n,)))
     a, b = torch.zeros(s * rank, k, dtype=dtype), torch.zeros(n, rank, dtype=dtype)
-    drop = Dropout(p, torch.zeros(s, m, dtype=torch.int32), torch.arange(k, dtype=torch.int32)) if p else None
+    drop = (
+        Dropout(p, torch.zeros(s, m, dtype=torch.int32), torch.arange(k, dtype=torch.int32))
+        if p
+        else None
+    )
     h = backend.project(x, a, drop)
     y = backend.product(x, weight, bias, h[:, :rank], b, 2.0)
     backend.input_gradient([y, y], [weight, weight], h, a, drop)
@@ -99,7 +105,14 @@ def loss(dtype: torch.dtype, softcap: float | None) -> None:
     from shardwise.kernels.linear_cross_entropy import triton as backend
 
     bias = None if softcap is None else torch.zeros(4096, dtype=dtype)
-    backend.softmax(torch.zeros(16, 4096, dtype=dtype), bias, torch.zeros(16, dtype=torch.int64), softcap, 1.0, None)
+    backend.softmax(
+        torch.zeros(16, 4096, dtype=dtype),
+        bias,
+        torch.zeros(16, dtype=torch.int64),
+        softcap,
+        1.0,
+        None,
+    )
 
 
 def main() -> None:
@@ -108,17 +121,24 @@ def main() -> None:
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
         adapters = ((16, 0.0), (16, 0.1), (64, 0.0)) if EVERY else ((16, 0.1),)
-        cases: list[Any] = [(f"rank {rank}, dropout {p}", lora, (dtype, rank, p)) for rank, p in adapters]
+        cases: list[Any] = [
+            (f"rank {rank}, dropout {p}", lora, (dtype, rank, p)) for rank, p in adapters
+        ]
         if dtype == torch.float32:  # Triton takes an argument that is 1 for a constant
             cases.append(("one of each", lora, (dtype, 1, 0.1, 1, 1, 1)))
         caps = (None, 30.0) if EVERY else (30.0,)
-        for what, function, arguments in [*cases, *((f"soft cap {cap}", loss, (dtype, cap)) for cap in caps)]:
+        for what, function, arguments in [
+            *cases,
+            *((f"soft cap {cap}", loss, (dtype, cap)) for cap in caps),
+        ]:
             found.clear()
             function(*arguments)
             for kernel, settings, compiled in found:
                 registers, spilled = resources(compiled.asm["cubin"])
                 name = str(dtype).removeprefix("torch.")
-                rows.append(Row(kernel, name, what, settings, registers, compiled.metadata.shared, spilled))
+                rows.append(
+                    Row(kernel, name, what, settings, registers, compiled.metadata.shared, spilled)
+                )
     print(json.dumps(rows))
 
 

@@ -45,7 +45,9 @@ def emulated(folder: Path, change: Callable[[str], str] = lambda source: source)
         "-x",
         "c++",
     ]
-    subprocess.run([*command, f"-I{HERE}", "-o", "kernels.so", "lora_linear.cu"], cwd=folder, check=True)
+    subprocess.run(
+        [*command, f"-I{HERE}", "-o", "kernels.so", "lora_linear.cu"], cwd=folder, check=True
+    )
     return Emulated(folder / "kernels.so")
 
 

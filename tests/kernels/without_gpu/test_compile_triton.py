@@ -12,7 +12,15 @@ import pytest
 
 from tests.kernels.without_gpu import compile_triton
 
-KERNELS = {"project", "expand", "output_gradients", "factor_gradient", "sum", "statistics", "gradient"}
+KERNELS = {
+    "project",
+    "expand",
+    "output_gradients",
+    "factor_gradient",
+    "sum",
+    "statistics",
+    "gradient",
+}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 """That a block may have: CUDA C++ Programming Guide, table of compute capabilities."""
 
@@ -22,7 +30,11 @@ def test_kernels_compile_and_fit(capability, tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(compile_triton.__file__)
     done = subprocess.run(
-        [sys.executable, script, str(capability)], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, script, str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     rows = [compile_triton.Row(*row) for row in json.loads(done.stdout)]

@@ -60,12 +60,16 @@ def test_low_precision_is_as_good_as_torchs_operators(dtype):
     exact, labels = inputs(7, 16, V)
     stored = [t.detach().to(dtype).requires_grad_() for t in exact]
     value, grads = run(ours, stored, labels, softcap=5.0)
-    expected, expected_grads = run(partial(chunked.linear_cross_entropy, kernel="torch"), stored, labels, softcap=5.0)
+    expected, expected_grads = run(
+        partial(chunked.linear_cross_entropy, kernel="torch"), stored, labels, softcap=5.0
+    )
     assert value.dtype == torch.float32
     torch.testing.assert_close(value, expected, rtol=1e-6, atol=0)
     for grad, expected_grad in zip(grads, expected_grads):
         # Of the same rounded logits, so that a rounding goes the other way now and then: one unit of one summand.
-        assert (grad - expected_grad).abs().max() <= 2 * torch.finfo(dtype).eps * expected_grad.abs().max()
+        assert (grad - expected_grad).abs().max() <= 2 * torch.finfo(
+            dtype
+        ).eps * expected_grad.abs().max()
 
 
 def test_large_logits_stay_finite():
@@ -106,7 +110,9 @@ def test_a_wish_that_cannot_be_met_is_an_error(monkeypatch):
     monkeypatch.setattr(triton_support, "INTERPRETED", False)
     triton_support.why_not.cache_clear()
     tensors, labels = inputs(5, 5, V)
-    with pytest.raises(UserError, match=r"kernel is triton, but .* need a GPU, not cpu; use auto or torch"):
+    with pytest.raises(
+        UserError, match=r"kernel is triton, but .* need a GPU, not cpu; use auto or torch"
+    ):
         ours(*tensors[:2], labels)
     triton_support.why_not.cache_clear()
 

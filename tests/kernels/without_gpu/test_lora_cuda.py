@@ -55,7 +55,9 @@ class Problem:
         dys, weights = [to(self.dy)] * len(self.weights), [to(weight) for weight in self.weights]
         return {
             "h": backend.project(to(self.x), to(self.a), self.drop),
-            "y": backend.product(to(self.x), weights[0], to(self.bias), own_h, to(self.b), self.scale),
+            "y": backend.product(
+                to(self.x), weights[0], to(self.bias), own_h, to(self.b), self.scale
+            ),
             "g": g,
             "db": db,
             "dx": backend.input_gradient(dys, weights, to(self.h), to(self.a), self.drop),
@@ -76,7 +78,9 @@ def assert_close(found, expected, dtype, roundings=1):
             torch.testing.assert_close(found[name].double(), value, rtol=0, atol=small)
         else:
             again = (roundings - 1) * ROUNDING[dtype] * 2 * largest
-            torch.testing.assert_close(found[name].double(), value, rtol=ROUNDING[dtype], atol=small + again)
+            torch.testing.assert_close(
+                found[name].double(), value, rtol=ROUNDING[dtype], atol=small + again
+            )
 
 
 SHAPES = [
@@ -85,7 +89,15 @@ SHAPES = [
     (130, 72, 140, 8, 1, 0.3, torch.bfloat16),  # several blocks, the last of them not full
     (135, 40, 77, 5, 2, 0.3, torch.float16),  # rows that are not aligned, two masks
     (1, 1, 1, 1, 1, 0.5, torch.bfloat16),
-    (70, 36, 30, 40, 3, 0.0, torch.float16),  # more than what is taken from both sides at once; 120 side by side
+    (
+        70,
+        36,
+        30,
+        40,
+        3,
+        0.0,
+        torch.float16,
+    ),  # more than what is taken from both sides at once; 120 side by side
     (33, 65, 17, 100, 2, 0.1, torch.bfloat16),  # two launches for 200 columns
     (9, 24, 8, 256, 1, 0.0, torch.bfloat16),
 ]
@@ -97,7 +109,12 @@ def test_equals_float64(kernels, shape):
     problem = Problem(*shape)
     found = problem.results(cuda)
     # With several masks dx has a pass for each.
-    assert_close(found, problem.results(torch_backend, wide=True), shape[-1], roundings=shape[4] if shape[5] else 1)
+    assert_close(
+        found,
+        problem.results(torch_backend, wide=True),
+        shape[-1],
+        roundings=shape[4] if shape[5] else 1,
+    )
     assert kernels.bank_conflicts() == 0
 
 
@@ -105,10 +122,17 @@ def test_with_the_product_of_the_library(monkeypatch):
     monkeypatch.setattr(cuda, "multiplies_weights", lambda device: False)
     problem = Problem(70, 72, 40, 8, linears=2, p=0.3)
     # The adapter's products, then those of two linears.
-    assert_close(problem.results(cuda), problem.results(torch_backend, wide=True), torch.bfloat16, roundings=4)
+    assert_close(
+        problem.results(cuda),
+        problem.results(torch_backend, wide=True),
+        torch.bfloat16,
+        roundings=4,
+    )
 
 
-@pytest.mark.parametrize("shape", [(200, 136, 150, 24, 1, 0.2), (135, 40, 77, 5, 2, 0.3), (70, 200, 40, 60)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(200, 136, 150, 24, 1, 0.2), (135, 40, 77, 5, 2, 0.3), (70, 200, 40, 60)], ids=str
+)
 def test_every_order_of_the_threads_gives_the_same_bits(kernels, shape):
     problem = Problem(*shape)
     first = None
@@ -132,7 +156,14 @@ def test_matrices_lie_as_they_like():
 
 def test_no_rows():
     found = Problem(0, 24, 40, 8, linears=2, p=0.1).results(cuda)
-    assert [tuple(value.shape) for value in found.values()] == [(0, 16), (0, 40), (0, 8), (40, 8), (0, 24), (16, 24)]
+    assert [tuple(value.shape) for value in found.values()] == [
+        (0, 16),
+        (0, 40),
+        (0, 8),
+        (40, 8),
+        (0, 24),
+        (16, 24),
+    ]
     assert not found["da"].any()
     assert not found["db"].any()
 
@@ -144,7 +175,9 @@ def test_masks_are_those_of_torch_bit_by_bit(features):
     eye, ones = torch.eye(40, dtype=torch.bfloat16), torch.ones(70, 40, dtype=torch.bfloat16)
     assert torch.equal(cuda.project(ones, eye, problem.drop) != 0, keep)
     zero = torch.zeros(24, 40, dtype=torch.bfloat16)
-    assert torch.equal(cuda.input_gradient([problem.dy], [zero], ones, eye, problem.drop) != 0, keep)
+    assert torch.equal(
+        cuda.input_gradient([problem.dy], [zero], ones, eye, problem.drop) != 0, keep
+    )
     rows = torch.eye(70, dtype=torch.bfloat16)
     assert torch.equal(cuda.factor_gradient(rows, ones, problem.drop) != 0, keep)
 
@@ -162,7 +195,9 @@ def test_a_trained_factor_alone():
 
 def test_other_dtypes_are_refused_and_never_left_to_torch():
     assert cuda.refused([torch.float16, torch.float16]) is None
-    with pytest.raises(UserError, match="float16 alone, and here is float32; give all matrices in one of the two"):
+    with pytest.raises(
+        UserError, match="float16 alone, and here is float32; give all matrices in one of the two"
+    ):
         Problem(20, 12, 8, 4, dtype=torch.float32).results(cuda)
     p = Problem(20, 12, 8, 4, p=0.1)
     own_h, wide = p.h[:, :4], p.a.float()
@@ -188,13 +223,20 @@ def draw():
         return Linear(randn(n, 40) / 8, randn(n), a.requires_grad_(), b.requires_grad_(), scale)
 
     seeds = torch.randint(-(2**31), 2**31, (2, 70), generator=g, dtype=torch.int32)
-    return randn(2, 35, 40).requires_grad_(), [linear(24, 0.5), linear(56, 2.0)], Dropout(0.1, seeds)
+    return (
+        randn(2, 35, 40).requires_grad_(),
+        [linear(24, 0.5), linear(56, 2.0)],
+        Dropout(0.1, seeds),
+    )
 
 
 def gradients(forward, x, linears, drop):
     ys = forward(x, linears, drop)
     inputs = [x, *(linear.a for linear in linears), *(linear.b for linear in linears)]
-    dys = [torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view(y.shape).to(y.dtype) for y in ys]
+    dys = [
+        torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view(y.shape).to(y.dtype)
+        for y in ys
+    ]
     return [*ys, *torch.autograd.grad(ys, inputs, dys)]
 
 
@@ -215,14 +257,17 @@ def test_forward_and_backward_of_linears_that_share_an_input():
 
     def error(found):
         return [
-            float((f.detach().double() - e.detach()).abs().max() / e.detach().abs().max()) for f, e in zip(found, exact)
+            float((f.detach().double() - e.detach()).abs().max() / e.detach().abs().max())
+            for f, e in zip(found, exact)
         ]
 
     # Both round h and g to bfloat16; torch's products round more often beside that.
     assert all(mine <= max(2 * theirs, 2.0**-8) for mine, theirs in zip(error(ours), error(torchs)))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own way to trace it
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning"
+)  # torch's own way to trace it
 def test_compiles_without_a_graph_break():
     torch._dynamo.reset()
     x, linears, drop = draw()
@@ -231,7 +276,9 @@ def test_compiles_without_a_graph_break():
         return lora_linear(*args, backend=cuda)
 
     plain = gradients(forward, x, linears, drop)
-    compiled = gradients(torch.compile(forward, fullgraph=True, backend="aot_eager"), x, linears, drop)
+    compiled = gradients(
+        torch.compile(forward, fullgraph=True, backend="aot_eager"), x, linears, drop
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain, compiled))
 
 
@@ -284,14 +331,23 @@ def test_the_emulator_sees_what_is_not_waited_for(kernels, tmp_path, monkeypatch
         found = problem.results(cuda)
         wrong |= {name for name in found if not torch.equal(found[name], expected[name])}
     # g and db are one launch here.
-    assert wrong == {"rows_kernel": {"h"}, "columns_kernel": {"g", "db", "da"}, "product_kernel": {"y", "dx"}}[kernel]
+    assert (
+        wrong
+        == {
+            "rows_kernel": {"h"},
+            "columns_kernel": {"g", "db", "da"},
+            "product_kernel": {"y", "dx"},
+        }[kernel]
+    )
 
 
 def test_nvcc_assembles_them_for_both_architectures(tmp_path, monkeypatch):
     said = library.compile_to(tmp_path / "kernels.so", (80, 90), "-Xptxas", "-v", "--threads", "2")
     for architecture in (80, 90):
         parts = re.findall(
-            rf"Compiling entry function '(\w+)' for 'sm_{architecture}'(.*?)Used (\d+) registers", said, re.DOTALL
+            rf"Compiling entry function '(\w+)' for 'sm_{architecture}'(.*?)Used (\d+) registers",
+            said,
+            re.DOTALL,
         )
         # 2 dtypes of 8 rows_kernels (4 sizes, 2 ways round), 5 columns_kernels and 2 product_kernels.
         assert len({name for name, _, _ in parts}) == 2 * (8 + 5 + 2)
@@ -304,10 +360,14 @@ def test_nvcc_assembles_them_for_both_architectures(tmp_path, monkeypatch):
         loaded.launch("rows", library.Rows(), torch.empty(1), False)
     why = "CUDA driver version is insufficient for CUDA runtime version"
     assert loaded.why_not(0) == (None if torch.cuda.is_available() else why)
-    monkeypatch.setattr(library.Library, "why_not", lambda self, index: why)  # as one that is too old has it
+    monkeypatch.setattr(
+        library.Library, "why_not", lambda self, index: why
+    )  # as one that is too old has it
     monkeypatch.setattr(library, "build", lambda architecture: tmp_path / "kernels.so")
     monkeypatch.setattr(library.torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with pytest.raises(UserError, match=r"cannot run \(CUDA driver version is insufficient.*delete .*kernels.so$"):
+    with pytest.raises(
+        UserError, match=r"cannot run \(CUDA driver version is insufficient.*delete .*kernels.so$"
+    ):
         library.library(torch.device("cuda", 0))
 
 
@@ -317,7 +377,9 @@ def test_without_nvcc_one_line_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(library.shutil, "which", lambda name: None)
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(library.Path, "is_file", lambda path: False)
-    with pytest.raises(UserError, match=r"need nvcc.* set CUDA_HOME, or `pip install nvidia-cuda-nvcc") as error:
+    with pytest.raises(
+        UserError, match=r"need nvcc.* set CUDA_HOME, or `pip install nvidia-cuda-nvcc"
+    ) as error:
         library.nvcc()
     assert "\n" not in str(error.value)
 
@@ -325,7 +387,11 @@ def test_without_nvcc_one_line_says_what_to_do(monkeypatch, tmp_path):
 def test_they_are_built_once(monkeypatch, tmp_path):
     built = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "compile_to", lambda path, architectures: built.append(path.write_bytes(b"library")))
+    monkeypatch.setattr(
+        library,
+        "compile_to",
+        lambda path, architectures: built.append(path.write_bytes(b"library")),
+    )
     assert library.build(90) == library.build(90)
     assert library.build(90).read_bytes() == b"library"
     library.build(80)
@@ -338,4 +404,6 @@ def test_they_are_built_once(monkeypatch, tmp_path):
 
 def test_what_is_missing_is_said(monkeypatch):
     monkeypatch.setattr(launch, "library", library.library)
-    assert cuda.missing(torch.device("cpu")) == "the kernels in CUDA C++ need a CUDA device, not cpu"
+    assert (
+        cuda.missing(torch.device("cpu")) == "the kernels in CUDA C++ need a CUDA device, not cpu"
+    )

@@ -58,9 +58,13 @@ def turned(x: torch.Tensor) -> torch.Tensor:
     return x.t().contiguous().t()
 
 
-def calls(case: Case, backend, inputs: dict[str, torch.Tensor], drop: Dropout | None) -> Iterator[torch.Tensor]:
+def calls(
+    case: Case, backend, inputs: dict[str, torch.Tensor], drop: Dropout | None
+) -> Iterator[torch.Tensor]:
     """What the five functions give, each for inputs that do not depend on what another gave."""
-    x, weight, bias, a, b, h, g, dy = (inputs[name] for name in ("x", "weight", "bias", "a", "b", "h", "g", "dy"))
+    x, weight, bias, a, b, h, g, dy = (
+        inputs[name] for name in ("x", "weight", "bias", "a", "b", "h", "g", "dy")
+    )
     own, scale = slice(0, case.rank), 1.7
     yield backend.project(x, a, drop)
     yield backend.product(x, weight, bias, h[:, own], b, scale)
@@ -80,11 +84,17 @@ def drawn(case: Case) -> tuple[dict[str, torch.Tensor], Dropout | None]:
     inputs = {}
     for name, shape in shapes.items():
         dtype = (case.factors or case.dtype) if name in "abhg" else case.dtype
-        inputs[name] = (torch.randn(shape, generator=generator, dtype=torch.float64) * k**-0.25).to(dtype)
+        inputs[name] = (torch.randn(shape, generator=generator, dtype=torch.float64) * k**-0.25).to(
+            dtype
+        )
     if not case.p:
         return inputs, None
-    seeds = torch.randint(-(2**31), 2**31, (case.modules, m), generator=generator, dtype=torch.int32)
-    return inputs, Dropout(case.p, seeds, torch.randperm(k, generator=generator).int() if case.features else None)
+    seeds = torch.randint(
+        -(2**31), 2**31, (case.modules, m), generator=generator, dtype=torch.int32
+    )
+    return inputs, Dropout(
+        case.p, seeds, torch.randperm(k, generator=generator).int() if case.features else None
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -98,7 +108,11 @@ def test_equals_torchs_backend(case):
         # Cut off by the interpreter, or rounded to nearest by half an eps: once; but the product twice, when it starts
         # out as the adapter's part and when it is done, and the gradient of the input with two siblings thrice, earlier
         # ones on smaller numbers. Else sums of at most 60 numbers, in another order.
-        eps = 1.5 * torch.finfo(dtype).eps if narrow and dtype == case.dtype else 60 * torch.finfo(dtype).eps
+        eps = (
+            1.5 * torch.finfo(dtype).eps
+            if narrow and dtype == case.dtype
+            else 60 * torch.finfo(dtype).eps
+        )
         assert found.numel() == 0 or (found - expected).abs().max() <= eps * expected.abs().max()
 
 
@@ -121,7 +135,9 @@ def problem(p: float, dtype: torch.dtype = torch.float64):
     inputs, drop = drawn(Case(11, 7, 3, modules=2, p=p, dtype=dtype))
     a = [part.clone().requires_grad_() for part in inputs["a"].chunk(2)]
     b = [(inputs["b"] * sign).requires_grad_() for sign in (1, -1)]
-    linears = [Linear(inputs["weight"] + i, inputs["bias"] + i, a[i], b[i], 0.5 + i) for i in range(2)]
+    linears = [
+        Linear(inputs["weight"] + i, inputs["bias"] + i, a[i], b[i], 0.5 + i) for i in range(2)
+    ]
     return inputs["x"].requires_grad_(), linears, drop
 
 
@@ -129,7 +145,9 @@ def problem(p: float, dtype: torch.dtype = torch.float64):
 def test_in_the_autograd_node(p):
     x, linears, drop = problem(p)
     expected = gradients(naive.lora_linear, x, linears, drop)
-    for found, other in zip(gradients(lora_linear, x, linears, drop, backend=triton), expected, strict=True):
+    for found, other in zip(
+        gradients(lora_linear, x, linears, drop, backend=triton), expected, strict=True
+    ):
         torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-12)
 
 
@@ -141,15 +159,21 @@ def test_compiled_in_one_graph():
         return torch.compile(lora_linear, backend="aot_eager", fullgraph=True)(*args, **options)
 
     expected = gradients(lora_linear, x, linears, drop, backend=triton)
-    for found, other in zip(gradients(compiled, x, linears, drop, backend=triton), expected, strict=True):
+    for found, other in zip(
+        gradients(compiled, x, linears, drop, backend=triton), expected, strict=True
+    ):
         assert torch.equal(found, other)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.4])
 def test_operators_are_what_they_say(p):
     """Schema, fake implementation, and no tensor that is changed or handed through."""
-    inputs, drop = drawn(Case(18, 7, 3, modules=2, p=p, dtype=torch.bfloat16, factors=torch.float32))
-    x, weight, bias, a, b, h, g, dy = (inputs[k] for k in ("x", "weight", "bias", "a", "b", "h", "g", "dy"))
+    inputs, drop = drawn(
+        Case(18, 7, 3, modules=2, p=p, dtype=torch.bfloat16, factors=torch.float32)
+    )
+    x, weight, bias, a, b, h, g, dy = (
+        inputs[k] for k in ("x", "weight", "bias", "a", "b", "h", "g", "dy")
+    )
     own, mask = h[:, :3], as_arguments(drop)
     arguments = [
         (triton._project, (x, a, *mask)),
@@ -163,8 +187,14 @@ def test_operators_are_what_they_say(p):
     for operator, args in arguments:
         torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
         outputs, fakes = operator(*args), fake(operator, args)
-        for one, other in zip(*([t] if isinstance(t, torch.Tensor) else t for t in (outputs, fakes))):
-            assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+        for one, other in zip(
+            *([t] if isinstance(t, torch.Tensor) else t for t in (outputs, fakes))
+        ):
+            assert (one.shape, one.dtype, one.stride()) == (
+                other.shape,
+                other.dtype,
+                other.stride(),
+            )
 
 
 def fake(operator, args):

@@ -138,13 +138,20 @@ def test_published_names_and_shapes(size):
     expected = dict(published["around"])
     for number in range(published["layers"]):
         kind = "attention" if number in published["full"] + published["window"] else "jet"
-        expected |= {f"model.layers.{number}.{name}": s for name, s in (published["every"] | published[kind]).items()}
+        expected |= {
+            f"model.layers.{number}.{name}": s
+            for name, s in (published["every"] | published[kind]).items()
+        }
     state = {name: tuple(tensor.shape) for name, tensor in built.state_dict().items()}
-    assert state.pop("lm_head.weight") == state["model.embed_tokens.weight"]  # tied: files don't have it
+    assert (
+        state.pop("lm_head.weight") == state["model.embed_tokens.weight"]
+    )  # tied: files don't have it
     assert state == expected
     assert built.num_parameters() == published["parameters"]
     windows = {
-        n: layer.self_attn.sliding_window for n, layer in enumerate(built.model.layers) if n in published["full"]
+        n: layer.self_attn.sliding_window
+        for n, layer in enumerate(built.model.layers)
+        if n in published["full"]
     }
     assert windows == dict.fromkeys(published["full"])
     windows = {n: built.model.layers[n].self_attn.sliding_window for n in published["window"]}
@@ -161,8 +168,14 @@ def test_fast_paths_compute_what_the_naive_ones_do(length, monkeypatch):
     assert relative_error(out, expected) < 1e-5
     for name, grad in grads.items():
         other = expected_grads[name]
-        if length == 1 and other.abs().max() < 1e-6:  # of one token: what decays, and whom it attends to
-            assert name.endswith(("A_log", "dt_bias", "a_proj.weight")) or "q_proj" in name or "k_proj" in name
+        if (
+            length == 1 and other.abs().max() < 1e-6
+        ):  # of one token: what decays, and whom it attends to
+            assert (
+                name.endswith(("A_log", "dt_bias", "a_proj.weight"))
+                or "q_proj" in name
+                or "k_proj" in name
+            )
         else:
             assert other.abs().max() > 0
             assert relative_error(grad, other) < 1e-4, name
@@ -171,7 +184,10 @@ def test_fast_paths_compute_what_the_naive_ones_do(length, monkeypatch):
 def test_the_block_is_the_published_formula():
     """One token after the other, written out from the paper and the published code: no kernel of the project."""
     model = tiny()
-    block, x = model.model.layers[0].self_attn, torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(1))
+    block, x = (
+        model.model.layers[0].self_attn,
+        torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(1)),
+    )
     weight = {name: p.detach() for name, p in block.named_parameters()}
 
     def unit(v: torch.Tensor) -> torch.Tensor:
@@ -187,7 +203,9 @@ def test_the_block_is_the_published_formula():
         inner = silu(weight["dynamic_conv1d.kernel_generator.w1.weight"] @ h)
         kernel = weight["dynamic_conv1d.kernel_generator.w2.weight"] @ inner
         kernel = (kernel + weight["dynamic_conv1d.kernel_generator.w2.bias"]).view(128, 4)
-        seen = torch.cat([torch.zeros(3, 128), values])[t : t + 4]  # the last tap is the token's own
+        seen = torch.cat([torch.zeros(3, 128), values])[
+            t : t + 4
+        ]  # the last tap is the token's own
         v = silu((seen.T * kernel).sum(-1)).view(4, 32)
         q = unit(silu(weight["q_proj.weight"] @ h).view(4, 12)) / 12**0.5
         k = unit(silu(weight["k_proj.weight"] @ h).view(4, 12))
@@ -198,7 +216,10 @@ def test_the_block_is_the_published_formula():
         state = state + torch.einsum("n,nk,nv->nkv", beta, k, error)
         o = torch.einsum("nkv,nk->nv", state, q)
         o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight["o_norm.weight"]
-        outs.append(weight["o_proj.weight"] @ (o * silu(weight["g_proj.weight"] @ h).view(4, 32).clone()).flatten())
+        outs.append(
+            weight["o_proj.weight"]
+            @ (o * silu(weight["g_proj.weight"] @ h).view(4, 32).clone()).flatten()
+        )
     with torch.no_grad():
         assert relative_error(block(x)[0][0], torch.stack(outs)) < 1e-5
 
@@ -206,8 +227,12 @@ def test_the_block_is_the_published_formula():
 def test_a_window_sees_its_tokens_and_no_more():
     model = tiny(num_hidden_layers=1, layer_types=["sliding_attention"])
     embedded = model.model.embed_tokens(tokens(40, 1)).detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(model(inputs_embeds=embedded).logits[0, 30].square().sum(), embedded)
-    assert gradient[0].abs().amax(1).nonzero().flatten().tolist() == list(range(15, 31))  # 16 tokens, itself too
+    (gradient,) = torch.autograd.grad(
+        model(inputs_embeds=embedded).logits[0, 30].square().sum(), embedded
+    )
+    assert gradient[0].abs().amax(1).nonzero().flatten().tolist() == list(
+        range(15, 31)
+    )  # 16 tokens, itself too
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 3, 5, 63, 64, 65])
@@ -234,7 +259,9 @@ def test_generation_takes_the_most_likely_token_each_time():
     assert torch.equal(made, longer)
     assert len(made[:, 10:].unique()) > 3  # and it is not one token over and over
     padded = torch.cat([torch.zeros(2, 7, dtype=torch.long), ids], 1)
-    assert torch.equal(model.generate(padded, attention_mask=(padded > 0).long(), **options)[:, 7:], made)
+    assert torch.equal(
+        model.generate(padded, attention_mask=(padded > 0).long(), **options)[:, 7:], made
+    )
     # Beams change places in the cache; without one there is nothing to mix up.
     beams = model.generate(ids, num_beams=3, **options)
     assert torch.equal(beams, model.generate(ids, num_beams=3, use_cache=False, **options))
@@ -273,9 +300,13 @@ def test_gradient_checkpointing_changes_nothing(reentrant):
 def test_reload_gives_identical_logits(tmp_path):
     model, ids = tiny(rope_parameters={"rope_type": "default", "rope_theta": 5000.0}), tokens(70)
     model.save_pretrained(tmp_path)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids), logits(model, ids))
+    assert torch.equal(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), ids), logits(model, ids)
+    )
     folder = Model(str(tmp_path))
-    assert torch.equal(logits(load.load_whole(folder, load.read_config(folder)), ids), logits(model, ids))
+    assert torch.equal(
+        logits(load.load_whole(folder, load.read_config(folder)), ids), logits(model, ids)
+    )
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["layer_types"] == ["jet", "jet", "swa", "attn"]  # as published
     assert written["model_type"] == "jet_nemotron"
@@ -303,14 +334,24 @@ def test_a_folder_like_the_official_one_loads(tmp_path):
         "use_mrope": False,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    state = {name: tensor.bfloat16() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    state = {
+        name: tensor.bfloat16()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
     save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
     model.load_state_dict(state, strict=False)
     expected = logits(model, ids)
     folder = Model(str(tmp_path))
-    assert relative_error(logits(load.load_whole(folder, load.read_config(folder)), ids), expected) < 1e-6
     assert (
-        relative_error(logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), ids), expected)
+        relative_error(logits(load.load_whole(folder, load.read_config(folder)), ids), expected)
+        < 1e-6
+    )
+    assert (
+        relative_error(
+            logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), ids),
+            expected,
+        )
         < 1e-6
     )
 
@@ -333,7 +374,9 @@ def test_half_precision_is_close(precision):
     expected = logits(model, ids)
     with torch.autocast("cpu", dtype=dtype):
         assert relative_error(logits(model, ids).float(), expected) < 4 * torch.finfo(dtype).eps
-    assert relative_error(logits(model.to(dtype), ids).float(), expected) < 4 * torch.finfo(dtype).eps
+    assert (
+        relative_error(logits(model.to(dtype), ids).float(), expected) < 4 * torch.finfo(dtype).eps
+    )
 
 
 JET: dict[str, Any] = {"num_heads": 4, "head_dim": 12, "expand_v": 2.0}
@@ -342,13 +385,29 @@ JET: dict[str, Any] = {"num_heads": 4, "head_dim": 12, "expand_v": 2.0}
 @pytest.mark.parametrize(
     ("layers", "sizes", "message"),
     [
-        (["swa"], None, "layer_types has swa, but efficient_attention_config no swa with a window_size"),
+        (
+            ["swa"],
+            None,
+            "layer_types has swa, but efficient_attention_config no swa with a window_size",
+        ),
         (["swa"], {"swa": None}, "no swa with a window_size"),
         (["swa"], {"swa": {"window_size": "16"}}, "no swa with a window_size"),
-        (["jet"], None, "layer_types has jet, but efficient_attention_config no jet with its sizes"),
-        (["jet"], {"jet": {**JET, "headdim": 3}}, "jet has 'headdim'; it may have num_heads, head_dim"),
+        (
+            ["jet"],
+            None,
+            "layer_types has jet, but efficient_attention_config no jet with its sizes",
+        ),
+        (
+            ["jet"],
+            {"jet": {**JET, "headdim": 3}},
+            "jet has 'headdim'; it may have num_heads, head_dim",
+        ),
         (["jet"], {"jet": {**JET, "conv_size": 0}}, "jet has conv_size 0"),
-        (["jet"], {"jet": {**JET, "dconv_generator_reduction": 10**6}}, "dconv_generator_reduction 1000000"),
+        (
+            ["jet"],
+            {"jet": {**JET, "dconv_generator_reduction": 10**6}},
+            "dconv_generator_reduction 1000000",
+        ),
         (["jet"], {"jet": {**JET, "expand_v": 1.3}}, "whole number"),
     ],
 )
@@ -359,11 +418,14 @@ def test_sizes_that_do_not_fit_are_refused(layers, sizes, message):
 
 def test_what_a_config_may_leave_out():
     assert JetNemotronConfig(num_hidden_layers=2).layer_types == ["full_attention"] * 2
-    with pytest.raises(ValueError, match="num_attention_heads is no multiple of num_key_value_heads"):
+    with pytest.raises(
+        ValueError, match="num_attention_heads is no multiple of num_key_value_heads"
+    ):
         JetNemotronConfig(num_attention_heads=8, num_key_value_heads=3)
     # The published class keeps what it does not know, and its model does not look at it.
     assert not hasattr(
-        JetNemotronConfig(auto_map={"AutoConfig": "configuration_jet_nemotron.JetNemotronConfig"}), "auto_map"
+        JetNemotronConfig(auto_map={"AutoConfig": "configuration_jet_nemotron.JetNemotronConfig"}),
+        "auto_map",
     )
     assert JetNemotronConfig(sliding_window=32).sliding_window is None
 

@@ -17,7 +17,9 @@ HEAD_DIM = 2
 
 def block(num_heads: int, num_kv_heads: int) -> LlamaAttention:
     config = LlamaConfig(
-        hidden_size=HEAD_DIM * num_heads, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads
+        hidden_size=HEAD_DIM * num_heads,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
     )
     with torch.device("meta"):
         return LlamaAttention(config, 0)
@@ -25,7 +27,9 @@ def block(num_heads: int, num_kv_heads: int) -> LlamaAttention:
 
 @settings(deadline=None)
 @given(num_kv_heads=st.integers(1, 8), groups=st.integers(1, 6), num_ranks=st.integers(1, 12))
-def test_a_query_head_finds_its_own_key_head(num_kv_heads: int, groups: int, num_ranks: int) -> None:
+def test_a_query_head_finds_its_own_key_head(
+    num_kv_heads: int, groups: int, num_ranks: int
+) -> None:
     num_heads = groups * num_kv_heads
     try:
         split = attention.split(block(num_heads, num_kv_heads), num_ranks)
@@ -38,7 +42,12 @@ def test_a_query_head_finds_its_own_key_head(num_kv_heads: int, groups: int, num
     for rank in range(num_ranks):
         own = {
             name: split.weights[f"{name}.weight"].rows.take(heads, 0, rank)[::HEAD_DIM].tolist()
-            for name, heads in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys), ("o_proj", queries))
+            for name, heads in (
+                ("q_proj", queries),
+                ("k_proj", keys),
+                ("v_proj", keys),
+                ("o_proj", queries),
+            )
         }
         assert (
             own["q_proj"]
@@ -46,7 +55,9 @@ def test_a_query_head_finds_its_own_key_head(num_kv_heads: int, groups: int, num
             == list(range(num_heads))[rank * num_heads // num_ranks :][: num_heads // num_ranks]
         )
         # transformers repeats each key head for as many query heads, one after the other.
-        repeated = [head for head in own["k_proj"] for _ in range(split.attributes["num_key_value_groups"])]
+        repeated = [
+            head for head in own["k_proj"] for _ in range(split.attributes["num_key_value_groups"])
+        ]
         assert repeated == [head // groups for head in own["q_proj"]]
         assert own["v_proj"] == own["k_proj"]
 

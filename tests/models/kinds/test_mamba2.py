@@ -60,7 +60,9 @@ def test_a_ranks_heads_find_their_own_group(num_groups: int, num_ranks: int) -> 
     split = mamba2.split(mixer(num_groups), num_ranks)
     # Rows of in_proj by what they are: z, x and dt by head, B and C by group.
     of_head, of_group = torch.arange(heads), torch.arange(num_groups)
-    rows = [of_head.repeat_interleave(size)] * 2 + [of_group.repeat_interleave(size)] * 2 + [of_head]
+    rows = (
+        [of_head.repeat_interleave(size)] * 2 + [of_group.repeat_interleave(size)] * 2 + [of_head]
+    )
     local_heads, local_groups = split.attributes["num_heads"], split.attributes["n_groups"]
     for rank in range(num_ranks):
         own = split.weights["in_proj.weight"].rows.take(torch.cat(rows), 0, rank)
@@ -74,14 +76,24 @@ def test_a_ranks_heads_find_their_own_group(num_groups: int, num_ranks: int) -> 
         # holds.
         read = b[::size].repeat_interleave(local_heads // local_groups)
         assert read.equal(dt // (heads // num_groups))
-        assert split.weights["conv1d.weight"].rows.take(torch.cat(rows[1:4]), 0, rank).equal(torch.cat([x, b, c]))
+        assert (
+            split.weights["conv1d.weight"]
+            .rows.take(torch.cat(rows[1:4]), 0, rank)
+            .equal(torch.cat([x, b, c]))
+        )
 
 
 @pytest.mark.parametrize(
     ("groups", "heads", "num_ranks", "what"),
-    [(3, 6, 2, "3 groups of heads of Mamba2"), (2, 6, 3, "2 groups of"), (1, 6, 4, "6 heads of Mamba2")],
+    [
+        (3, 6, 2, "3 groups of heads of Mamba2"),
+        (2, 6, 3, "2 groups of"),
+        (1, 6, 4, "6 heads of Mamba2"),
+    ],
 )
-def test_groups_and_heads_that_cannot_be_dealt_out(groups: int, heads: int, num_ranks: int, what: str) -> None:
+def test_groups_and_heads_that_cannot_be_dealt_out(
+    groups: int, heads: int, num_ranks: int, what: str
+) -> None:
     with pytest.raises(Indivisible, match=what):
         mamba2.split(mixer(groups, heads), num_ranks)
 
@@ -101,9 +113,15 @@ def test_which_sizes_a_model_has() -> None:
 
 
 NORMS: dict[str, Callable[[int, int], torch.nn.Module]] = {
-    "nemotron_h": lambda width, groups: NemotronHRMSNormGated(width, group_size=width // groups, eps=1e-3),
-    "falcon_h1": lambda width, groups: FalconH1RMSNormGated(width, 1e-3, groups, norm_before_gate=True),
-    "falcon_h1, gate first": lambda width, groups: FalconH1RMSNormGated(width, 1e-3, groups, norm_before_gate=False),
+    "nemotron_h": lambda width, groups: NemotronHRMSNormGated(
+        width, group_size=width // groups, eps=1e-3
+    ),
+    "falcon_h1": lambda width, groups: FalconH1RMSNormGated(
+        width, 1e-3, groups, norm_before_gate=True
+    ),
+    "falcon_h1, gate first": lambda width, groups: FalconH1RMSNormGated(
+        width, 1e-3, groups, norm_before_gate=False
+    ),
 }
 
 

@@ -54,7 +54,9 @@ def words(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             yield line, node.value
             yield from (
-                (line, word) for word in re.findall(r"[\w-]+", re.sub(r"\S+://\S+", "", node.value)) if not plain(word)
+                (line, word)
+                for word in re.findall(r"[\w-]+", re.sub(r"\S+://\S+", "", node.value))
+                if not plain(word)
             )
 
 
@@ -63,7 +65,11 @@ def test_no_name_stands_elsewhere() -> None:
     for path in sorted(SOURCE.rglob("*.py")):
         if not any(path.is_relative_to(home) for home in HOME):
             own = str(path.relative_to(SOURCE))
-            named = {(line, word) for line, word in words(path) if word in NAMES - ALLOWED.get(own, set())}
+            named = {
+                (line, word)
+                for line, word in words(path)
+                if word in NAMES - ALLOWED.get(own, set())
+            }
             if named:
                 found[own] = named
     assert found == {}
@@ -71,8 +77,14 @@ def test_no_name_stands_elsewhere() -> None:
 
 def test_the_search_finds_names(tmp_path: Path) -> None:
     file = tmp_path / "some.py"
-    file.write_text('"""A docstring with q_proj."""\nx = "mlp"\ny.q_proj = "an mlp, and a moe"\nz = f"{x}.in_proj"\n')
-    assert {(line, word) for line, word in words(file) if word in NAMES} == {(2, "mlp"), (3, "q_proj"), (4, "in_proj")}
+    file.write_text(
+        '"""A docstring with q_proj."""\nx = "mlp"\ny.q_proj = "an mlp, and a moe"\nz = f"{x}.in_proj"\n'
+    )
+    assert {(line, word) for line, word in words(file) if word in NAMES} == {
+        (2, "mlp"),
+        (3, "q_proj"),
+        (4, "in_proj"),
+    }
 
 
 def test_what_may_have_names_needs_them() -> None:
@@ -82,7 +94,12 @@ def test_what_may_have_names_needs_them() -> None:
 
 def test_all_kinds_are_listed() -> None:
     files = {path.stem for path in HOME[0].glob("*.py")} - {"__init__", "base"}
-    made = [value for name in files for value in vars(getattr(kinds, name)).values() if isinstance(value, Kind)]
+    made = [
+        value
+        for name in files
+        for value in vars(getattr(kinds, name)).values()
+        if isinstance(value, Kind)
+    ]
     assert set(map(id, made)) == set(map(id, KINDS))
 
 
@@ -90,7 +107,15 @@ def test_all_kinds_are_listed() -> None:
 def test_a_kind_speaks_of_its_own_modules(kind: Kind) -> None:
     steps = [name for step in (*kind.before, *kind.after) for name in step]
     assert len(steps) == len(set(steps))
-    for names in (kind.shares_input, kind.ends, kind.gates, kind.gating, kind.rates, kind.bypassed, kind.experts):
+    for names in (
+        kind.shares_input,
+        kind.ends,
+        kind.gates,
+        kind.gating,
+        kind.rates,
+        kind.bypassed,
+        kind.experts,
+    ):
         assert set(names) <= set(steps)
     assert set(kind.shares_input) <= set(kind.before[0])
     assert kind.core is None or kind.mixes_tokens
@@ -114,4 +139,6 @@ def test_kinds_are_families_kinds(name: str) -> None:
 
 
 def test_every_kind_is_some_familys() -> None:
-    assert {id(kind) for kind in KINDS} == {id(b.kind) for family in FAMILIES.values() for b in family.blocks}
+    assert {id(kind) for kind in KINDS} == {
+        id(b.kind) for family in FAMILIES.values() for b in family.blocks
+    }

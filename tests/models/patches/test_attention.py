@@ -30,7 +30,9 @@ class _Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(family: str, backend: str, checkpointing: str) -> tuple[float, list[torch.Tensor], int, int]:
+def _run(
+    family: str, backend: str, checkpointing: str
+) -> tuple[float, list[torch.Tensor], int, int]:
     cfg = run_config(Cell(family, "single", "lora"))
     training = replace(cfg.training, checkpointing=checkpointing)
     cfg = replace(cfg, model=replace(cfg.model, sdpa_backend=backend), training=training)
@@ -61,5 +63,7 @@ def test_the_kernel_asked_for_is_the_one_that_runs(checkpointing):
 
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
 def test_a_kernel_that_cannot_run_is_refused(backend):
-    with pytest.raises(RuntimeError, match=rf"UserError: model.sdpa_backend is {backend}, but .* use auto or math"):
+    with pytest.raises(
+        RuntimeError, match=rf"UserError: model.sdpa_backend is {backend}, but .* use auto or math"
+    ):
         run_ranks(1, _run, "qwen3_5_text", backend, "none")

@@ -6,7 +6,12 @@ import torch
 from torch import nn
 
 from shardwise.interfaces import Batch
-from shardwise.models.patches.dropout import DropoutState, SlotDropout, replace_dropouts, stable_seed
+from shardwise.models.patches.dropout import (
+    DropoutState,
+    SlotDropout,
+    replace_dropouts,
+    stable_seed,
+)
 
 
 def batch(slots: tuple[int, ...], step: int = 1) -> Batch:
@@ -14,7 +19,9 @@ def batch(slots: tuple[int, ...], step: int = 1) -> Batch:
     return Batch(zeros, zeros, zeros, slots, step)
 
 
-def masks(slots: tuple[int, ...], *, step: int = 1, seed: int = 0, name: str = "x", flat: bool = False) -> torch.Tensor:
+def masks(
+    slots: tuple[int, ...], *, step: int = 1, seed: int = 0, name: str = "x", flat: bool = False
+) -> torch.Tensor:
     state = DropoutState(seed)
     module = SlotDropout(0.25, name, state)
     state.start(batch(slots, step))
@@ -26,7 +33,9 @@ def test_a_row_keeps_its_mask_wherever_it_lies():
     together = masks((3, 4, 5))
     assert torch.equal(masks((4,))[0], together[1])
     assert torch.equal(masks((5, 3))[1], together[0])
-    assert torch.equal(masks((3, 4, 5), flat=True), together)  # [B*T, D], as mixture-of-experts layers see it
+    assert torch.equal(
+        masks((3, 4, 5), flat=True), together
+    )  # [B*T, D], as mixture-of-experts layers see it
 
 
 def test_masks_differ_by_seed_step_slot_and_module():

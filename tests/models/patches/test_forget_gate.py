@@ -32,19 +32,26 @@ def gates() -> tuple[Any, nn.Module]:
 def value_and_gradients(gate: nn.Module, hidden: torch.Tensor) -> list[torch.Tensor]:
     hidden = hidden.clone().requires_grad_()
     value = gate(hidden)
-    return [value.detach(), *torch.autograd.grad(value.square().sum(), [hidden, *gate.parameters()])]
+    return [
+        value.detach(),
+        *torch.autograd.grad(value.square().sum(), [hidden, *gate.parameters()]),
+    ]
 
 
 def hidden_of(gate: Any, size: float) -> torch.Tensor:
     """Hidden states whose largest input of the softplus is about `size`."""
-    hidden = torch.randn(2, 5, gate.f_a_proj.in_features, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(
+        2, 5, gate.f_a_proj.in_features, generator=torch.Generator().manual_seed(0)
+    )
     return hidden * (size / gate.f_b_proj(gate.f_a_proj(hidden)).max().item())
 
 
 @pytest.mark.parametrize("size", [0.1, 5.0, 30.0])
 def test_equals_transformers_for_ordinary_inputs(gates: tuple[Any, nn.Module], size: float) -> None:
     hidden = hidden_of(gates[0], size)
-    for ours, theirs in zip(value_and_gradients(gates[1], hidden), value_and_gradients(gates[0], hidden), strict=True):
+    for ours, theirs in zip(
+        value_and_gradients(gates[1], hidden), value_and_gradients(gates[0], hidden), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * theirs.abs().max().item())
 
 

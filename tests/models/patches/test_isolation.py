@@ -48,7 +48,11 @@ def model(family: str, packing: str = "isolated", dropout: float | None = None) 
     """A tiny model on the CPU; with adapters where a dropout is given."""
     cfg = run_config(Cell(family, "single", "full"))
     # Without the router loss, which is one of rows and not of documents.
-    cfg = replace(cfg, data=replace(cfg.data, packing=packing), model=replace(cfg.model, router_aux_loss_coef=0.0))
+    cfg = replace(
+        cfg,
+        data=replace(cfg.data, packing=packing),
+        model=replace(cfg.model, router_aux_loss_coef=0.0),
+    )
     hf_config = load.read_config(cfg.model)
     if dropout is None:
         hf = load.load_whole(cfg.model, hf_config)
@@ -58,10 +62,16 @@ def model(family: str, packing: str = "isolated", dropout: float | None = None) 
     return patch(CausalLM(hf, spec_of(hf_config, hf), family_of(hf), cfg), cfg, torch.device("cpu"))
 
 
-def packed(lengths: tuple[tuple[int, ...], ...] | list[tuple[int, ...]] = LENGTHS, seed: int = 0) -> Batch:
+def packed(
+    lengths: tuple[tuple[int, ...], ...] | list[tuple[int, ...]] = LENGTHS, seed: int = 0
+) -> Batch:
     """Rows of documents of these lengths, every token of which has a target."""
-    tokens = torch.randint(0, 256, (2, len(lengths), sum(lengths[0])), generator=torch.Generator().manual_seed(seed))
-    owners = [list(chain.from_iterable([number] * n for number, n in enumerate(row))) for row in lengths]
+    tokens = torch.randint(
+        0, 256, (2, len(lengths), sum(lengths[0])), generator=torch.Generator().manual_seed(seed)
+    )
+    owners = [
+        list(chain.from_iterable([number] * n for number, n in enumerate(row))) for row in lengths
+    ]
     return Batch(tokens[0], tokens[1], torch.tensor(owners), tuple(range(len(lengths))), step=1)
 
 
@@ -87,7 +97,9 @@ def double() -> Iterator[None]:
 
     def patched(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         args = tuple(wider.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args)
-        return to(self, *args, **{k: wider.get(v, v) if k == "dtype" else v for k, v in kwargs.items()})
+        return to(
+            self, *args, **{k: wider.get(v, v) if k == "dtype" else v for k, v in kwargs.items()}
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "to", patched)
@@ -144,7 +156,9 @@ def test_logits_are_those_of_the_document_alone(family):
 @pytest.mark.parametrize("family", ISOLATED)
 def test_every_kind_of_layer_would_leak(family):
     layers = model(family, "concat").spec.layers
-    kinds = {layer.kind for layer in layers if any(block.kind.mixes_tokens for block in layer.mixers)}
+    kinds = {
+        layer.kind for layer in layers if any(block.kind.mixes_tokens for block in layer.mixers)
+    }
     for kind in kinds:
         lm = model(family, "concat")
         others = tuple(layer for layer in lm.spec.layers if layer.kind != kind)
@@ -166,7 +180,9 @@ def test_nothing_of_the_first_document_reaches_the_second(family):
     lm, batch = model(family), packed(((40, 70, 5),))
     first, second = slice(0, 40), slice(40, 110)
     embedded = []
-    handle = lm.hf.get_input_embeddings().register_forward_hook(lambda module, args, out: embedded.append(out))
+    handle = lm.hf.get_input_embeddings().register_forward_hook(
+        lambda module, args, out: embedded.append(out)
+    )
     logits = lm(batch, return_logits=True)
     (gradient,) = torch.autograd.grad(logits[0, second].square().sum(), embedded)
     handle.remove()
@@ -186,7 +202,9 @@ def test_nothing_of_the_first_document_reaches_the_second(family):
 @settings(max_examples=6, deadline=None)
 @given(rows_of_lengths)
 def test_any_boundaries(family, lengths):
-    assume(any(length > 1 for row in lengths for length in row))  # a single token has no state that could decay
+    assume(
+        any(length > 1 for row in lengths for length in row)
+    )  # a single token has no state that could decay
     lm, batch = model(family), packed(lengths)
     assert logits_error(lm, batch) < 1e-5
     assert worst(gradients(lm, [batch]), gradients(lm, alone(batch))) < EXACT
@@ -204,7 +222,9 @@ def test_a_filled_up_row_is_finite_and_changes_nothing():
 
 @pytest.mark.parametrize("checkpointing", ["full", "operators"])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h"])
-def test_checkpointing_computes_again_with_the_documents_of_its_own_micro_batch(family, checkpointing):
+def test_checkpointing_computes_again_with_the_documents_of_its_own_micro_batch(
+    family, checkpointing
+):
     plain, lower = model(family), model(family)
     recompute(lower.hf, lower.spec, checkpointing, lower.dropout)
     one, other = packed(), packed(((50, 34),) * 3, seed=1)
@@ -244,7 +264,13 @@ def test_dropout_masks_belong_to_the_row_and_its_places_in_it():
 def test_dropout_does_not_depend_on_which_rows_share_a_micro_batch():
     lm, batch = model("olmo_hybrid", dropout=0.2), packed()
     parts = [
-        Batch(batch.input_ids[i : i + 1], batch.labels[i : i + 1], batch.document_ids[i : i + 1], (i,), 1)
+        Batch(
+            batch.input_ids[i : i + 1],
+            batch.labels[i : i + 1],
+            batch.document_ids[i : i + 1],
+            (i,),
+            1,
+        )
         for i in range(3)
     ]
     assert worst(gradients(lm, [batch]), gradients(lm, parts)) < EXACT
@@ -261,7 +287,8 @@ def test_kinds_without_proof_are_told():
     lm = model("qwen3_5_text", "concat")
     unproven = mixer("linear_attn", replace(gated_delta_net.JOINED, keeps_documents_apart=False))
     layers = tuple(
-        replace(layer, mixers=unproven.blocks) if layer.kind == unproven.name else layer for layer in lm.spec.layers
+        replace(layer, mixers=unproven.blocks) if layer.kind == unproven.name else layer
+        for layer in lm.spec.layers
     )
     found = facts_of(lm.hf, replace(lm.spec, layers=layers), lm.family)
     assert found.kinds_without_isolation == ("gated_delta_net",)

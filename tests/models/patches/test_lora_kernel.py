@@ -62,7 +62,9 @@ def test_as_peft_computes_and_what_shares_an_input_is_computed_together(name, ca
     def note(path: str) -> Any:
         return lambda _, args: inputs.append((path, args[0]))
 
-    hooks = [layer.register_forward_pre_hook(note(path)) for path, layer in adapter_layers(model).items()]
+    hooks = [
+        layer.register_forward_pre_hook(note(path)) for path, layer in adapter_layers(model).items()
+    ]
     expected = gradients(model)
     groups: dict[tuple[str, int], list[str]] = {}
     for path, x in inputs:
@@ -88,7 +90,9 @@ class Block(nn.Module):
         super().__init__()
         self.q_proj, self.k_proj, self.o_proj = (nn.Linear(16, 16) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None, between: Any = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, other: torch.Tensor | None = None, between: Any = None
+    ) -> torch.Tensor:
         q = self.q_proj(x)
         if between is not None:
             between()
@@ -99,7 +103,9 @@ def block(p: float = 0.0, **options: Any) -> tuple[nn.ModuleDict, DropoutState]:
     """With adapters that do something."""
     torch.manual_seed(0)
     names = ["q_proj", "k_proj", "o_proj"]
-    config = LoraConfig(r=4, target_modules=names, lora_dropout=p, init_lora_weights=False, **options)
+    config = LoraConfig(
+        r=4, target_modules=names, lora_dropout=p, init_lora_weights=False, **options
+    )
     model = inject_adapter_in_model(config, nn.ModuleDict({"block": Block()}))
     state = DropoutState(0)
     replace_dropouts(model, state)
@@ -228,7 +234,8 @@ def test_a_kernel_that_cannot_run_here_is_refused():
 def test_dtypes_that_a_kernel_does_not_multiply_are_refused_before_a_forward(monkeypatch):
     monkeypatch.setattr(lora_kernel, "_why_not", lambda kernel, device: None)  # as on a GPU
     with pytest.raises(
-        UserError, match=r"cuda.* here is float32; set training\.precision to bfloat16, or lora\.kernel"
+        UserError,
+        match=r"cuda.* here is float32; set training\.precision to bfloat16, or lora\.kernel",
     ):
         use_lora_kernel(block()[0], "cuda", CPU)
     model = block()[0].bfloat16()
@@ -248,7 +255,9 @@ def test_a_dtype_that_only_a_forward_knows_is_refused_with_the_key(monkeypatch):
     model, _ = block()
     use_lora_kernel(model, "torch", CPU)
     monkeypatch.setattr(lora_kernel, "lora_linear", refuse)
-    with pytest.raises(UserError, match=r"^lora\.kernel: here is float32; .*: set training\.precision to bfloat16"):
+    with pytest.raises(
+        UserError, match=r"^lora\.kernel: here is float32; .*: set training\.precision to bfloat16"
+    ):
         outcome(model)
 
 
@@ -276,5 +285,7 @@ def test_a_block_compiles_without_a_break(p):
     plain, fused = block(p)[0], block(p)[0]
     use_lora_kernel(fused, "torch", CPU)
     torch._dynamo.reset()
-    fused["block"].forward = torch.compile(fused["block"].forward, backend="aot_eager", fullgraph=True)
+    fused["block"].forward = torch.compile(
+        fused["block"].forward, backend="aot_eager", fullgraph=True
+    )
     assert worst(outcome(fused), outcome(plain)) < EXACT

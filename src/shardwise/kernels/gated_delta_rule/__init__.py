@@ -13,7 +13,12 @@ from shardwise.kernels.gated_delta_rule.naive import State
 
 
 def gated_delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: State = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: State = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output of each token [B, T, N, H] and the state after the last token [B, N, S, H].
 

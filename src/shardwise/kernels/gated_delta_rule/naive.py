@@ -22,7 +22,12 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def gated_delta_rule(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: State = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: State = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs [B, T, N, H] and the last state [B, N, S, H], as the package does."""
     dtype = v.dtype

@@ -32,7 +32,15 @@ Kernel = Literal["auto", "torch", "triton"]
 """What computes the softmax of a chunk; `auto`: Triton on a GPU where it is installed."""
 
 Softmax = Callable[
-    [torch.Tensor, torch.Tensor | None, torch.Tensor, float | None, float | None, Vocabulary | None], torch.Tensor
+    [
+        torch.Tensor,
+        torch.Tensor | None,
+        torch.Tensor,
+        float | None,
+        float | None,
+        Vocabulary | None,
+    ],
+    torch.Tensor,
 ]
 """The type of `softmax` below."""
 
@@ -75,7 +83,9 @@ def linear_cross_entropy(
     needs_grad = [grad_enabled and t is not None and t.requires_grad for t in tensors]
     labels = labels.index_select(0, rows)
     with torch.no_grad():
-        loss, gradients = _loss_and_gradients(*tensors, labels, softcap, needs_grad, vocabulary, kernel)
+        loss, gradients = _loss_and_gradients(
+            *tensors, labels, softcap, needs_grad, vocabulary, kernel
+        )
     # One node per tensor, side by side. A backward for one of them alone runs no other: some
     # pipelines take the gradient of the hidden states first and that of the weight later.
     for tensor, gradient in zip(tensors, gradients):
@@ -88,7 +98,9 @@ class _KnownGradient(torch.autograd.Function):
     """0, whose gradient with respect to `tensor` is known except for the factor of the backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, gradient: torch.Tensor, is_large: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, gradient: torch.Tensor, is_large: bool
+    ) -> torch.Tensor:
         ctx.dtype, ctx.is_large = tensor.dtype, is_large
         ctx.save_for_backward(gradient)
         return gradient.new_zeros(())

@@ -105,7 +105,9 @@ def softmax(
         "num_warps": NUM_WARPS,
     }
     place = (logits.stride(0), num_tokens, first)
-    statistics_kernel[(num_rows,)](*(logits, bias, targets, peaks, totals, target_logits, *place, absent), **options)
+    statistics_kernel[(num_rows,)](
+        *(logits, bias, targets, peaks, totals, target_logits, *place, absent), **options
+    )
     if vocabulary:
         # [rows], the maximum over all ranks, then [2, rows], the sum: three numbers per row.
         local_peaks, peaks = peaks, vocabulary.max_over_ranks(peaks)

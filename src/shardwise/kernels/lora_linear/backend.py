@@ -81,7 +81,9 @@ class Backend(Protocol):
         """
         ...
 
-    def factor_gradient(self, g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
+    def factor_gradient(
+        self, g: torch.Tensor, x: torch.Tensor, drop: Dropout | None
+    ) -> torch.Tensor:
         """Return da = g^T drop(x) [linears * R, in], each g_i with its own mask.
 
         g [rows, linears * R], x [rows, in]. da is float32, or float64 for float64.

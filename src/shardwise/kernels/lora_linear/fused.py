@@ -165,7 +165,11 @@ class _LoraLinears(torch.autograd.Function):
         if needs_dx:
             assert g is not None
             dx = options.backend.input_gradient(
-                dys, [weight.to(dys[0].dtype) for weight in weights], g, _stacked(a, options.dtype), drop
+                dys,
+                [weight.to(dys[0].dtype) for weight in weights],
+                g,
+                _stacked(a, options.dtype),
+                drop,
             )
         if half == "input":
             # g and dbs read dy together, so both are computed now, and kept for the second half.
@@ -235,5 +239,7 @@ def _quarters(values: Sequence[Any]) -> list[Sequence[Any]]:
     return [values[i * size : (i + 1) * size] for i in range(4)]
 
 
-def _dropout(options: _Options, seeds: torch.Tensor | None, features: torch.Tensor | None) -> Dropout | None:
+def _dropout(
+    options: _Options, seeds: torch.Tensor | None, features: torch.Tensor | None
+) -> Dropout | None:
     return None if seeds is None else Dropout(options.p, seeds, features)

@@ -11,7 +11,9 @@ from shardwise.kernels.dropout import Dropout
 from shardwise.kernels.lora_linear.fused import Linear
 
 
-def lora_linear(x: torch.Tensor, linears: Sequence[Linear], drop: Dropout | None = None) -> tuple[torch.Tensor, ...]:
+def lora_linear(
+    x: torch.Tensor, linears: Sequence[Linear], drop: Dropout | None = None
+) -> tuple[torch.Tensor, ...]:
     """Return the outputs [..., out] of x [..., in], one per linear, as fused.lora_linear does."""
     return tuple(_output(x, linear, drop, i) for i, linear in enumerate(linears))
 

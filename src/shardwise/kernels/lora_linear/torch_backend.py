@@ -30,7 +30,12 @@ def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Ten
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
     """Return y = x weight^T + bias + scale h b^T [rows, out]."""
     y = F.linear(x, weight, bias)
@@ -47,7 +52,11 @@ def output_gradients(
 
 
 def input_gradient(
-    dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], g: torch.Tensor, a: torch.Tensor, drop: Dropout | None
+    dys: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    g: torch.Tensor,
+    a: torch.Tensor,
+    drop: Dropout | None,
 ) -> torch.Tensor:
     """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
     dx = dys[0] @ weights[0]

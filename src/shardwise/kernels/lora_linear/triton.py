@@ -44,7 +44,12 @@ def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Ten
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
     """Return y = x weight^T + bias + scale h b^T [rows, out]."""
     return _product(x, weight, bias, h, b, scale)
@@ -59,7 +64,11 @@ def output_gradients(
 
 
 def input_gradient(
-    dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], g: torch.Tensor, a: torch.Tensor, drop: Dropout | None
+    dys: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    g: torch.Tensor,
+    a: torch.Tensor,
+    drop: Dropout | None,
 ) -> torch.Tensor:
     """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
     return _input_gradient(list(dys), list(weights), g, a, *as_arguments(drop))
@@ -75,7 +84,11 @@ def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> t
 
 @operator("shardwise::lora_triton_project", mutates_args=())
 def _project(
-    x: torch.Tensor, a: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+    x: torch.Tensor,
+    a: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
 ) -> torch.Tensor:
     h = a.new_empty(len(x), len(a))
     num_masks, rank, block = _factors(a, len(a), seeds)
@@ -98,7 +111,12 @@ def _(x: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
 
 @operator("shardwise::lora_triton_product", mutates_args=())
 def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
     y = x.new_empty(len(x), len(weight))
     _multiply(y, [x], [weight.t()], h, b.t(), bias, 1, None, scale)
@@ -162,13 +180,19 @@ def _input_gradient(
 
 
 @_input_gradient.register_fake
-def _(dys: list[torch.Tensor], weights: list[torch.Tensor], g: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
+def _(
+    dys: list[torch.Tensor], weights: list[torch.Tensor], g: torch.Tensor, a: torch.Tensor, *_: Any
+) -> torch.Tensor:
     return dys[0].new_empty(len(g), a.shape[1])
 
 
 @operator("shardwise::lora_triton_factor_gradient", mutates_args=())
 def _factor_gradient(
-    g: torch.Tensor, x: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+    g: torch.Tensor,
+    x: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
 ) -> torch.Tensor:
     (num_rows, num_features), num_factors = x.shape, g.shape[1]
     num_masks, rank, block = _factors(g, num_factors, seeds)
@@ -231,7 +255,10 @@ def _multiply(
 def _sum(parts: torch.Tensor, total: torch.Tensor, scale: float) -> torch.Tensor:
     """Write and return total = scale times the sum over the first dim of parts."""
     kernels.sum_kernel[(triton.cdiv(total.numel(), 1024),)](
-        *(parts, total, len(parts), total.numel()), SCALE=scale, WIDE=_triton_dtype(parts.dtype), BLOCK=1024
+        *(parts, total, len(parts), total.numel()),
+        SCALE=scale,
+        WIDE=_triton_dtype(parts.dtype),
+        BLOCK=1024,
     )
     return total
 
@@ -251,7 +278,9 @@ def _mask(
     return seeds.contiguous(), seeds.shape[1], features.contiguous(), threshold(p)
 
 
-def _factors(factor: torch.Tensor, num_factors: int, seeds: torch.Tensor | None) -> tuple[int, int, int]:
+def _factors(
+    factor: torch.Tensor, num_factors: int, seeds: torch.Tensor | None
+) -> tuple[int, int, int]:
     """Return the number of masks, the rank that each covers, and how much of it a program takes."""
     num_masks = 1 if seeds is None else len(seeds)
     rank = num_factors // num_masks

@@ -38,7 +38,10 @@ def _tuned(*configs: tuple[dict[str, int], int, int]) -> Any:
         return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
     return triton.autotune(
-        choices, key=["num_features", "rank", "num_masks", "CASE"], do_bench=seconds, cache_results=True
+        choices,
+        key=["num_features", "rank", "num_masks", "CASE"],
+        do_bench=seconds,
+        cache_results=True,
     )
 
 

@@ -26,11 +26,17 @@ _COMMON = (
     *(Family(name) for name in ("llama", "qwen3", "olmo2")),
     Family(
         "qwen3_5_text",
-        mixers={"linear_attention": mixer("linear_attn", gated_delta_net.JOINED), "full_attention": FULL},
+        mixers={
+            "linear_attention": mixer("linear_attn", gated_delta_net.JOINED),
+            "full_attention": FULL,
+        },
     ),
     Family(
         "olmo_hybrid",
-        mixers={"linear_attention": mixer("linear_attn", gated_delta_net.SEPARATE), "full_attention": FULL},
+        mixers={
+            "linear_attention": mixer("linear_attn", gated_delta_net.SEPARATE),
+            "full_attention": FULL,
+        },
     ),
 )
 _PROVEN = (
@@ -67,7 +73,9 @@ def spec_of(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
     blocks = [f"{layer.name}.{block.path}" for layer in layers for block in layer.blocks]
     if family.model_type not in FAMILIES:  # which blocks a layer of a type has is a guess
         blocks = []
-    for name in filter(None, (family.embed, family.positions, family.norm, family.head, *names, *blocks)):
+    for name in filter(
+        None, (family.embed, family.positions, family.norm, family.head, *names, *blocks)
+    ):
         model.get_submodule(name)  # raises AttributeError with the missing name
     return ModelSpec(
         family=family.model_type,
@@ -89,8 +97,16 @@ def _layer(model: PreTrainedModel, name: str, mixer: Mixer, family: Family) -> L
 
 
 def _feed_forward(model: PreTrainedModel, layer: str, family: Family) -> str:
-    parameters = {hf_name(name) for name, _ in model.get_submodule(layer).named_parameters() if not is_adapter(name)}
-    found = [name for name in parameters if any(name.startswith(f"{path}.") for path in family.feed_forward_paths)]
+    parameters = {
+        hf_name(name)
+        for name, _ in model.get_submodule(layer).named_parameters()
+        if not is_adapter(name)
+    }
+    found = [
+        name
+        for name in parameters
+        if any(name.startswith(f"{path}.") for path in family.feed_forward_paths)
+    ]
     if not found:
         return "none"
     return "moe" if any(name in family.experts for name in found) else "dense"

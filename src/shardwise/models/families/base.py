@@ -61,7 +61,9 @@ class Family:
     head: str = "lm_head"
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: SOFTMAX)
     """From the entries of `config.layer_types` to what mixes tokens in such a layer."""
-    feed_forward: Mapping[str, Blocks] = field(default_factory=lambda: {"dense": {"mlp": feed_forward.MLP}})
+    feed_forward: Mapping[str, Blocks] = field(
+        default_factory=lambda: {"dense": {"mlp": feed_forward.MLP}}
+    )
     """What comes after the mixer of a layer, in layers without experts (dense) and with them (moe).
     A family whose layers hold one block each has none."""
     norms: Norms = COMMON_NORMS
@@ -89,8 +91,16 @@ class Family:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """All blocks that a layer may have; several kinds may lie at one path."""
-        after = [Block(path, kind) for blocks in self.feed_forward.values() for path, kind in blocks.items()]
-        return tuple(dict.fromkeys([*(block for mixer in self.mixers.values() for block in mixer.blocks), *after]))
+        after = [
+            Block(path, kind)
+            for blocks in self.feed_forward.values()
+            for path, kind in blocks.items()
+        ]
+        return tuple(
+            dict.fromkeys(
+                [*(block for mixer in self.mixers.values() for block in mixer.blocks), *after]
+            )
+        )
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -100,7 +110,9 @@ class Family:
     @cached_property
     def feed_forward_paths(self) -> tuple[str, ...]:
         """Paths of the feed-forwards in a layer."""
-        return tuple(dict.fromkeys(path for blocks in self.feed_forward.values() for path in blocks))
+        return tuple(
+            dict.fromkeys(path for blocks in self.feed_forward.values() for path in blocks)
+        )
 
     @cached_property
     def keeps_documents_apart(self) -> bool:
@@ -145,5 +157,7 @@ class Family:
         return [self.mixers[layer_type] for layer_type in types]
 
     def _named(self, names_of: Callable[[Kind], tuple[str, ...]]) -> tuple[str, ...]:
-        named = (".".join(filter(None, (b.path, name))) for b in self.blocks for name in names_of(b.kind))
+        named = (
+            ".".join(filter(None, (b.path, name))) for b in self.blocks for name in names_of(b.kind)
+        )
         return tuple(dict.fromkeys(named))

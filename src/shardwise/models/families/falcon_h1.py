@@ -9,7 +9,10 @@ FALCON_H1 = Family(
     norm="model.final_layernorm",
     logits_multiplied_by="lm_head_multiplier",
     mixers={
-        "hybrid": Mixer("attention_and_mamba2", (Block("self_attn", attention.FULL), Block("mamba", mamba2.MAMBA2)))
+        "hybrid": Mixer(
+            "attention_and_mamba2",
+            (Block("self_attn", attention.FULL), Block("mamba", mamba2.MAMBA2)),
+        )
     },
     feed_forward={"dense": {"feed_forward": feed_forward.MLP}},
     norms=Norms(between="pre_ff_layernorm"),

@@ -8,7 +8,10 @@ JAMBA = Family(
     "jamba",
     norm="model.final_layernorm",
     mixers={"linear_attention": mixer("mamba", mamba.MAMBA), "full_attention": FULL},
-    feed_forward={"dense": {"feed_forward": feed_forward.MLP}, "moe": {"feed_forward": mixture.ROUTER}},
+    feed_forward={
+        "dense": {"feed_forward": feed_forward.MLP},
+        "moe": {"feed_forward": mixture.ROUTER},
+    },
     norms=Norms(between="pre_ff_layernorm"),
     router="JambaTopKRouter",
 )

@@ -5,7 +5,10 @@ from shardwise.models.kinds import feed_forward, gated_delta_net, mixture
 
 QWEN3_NEXT = Family(
     "qwen3_next",
-    mixers={"linear_attention": mixer("linear_attn", gated_delta_net.BY_KEY_HEAD), "full_attention": FULL},
+    mixers={
+        "linear_attention": mixer("linear_attn", gated_delta_net.BY_KEY_HEAD),
+        "full_attention": FULL,
+    },
     feed_forward={"dense": {"mlp": feed_forward.MLP}, "moe": {"mlp": mixture.WITH_GATED_EXPERT}},
     router="Qwen3NextTopKRouter",
     renamed_by_peft=("gate_proj", "up_proj", "down_proj"),

@@ -47,21 +47,36 @@ def inspect_family(model: PreTrainedModel) -> Family:
     layers, num_layers = _list_of_layers(model)
     embed, norm, head = _around_layers(model, layers)
     positions = _positions(model, embed, layers, head)
-    dims = {hf_name(name): parameter.ndim for name, parameter in model.named_parameters() if not is_adapter(name)}
-    _check_rest(model, dims, tuple(f"{path}." for path in (embed, layers, norm, head, positions) if path))
+    dims = {
+        hf_name(name): parameter.ndim
+        for name, parameter in model.named_parameters()
+        if not is_adapter(name)
+    }
+    _check_rest(
+        model, dims, tuple(f"{path}." for path in (embed, layers, norm, head, positions) if path)
+    )
     _check_weights(model, head)
     types = getattr(model.config, "layer_types", None) or []
     if types and len(types) != num_layers:
-        raise _not_standard(model, f"config.layer_types names {len(types)} layers, but the model has {num_layers}")
+        raise _not_standard(
+            model, f"config.layer_types names {len(types)} layers, but the model has {num_layers}"
+        )
     inside = {
         name.removeprefix(f"{layers}.").partition(".")[2]: n
         for name, n in dims.items()
         if name.startswith(f"{layers}.")
     }
     children = sorted({name.partition(".")[0] for name in inside if "norm" not in name})
-    attention = next((name for name in reversed(children) if "attn" in name or "attention" in name), "")
-    kinds = {name: _guess(name, inside, reads_past=bool(set(types) - set(_ATTENTION))) for name in children}
-    after = {name: kind for name, kind in kinds.items() if any(part in name for part in _FEED_FORWARD)}
+    attention = next(
+        (name for name in reversed(children) if "attn" in name or "attention" in name), ""
+    )
+    kinds = {
+        name: _guess(name, inside, reads_past=bool(set(types) - set(_ATTENTION)))
+        for name in children
+    }
+    after = {
+        name: kind for name, kind in kinds.items() if any(part in name for part in _FEED_FORWARD)
+    }
     mixing = {name: kind for name, kind in kinds.items() if name not in after}
     return Family(
         model.config.model_type,
@@ -87,7 +102,11 @@ def unproven_note(family: str) -> str:
 def _list_of_layers(model: PreTrainedModel) -> tuple[str, int]:
     """Return the path and length of the longest list of modules that lies in no other."""
     lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    outer = [(path, m) for path, m in lists if not any(path.startswith(f"{other}.") for other, _ in lists)]
+    outer = [
+        (path, m)
+        for path, m in lists
+        if not any(path.startswith(f"{other}.") for other, _ in lists)
+    ]
     if not outer:
         raise _not_standard(model, "it has no list of layers")
     layers, modules = max(outer, key=lambda item: len(item[1]))
@@ -98,7 +117,10 @@ def _around_layers(model: PreTrainedModel, layers: str) -> tuple[str, str, str]:
     """Return the paths of embedding, final norm and head."""
     paths = {id(module): path for path, module in model.named_modules()}
     above, _, last = layers.rpartition(".")
-    beside = [(name, type(in_use(module)).__name__) for name, module in model.get_submodule(above).named_children()]
+    beside = [
+        (name, type(in_use(module)).__name__)
+        for name, module in model.get_submodule(above).named_children()
+    ]
     after = beside[[name for name, _ in beside].index(last) :]
     embed, norm, head = (
         paths.get(id(model.get_input_embeddings())),
@@ -125,7 +147,9 @@ def _positions(model: PreTrainedModel, embed: str, layers: str, head: str) -> st
 def _check_rest(model: PreTrainedModel, names: Iterable[str], known: tuple[str, ...]) -> None:
     beyond = [name for name in names if not name.startswith(known)]
     if beyond:
-        raise _not_standard(model, f"it has {beyond[0]} beside embedding, layers, final norm and head")
+        raise _not_standard(
+            model, f"it has {beyond[0]} beside embedding, layers, final norm and head"
+        )
 
 
 def _check_weights(model: PreTrainedModel, head: str) -> None:
@@ -147,13 +171,21 @@ def _guess(child: str, inside: Mapping[str, int], reads_past: bool) -> Kind:
     def within(found: Iterable[str]) -> tuple[str, ...]:
         return tuple(name.removeprefix(child).removeprefix(".") for name in found)
 
-    scores = [name for name in linears if _ends_with(name, _SCORES) or re.search(r"(^|\.)experts\.\d+\.", name)]
+    scores = [
+        name
+        for name in linears
+        if _ends_with(name, _SCORES) or re.search(r"(^|\.)experts\.\d+\.", name)
+    ]
     return Kind(
         child,
-        experts=within(name for name in names if inside[name] == 3 and re.search(r"(^|\.)experts\.\w+$", name)),
+        experts=within(
+            name for name in names if inside[name] == 3 and re.search(r"(^|\.)experts\.\w+$", name)
+        ),
         gates=within(scores),
         gating=within(name for name in linears if _ends_with(name, _GATING)),
-        bypassed=within(name for name in linears if _ends_with(name, _BYPASSED)) if reads_past else (),
+        bypassed=within(name for name in linears if _ends_with(name, _BYPASSED))
+        if reads_past
+        else (),
     )
 
 

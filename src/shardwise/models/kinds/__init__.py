@@ -16,7 +16,13 @@ from shardwise.models.kinds.base import Kind
 KINDS: tuple[Kind, ...] = (
     *(attention.FULL, attention.SLIDING, attention.LATENT, attention.JOINED),
     *(gated_delta_net.BY_KEY_HEAD, gated_delta_net.JOINED, gated_delta_net.SEPARATE),
-    *(jet_block.JET_BLOCK, kda.KDA, mamba.MAMBA, mamba2.MAMBA2, short_convolution.SHORT_CONVOLUTION),
+    *(
+        jet_block.JET_BLOCK,
+        kda.KDA,
+        mamba.MAMBA,
+        mamba2.MAMBA2,
+        short_convolution.SHORT_CONVOLUTION,
+    ),
     *(feed_forward.MLP, feed_forward.JOINED),
     *(mixture.MIXTURE, mixture.ROUTER, mixture.WITH_GATED_EXPERT),
     *(mixture.WITH_SHARED_EXPERTS, mixture.WITHOUT_GATES),

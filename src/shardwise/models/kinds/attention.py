@@ -54,7 +54,9 @@ class Attention:
 
     def executed_backward(self, sequence_length: int) -> float:
         """See Core."""
-        return float(self.num_heads * (3 * self.key_dim + 2 * self.value_dim) * (sequence_length + 1))
+        return float(
+            self.num_heads * (3 * self.key_dim + 2 * self.value_dim) * (sequence_length + 1)
+        )
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,9 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     if num_kv_heads % shares or num_ranks % shares:
         raise Indivisible(f"{num_kv_heads} key/value heads")
     # A head of q may come with as many features for its gate.
-    queries = even(num_ranks, unwrapped(block.get_submodule("q_proj")).out_features, "query features")
+    queries = even(
+        num_ranks, unwrapped(block.get_submodule("q_proj")).out_features, "query features"
+    )
     keys = Rows(num_ranks, (Segment(num_kv_heads * size, shares),))
     out = even(num_ranks, num_heads * size, "attention heads")
     weights = {
@@ -153,7 +157,9 @@ def split_latent(block: Any, num_ranks: int) -> BlockSplit:
         ("kv_b_proj", block.qk_nope_head_dim + block.v_head_dim, "out"),
         ("o_proj", block.v_head_dim, "in"),
     ):
-        weights |= linear(block, name, features, even(num_ranks, block.num_heads * size, "attention heads"))
+        weights |= linear(
+            block, name, features, even(num_ranks, block.num_heads * size, "attention heads")
+        )
     return BlockSplit(weights)
 
 
@@ -162,10 +168,14 @@ def split_joined(block: Any, num_ranks: int) -> BlockSplit:
     require_divides(num_ranks, block.num_heads, "attention heads")
     width = block.embed_dim
     weights = {
-        **linear(block, "c_attn", "out", blocked(num_ranks, (width, width, width), "query features")),
+        **linear(
+            block, "c_attn", "out", blocked(num_ranks, (width, width, width), "query features")
+        ),
         **linear(block, "c_proj", "in", even(num_ranks, width, "attention features")),
     }
-    return BlockSplit(weights, {"split_size": width // num_ranks, "num_heads": block.num_heads // num_ranks})
+    return BlockSplit(
+        weights, {"split_size": width // num_ranks, "num_heads": block.num_heads // num_ranks}
+    )
 
 
 FULL = Kind(

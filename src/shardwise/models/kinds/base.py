@@ -52,11 +52,15 @@ class Both:
 
     def executed_forward(self, sequence_length: int) -> float:
         """See Core."""
-        return self.one.executed_forward(sequence_length) + self.other.executed_forward(sequence_length)
+        return self.one.executed_forward(sequence_length) + self.other.executed_forward(
+            sequence_length
+        )
 
     def executed_backward(self, sequence_length: int) -> float:
         """See Core."""
-        return self.one.executed_backward(sequence_length) + self.other.executed_backward(sequence_length)
+        return self.one.executed_backward(sequence_length) + self.other.executed_backward(
+            sequence_length
+        )
 
 
 CORE_STEP = (0, 0)

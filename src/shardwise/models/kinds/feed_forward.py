@@ -57,6 +57,10 @@ MLP = Kind(
     ends=DOWN,
 )
 JOINED = replace(
-    MLP, before=(("input_linear",), ("output_linear",)), split=split_joined, shares_input=(), ends=("output_linear",)
+    MLP,
+    before=(("input_linear",), ("output_linear",)),
+    split=split_joined,
+    shares_input=(),
+    ends=("output_linear",),
 )
 """Granite's, with one linear for gate and product."""

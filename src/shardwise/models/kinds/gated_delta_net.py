@@ -12,7 +12,15 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Kind
-from shardwise.models.tensor_cuts import BlockSplit, Cut, Rows, blocked, even, linear, require_divides
+from shardwise.models.tensor_cuts import (
+    BlockSplit,
+    Cut,
+    Rows,
+    blocked,
+    even,
+    linear,
+    require_divides,
+)
 
 HEADS = "key heads of Gated DeltaNet"
 VALUE_HEADS = "value heads of Gated DeltaNet"
@@ -53,7 +61,9 @@ class GatedDeltaNet:
         """See Core."""
         columns = self.key_dim + self.value_dim
         per_chunk = 2 * self._products() + self._solves() + 2 * self.chunk_size**2 * columns
-        return self._per_token(sequence_length, per_chunk, -8 * self.chunk_size * self.key_dim * self.value_dim)
+        return self._per_token(
+            sequence_length, per_chunk, -8 * self.chunk_size * self.key_dim * self.value_dim
+        )
 
     def _products(self) -> int:
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
@@ -69,7 +79,9 @@ class GatedDeltaNet:
 
 def core(config: PretrainedConfig) -> GatedDeltaNet:
     """Return the core by the config."""
-    return GatedDeltaNet(config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
+    return GatedDeltaNet(
+        config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    )
 
 
 def split_by_key_head(block: Any, num_ranks: int) -> BlockSplit:
@@ -119,10 +131,16 @@ def _split(block: Any, num_ranks: int, projections: dict[str, Rows], out: str) -
     channels = blocked(num_ranks, (keys, keys, values), HEADS)
     per_head = even(num_ranks, block.num_v_heads, VALUE_HEADS)
     weights = {
-        name: cut for path, rows in projections.items() for name, cut in linear(block, path, "out", rows).items()
+        name: cut
+        for path, rows in projections.items()
+        for name, cut in linear(block, path, "out", rows).items()
     }
     weights |= linear(block, out, "in", even(num_ranks, values, HEADS))
-    weights |= {"conv1d.weight": Cut(0, channels), "A_log": Cut(0, per_head), "dt_bias": Cut(0, per_head)}
+    weights |= {
+        "conv1d.weight": Cut(0, channels),
+        "A_log": Cut(0, per_head),
+        "dt_bias": Cut(0, per_head),
+    }
     attributes = {
         name: getattr(block, name) // num_ranks
         for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
@@ -154,7 +172,10 @@ JOINED = replace(
 """Qwen3.5's: q, k and v in one projection, one after the other."""
 SEPARATE = replace(
     BY_KEY_HEAD,
-    before=(("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"), ("conv1d", "A_log", "dt_bias")),
+    before=(
+        ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),
+        ("conv1d", "A_log", "dt_bias"),
+    ),
     after=(("o_norm",), ("o_proj",)),
     split=split_separate,
     shares_input=("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"),

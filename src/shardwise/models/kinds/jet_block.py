@@ -59,14 +59,30 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     """
     per_head = even(num_ranks, block.A_log.numel(), HEADS)
     weights = {name: Cut(0, per_head) for name in ("A_log", "dt_bias")}
-    for path in ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "dynamic_conv1d.kernel_generator.w2"):
+    for path in (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "g_proj",
+        "a_proj",
+        "b_proj",
+        "dynamic_conv1d.kernel_generator.w2",
+    ):
         features = even(num_ranks, unwrapped(block.get_submodule(path)).out_features, HEADS)
         weights |= linear(block, path, "out", features)
     values = even(num_ranks, unwrapped(block.get_submodule("o_proj")).in_features, HEADS)
     return BlockSplit(weights | linear(block, "o_proj", "in", values))
 
 
-FIRST = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "dynamic_conv1d.kernel_generator.w1")
+FIRST = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "a_proj",
+    "b_proj",
+    "g_proj",
+    "dynamic_conv1d.kernel_generator.w1",
+)
 JET_BLOCK = Kind(
     "jet_block",
     before=(FIRST, ("dynamic_conv1d.kernel_generator.w2", "A_log", "dt_bias")),

@@ -13,7 +13,15 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Kind
-from shardwise.models.tensor_cuts import BlockSplit, Cut, blocked, depthwise, even, linear, require_divides
+from shardwise.models.tensor_cuts import (
+    BlockSplit,
+    Cut,
+    blocked,
+    depthwise,
+    even,
+    linear,
+    require_divides,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,9 @@ class KimiDeltaAttention:
 
     def executed_backward(self, sequence_length: int) -> float:
         """See Core."""
-        return self._per_token(sequence_length, 2 * self._per_chunk(), -8 * self.chunk_size * self.head_dim**2)
+        return self._per_token(
+            sequence_length, 2 * self._per_chunk(), -8 * self.chunk_size * self.head_dim**2
+        )
 
     def _per_chunk(self) -> int:
         c, h = self.chunk_size, self.head_dim
@@ -70,7 +80,10 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     width, num_heads, what = block.qkv_dim, block.num_heads, "heads of Kimi Delta Attention"
     require_divides(num_ranks, num_heads, what)
     per_head, features = even(num_ranks, num_heads, what), even(num_ranks, width, what)
-    weights = {"forget_gate.dt_bias": Cut(0, features), "forget_gate.A_log": Cut(2, per_head)}  # [N H] and [1, 1, N, 1]
+    weights = {
+        "forget_gate.dt_bias": Cut(0, features),
+        "forget_gate.A_log": Cut(2, per_head),
+    }  # [N H] and [1, 1, N, 1]
     for name in ("q_proj", "k_proj", "v_proj", "g_b_proj", "forget_gate.f_b_proj"):
         weights |= linear(block, name, "out", features)
     weights |= linear(block, "b_proj", "out", per_head) | linear(block, "o_proj", "in", features)

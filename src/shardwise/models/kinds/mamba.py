@@ -12,7 +12,15 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Kind
-from shardwise.models.tensor_cuts import BlockSplit, Cut, blocked, depthwise, even, linear, unwrapped
+from shardwise.models.tensor_cuts import (
+    BlockSplit,
+    Cut,
+    blocked,
+    depthwise,
+    even,
+    linear,
+    unwrapped,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,10 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     weights = linear(block, "in_proj", "out", blocked(num_ranks, (width, width), what))
     weights |= depthwise(block, "conv1d", channels)
     weights |= linear(block, "x_proj", "in", channels) | linear(block, "dt_proj", "out", channels)
-    weights |= {"A_log": Cut(0, channels), "D": Cut(0, channels)}  # [channels, state] and [channels]
+    weights |= {
+        "A_log": Cut(0, channels),
+        "D": Cut(0, channels),
+    }  # [channels, state] and [channels]
     return BlockSplit(weights | linear(block, "out_proj", "in", channels), summed=("x_proj",))
 
 

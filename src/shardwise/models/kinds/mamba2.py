@@ -16,7 +16,17 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Kind
-from shardwise.models.tensor_cuts import BlockSplit, Cut, Indivisible, Rows, Segment, Sum, depthwise, even, linear
+from shardwise.models.tensor_cuts import (
+    BlockSplit,
+    Cut,
+    Indivisible,
+    Rows,
+    Segment,
+    Sum,
+    depthwise,
+    even,
+    linear,
+)
 
 HEADS = "heads of Mamba2"
 
@@ -49,7 +59,9 @@ class Mamba2:
         q, p, s = self.chunk_size, self.head_dim, self.state_size
         chunks = -(-sequence_length // q)
         per_chunk = 2 * q * q * (p + s) + 4 * q * p * s
-        return self.num_heads * (chunks * per_chunk + 2 * (chunks + 1) ** 2 * p * s) / sequence_length
+        return (
+            self.num_heads * (chunks * per_chunk + 2 * (chunks + 1) ** 2 * p * s) / sequence_length
+        )
 
     def executed_backward(self, sequence_length: int) -> float:
         """See Core."""
@@ -59,8 +71,12 @@ class Mamba2:
 def core(config: PretrainedConfig) -> Mamba2:
     """Return the core by the config, which has one of two sets of names."""
     if hasattr(config, "mamba_n_heads"):
-        return Mamba2(config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_chunk_size)
-    return Mamba2(config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, config.chunk_size)
+        return Mamba2(
+            config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_chunk_size
+        )
+    return Mamba2(
+        config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, config.chunk_size
+    )
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
@@ -121,7 +137,9 @@ def _norm_groups(block: Any) -> int:
     return getattr(block.norm, "n_groups", 1)
 
 
-def gated_rms_norm(num_groups: int, norm: Any, num_features: int, add_up: Sum) -> Callable[..., torch.Tensor]:
+def gated_rms_norm(
+    num_groups: int, norm: Any, num_features: int, add_up: Sum
+) -> Callable[..., torch.Tensor]:
     """Return an RMS norm over the features of each group, which several ranks share, before or
     after a gate.
 
@@ -133,7 +151,9 @@ def gated_rms_norm(num_groups: int, norm: Any, num_features: int, add_up: Sum) -
         wide, factor = x.float(), F.silu(gate.float())
         if gate_first:
             wide = wide * factor
-        mean_square = add_up(wide.square().sum(-1, keepdim=True), num_groups) * (num_groups / num_features)
+        mean_square = add_up(wide.square().sum(-1, keepdim=True), num_groups) * (
+            num_groups / num_features
+        )
         normed = norm.weight * (wide * torch.rsqrt(mean_square + norm.variance_epsilon))
         return (normed if gate_first else normed * factor).to(x.dtype)
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.config import RunConfig
-from shardwise.models.patches import attention, dropout, experts, forget_gate, isolation, lora_kernel, loss, router_loss
+from shardwise.models.patches import (
+    attention,
+    dropout,
+    experts,
+    forget_gate,
+    isolation,
+    lora_kernel,
+    loss,
+    router_loss,
+)
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM

@@ -42,7 +42,9 @@ class DropoutState:
         if not self.used:
             return
         rows = [_int32(stable_seed(self.seed, batch.step, slot)) for slot in batch.slots]
-        self.rows = torch.tensor(rows, dtype=torch.int32).to(batch.input_ids.device, non_blocking=True)
+        self.rows = torch.tensor(rows, dtype=torch.int32).to(
+            batch.input_ids.device, non_blocking=True
+        )
         self.tokens = self.seeds(batch.input_ids.shape[1])
 
     def seeds(self, length: int) -> torch.Tensor:
@@ -50,7 +52,9 @@ class DropoutState:
         assert self.rows is not None
         if self.tokens is not None and self.tokens.shape[1] == length:
             return self.tokens
-        return hash32(self.rows[:, None], torch.arange(length, dtype=torch.int32, device=self.rows.device))
+        return hash32(
+            self.rows[:, None], torch.arange(length, dtype=torch.int32, device=self.rows.device)
+        )
 
 
 class SlotDropout(nn.Module):
@@ -63,7 +67,9 @@ class SlotDropout(nn.Module):
         # A tensor: compiled layers share code, of which a number would be a part. Of one element, on the CPU: any
         # device takes it without a wait.
         self.salt = torch.tensor(_int32(stable_seed(name)), dtype=torch.int32)
-        self.features: torch.Tensor | None = None  # those of the last dim, int32, of which x holds a share
+        self.features: torch.Tensor | None = (
+            None  # those of the last dim, int32, of which x holds a share
+        )
 
     @property
     def active(self) -> bool:
@@ -86,7 +92,9 @@ class SlotDropout(nn.Module):
             return state.unpack(state.tokens).flatten() ^ self.salt
         assert state.rows is not None
         places, num_rows = x.flatten(0, -2).shape[0], len(state.rows)
-        assert places % num_rows == 0, f"{self.name}: {tuple(x.shape)} does not hold {num_rows} whole rows"
+        assert places % num_rows == 0, (
+            f"{self.name}: {tuple(x.shape)} does not hold {num_rows} whole rows"
+        )
         return state.seeds(places // num_rows).flatten() ^ self.salt
 
 

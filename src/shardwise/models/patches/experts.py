@@ -32,7 +32,9 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
         part.hf.set_experts_implementation(ONE_BY_ONE)
 
 
-def why_one_by_one(hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int) -> str | None:
+def why_one_by_one(
+    hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int
+) -> str | None:
     """Return why the grouped product cannot take the experts of one of `num_ranks` ranks of `tp`; None if it can."""
     stack = _odd_stack(hf, spec, family, num_ranks)
     if stack is None or hf.config._experts_implementation != GROUPED:

@@ -27,7 +27,10 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
 def use_finite_gates(hf: nn.Module) -> None:
     """Let every such gate of a model compute torch's softplus, which is the same function."""
     for module in hf.modules():
-        if type(module).__name__ in GATES and getattr(module, "safe_gate_lower_bound", None) is None:
+        if (
+            type(module).__name__ in GATES
+            and getattr(module, "safe_gate_lower_bound", None) is None
+        ):
             module.forward = MethodType(_forward, module)
 
 

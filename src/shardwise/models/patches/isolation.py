@@ -35,15 +35,22 @@ class Documents:
     all groups hold fewer than twice the tokens, and a mixer runs at most 1 + log2(T) times.
     """
 
-    places: torch.Tensor  # [B*T] int64: where each token lies in the rows of all groups, joined end to end
-    shapes: tuple[tuple[int, int], ...]  # of each group: its documents, and the tokens of the longest
+    places: (
+        torch.Tensor
+    )  # [B*T] int64: where each token lies in the rows of all groups, joined end to end
+    shapes: tuple[
+        tuple[int, int], ...
+    ]  # of each group: its documents, and the tokens of the longest
 
     def unpack(self, x: torch.Tensor) -> list[torch.Tensor]:
         """From [B, T, ...] to a tensor [documents, longest, ...] for each group, zero where padded."""
         flat = x.flatten(0, 1)
         sizes = [documents * longest for documents, longest in self.shapes]
         joined = flat.new_zeros(sum(sizes), *flat.shape[1:]).index_copy(0, self.places, flat)
-        return [part.view(*shape, *flat.shape[1:]) for part, shape in zip(joined.split(sizes), self.shapes)]
+        return [
+            part.view(*shape, *flat.shape[1:])
+            for part, shape in zip(joined.split(sizes), self.shapes)
+        ]
 
     def repack(self, groups: Sequence[torch.Tensor]) -> torch.Tensor:
         """From the groups' tensors [documents, longest, ...] to [B*T, ...], without the padding."""
@@ -78,7 +85,9 @@ def documents_of(document_ids: torch.Tensor) -> Documents | None:
         for document in members:
             shifts[document] = taken - begins[document]
             taken += longest
-    places = torch.arange(document_ids.numel()) + torch.tensor(shifts).repeat_interleave(torch.tensor(lengths))
+    places = torch.arange(document_ids.numel()) + torch.tensor(shifts).repeat_interleave(
+        torch.tensor(lengths)
+    )
     return Documents(places.to(document_ids.device, non_blocking=True), tuple(shapes))
 
 
@@ -96,7 +105,9 @@ def isolate(hf: PreTrainedModel, spec: ModelSpec, state: DropoutState) -> None:
     what they always see. `state.batch` must be one `with_documents`.
     """
     for layer in spec.layers:
-        assert layer.keeps_documents_apart, f"{layer.kind}: a rule refuses it with data.packing isolated"
+        assert layer.keeps_documents_apart, (
+            f"{layer.kind}: a rule refuses it with data.packing isolated"
+        )
         for block in layer.mixers:
             if block.kind.mixes_tokens:
                 mixer = in_use(hf.get_submodule(f"{layer.name}.{block.path}"))
@@ -133,10 +144,14 @@ def _isolated(forward: Callable[..., Any], state: DropoutState) -> Callable[...,
 def _from_position_0(kwargs: dict[str, Any], length: int) -> dict[str, Any]:
     """A mixer's other arguments, for rows of `length` tokens: the model counted every row's positions from 0."""
     changed = dict(kwargs)
-    if kwargs.get("attention_mask") is not None:  # a window's, [1 or B, 1, T, T], alike for all rows
+    if (
+        kwargs.get("attention_mask") is not None
+    ):  # a window's, [1 or B, 1, T, T], alike for all rows
         changed["attention_mask"] = kwargs["attention_mask"][:1, :, :length, :length]
     if kwargs.get("position_ids") is not None:
         changed["position_ids"] = kwargs["position_ids"][:1, :length]
     if kwargs.get("position_embeddings") is not None:  # cosines and sines [1 or B, T, H]
-        changed["position_embeddings"] = tuple(angles[:1, :length] for angles in kwargs["position_embeddings"])
+        changed["position_embeddings"] = tuple(
+            angles[:1, :length] for angles in kwargs["position_embeddings"]
+        )
     return changed

@@ -38,11 +38,17 @@ Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     """Let the plain adapters of a part compute with the kernel that `lora.kernel` asks for."""
     if cfg.lora and has_plain_layers(part.hf):
-        use_lora_kernel(part.hf, cfg.lora.kernel, device, cfg.training.precision, part.backward_half)
+        use_lora_kernel(
+            part.hf, cfg.lora.kernel, device, cfg.training.precision, part.backward_half
+        )
 
 
 def use_lora_kernel(
-    model: nn.Module, kernel: Kernel, device: torch.device, precision: str = "float32", half: BackwardHalf | None = None
+    model: nn.Module,
+    kernel: Kernel,
+    device: torch.device,
+    precision: str = "float32",
+    half: BackwardHalf | None = None,
 ) -> str:
     """Let the plain LoRA layers of a model, on any device yet, compute with a kernel that runs on `device`.
 
@@ -57,14 +63,18 @@ def use_lora_kernel(
         _Shared([layer], backend, half)
     for parent in list(model.modules()):
         inner: list[tuple[str, Any]] = list(parent.named_modules())
-        together = _alike([module for path, module in inner if path in SHARED_INPUTS and _is_plain(module)])
+        together = _alike(
+            [module for path, module in inner if path in SHARED_INPUTS and _is_plain(module)]
+        )
         if len(together) > 1:
             shared = _Shared(together, backend, half)
             parent.forward = shared.within(parent.forward)
     return kernel
 
 
-def kernel_for(model: nn.Module, kernel: Kernel, device: torch.device, precision: str) -> tuple[Kernel, Backend | None]:
+def kernel_for(
+    model: nn.Module, kernel: Kernel, device: torch.device, precision: str
+) -> tuple[Kernel, Backend | None]:
     """What `kernel` comes to for the plain LoRA layers of a model, and its backend; None for `peft`, which has none.
 
     UserError if it cannot run on `device`, or not with what `training.precision` makes it multiply.
@@ -88,14 +98,18 @@ def has_plain_layers(model: nn.Module) -> bool:
 def backend_of(kernel: Kernel, device: torch.device) -> tuple[Kernel, Backend]:
     """The backend of that name; `auto`: on a GPU Triton's where it can run, else torch's. UserError if it cannot."""
     if kernel == "auto":
-        kernel = "triton" if device.type == "cuda" and _why_not("triton", device) is None else "torch"
+        kernel = (
+            "triton" if device.type == "cuda" and _why_not("triton", device) is None else "torch"
+        )
     if why := _why_not(kernel, device):
         raise UserError(f"lora.kernel is {kernel}, but {why}; use auto or torch")
     return kernel, _module(kernel)
 
 
 def _module(kernel: str) -> Any:
-    return importlib.import_module(f"shardwise.kernels.lora_linear.{'torch_backend' if kernel == 'torch' else kernel}")
+    return importlib.import_module(
+        f"shardwise.kernels.lora_linear.{'torch_backend' if kernel == 'torch' else kernel}"
+    )
 
 
 def _why_not(kernel: str, device: torch.device) -> str | None:
@@ -134,7 +148,9 @@ def _alike(layers: list[PeftLinear]) -> list[PeftLinear]:
 class _Shared:
     """Layers of one input, and what those that were not called yet will give for it."""
 
-    def __init__(self, layers: list[PeftLinear], backend: Backend, half: BackwardHalf | None) -> None:
+    def __init__(
+        self, layers: list[PeftLinear], backend: Backend, half: BackwardHalf | None
+    ) -> None:
         self.layers = layers
         self.backend = backend
         self.half = half
@@ -142,15 +158,26 @@ class _Shared:
         self.version = 0
         self.waiting: dict[int, torch.Tensor] = {}  # by place in `layers`
         for place, layer in enumerate(layers):
-            assert all(isinstance(dropout, SlotDropout | nn.Identity) for dropout in layer.lora_dropout.values())
+            assert all(
+                isinstance(dropout, SlotDropout | nn.Identity)
+                for dropout in layer.lora_dropout.values()
+            )
             layer.forward = self._forward(place, PeftLinear.forward.__get__(layer))
 
-    def _forward(self, place: int, otherwise: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _forward(
+        self, place: int, otherwise: Callable[..., torch.Tensor]
+    ) -> Callable[..., torch.Tensor]:
         layer = self.layers[place]
         (own,) = layer.lora_A
 
         def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if args or kwargs or layer.disable_adapters or layer.merged or layer.active_adapters != [own]:
+            if (
+                args
+                or kwargs
+                or layer.disable_adapters
+                or layer.merged
+                or layer.active_adapters != [own]
+            ):
                 return otherwise(x, *args, **kwargs)
             return self.compute(place, x)
 
@@ -206,7 +233,9 @@ def _compute(
     dropouts: list[Any] = [next(iter(layer.lora_dropout.values())) for layer in layers]
     drop = None
     if isinstance(dropouts[0], SlotDropout) and dropouts[0].active:
-        drop = Dropout(dropouts[0].p, torch.stack([own.seeds(x) for own in dropouts]), dropouts[0].features)
+        drop = Dropout(
+            dropouts[0].p, torch.stack([own.seeds(x) for own in dropouts]), dropouts[0].features
+        )
     try:
         return lora_linear(x, linears, drop, backend, half)
     except UserError as error:  # only a forward knows the dtype of its input

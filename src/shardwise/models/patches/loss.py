@@ -40,18 +40,24 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     part.loss_in_head = cfg.training.loss != "plain" and part.family.model_type in FAMILIES
     if part.loss_in_head and part.spec.last:
         head = part.hf.get_submodule(part.spec.head)
-        _give_loss(head, *_scale_and_softcap(part.hf.config, part.family), KERNELS[cfg.training.loss])
+        _give_loss(
+            head, *_scale_and_softcap(part.hf.config, part.family), KERNELS[cfg.training.loss]
+        )
 
 
 def _give_loss(head: nn.Module, scale: float, softcap: float | None, kernel: Kernel) -> None:
     """Let the linear of a head, or both copies that PEFT's `modules_to_save` holds, take labels and return the loss."""
     linears: list[Any] = [module for module in head.modules() if isinstance(module, nn.Linear)]
     for module in linears:
-        module.vocabulary = None  # which rows of the weight this rank has, if others have the others
+        module.vocabulary = (
+            None  # which rows of the weight this rank has, if others have the others
+        )
         module.forward = _logits_or_loss(module, scale, softcap, kernel)
 
 
-def _logits_or_loss(linear: Any, scale: float, softcap: float | None, kernel: Kernel) -> Callable[..., torch.Tensor]:
+def _logits_or_loss(
+    linear: Any, scale: float, softcap: float | None, kernel: Kernel
+) -> Callable[..., torch.Tensor]:
     logits = linear.forward
 
     def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
@@ -79,4 +85,6 @@ def _scale_and_softcap(config: PretrainedConfig, family: Family) -> tuple[float,
         scale *= getattr(config, family.logits_multiplied_by)
     if family.logits_divided_by is not None:
         scale /= getattr(config, family.logits_divided_by)
-    return scale, None if family.logits_capped_by is None else getattr(config, family.logits_capped_by)
+    return scale, None if family.logits_capped_by is None else getattr(
+        config, family.logits_capped_by
+    )

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def routers_of(hf: PreTrainedModel, family: Family) -> list[nn.Module]:
     """Return the routers of a model that are trained with a load-balancing loss."""
     # Not what a copy in `modules_to_save` replaces: that is never called.
-    named = ((name, module) for name, module in hf.named_modules() if ".original_module" not in name)
+    named = (
+        (name, module) for name, module in hf.named_modules() if ".original_module" not in name
+    )
     return [module for _, module in named if type(module).__name__ == family.router]
 
 
@@ -28,7 +30,9 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     """Let a part compute its routers' share of the load-balancing loss, with `model.router_aux_loss_coef`."""
     coefficient = cfg.model.router_aux_loss_coef
     if coefficient:
-        part.router_loss = RouterLoss(routers_of(part.hf, part.family), coefficient, part.num_routers)
+        part.router_loss = RouterLoss(
+            routers_of(part.hf, part.family), coefficient, part.num_routers
+        )
 
 
 class RouterLoss:
@@ -42,7 +46,9 @@ class RouterLoss:
     """
 
     def __init__(self, routers: list[nn.Module], coefficient: float, num_layers: int) -> None:
-        self.weight = coefficient / num_layers  # of the whole model, of which these may be a stage's
+        self.weight = (
+            coefficient / num_layers
+        )  # of the whole model, of which these may be a stage's
         self.routers = routers
         self.gradient_share = 1.0  # of the loss, that this rank's backward is to give
         self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -70,7 +76,11 @@ class RouterLoss:
             routed = F.one_hot(chosen, num_experts).sum(dim=1).view(*targets.shape, num_experts)
             # Both [B, E]; rows without a target weigh nothing, the clamp only keeps 0/0 away.
             share = torch.einsum("bte,bt->be", routed.float(), targets) / tokens.clamp(min=1)
-            mean_probability = torch.einsum("bte,bt->be", probabilities, targets) / tokens.clamp(min=1)
+            mean_probability = torch.einsum("bte,bt->be", probabilities, targets) / tokens.clamp(
+                min=1
+            )
             total = total + num_experts * (tokens * share * mean_probability).sum()
         total = total * self.weight
-        return total if self.gradient_share == 1.0 else total.detach().lerp(total, self.gradient_share)
+        return (
+            total if self.gradient_share == 1.0 else total.detach().lerp(total, self.gradient_share)
+        )

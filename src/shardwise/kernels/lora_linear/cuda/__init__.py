@@ -44,7 +44,12 @@ def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Ten
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
     """Return y = x weight^T + bias + scale h b^T [rows, out]."""
     _check(x, weight, h, b)
@@ -61,7 +66,11 @@ def output_gradients(
 
 
 def input_gradient(
-    dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], g: torch.Tensor, a: torch.Tensor, drop: Dropout | None
+    dys: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    g: torch.Tensor,
+    a: torch.Tensor,
+    drop: Dropout | None,
 ) -> torch.Tensor:
     """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
     _check(*dys, *weights, g, a)
@@ -94,7 +103,11 @@ def _check(*tensors: torch.Tensor) -> None:
 
 @torch.library.custom_op("shardwise::lora_cuda_project", mutates_args=())
 def _project(
-    x: torch.Tensor, a: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+    x: torch.Tensor,
+    a: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
 ) -> torch.Tensor:
     h = x.new_empty(len(x), len(a))
     if seeds is None:
@@ -113,7 +126,12 @@ def _(x: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
 
 @torch.library.custom_op("shardwise::lora_cuda_product", mutates_args=())
 def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, b: torch.Tensor, scale: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
     y = x.new_empty(len(x), len(weight))
     if multiplies_weights(x.device):
@@ -182,13 +200,19 @@ def _input_gradient(
 
 
 @_input_gradient.register_fake
-def _(dys: list[torch.Tensor], weights: list[torch.Tensor], g: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
+def _(
+    dys: list[torch.Tensor], weights: list[torch.Tensor], g: torch.Tensor, a: torch.Tensor, *_: Any
+) -> torch.Tensor:
     return dys[0].new_empty(g.shape[0], a.shape[1])
 
 
 @torch.library.custom_op("shardwise::lora_cuda_factor_gradient", mutates_args=())
 def _factor_gradient(
-    g: torch.Tensor, x: torch.Tensor, seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+    g: torch.Tensor,
+    x: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
 ) -> torch.Tensor:
     if seeds is None:
         return launch.columns(x, g, transposed=True)

@@ -16,7 +16,15 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.kernels.dropout import Dropout, threshold
-from shardwise.kernels.lora_linear.cuda.library import MOST_TERMS, Columns, Drop, Matrix, Product, Rows, library
+from shardwise.kernels.lora_linear.cuda.library import (
+    MOST_TERMS,
+    Columns,
+    Drop,
+    Matrix,
+    Product,
+    Rows,
+    library,
+)
 
 MOST = 128
 """Columns of a factor in one launch; a wider one takes several, which all read the tall matrix."""
@@ -26,7 +34,11 @@ TILE = 64
 
 
 def rows(
-    tall: torch.Tensor, factor: torch.Tensor, out: torch.Tensor, scale: float = 1.0, mask: Dropout | None = None
+    tall: torch.Tensor,
+    factor: torch.Tensor,
+    out: torch.Tensor,
+    scale: float = 1.0,
+    mask: Dropout | None = None,
 ) -> None:
     """Write out = scale * drop(tall) factor^T [rows, R]; tall [rows, depth], factor [R, depth]."""
     tall = _readable(tall)
@@ -41,7 +53,11 @@ def rows(
 
 
 def columns(
-    tall: torch.Tensor, factor: torch.Tensor, scale: float = 1.0, mask: Dropout | None = None, transposed: bool = False
+    tall: torch.Tensor,
+    factor: torch.Tensor,
+    scale: float = 1.0,
+    mask: Dropout | None = None,
+    transposed: bool = False,
 ) -> torch.Tensor:
     """Return scale * drop(tall)^T factor [columns, R] float32, or `transposed`, [R, columns].
 
@@ -171,7 +187,9 @@ def _divided(scale: float, mask: Dropout | None) -> float:
     return scale if mask is None else scale / (1.0 - mask.p)
 
 
-def _launch(name: str, arguments: Rows | Columns | Product, tensor: torch.Tensor, variant: bool) -> None:
+def _launch(
+    name: str, arguments: Rows | Columns | Product, tensor: torch.Tensor, variant: bool
+) -> None:
     """Launch a kernel on the device of `tensor`, unless it has no rows."""
     if len(tensor):
         with torch.cuda.device_of(tensor):

@@ -22,7 +22,12 @@ from shardwise.config import UserError
 SOURCES = Path(__file__).parent
 OPTIONS = ("-std=c++20", "-O3", "-shared", "-cudart", "static", "-Xcompiler", "-fPIC")
 WHEELS = " ".join(
-    ("nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88", "nvidia-cuda-runtime==13.0.96")
+    (
+        "nvidia-cuda-nvcc==13.0.88",
+        "nvidia-cuda-crt==13.0.88",
+        "nvidia-nvvm==13.0.88",
+        "nvidia-cuda-runtime==13.0.96",
+    )
 )
 """The compiler on PyPI, with the headers and the library that it needs."""
 
@@ -42,7 +47,11 @@ class Matrix(ctypes.Structure):
 class Drop(ctypes.Structure):
     """The struct `Dropout` of dropout.cuh."""
 
-    _fields_ = [("seeds", ctypes.c_void_p), ("features", ctypes.c_void_p), ("threshold", ctypes.c_int32)]
+    _fields_ = [
+        ("seeds", ctypes.c_void_p),
+        ("features", ctypes.c_void_p),
+        ("threshold", ctypes.c_int32),
+    ]
 
 
 class Rows(ctypes.Structure):
@@ -119,7 +128,9 @@ class Library:
         error = self._library.lora_ready(index)
         return self._library.lora_error(error).decode() if error else None
 
-    def launch(self, name: str, arguments: ctypes.Structure, tensor: torch.Tensor, variant: bool) -> None:
+    def launch(
+        self, name: str, arguments: ctypes.Structure, tensor: torch.Tensor, variant: bool
+    ) -> None:
         """Launch `lora_NAME` on the device of `tensor`, for its dtype, in the current stream.
 
         `variant` chooses one of its two kernels. A CUDA error raises RuntimeError.

@@ -15,7 +15,10 @@ from transformers import PreTrainedConfig
 _KINDS = {"jet": "linear_attention", "attn": "full_attention", "swa": "sliding_attention"}
 _JET = {"num_heads": 6, "head_dim": 256, "expand_v": 2.0}
 _JET |= {"conv_size": 4, "dconv_generator_reduction": 8, "norm_eps": 1e-5}
-_HOW = ("mode", "dconv_implementation")  # which of the published kernels computes it: nothing to this model
+_HOW = (
+    "mode",
+    "dconv_implementation",
+)  # which of the published kernels computes it: nothing to this model
 _PUBLISHED = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -57,29 +60,43 @@ class JetNemotronConfig(PreTrainedConfig):
         types = self.layer_types or ["attn"] * self.num_hidden_layers
         self.layer_types = [_KINDS.get(name, name) for name in types]
         self._check()
-        kwargs.pop("sliding_window", None)  # the published model goes by that of efficient_attention_config alone
-        kwargs.pop("auto_map", None)  # names files of code that do not come with what is saved from here
+        kwargs.pop(
+            "sliding_window", None
+        )  # the published model goes by that of efficient_attention_config alone
+        kwargs.pop(
+            "auto_map", None
+        )  # names files of code that do not come with what is saved from here
         super().__post_init__(**kwargs)
 
     def _check(self) -> None:
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             raise ValueError("num_attention_heads is no multiple of num_key_value_heads")
         if "sliding_attention" in self.layer_types and not _is_size(self.sliding_window):
-            raise ValueError("layer_types has swa, but efficient_attention_config no swa with a window_size")
+            raise ValueError(
+                "layer_types has swa, but efficient_attention_config no swa with a window_size"
+            )
         if "linear_attention" not in self.layer_types:
             return
         given = self._of("jet")
         if not given:
-            raise ValueError("layer_types has jet, but efficient_attention_config no jet with its sizes")
+            raise ValueError(
+                "layer_types has jet, but efficient_attention_config no jet with its sizes"
+            )
         if unknown := [key for key in given if key not in (*_JET, *_HOW)]:
-            raise ValueError(f"efficient_attention_config.jet has {unknown[0]!r}; it may have {', '.join(_JET)}")
+            raise ValueError(
+                f"efficient_attention_config.jet has {unknown[0]!r}; it may have {', '.join(_JET)}"
+            )
         for key in ("num_heads", "head_dim", "conv_size", "dconv_generator_reduction"):
             if not _is_size(self.jet[key]):
                 raise ValueError(
                     f"efficient_attention_config.jet has {key} {self.jet[key]!r}, which is no number of them"
                 )
-        if not math.isclose(self.jet["head_dim"] * self.jet["expand_v"], self.linear_value_head_dim, rel_tol=1e-5):
-            raise ValueError("head_dim times expand_v in efficient_attention_config is not a whole number")
+        if not math.isclose(
+            self.jet["head_dim"] * self.jet["expand_v"], self.linear_value_head_dim, rel_tol=1e-5
+        ):
+            raise ValueError(
+                "head_dim times expand_v in efficient_attention_config is not a whole number"
+            )
         values, reduction = (
             self.linear_num_value_heads * self.linear_value_head_dim,
             self.jet["dconv_generator_reduction"],

@@ -3,4 +3,6 @@
 from shardwise.models.families.base import SOFTMAX, Family, mixer
 from shardwise.models.kinds import jet_block
 
-JET_NEMOTRON = Family("jet_nemotron", mixers={"linear_attention": mixer("self_attn", jet_block.JET_BLOCK), **SOFTMAX})
+JET_NEMOTRON = Family(
+    "jet_nemotron", mixers={"linear_attention": mixer("self_attn", jet_block.JET_BLOCK), **SOFTMAX}
+)

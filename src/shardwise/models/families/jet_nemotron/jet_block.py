@@ -92,7 +92,9 @@ class JetBlock(nn.Module):
         it comes before the sequence, and not by itself, since transformers makes no mask for one token. Returns
         [B, T, D], and None for attention's weights.
         """
-        if attention_mask is not None:  # no projection has a bias, so a padded token's value and key are 0
+        if (
+            attention_mask is not None
+        ):  # no projection has a bias, so a padded token's value and key are 0
             hidden_states = hidden_states * attention_mask[..., None].to(hidden_states.dtype)
         values, state = self.v_proj(hidden_states), None
         if past_key_values is not None:
@@ -100,7 +102,9 @@ class JetBlock(nn.Module):
                 layer: Any = past_key_values.layers[self.layer_idx]
                 state = layer.recurrent_states[0]
             width = self.dynamic_conv1d.width
-            values = past_key_values.update_conv_state(values.mT, self.layer_idx, conv_kernel_size=width).mT
+            values = past_key_values.update_conv_state(
+                values.mT, self.layer_idx, conv_kernel_size=width
+            ).mT
         v = self.dynamic_conv1d(values, hidden_states)
         q, k = F.silu(self.q_proj(hidden_states)), F.silu(self.k_proj(hidden_states))
         q, k = (x.unflatten(-1, (-1, self.key_dim)) for x in (q, k))
@@ -115,8 +119,12 @@ class JetBlock(nn.Module):
     @torch.no_grad()
     def initialise(self, std: float) -> None:
         """Draw what is no matrix: decays as in Gated DeltaNet (e^A_log in (0, 16), dt in (0.001, 0.1)), the kernel."""
-        init.copy_(self.A_log, torch.empty_like(self.A_log, dtype=torch.float32).uniform_(0, 16).log_())
+        init.copy_(
+            self.A_log, torch.empty_like(self.A_log, dtype=torch.float32).uniform_(0, 16).log_()
+        )
         low, high = math.log(0.001), math.log(0.1)
         dt = (torch.rand_like(self.dt_bias, dtype=torch.float32) * (high - low) + low).exp()
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # what softplus makes dt of
-        init.normal_(self.dynamic_conv1d.kernel_generator.get_parameter("w2.bias"), mean=0.0, std=std)
+        init.normal_(
+            self.dynamic_conv1d.kernel_generator.get_parameter("w2.bias"), mean=0.0, std=std
+        )

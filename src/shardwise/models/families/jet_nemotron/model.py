@@ -48,7 +48,10 @@ class JetNemotronPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _is_stateful = True
-    _can_record_outputs = {"hidden_states": JetNemotronDecoderLayer, "attentions": qwen2.Qwen2Attention}  # noqa: RUF012
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": JetNemotronDecoderLayer,
+        "attentions": qwen2.Qwen2Attention,
+    }
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -62,7 +65,9 @@ class JetNemotronModel(JetNemotronPreTrainedModel):
     def __init__(self, config: JetNemotronConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(JetNemotronDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            JetNemotronDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.norm = JetNemotronRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = qwen2.Qwen2RotaryEmbedding(config)  # ty: ignore[invalid-argument-type]
         self.gradient_checkpointing = False
@@ -94,13 +99,26 @@ class JetNemotronModel(JetNemotronPreTrainedModel):
             make: Any = MASKS
             given = {"attention_mask": attention_mask, "position_ids": position_ids}
             masks = {
-                kind: make[kind](self.config, hidden, past_key_values=self._of_kind(kind, past_key_values), **given)
+                kind: make[kind](
+                    self.config,
+                    hidden,
+                    past_key_values=self._of_kind(kind, past_key_values),
+                    **given,
+                )
                 for kind in set(self.config.layer_types)
             }
-        around = {"position_embeddings": self.rotary_emb(hidden, position_ids), "position_ids": position_ids, **kwargs}
+        around = {
+            "position_embeddings": self.rotary_emb(hidden, position_ids),
+            "position_ids": position_ids,
+            **kwargs,
+        }
         for kind, layer in zip(self.config.layer_types, self.layers):
-            hidden = layer(hidden, masks[kind], past_key_values=past_key_values, use_cache=use_cache, **around)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=past_key_values)
+            hidden = layer(
+                hidden, masks[kind], past_key_values=past_key_values, use_cache=use_cache, **around
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden), past_key_values=past_key_values
+        )
 
     def _of_kind(self, kind: str, cache: Cache | None) -> Cache | None:
         if cache is None:
