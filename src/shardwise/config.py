@@ -119,20 +119,48 @@ class Data(Section):
     validation: float | str | list[str] = 0.0
     """Share of the documents held out, or files of their own."""
     format: Literal["text", "completion", "chat"] = "text"
-    """`text`: every token is a target. `completion`: fields `prompt` and `completion`, targets are the completion's.
-    `chat`: field `messages`, joined by the tokenizer's chat template, targets are what the assistant says."""
+    """`text`: every token is a target. `completion`: fields `prompt` and `completion`, targets are the
+    completion's. `chat`: field `messages`, rendered by a chat template; `train_on` says what is a target."""
+    chat_template: str | None = None
+    """Chat: a file with the Jinja template; null: the tokenizer's own."""
+    template_arguments: dict[str, Any] | None = None
+    """Chat: variables of the template, such as `enable_thinking: false`."""
+    tools: str | None = None
+    """Chat: the tools that a dialogue offers: a `.json` file, the same for all, or a field of each document."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Chat: targets are all turns of the assistant, the last one, or every token. A message with
+    `"train": false` or `"weight": 0` is never one."""
+    turns: Literal["together", "separate"] = "together"
+    """Chat: `separate` makes a document of each turn that is trained on, with the turns before it
+    written as they are at inference; for templates that leave out the thinking of earlier turns."""
     text_field: str = "text"
     """The field that holds the document (format `text`)."""
     on_error: Literal["fail", "skip"] = "fail"
     """What to do with a document that cannot be used: stop and name it, or leave it out and count it."""
     sequence_length: int = 512
     """Tokens in a row, labels shifted already: a row reads `sequence_length` + 1 tokens."""
-    packing: Literal["none", "concat", "isolated"] = "concat"
+    packing: Literal["auto", "none", "concat", "isolated", "documents"] = "auto"
     """`none`: a row holds one document (a long one goes on in the next row). `concat`: documents are joined by the
     end-of-text token and cut into full rows; a row may see the end of the document before. `isolated`: rows as with
-    `concat`, but no layer of any kind carries anything from one document into the next."""
+    `concat`, but no layer of any kind carries anything from one document into the next. `documents`: a row holds
+    whole documents, isolated from one another. `auto`: `concat` for texts, else `documents`."""
+    long: Literal["cut", "split", "skip"] = "cut"
+    """Packing `documents`: what becomes of a document longer than a row: its beginning is used, it becomes several
+    documents, or it is left out. The record counts them."""
     workers: int = 0
     """Worker processes that tokenise, per rank; the batches do not depend on it."""
+
+    @property
+    def packed(self) -> Literal["none", "concat", "isolated", "documents"]:
+        """How rows are packed: `packing`, where `auto` goes by the format."""
+        if self.packing == "auto":
+            return "concat" if self.format == "text" else "documents"
+        return self.packing
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether no layer carries anything from one document of a row into the next."""
+        return self.packed in ("isolated", "documents")
 
     def __post_init__(self) -> None:
         check_ranges("data", self)

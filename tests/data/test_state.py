@@ -45,7 +45,8 @@ def read(
 @given(
     data=st.data(),
     case=corpora(),
-    packing=st.sampled_from(["none", "concat", "isolated"]),
+    packing=st.sampled_from(["none", "concat", "isolated", "documents"]),
+    long=st.sampled_from(["cut", "split", "skip"]),
     sequence_length=lengths,
     before=st.integers(0, 5),
 )
@@ -57,6 +58,7 @@ def test_resume_goes_on_exactly_on_any_number_of_ranks(
     data: st.DataObject,
     case: tuple[list[str], int],
     packing: str,
+    long: str,
     sequence_length: int,
     before: int,
 ) -> None:
@@ -65,6 +67,7 @@ def test_resume_goes_on_exactly_on_any_number_of_ranks(
     cfg = run_config(
         train,
         packing=packing,
+        long=long,
         sequence_length=max(sequence_length, 2),
         global_batch_size=batch_size,
     )

@@ -11,6 +11,7 @@ A second rendering, in which other words stand between the marks, must differ in
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-Message = Mapping[str, Any]
+Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, whether the text ends with the generation prompt) -> text; raises Refused."""
 
@@ -66,7 +67,9 @@ class Turn:
 
 
 def find_turns(render: Render, messages: Sequence[Message]) -> tuple[str, list[Turn]]:
-    """Render a dialogue, and find the characters of each assistant message that has words in it.
+    """Render a dialogue, and find the characters of each message of the assistant.
+
+    One without words is left out where the template treats it unlike one with words.
 
     Undecidable where the template reacts to the marked words, writes a message twice, leaves out
     one of the assistant, or writes others into it.
@@ -78,7 +81,7 @@ def find_turns(render: Render, messages: Sequence[Message]) -> tuple[str, list[T
     return text, [
         _turn(dialogue, number)
         for number, message in enumerate(messages)
-        if message["role"] == "assistant" and any(s.strip() for s in _strings(message))
+        if message["role"] == "assistant" and number in dialogue.places
     ]
 
 
@@ -112,9 +115,9 @@ class _Dialogue:
 def _traced(render: Render, messages: Sequence[Message], text: str) -> _Dialogue:
     """Mark the messages in a way that the template does not react to, and find them in the text."""
     problem = "the chat template treats words differently by what they are"
-    for first, names in ((True, True), (True, False), (False, True), (False, False)):
+    for empty, first, names in itertools.product((True, False), repeat=3):
         marked = [
-            _mapped(message, partial(_mark, message=i, first=first), names)
+            _mapped(message, partial(_mark, message=i, first=first, empty=empty), names)
             for i, message in enumerate(messages)
         ]
         exchanged = [_mapped(message, _exchange, True) for message in marked]
@@ -150,19 +153,19 @@ def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[
     return ""
 
 
-def _mark(string: str, message: int, first: bool) -> str:
+def _mark(string: str, message: int, first: bool, empty: bool) -> str:
     """Put marks around the last word of a string, and around its first word if `first`.
 
     Tags such as `<think>` stay unmarked, since templates look for them. A string without words is
-    marked as a whole, except for white space at its ends.
+    marked as a whole, except for white space at its ends; one of white space only if `empty`.
     """
     words = [m.span() for m in _TAG_OR_WORD.finditer(string) if m[0][0] != "<"]
-    if not words:
-        core = string.strip()
+    core = string.strip()
+    if not words and (core or empty):
         start = string.find(core)
-        words = [(start, start + len(core))] if core else []
-    chosen = words if len(words) < 2 else [words[0], words[-1]]
-    for start, end in reversed(chosen if first else chosen[-1:]):
+        words = [(start, start + len(core))]
+    chosen = [words[0], words[-1]] if first and len(words) > 1 else words[-1:]
+    for start, end in reversed(chosen):
         begin_mark, end_mark = chr(BEGIN + message), chr(END + message)
         string = f"{string[:start]}{begin_mark}{string[start:end]}{end_mark}{string[end:]}"
     return string

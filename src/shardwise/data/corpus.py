@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from shardwise.config import Data, UserError
+from shardwise.data.record import Record
 from shardwise.data.tables import (
     is_dataset_folder,
     is_dataset_name,
@@ -17,15 +18,7 @@ from shardwise.data.tables import (
     open_dataset,
     open_parquet,
 )
-from shardwise.data.text import (
-    Record,
-    expanded,
-    find_files,
-    index_files,
-    is_jsonl,
-    path_exists,
-    suffix,
-)
+from shardwise.data.text import expanded, find_files, index_files, is_jsonl, path_exists, suffix
 
 FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
 """The fields that a format reads. `text` reads `data.text_field`."""
@@ -100,6 +93,8 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
     """
     entries = [entries] if isinstance(entries, str) else entries
     fields = FIELDS.get(data.format, (data.text_field,))
+    if data.format == "chat" and data.tools is not None and not data.tools.endswith(".json"):
+        fields = (*fields, data.tools)
     for entry in entries:
         path_exists(expanded(entry), key)
     datasets = [e for e in entries if is_dataset_folder(expanded(e)) or is_dataset_name(e)]

@@ -13,11 +13,12 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from shardwise.config import UserError
+from shardwise.data.record import BadDocument, Record
 from shardwise.ranges import shown
 
 STRIDE = 32
@@ -25,21 +26,6 @@ STRIDE = 32
 
 SAMPLES, BLOCK = 18, 4096
 """A fingerprint reads so many blocks of so many bytes of a file: all of it up to 72 KiB."""
-
-Record = dict[str, Any]
-"""A document as it is stored: its fields by name."""
-
-
-class BadDocument(UserError):
-    """A document that cannot be used. `data.on_error` decides whether it stops the run.
-
-    `reason` names the kind of mistake; documents that are left out are counted by it.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
 
 # fmt: off
 SUFFIXES = frozenset({
