@@ -136,14 +136,15 @@ def _traced(render: Render, messages: Sequence[Message], text: str) -> _Dialogue
 def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[int, int]]) -> str:
     """Return why the words of an assistant message do not stand in the text once and together."""
     for number, message in enumerate(marked):
-        strings = list(_strings(message))
-        if message["role"] != "assistant" or not any(string.strip() for string in strings):
+        if message["role"] != "assistant":
             continue
         name = f"message {number + 1}"
-        if number not in places:
+        in_text = Counter(m[2] for m in _MARKED_WORD.finditer(traced) if _is_of(m, number))
+        in_message = Counter(m[2] for s in _strings(message) for m in _MARKED_WORD.finditer(s))
+        if any(in_message) and not any(in_text):
             return f"the chat template leaves out what the assistant says in {name}"
-        in_text = Counter(m[0] for m in _MARKED_WORD.finditer(traced) if _is_of(m, number))
-        in_message = Counter(m[0] for string in strings for m in _MARKED_WORD.finditer(string))
+        if number not in places:
+            continue
         if in_text - in_message:
             return f"the chat template writes {name} twice"
         start, end = places[number]
