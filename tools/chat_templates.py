@@ -30,7 +30,11 @@ CALL = {
     "role": "assistant",
     "content": None,
     "tool_calls": [
-        {"type": "function", "id": "call00000", "function": {"name": "look", "arguments": ARGUMENTS}}
+        {
+            "type": "function",
+            "id": "call00000",
+            "function": {"name": "look", "arguments": ARGUMENTS},
+        }
     ],
 }
 RESULT = {"role": "tool", "content": "Toolword.", "tool_call_id": "call00000", "name": "look"}

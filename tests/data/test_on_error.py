@@ -130,7 +130,8 @@ def test_counts_of_one_epoch(
         assert len(list(loaders.validation)) == 4
         assert loaders.validation.read == Counts(4, 10, 10, by_reason)
     assert loaders.validation.read.to_dict() == {
-        "rows": 4, "documents_begun": 10, "documents_finished": 10, "documents_skipped": 6,
+        "rows": 4, "documents_begun": 10, "documents_finished": 10, "documents_long": 0,
+        "documents_skipped": 6,
         "skipped_by_reason": by_reason,
     }  # fmt: skip
     for _ in range(5):  # four rows an epoch: the fifth is of the second one
