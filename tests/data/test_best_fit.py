@@ -108,7 +108,7 @@ def test_a_run_resumes_at_any_step(
 def test_an_epoch_has_each_document_once(
     tokenizer, write_corpus: Callable[[Sequence[str]], str], run_config: Callable[..., RunConfig]
 ):
-    alphabet = [chr(ord("a") + i) for i in range(26)]
+    alphabet = [chr(ord("A") + i) for i in range(26)]
     keys = {"packing": "documents", "sequence_length": 8, "global_batch_size": 1}
     cfg = run_config(write_corpus([letter * 3 for letter in alphabet]), **keys)
     loaders = build_loaders(cfg, tokenizer, range(1))

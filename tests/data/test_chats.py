@@ -183,10 +183,11 @@ def test_a_name_that_the_template_repeats_elsewhere_is_not_looked_for():
     assert spoken(NAME_AGAIN, messages) == ["call:addNow.<end>", "Four.<end>"]
 
 
-def test_a_turn_without_words_is_left_out():
-    assert spoken(ONE_LINE, (user("One?"), assistant(""), user("And?"), assistant("Two."))) == [
-        "Two.<end>"
-    ]
+def test_a_turn_without_words_is_its_end():
+    messages = (user("One?"), assistant(""), user("And?"), assistant("Two."))
+    assert spoken(ONE_LINE, messages) == ["<end>", "Two.<end>"]
+    if_content = ONE_LINE.replace("{{ m.content }}", "{{ m.content if m.content else '-' }}")
+    assert spoken(if_content, messages) == ["Two.<end>"]
 
 
 def test_the_words_of_others_may_be_the_assistants_own():

@@ -432,8 +432,7 @@ def test_a_turn_whose_end_the_template_does_not_mark_ends_with_eos(
 ) -> None:
     template = CHATML.replace("<|im_end|>\n", "\n")
     text = marked(chat_tokenizer(tokenizer, template), TURNS)
-    assert re.findall("«([^»]*)»", text) == ["yes", "no"]
-    assert text.endswith("no»\n«<eos>»")
+    assert re.findall("«([^»]*)»", text) == ["yes", "no", "<eos>"]
 
 
 def test_a_template_file_and_its_arguments(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Data, UserError
 from shardwise.data.bounds import bounded
-from shardwise.data.chats import Message, Refused, Turn, Undecidable, find_turns
+from shardwise.data.chats import Message, Refused, Render, Turn, Undecidable, find_turns
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
 from shardwise.data.text import expanded
 
@@ -72,7 +72,7 @@ class ChatFormat:
         messages = _messages(record, known_roles(self.template))
         with bounded("the chat template"):
             try:
-                text = self._render(messages, self._tools_of(record))(messages, False)
+                text = self._renderer(self._tools_of(record))(messages, False)
             except Refused:
                 return  # it may take the dialogue in another form, and says so if not
         if len(text) > MOST_CHARACTERS + 100 * len(str(messages)):
@@ -146,14 +146,22 @@ class ChatFormat:
         as text or as a list of parts.
         """
         problems: list[Exception] = []
+        found: list[tuple[str, list[Turn]]] = []
         for form in _forms(messages):
-            render = self._render(form, tools)
             try:
                 if _marks_turns(self.template):
-                    return self._marked_turns(form, tools)
-                return find_turns(render, form)
+                    text, turns = self._marked_turns(form, tools)
+                else:
+                    text, turns = find_turns(self._renderer(tools), form)
             except (Refused, Undecidable) as problem:
                 problems.append(problem)
+                continue
+            found.append((text, turns))
+            contents = {turn.message: messages[turn.message]["content"] for turn in turns}
+            if all(contents[turn.message].strip() in text[turn.start : turn.end] for turn in turns):
+                return text, turns
+        if found:  # the template changes contents, or leaves out that of a tool call
+            return found[0]
         if isinstance(problems[0], Refused):
             problem = f"the chat template refuses it ({problems[0]})"
             raise BadDocument("bad chat", f"{problem}; {CORRECT_LINE}")
@@ -188,9 +196,7 @@ class ChatFormat:
     def _variables(self) -> dict[str, Any]:
         return {**self.tokenizer.special_tokens_map, **(self.data.template_arguments or {})}
 
-    def _render(
-        self, messages: Sequence[Message], tools: list[Any] | None
-    ) -> Callable[[Sequence[Message], bool], str]:
+    def _renderer(self, tools: list[Any] | None) -> Render:
         def render(messages: Sequence[Message], prompt: bool) -> str:
             return _guarded(
                 lambda: self.tokenizer.apply_chat_template(

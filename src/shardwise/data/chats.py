@@ -69,7 +69,8 @@ class Turn:
 def find_turns(render: Render, messages: Sequence[Message]) -> tuple[str, list[Turn]]:
     """Render a dialogue, and find the characters of each message of the assistant.
 
-    One without words is left out where the template treats it unlike one with words.
+    A message without words is its end mark; it is left out where the template treats it unlike
+    others.
 
     Undecidable where the template reacts to the marked words, writes a message twice, leaves out
     one of the assistant, or writes others into it.
@@ -99,13 +100,13 @@ class _Dialogue:
     def gap_before(self, number: int) -> str:
         """Return the text between a message's first word and the message before it."""
         first, _ = self.places[number]
-        before = max((end for _, end in self.places.values() if end <= first), default=0)
-        return self.text[before:first]
+        before = [end for i, (_, end) in self.places.items() if i != number and end <= first]
+        return self.text[max(before, default=0) : first]
 
     def gap_after(self, number: int) -> str:
         """Return the text between a message's last word and the message after it."""
         _, last = self.places[number]
-        after = [start for start, _ in self.places.values() if start >= last]
+        after = [start for i, (start, _) in self.places.items() if i != number and start >= last]
         return self.text[last : min(after, default=len(self.text))]
 
 
@@ -134,7 +135,10 @@ def _traced(render: Render, messages: Sequence[Message], text: str) -> _Dialogue
 
 
 def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[int, int]]) -> str:
-    """Return why the words of an assistant message do not stand in the text once and together."""
+    """Return why the words of an assistant message do not stand in the text once and together.
+
+    Undecidable where they do not stand in it at all.
+    """
     for number, message in enumerate(marked):
         if message["role"] != "assistant":
             continue
@@ -142,7 +146,7 @@ def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[
         in_text = Counter(m[2] for m in _MARKED_WORD.finditer(traced) if _is_of(m, number))
         in_message = Counter(m[2] for s in _strings(message) for m in _MARKED_WORD.finditer(s))
         if any(in_message) and not any(in_text):
-            return f"the chat template leaves out what the assistant says in {name}"
+            raise Undecidable(f"the chat template leaves out what the assistant says in {name}")
         if number not in places:
             continue
         if in_text - in_message:
