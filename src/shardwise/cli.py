@@ -71,7 +71,7 @@ def parse(arguments: list[str]) -> Namespace:
 
 
 def _is_override(argument: str) -> bool:
-    """Return whether an argument sets a key of a run file or a whole section; `--foo=1` does not."""
+    """Return whether an argument sets a key or a whole section of a run file; not `--foo=1`."""
     key, equals, _ = argument.partition("=")
     return key.startswith("--") and bool(equals) and ("." in key or key[2:] in known_keys())
 
@@ -97,7 +97,7 @@ def models(args: Namespace) -> int:
 
 
 def split(args: Namespace) -> int:
-    """Print where a run's model is cut and the predicted costs, which `--profile` measures first."""
+    """Print where a run's model is cut, and the costs; `--profile` measures them first."""
     from rich.console import Console
     from transformers.utils import logging
 

@@ -38,7 +38,7 @@ Report = Callable[[Ending], object]
 def run_rank(
     cfg: RunConfig, world: World, train: Train | None = None, report: Report = report_ending
 ) -> Ending | None:
-    """Run `train` (default: the training loop) as one rank and return its ending, None if it succeeds.
+    """Run `train` (default: the training loop) as one rank; return its ending, None for success.
 
     The ending is recorded in the output folder and reported. Requests to exit (KeyboardInterrupt,
     SystemExit) are raised again. A rank that hangs cannot return: its process ends with exit

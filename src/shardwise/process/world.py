@@ -85,8 +85,8 @@ def find_world(env: Mapping[str, str]) -> World | None:
                 f"RANK is set but not {' nor '.join(missing)}; start with torchrun, or unset RANK"
             )
         return World(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), "env://")
-    # Only srun sets a step. A batch script has SLURM_PROCID and SLURM_NTASKS too, and would wait for
-    # tasks that never come. Slurm counts its own steps (batch script, shell) down from 2^32.
+    # Only srun sets a step. A batch script has SLURM_PROCID and SLURM_NTASKS too, and would wait
+    # for tasks that never come. Slurm counts its own steps (batch script, shell) down from 2^32.
     size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
     step = int(env.get("SLURM_STEP_ID") or -1)
     if "SLURM_PROCID" not in env or size == 1 or not 0 <= step < 2**31:
