@@ -38,8 +38,9 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     load.check_vocabulary(hf_config, tokenizer.get_vocab())
     with paused():  # reads a whole checkpoint for its checksums, and all files for their index
         start = find_start(cfg)
-        slots = mesh.slots(cfg.training.global_batch_size)
-        loaders = build_loaders(cfg, tokenizer, slots, start.loader)
+        loaders = build_loaders(
+            cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader
+        )
     job = build(cfg, mesh, State(step=start.step))
     prompt = encode_prompt(cfg, tokenizer, job.positions)
     restore(start, job, cfg)
