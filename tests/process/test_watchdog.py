@@ -106,7 +106,7 @@ def test_what_hangs_is_ended_with_its_stack(function, python_runs, tmp_path):
 
 
 def tell_for(seconds: float, longest: float, folder: Path) -> None:
-    watchdog.GRACE_SECONDS, watchdog.TELL_SECONDS = 0.5, longest
+    watchdog.GRACE_SECONDS, watchdog.REPORT_SECONDS = 0.5, longest
 
     def tell() -> None:
         time.sleep(seconds)
