@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from shardwise import __version__
 from shardwise.config import Model, UserError, known_keys
@@ -97,7 +97,7 @@ def models(args: Namespace) -> int:
 
 
 def split(args: Namespace) -> int:
-    """Print where a run's model is cut, and the costs; `--profile` measures them first."""
+    """Print where a run's model is cut, and at what costs; `--profile` measures these first."""
     from rich.console import Console
     from transformers.utils import logging
 
@@ -197,22 +197,21 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(call: Callable[[Namespace], int], name: str, help: str, **texts: Any) -> Parser:
-        command = commands.add_parser(name, help=help, allow_abbrev=False, **texts)
+    def add(call: Callable[[Namespace], int], name: str, text: str) -> Parser:
+        summary = text.partition(". ")[0].removesuffix(".")
+        command = commands.add_parser(name, help=summary, description=text, allow_abbrev=False)
         command.set_defaults(call=call)
         return command
 
     def add_run_file(command: Parser) -> None:
-        text = f"the run file; {OVERRIDE} replaces one of its values"
+        text = f"the run file; arguments {OVERRIDE} replace its values"
         command.add_argument("run", metavar="RUN.yaml", help=text)
 
     command = add(
         train,
         "train",
-        "train as a run file describes",
-        usage=f"shardwise train RUN.yaml [--nproc N] [--resume WHERE] [{OVERRIDE} ...]",
-        description="Train as RUN.yaml describes. Under torchrun or srun, join the processes that "
-        "it has started.",
+        "Train as a run file describes. Under torchrun or srun, join the processes that it has "
+        "started.",
     )
     add_run_file(command)
     command.add_argument(
@@ -228,9 +227,8 @@ def build_parser() -> Parser:
     command = add(
         bench,
         "bench",
-        "compare strategies, or anything else, on equal work",
-        description="Run the cells of a sweep file in rounds, each run in a process of its own. "
-        "The same command with the same folder resumes a bench.",
+        "Compare strategies, or anything else, on equal work. The cells of the sweep run in "
+        "rounds, each run in a process of its own. The same command resumes a bench.",
     )
     command.add_argument(
         "sweep", metavar="SWEEP.yaml", help="the sweep file: a base run and axes that vary it"
@@ -249,10 +247,8 @@ def build_parser() -> Parser:
     command = add(
         split,
         "split",
-        "show where a pipeline's model is cut, and the predicted costs",
-        usage=f"shardwise split RUN.yaml [--profile] [--nproc N] [-o DIR] [{OVERRIDE} ...]",
-        description="Show the stages of a run with parallel.pp, their predicted time and memory, "
-        "the bubble, and the gain over other splits. Nothing is trained.",
+        "Show where a pipeline's model is cut. Print the stages of a run with parallel.pp, their "
+        "predicted time and memory, the bubble, and the gain over other splits; train nothing.",
     )
     add_run_file(command)
     command.add_argument(
@@ -261,10 +257,7 @@ def build_parser() -> Parser:
         help="first measure this model on this machine; later runs use the measurement too",
     )
     command.add_argument(
-        "--nproc",
-        type=int,
-        metavar="N",
-        help="processes of the run (default parallel.pp x parallel.tp)",
+        "--nproc", type=int, metavar="N", help="processes of the run (default pp x tp)"
     )
     command.add_argument(
         "-o", "--out", metavar="DIR", help="write split.json, split.svg and trace.json there"
@@ -273,9 +266,8 @@ def build_parser() -> Parser:
     command = add(
         models,
         "models",
-        "list the proven families, or show a model's layers and the tests that prove it",
-        description="List the proven families: their kinds of layers, what LoRA reaches, the "
-        "layouts, and the tests that prove them. Or show one model.",
+        "List the proven families, or show one model. Print the kinds of layers, what LoRA "
+        "reaches, the layouts, and the tests that prove them.",
     )
     command.add_argument(
         "path", nargs="?", metavar="MODEL", help="a model folder, a hub id, or one of the families"
@@ -284,13 +276,11 @@ def build_parser() -> Parser:
     command = add(
         report,
         "report",
-        "show what a bench measured: one HTML page, figures, a Markdown table",
-        usage="shardwise report DIR [-o PAGE.html] | --compare A B",
-        description="Write one self-contained page on the bench in DIR, with report.md and "
-        "figures/ beside it.",
+        "Show what a bench measured. Write one self-contained HTML page, with report.md and "
+        "figures/ beside it, or compare two benches.",
     )
     command.add_argument(
-        "folder", nargs="?", metavar="DIR", help="what shardwise bench wrote, finished or not"
+        "folder", nargs="?", metavar="DIR", help="the folder of a bench, finished or not"
     )
     command.add_argument(
         "-o", "--out", metavar="PAGE.html", help="where to write it (default DIR/report.html)"
@@ -299,7 +289,7 @@ def build_parser() -> Parser:
         "--compare", nargs=2, metavar=("A", "B"), help="print B against A, regressions first"
     )
 
-    command = add(export, "export", "write a trained model in another form")
+    command = add(export, "export", "Write a trained model in another form.")
     command.add_argument(
         "--merge",
         nargs=3,

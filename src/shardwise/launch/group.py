@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing.connection
-import os
 import signal
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 from shardwise.process.ending import FAILED, INTERRUPTED, Ending
 from shardwise.process.stop import SIGNALS
-from shardwise.process.world import threads_each
+from shardwise.process.world import threads_each, variables
 from shardwise.records.record import write_atomically
 
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
@@ -72,7 +71,9 @@ class Group:
         with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
             self._processes = []
             try:
-                with _signals_blocked(method), _shared_cores(num_processes):
+                # Libraries read their number of threads when they are loaded.
+                cores = {"OMP_NUM_THREADS": str(threads_each(num_processes))}
+                with _signals_blocked(method), variables(cores):
                     context = multiprocessing.start_processes(
                         main, (folder,), num_processes, join=False, start_method=method
                     )
@@ -143,23 +144,6 @@ def _signals_blocked(method: str) -> Generator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-@contextlib.contextmanager
-def _shared_cores(num_processes: int) -> Generator[None]:
-    """Start processes in this block with their share of the cores.
-
-    Libraries read the variable when they are loaded.
-    """
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(threads_each(num_processes))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
 
 
 def _first_failure(processes: Sequence[BaseProcess], folder: str) -> int | None:

@@ -64,13 +64,23 @@ def on_loopback(world: World) -> Generator[None]:
     names: list[str] = []
     if world.init_method is None:
         names = [name for name in SOCKET_INTERFACES if name not in os.environ]
-    if names:
-        os.environ.update(dict.fromkeys(names, loopback()))
+    with variables(dict.fromkeys(names, loopback()) if names else {}):
+        yield
+
+
+@contextlib.contextmanager
+def variables(values: Mapping[str, str]) -> Generator[None]:
+    """Set these environment variables in the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        for name in names:
-            del os.environ[name]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def find_world(env: Mapping[str, str]) -> World | None:
