@@ -97,7 +97,7 @@ def test_a_full_disk_is_one_line():
     assert "--resume latest-good" in ending.text
 
 
-def test_a_full_disk_is_told_as_such_whoever_writes():
+def test_a_full_disk_is_recognised_whoever_writes():
     ending = explain(
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     )

@@ -41,13 +41,13 @@ def look_through(pm: ParallelModel, optimizer: torch.optim.Optimizer | None = No
     return NotFinite(_names(pm.named_parameters()), _names(gradients))
 
 
-def explain(found: NotFinite, just_loaded: bool, trained: bool) -> str:
+def explain(on_this_rank: NotFinite, just_loaded: bool, trained: bool) -> str:
     """Return a clause that names what is not finite on any rank, and after a colon what to try.
 
     `just_loaded`: no step has changed the weights since they were read. `trained`: a step has, in
     this run or before. This is a collective: an all-gather of the names, between all ranks.
     """
-    ranks = of_every_rank(found)[::-1]  # the last stage of a pipeline is on the last ranks
+    ranks = of_every_rank(on_this_rank)[::-1]  # the last stage of a pipeline is on the last ranks
     weights = list(dict.fromkeys(name for rank in ranks for name in rank.weights))
     gradients = list(dict.fromkeys(name for rank in ranks for name in rank.gradients))
     if weights and just_loaded:
