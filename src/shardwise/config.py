@@ -227,8 +227,8 @@ class Optimizer(Section):
     """Steps over which the learning rate rises linearly, from lr / warmup_steps in the first to lr
     in the last of them."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """The learning rate after the warm-up: it falls from lr in the first step to 0 in the step after
-    the last one, or stays constant."""
+    """The learning rate after the warm-up: it falls from lr in the first step to 0 in the step
+    after the last one, or stays constant."""
     max_grad_norm: float | None = 1.0
     """Clip by the global norm over all ranks' shards; null: do not clip."""
 
