@@ -282,7 +282,7 @@ def report_own_frames(cfg: RunConfig, mesh: Mesh) -> None:
     """Report the functions of shardwise on this rank's stack, the outermost first."""
     names = [
         frame.f_code.co_qualname
-        for frame, _ in traceback.walk_stack(None)
+        for frame, _ in traceback.walk_stack(sys._getframe())
         if frame.f_globals.get("__name__", "").startswith("shardwise.")
     ]
     Path(cfg.training.output_dir, f"frames-{dist.get_rank()}.json").write_text(
