@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import TextIO
 
 from rich import progress as bars
@@ -68,12 +67,7 @@ class Progress:
             self._console.show_cursor()  # rich hides it, and a killed process could not restore it
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._bar.stop()
         elif self._last:

@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -76,12 +75,7 @@ class Reporter:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def step(self, step: int, result: StepResult, lr: float, meter: Meter) -> None:
