@@ -81,22 +81,23 @@ def start_processes(
             if ending is None:
                 return 0
             published = {path.name for path, _ in _published(cfg) - before}
-            may_restart = (
-                ending.status in ("failed", "timeout")
-                and num_restarts < cfg.training.max_restarts
-                and not group.signals
+            has_results = not published.isdisjoint(output_dir.RESULTS)
+            is_last = (
+                num_restarts == cfg.training.max_restarts
+                or ending.status not in ("failed", "timeout")
+                or bool(group.signals)
             )
-            restarts = may_restart and published.isdisjoint(output_dir.RESULTS)
-            note = ""
-            if restarts:
+            if is_last:
+                note = ""
+            elif has_results:
+                note = "; the results were saved before, so it does not start again"
+            else:
                 num_restarts += 1
                 note = f"; starting again ({num_restarts} of {cfg.training.max_restarts})"
-            elif may_restart:
-                note = "; the results were saved before, so it does not start again"
             if sys.stdout.isatty():
                 print()  # rank 0 may have died in the middle of the line of its progress bar
             report_ending(replace(ending, text=f"{ending.text}{note}"))
-            if not restarts:
+            if is_last or has_results:
                 record(cfg, ending)
                 return ending.exit_code
             cfg = _for_restart(cfg, has_checkpoint=bool(published))

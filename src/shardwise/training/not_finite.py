@@ -11,9 +11,7 @@ from shardwise.interfaces import ParallelModel
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import of_every_rank
-
-NUM_NAMES = 3
-"""How many tensors a message names; the others are counted."""
+from shardwise.words import listed
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,14 @@ def explain(on_this_rank: NotFinite, just_loaded: bool, trained: bool) -> str:
     gradients = list(dict.fromkeys(name for rank in ranks for name in rank.gradients))
     if weights and just_loaded:
         return (
-            f"{_listed('weights', weights)} are not finite as they were loaded: "
+            f"weights {listed(weights)} are not finite as they were loaded: "
             "give a model or checkpoint without NaN"
         )
     where = "all weights are finite"
     if weights:
-        where = f"{_listed('weights', weights)} are not finite"
+        where = f"weights {listed(weights)} are not finite"
     elif gradients:
-        where += f", {_listed('gradients', gradients)} are not"
+        where += f", gradients {listed(gradients)} are not"
     if trained:
         return (
             f"{where}: lower optimizer.lr, lengthen optimizer.warmup_steps or set "
@@ -74,8 +72,3 @@ def explain(on_this_rank: NotFinite, just_loaded: bool, trained: bool) -> str:
 def _names(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
     names = (name for name, tensor in tensors if not local(tensor.detach()).isfinite().all())
     return tuple(name if is_adapter(name) else hf_name(name) for name in names)[::-1]
-
-
-def _listed(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - NUM_NAMES} more" if len(names) > NUM_NAMES else ""
-    return f"{what} {', '.join(names[:NUM_NAMES])}{more}"

@@ -89,11 +89,10 @@ def check_installed(names: Sequence[str]) -> None:
 def open_trackers(
     names: Sequence[str], output_dir: Path, config: dict[str, Any], stack: ExitStack
 ) -> list[Log]:
-    """Begin a run in each tracker; `stack` ends them. Called on one rank only.
+    """Begin a run in each tracker, on one rank only; `stack` ends them.
 
-    `config` is the resolved run file as plain data. Raises UserError as `check_installed` does.
+    `config` is the resolved run file as plain data.
     """
-    check_installed(names)
     logs = []
     for name in dict.fromkeys(names):
         log, close = TRACKERS[name](output_dir, config)
