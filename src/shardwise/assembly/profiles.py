@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from shardwise.config import RunConfig, UserError, flat
+from shardwise.config import RunConfig, UserError
 from shardwise.layouts import HALVING
 from shardwise.metrics.hardware import environment, version
 from shardwise.models.counts import unit_modules
@@ -148,6 +148,12 @@ def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_proces
     """The file of the profile of this run of so many processes on this machine."""
     facts = environment(torch.device(device_type(cfg)))
     machine = ("shardwise", "python", "torch", "cuda", "transformers", "peft", "device", "threads")
+    sections = cfg.to_dict().items()
+    values = {
+        f"{section}.{key}": value
+        for section, content in sections
+        for key, value in (content or {}).items()
+    }
     depends = {
         "schema": SCHEMA_VERSION,
         "units": sorted(set(keys)),
@@ -160,7 +166,7 @@ def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_proces
         "experts": hf.config._experts_implementation,
         "run": {
             key: v
-            for key, v in flat(cfg.to_dict()).items()
+            for key, v in values.items()
             if key not in NOT_TIMED and key.partition(".")[0] not in NOT_TIMED
         },
         "machine": {k: facts[k] for k in machine}

@@ -47,5 +47,5 @@ def agreed_signal(numbers: Sequence[int], mesh: Mesh) -> int:
 
     number = torch.tensor(numbers[0] if numbers else 0, device=mesh.device)
     if dist.get_world_size() > 1:
-        dist.all_reduce(number, op=dist.ReduceOp.MAX)  # one int64, between all ranks
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)  # 8 bytes of every rank, to all
     return int(number)
