@@ -19,6 +19,11 @@ from shardwise.words import counted, one_line, percent, seconds
 TIMELINES = "timelines"
 """The beginning of the names of these charts."""
 TEXT_COLUMNS = ("Cell", "Schedule", "Split: layers per stage")
+CAPTION = (
+    "What each rank did in the timed step of median length, in the round whose step is the median. "
+    "All cells share one time axis, and those that differ only in their split stand together. The "
+    "number in a bar is that of its micro-batch."
+)
 NUMBER_COLUMNS = ("Step predicted", "Step measured", "Error", "Bubble predicted", "Bubble measured")
 SPLITS = ("uniform", "parameters", "balanced")
 """The splits in the order in which cells stand in a chart.
