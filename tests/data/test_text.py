@@ -84,14 +84,10 @@ def test_pattern_without_files(
 def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     os.mknod(tmp_path / "s.jsonl", stat.S_IFSOCK | 0o600)
-    for path, what in {
-        tmp_path / "pipe.jsonl": "a pipe",
-        tmp_path / "s.jsonl": "a socket",
-        "/dev/zero": "a device",
-    }.items():
-        with pytest.raises(UserError, match=rf"^{path}: {what}, "):
+    for path in (tmp_path / "pipe.jsonl", tmp_path / "s.jsonl", "/dev/zero"):
+        with pytest.raises(UserError, match=rf"^{path}: .*cannot be read twice"):
             find_files(str(path))
-    with pytest.raises(UserError, match=r"\.jsonl: a (pipe|socket)"):
+    with pytest.raises(UserError, match=r"\.jsonl: .*cannot be read twice"):
         find_files(str(tmp_path / "*.jsonl"))
     with pytest.raises(UserError, match="has no file"):  # a folder gives regular files only
         find_files(str(tmp_path))
@@ -329,7 +325,7 @@ def test_files_that_are_no_text_are_known_by_their_first_bytes(tmp_path: Path, n
         line.decode().encode("utf-16"): "iconv -f UTF-16",
         b"\x28\xb5\x2f\xfd\x24": "zstd -d",
     }.items():
-        with pytest.raises(UserError, match=rf"^{tmp_path / name}: by its first bytes .*{what}"):
+        with pytest.raises(UserError, match=rf"^{tmp_path / name}: .* by its first bytes .*{what}"):
             index_files([write(tmp_path / name, content)])
 
 
