@@ -177,7 +177,8 @@ def test_index_holds_no_text(tmp_path: Path) -> None:
 
 
 def test_documents_are_found_from_the_places_that_are_kept(tmp_path: Path) -> None:
-    # Files that end before, at and after a STRIDE-th document, with blank lines everywhere and a plain text between.
+    # Files that end before, at and after a STRIDE-th document, with blank lines everywhere and a
+    # plain text between.
     paths, expected = [], []
     for number, count in enumerate([STRIDE - 1, 1, STRIDE, 0, 2 * STRIDE + 3, 1, 7]):
         texts = [f"{number} {'x' * (i % 5)} {i}" for i in range(count)]
@@ -215,7 +216,8 @@ def test_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_documents_have_a_place(tmp_path: Path) -> None:
-    # 30,000 lines of 67 bytes lie before the one asked for: 2 MB, so newlines are counted over several reads.
+    # 30,000 lines of 67 bytes lie before the one asked for: 2 MB, so newlines are counted over
+    # several reads.
     line = json.dumps({"text": "x" * 54}) + "\n"
     jsonl = write(
         tmp_path / "a.jsonl", line * 20_000 + "\n" + line * 10_001
@@ -257,7 +259,8 @@ def test_fingerprint_is_that_of_places_sizes_and_text(tmp_path: Path) -> None:
 def test_fingerprint_looks_at_blocks_of_a_file(tmp_path: Path, size: int) -> None:
     path = write(tmp_path / "a.txt", b"x" * size)
     before = index_files([path]).fingerprint()
-    # All of a file up to SAMPLES blocks; of a larger one the first block, the last, and those between.
+    # All of a file up to SAMPLES blocks; of a larger one the first block, the last, and those
+    # between.
     last = size - BLOCK
     seen = (
         [0, size // 2, size - 1]

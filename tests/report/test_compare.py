@@ -25,7 +25,8 @@ def test_ratios_regressions_first():
     assert fsdp2.memory == 1.5
     assert fsdp2.effects == ["more memory"]
     assert ddp.speed == 0.8
-    # Rounds go from 0.95 to 1.04 of the median: 0.8 x 0.95 / 1.04 at worst, 0.8 x 1.04 / 0.95 at best, below 1.
+    # Rounds go from 0.95 to 1.04 of the median: 0.8 x 0.95 / 1.04 at worst, 0.8 x 1.04 / 0.95 at
+    # best, below 1.
     assert ddp.speed_range == pytest.approx((0.8 * 0.95 / 1.04, 0.8 * 1.04 / 0.95))
     assert ddp.effects == ["slower"]
     assert single.effects == []

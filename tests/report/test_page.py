@@ -18,7 +18,10 @@ from shardwise.report.page import write_report
 from tests.report.conftest import MIB, pipelines, processes, record, strategies, sweep_of, write
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'$\\frac{1}{0}$ & {{ 7*7 }} | `x` 😀\n"
+HOSTILE = (
+    "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    "\"'$\\frac{1}{0}$ & {{ 7*7 }} | `x` 😀\n"
+)
 
 
 @pytest.fixture(scope="module")

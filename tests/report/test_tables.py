@@ -11,7 +11,6 @@ from shardwise.report.tables import (
     counts,
     interleaved,
     make_rows,
-    memory_parts,
     numeric_axes,
     pareto,
     rounds_of,
@@ -75,7 +74,7 @@ def test_a_wrong_cell_has_no_figures():
         row.saving,
     )
     assert figures == (None,) * 6
-    assert memory_parts(row) is None
+    assert row.memory_parts is None
 
 
 @pytest.mark.parametrize("kind", ["strong", "weak"])
@@ -112,7 +111,8 @@ def test_memory_is_saved_against_ranks_with_the_whole_model():
 def test_pareto_front_leanest_first():
     sweep, records = strategies()
     rows = [*rows_of(sweep, records).values()]
-    # single needs the most and is the slowest; ddp is faster than fsdp2, which is leaner; the wrong zero1 is out.
+    # single needs the most and is the slowest; ddp is faster than fsdp2, which is leaner; the wrong
+    # zero1 is out.
     assert [row.plan.id for row in pareto(rows)] == ["fsdp2", "ddp"]
     twins = [CellPlan(name, {}, 1, "all", None) for name in ("a", "b", "c")]
     records = {"a": record(twins[0]), "b": record(twins[1]), "c": record(twins[2], peak=101 * MIB)}
@@ -125,7 +125,7 @@ def test_memory_parts_are_of_the_rank_with_the_largest_peak():
     parts = [{"weights": 10, "activations": 5}, {"weights": 10, "activations": 20}]
     made = record(plan, peak_memory_bytes=[15, 30], memory_parts=parts)
     row = rows_of(sweep_of((), [plan]), {"a": made})["a"]
-    assert memory_parts(row) == {
+    assert row.memory_parts == {
         "weights": 10,
         "gradients": 0,
         "optimizer": 0,

@@ -180,7 +180,10 @@ def test_what_no_rounding_explains_is_a_share_of_the_loss_in_formats_of_few_bits
 
 
 def precisions(**shift: float) -> tuple:
-    """float32 and bfloat16, each on one process and with ddp: two references, of which float32's is the baseline."""
+    """float32 and bfloat16, each on one process and with ddp: two references.
+
+    The baseline is that of float32.
+    """
     plans, made = [], {}
     for precision in ("float32", "bfloat16"):
         single = f"single-{precision}"

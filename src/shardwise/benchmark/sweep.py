@@ -32,7 +32,7 @@ KEYS = (
 )
 MAX_ID_LENGTH, MAX_CELLS = 80, 10_000
 NOISE = ("measure.reverse_microbatches", "measure.nudge_weights")
-"""Keys that change only how a run rounds: the order of its sums, and its weights by one rounding."""
+"""Keys that change only rounding: the order of a run's sums, and its weights by one rounding."""
 RESERVED = {SWEEP, "figures", "report.html", "report.md"}
 """Names beside the folders of the cells: the bench and the report write there too."""
 

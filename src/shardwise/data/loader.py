@@ -5,7 +5,8 @@ reads a stream of documents of its own, and a rank reads the streams of its slot
 (seed, epoch) gives all documents an order, and slot j takes those at places j, j + G, j + 2G, ...
 (G is the global batch size). So an epoch has each document once (`Order` explains `data.weights`).
 A slot that has read its share continues with its share of the next epoch, and does not wait for
-the other slots. A document that is left out leaves its place empty: no other document changes its slot.
+the other slots. A document that is left out leaves its place empty: no other document changes its
+slot.
 
 The position of a slot in its stream travels with its rows. So the saved state (`Loaders.state`)
 belongs to the last batch that was given out, however far workers have read ahead. A resume starts
@@ -213,9 +214,9 @@ class TrainStream(IterableDataset):
                 raise UserError(
                     f"data.train: slot {slot} of training.global_batch_size "
                     f"{self.global_batch_size} finds no target in the {len(self.order)} documents; "
-                    f"it has read {left_out.total()} in a row, many of them several times, and left "
-                    f"out {describe(left_out)}; give longer documents, other ones or more of them, "
-                    "or a smaller batch"
+                    f"of the last {left_out.total()} that it read it left out "
+                    f"{describe(left_out)}; give longer documents, other ones or more of them, or "
+                    "a smaller batch"
                 )
 
     def _places(self, slot: int, begin: SlotState) -> Iterator[tuple[int, int, int, Piece]]:
