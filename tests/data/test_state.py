@@ -28,7 +28,7 @@ def read(
     num_steps: int,
     state: LoaderState | None = None,
 ) -> tuple[list[list[Row]], LoaderState]:
-    """The rows of each global batch, and the merged state after the last one, read back from JSON."""
+    """The rows of each global batch, and the merged state at the end, read back from JSON."""
     ranks = [
         build_loaders(cfg, tokenizer, slots, state)
         for slots in over_ranks(cfg.training.global_batch_size, num_ranks)

@@ -214,9 +214,8 @@ class TrainStream(IterableDataset):
                 raise UserError(
                     f"data.train: slot {slot} of training.global_batch_size "
                     f"{self.global_batch_size} finds no target in the {len(self.order)} documents; "
-                    f"of the last {left_out.total()} that it read it left out "
-                    f"{describe(left_out)}; give longer documents, other ones or more of them, or "
-                    "a smaller batch"
+                    f"it left out the last {left_out.total()} that it read: {describe(left_out)}; "
+                    "give longer documents, other ones or more of them, or a smaller batch"
                 )
 
     def _places(self, slot: int, begin: SlotState) -> Iterator[tuple[int, int, int, Piece]]:

@@ -118,13 +118,13 @@ def _run(row: Row) -> Run | None:
 def _in_order(runs: Sequence[Run]) -> list[Run]:
     """Return the runs in the order of SPLITS, those together that differ in their split alone."""
     families: list[dict[str, object]] = []
-    keys = []
-    for place, run in enumerate(runs):
+
+    def place(run: Run) -> tuple[int, int]:
         assert run.row.record is not None
         settings = run_settings(run.row.record)
         family = {key: value for key, value in settings.items() if key != "parallel.split"}
         if family not in families:
             families.append(family)
-        split_place = SPLITS.index(run.split) if run.split in SPLITS else 1
-        keys.append((families.index(family), split_place, place))
-    return [run for _, run in sorted(zip(keys, runs, strict=True), key=lambda pair: pair[0])]
+        return families.index(family), SPLITS.index(run.split) if run.split in SPLITS else 1
+
+    return sorted(runs, key=place)
