@@ -7,38 +7,24 @@ import dataclasses
 import hashlib
 import importlib.resources
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import yaml
 
-from shardwise import words
 from shardwise.config import UserError
 from shardwise.drawing.svg import drawing, png_of, svg_of
 from shardwise.records.cell import RECORD
 from shardwise.records.record import dumps, write_atomically
-from shardwise.report import columns, timelines
+from shardwise.report import columns, summary, tables, timelines
 from shardwise.report.curves import AGAINST
 from shardwise.report.figures import NAMES, draw_all
 from shardwise.report.folder import Bench, read_bench
 from shardwise.report.names import fact, group_title
-from shardwise.report.panels import Drawn
-from shardwise.report.summary import caveats, fastest, leanest
-from shardwise.report.tables import (
-    Row,
-    counts,
-    environments,
-    equal_in_all,
-    groups_of,
-    interleaved,
-    make_rows,
-    pareto,
-    rounds_of,
-    scaling_kind,
-)
-from shardwise.report.timelines import TIMELINES, Chart, charts
+from shardwise.report.tables import Row, make_rows
+from shardwise.report.timelines import TIMELINES, charts
+from shardwise.words import seconds
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -75,7 +61,13 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
                 (figures / f"{figure.name}.png").write_bytes(png_of(figure.figure))
         for name, svg in svgs.items():
             write_atomically(figures / f"{name}.svg", svg)
-        content = _content(bench, rows, drawn, pipelines) | {"figures_folder": quote(figures.name)}
+        content = {
+            "bench": bench,
+            "rows": rows,
+            "figures": drawn,
+            "pipelines": pipelines,
+            "figures_folder": quote(figures.name),
+        }
         markdown = templates.get_template("template.md.j2").render(content)
         write_atomically(page.with_suffix(".md"), markdown)
         html = templates.get_template("template.html.j2").render(content | _embedded(svgs))
@@ -114,39 +106,16 @@ def _templates() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.filters["markdown"] = _markdown
-    templates.filters["seconds"] = words.seconds
-    return templates
-
-
-def _content(
-    bench: Bench, rows: Sequence[Row], drawn: Sequence[Drawn], pipelines: Sequence[Chart]
-) -> dict[str, Any]:
-    """Return what the templates show, by name."""
-    facts = environments(rows)
-    in_all = equal_in_all(bench.sweep)
-    return {
-        "sweep": bench.sweep,
-        "command": shlex.join(bench.sweep.command),
-        "counts": counts(rows),
-        "mark": lambda state: MARKS.get(state, "!"),
-        "rounds": rounds_of(rows),
-        "interleaved": interleaved(rows),
-        "scaling": scaling_kind(bench.sweep),
-        "caveats": caveats(rows),
-        "environment": facts,
-        "places": {key: " / ".join(map(fact, values)) for key, values in facts.items()},
-        "equal": _plain(in_all),
-        "groups": [_group(name, cells, bench) for name, cells in groups_of(rows).items()],
-        "rows": rows,
-        "details_of": lambda row: _details(row, bench),
-        "group_title": group_title,
-        "columns": columns,
-        "figures": drawn,
-        "pipelines": pipelines,
-        "timelines": timelines,
-        "costs": sorted({run.pipeline.costs for chart in pipelines for run in chart.runs}),
+    templates.filters |= {
+        "command": shlex.join,
+        "fact": fact,
+        "markdown": _markdown,
+        "plain": _plain,
+        "seconds": seconds,
     }
+    modules = {"columns": columns, "summary": summary, "tables": tables, "timelines": timelines}
+    templates.globals.update(modules, details=_details, group_title=group_title, marks=MARKS)
+    return templates
 
 
 def _embedded(svgs: dict[str, str]) -> dict[str, Any]:
@@ -166,21 +135,6 @@ def _embedded(svgs: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _group(name: str, cells: list[Row], bench: Bench) -> dict[str, Any]:
-    """Return what the templates show of a group of cells."""
-    in_all = equal_in_all(bench.sweep)
-    equal = bench.sweep.equal.get(name, {})
-    return {
-        "title": group_title(name, bench.sweep),
-        "rows": cells,
-        "cells": [row for row in cells if not row.plan.control],
-        "fastest": fastest(cells),
-        "leanest": leanest(cells),
-        "front": {row.plan.id for row in pareto(cells)},
-        "equal": _plain({key: value for key, value in equal.items() if key not in in_all}),
-    }
-
-
 def _details(row: Row, bench: Bench) -> dict[str, str]:
     """Return the texts that unfold below a cell's row."""
     record = row.record
@@ -195,11 +149,9 @@ def _details(row: Row, bench: Bench) -> dict[str, str]:
     }
 
 
-def _plain(settings: dict[str, Any]) -> dict[str, str]:
-    """Return settings with their values as a run file writes them."""
-    return {
-        key: value if isinstance(value, str) else dumps(value) for key, value in settings.items()
-    }
+def _plain(value: Any) -> str:
+    """Return a value of a run file as the file writes it."""
+    return value if isinstance(value, str) else dumps(value)
 
 
 def _markdown(text: str) -> str:

@@ -106,6 +106,11 @@ def charts(bench: Bench, rows: Sequence[Row]) -> list[Chart]:
     return drawn
 
 
+def costs(drawn: Sequence[Chart]) -> list[str]:
+    """Return the costs from which the splits of these pipelines were made, once each."""
+    return sorted({run.pipeline.costs for chart in drawn for run in chart.runs})
+
+
 def _run(row: Row) -> Run | None:
     """Return a cell's pipeline, or None where it has none to show."""
     content = row.record.pipeline if row.record and row.measured else None
