@@ -185,7 +185,6 @@ def test_lines_along_an_axis_of_numbers(browser, tmp_path):
         assert "processes" in page.locator("figure#against-nproc").inner_text()
         caption = page.locator("figure#against-nproc figcaption").inner_text()
         assert "ideal strong scaling" in caption
-        assert "unchecked" not in caption
 
 
 def test_hostile_names_are_text(browser, tmp_path):

@@ -52,8 +52,9 @@ def _last_loss(row: Row) -> float | None:
 
 
 def _between_rounds(row: Row) -> float | None:
-    has_several = row.record and row.num_good_rounds > 1
-    return row.record.largest_round_difference if row.record and has_several else None
+    if row.record is None or row.num_good_rounds < 2:
+        return None
+    return row.record.largest_round_difference
 
 
 PROCESSES = Column("Processes", lambda row: row.plan.nproc, str)

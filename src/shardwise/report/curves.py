@@ -38,6 +38,10 @@ LOSSES_CAPTION = (
     "tolerance is ten times its difference. A reference with other numerics is compared with the "
     "baseline, as closely as its number format allows."
 )
+AGAINST_CAPTION = (
+    "Cells without a figure are left out of the lines; the table of all cells has the reason. "
+    "Markers with a hole are unchecked cells."
+)
 PROCESSES = "processes"
 """The name of an axis that sets the number of processes."""
 WRONG: dict[str, Any] = {
@@ -187,12 +191,11 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
             panel.set_ylim(bottom=0)
             comma_ticks(panel.yaxis)
     legend(figure, cells, look, {})
-    return Drawn(
-        f"{AGAINST}{''.join(c if c.isalnum() else '-' for c in axis.name)}",
-        f"Against {name}",
-        _caption(bench, cells, name),
-        figure,
-    )
+    file_name = AGAINST + "".join(c if c.isalnum() else "-" for c in axis.name)
+    caption = AGAINST_CAPTION
+    if name == PROCESSES:
+        caption += f" The thin dashes show ideal {scaling_kind(bench.sweep)} scaling."
+    return Drawn(file_name, f"Against {name}", caption, figure)
 
 
 def _lines_by_title(
@@ -236,16 +239,3 @@ def _draw_ideal(panel: Axes, axis: Axis, cells: Sequence[Row], most_processes: f
         numbers = [most_processes ** (i / 32) for i in range(33)]
         ideal = [points[0][1] * number for number in numbers]
         panel.plot(numbers, ideal, color=colour("faint"), linewidth=0.9, dashes=(2, 2))
-
-
-def _caption(bench: Bench, cells: Sequence[Row], name: str) -> str:
-    """Return the caption of a figure along an axis of numbers."""
-    sentences = [
-        "Cells without a figure are left out of the lines.",
-        "The table of all cells has the reason.",
-    ]
-    if name == PROCESSES:
-        sentences.append(f"The thin dashes show ideal {scaling_kind(bench.sweep)} scaling.")
-    if any(row.state == "unchecked" for row in cells):
-        sentences.append("Markers with a hole are unchecked cells.")
-    return " ".join(sentences)

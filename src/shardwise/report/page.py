@@ -113,8 +113,16 @@ def _templates() -> Environment:
         "plain": _plain,
         "seconds": seconds,
     }
-    modules = {"columns": columns, "summary": summary, "tables": tables, "timelines": timelines}
-    templates.globals.update(modules, details=_details, group_title=group_title, marks=MARKS)
+    shared: dict[str, Any] = {
+        "columns": columns,
+        "details": _details,
+        "group_title": group_title,
+        "marks": MARKS,
+        "summary": summary,
+        "tables": tables,
+        "timelines": timelines,
+    }
+    templates.globals.update(shared)
     return templates
 
 
