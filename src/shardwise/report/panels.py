@@ -29,7 +29,7 @@ LEGEND_WIDTH = 125
 """The characters that fit into a line of a legend above the panels."""
 Groups = Sequence[tuple[str, list[Row]]]
 """The title of each group of cells, and its rows."""
-BESIDE: Mapping[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+BESIDE: Mapping[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
 """The place of text beside the end of a bar."""
 
 
