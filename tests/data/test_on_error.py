@@ -239,5 +239,5 @@ def test_nothing_but_bad_lines(
 ) -> None:
     path = str(write(tmp_path / "a.jsonl", "bad\n" * 3))
     cfg = run_config(path, on_error="skip", global_batch_size=1)
-    with pytest.raises(UserError, match=r"3 documents; .* 104 .* left out 104 not JSON; "):
+    with pytest.raises(UserError, match=r"3 documents; .* 104 .*: 104 not JSON; "):
         next(build_loaders(cfg, tokenizer, range(1)).train)

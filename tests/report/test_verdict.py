@@ -221,7 +221,7 @@ def test_a_reference_of_other_numerics_is_checked_against_the_baseline():
         rows["ddp-bfloat16"].verdict.against == "single-bfloat16"
     )  # of the same numerics: as closely as ever
     assert rows["ddp-bfloat16"].verdict.tolerance < 2e-5
-    assert rows["ddp-bfloat16"].speedup_over == "single-float32"
+    assert rows["ddp-bfloat16"].relative_to["speedup"] == "single-float32"
 
 
 def test_a_reference_of_other_numerics_that_is_far_off_is_wrong_and_checks_nothing():

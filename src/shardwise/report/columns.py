@@ -35,16 +35,9 @@ def _loss(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.4f}"
 
 
-def _speedup_over(row: Row) -> str:
-    return f"over {row.speedup_over}" if row.speedup_over and not row.is_baseline else ""
-
-
-def _efficiency_over(row: Row) -> str:
-    return f"of {row.efficiency_over}" if row.efficiency_over else ""
-
-
-def _saving_over(row: Row) -> str:
-    return f"of {row.saving_over}" if row.saving_over else ""
+def _relative(word: str, name: str) -> Callable[[Row], str]:
+    """Return a function that names the other cell of a ratio."""
+    return lambda row: f"{word} {row.relative_to[name]}" if name in row.relative_to else ""
 
 
 def _last_loss(row: Row) -> float | None:
@@ -64,10 +57,12 @@ STEP = Column("Median step", lambda row: row.step_seconds.get("p50"), seconds)
 PEAK = Column("Peak memory", lambda row: row.peak_memory_bytes, size)
 MFU = Column("MFU", lambda row: row.figures.mfu if row.figures else None, percent)
 
-SPEEDUP = Column("Speed-up", lambda row: row.speedup, ratio, _speedup_over)
+SPEEDUP = Column("Speed-up", lambda row: row.speedup, ratio, _relative("over", "speedup"))
 OVER_SLOWEST = Column("Over slowest", lambda row: row.over_slowest, ratio)
-EFFICIENCY = Column("Efficiency", lambda row: row.efficiency, percent, _efficiency_over)
-SAVING = Column("Memory saved", lambda row: row.saving, percent, _saving_over)
+EFFICIENCY = Column(
+    "Efficiency", lambda row: row.efficiency, percent, _relative("of", "efficiency")
+)
+SAVING = Column("Memory saved", lambda row: row.saving, percent, _relative("of", "saving"))
 
 LAST_LOSS = Column("Last loss", _last_loss, _loss)
 DIFFERENCE = Column("Largest difference", lambda row: row.difference, scientific)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardwise.config import flat
@@ -48,12 +48,11 @@ class Row:
     is_baseline: bool = False  # the speeds of others are compared with it
     is_reference: bool = False  # the losses of others are compared with it
     speedup: float | None = None  # over the baseline
-    speedup_over: str | None = None  # name of the baseline
     over_slowest: float | None = None  # speed-up over the slowest cell of the group
     efficiency: float | None = None  # T_N / (N T_1), where T is global tokens/s
-    efficiency_over: str | None = None  # name of the cell of T_1
     saving: float | None = None  # 1 - peak memory / peak memory of ddp
-    saving_over: str | None = None  # name of the cell of ddp
+    relative_to: Mapping[str, str] = field(default_factory=dict)
+    """The name of the other cell in a ratio, by the name of the ratio's field."""
 
     @property
     def measured(self) -> bool:
@@ -173,24 +172,26 @@ def _with_ratios(row: Row, rows: Sequence[Row]) -> Row:
     peaks = {other.plan.id: other.peak_memory_bytes or 0 for other in group}
     speed, peak = speeds[row.plan.id], peaks[row.plan.id]
     baseline_id = row.plan.id if row.is_baseline else _baseline_of(row.plan)
-    ratios: dict[str, Any] = {}
+    ratios: dict[str, float] = {}
+    names = {}
     if speed:
         ratios["over_slowest"] = speed / min(filter(None, speeds.values()))
         for other in group:
             if other.plan.id == baseline_id and speeds[baseline_id]:
                 ratios["speedup"] = speed / speeds[baseline_id]
-                ratios["speedup_over"] = other.name
+                if not row.is_baseline:
+                    names["speedup"] = other.name
         alone = [other for other in group if other.plan.nproc == 1 and speeds[other.plan.id]]
         if row.plan.nproc > 1 and (one := _nearest(row, alone)):
             ratios["efficiency"] = speed / speeds[one.plan.id] / row.plan.nproc
-            ratios["efficiency_over"] = one.name
+            names["efficiency"] = one.name
     if peak and not _is_ddp(row):
         same_nproc = [other for other in group if other.plan.nproc == row.plan.nproc]
         replicated = [other for other in same_nproc if _is_ddp(other) and peaks[other.plan.id]]
         if ddp := _nearest(row, replicated):
             ratios["saving"] = 1 - peak / peaks[ddp.plan.id]
-            ratios["saving_over"] = ddp.name
-    return replace(row, **ratios)
+            names["saving"] = ddp.name
+    return replace(row, **ratios, relative_to=names)
 
 
 def run_settings(record: CellRecord) -> dict[str, Any]:
