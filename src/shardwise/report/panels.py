@@ -1,4 +1,4 @@
-"""The parts of which figures are made: grids of panels, bars, line styles, and names beside points.
+"""The parts of which figures are made: grids of panels, places and bars of cells, and legends.
 
 A panel is one matplotlib Axes. Lengths of figures are in inches.
 """
