@@ -87,12 +87,11 @@ def _check_same_sweep(out: Path, sweep: Sweep) -> None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise UserError(f"{out} holds a damaged bench ({error}); choose another --out") from None
     for key in sorted(old | new, key=lambda key: not key.startswith("axes.")):
-        if old.get(key, ...) != new.get(key, ...):
-            values = (
-                f"{old.get(key, NOTHING)!r} in the folder, {new.get(key, NOTHING)!r} in the file"
-            )
+        in_folder, in_file = old.get(key, NOTHING), new.get(key, NOTHING)
+        if in_folder != in_file:
             raise UserError(
-                f"--out {out} holds another sweep: {key} is {values}; choose another --out"
+                f"--out {out} holds another sweep: {key} is {in_folder!r} there and {in_file!r} in "
+                "the sweep file; choose another --out"
             )
 
 

@@ -140,7 +140,7 @@ def _loading(problem: str, way_out: str) -> Generator[None]:
 
     Each rank would draw its bar into that of the run.
     """
-    import datasets
+    import datasets.exceptions
 
     has_bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bar()
