@@ -153,7 +153,7 @@ def _string(value: Any, name: str) -> str:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
-    """Encode a text; all tokens are targets. An empty text has none, not even special tokens."""
+    """Encode a text; all tokens are targets. An empty text has no tokens, not even special ones."""
     tokens = _tokenize(tokenizer, text)["input_ids"] if text else []
     return tokens, [True] * len(tokens)
 
@@ -215,7 +215,7 @@ def _assistant_spans(
 
     UserError where the template renders the beginning of a dialogue differently from the whole
     dialogue, or has no generation prompt and writes the assistant's header into the difference.
-    Then nobody can tell where the words begin.
+    Then it is unknown where the words begin.
     """
 
     def render(messages: list[Record], prompt: bool = False) -> str:

@@ -4,8 +4,9 @@ They do not depend on the number of ranks, micro-batches or workers. Slot j of e
 reads a stream of documents of its own, and a rank reads the streams of its slots. In each epoch
 (seed, epoch) gives all documents an order, and slot j takes those at places j, j + G, j + 2G, ...
 (G is the global batch size). So an epoch has each document once (`Order` explains `data.weights`).
-A slot that has read its share goes on with its share of the next epoch, and does not wait for the
-other slots. A document that is left out leaves its place empty: no other document changes its slot.
+A slot that has read its share continues with its share of the next epoch, and does not wait for
+the other slots. A document that is left out leaves its place empty: no other document changes its
+slot.
 
 The position of a slot in its stream travels with its rows. So the saved state (`Loaders.state`)
 belongs to the last batch that was given out, however far workers have read ahead. A resume starts
@@ -195,8 +196,9 @@ class TrainStream(IterableDataset):
         """Yield the documents of a slot that have a target; of the first one, the rest of it."""
         begin = self.begin[slot]
         skipped, cut = Counter(begin.skipped), begin.token
-        # Documents that were left out one after the other. A slot must not look at them for ever.
-        in_vain = Counter[str]()
+        # Documents that were left out one after the other. Without a limit a slot could search for
+        # ever.
+        left_out = Counter[str]()
         places = self._places(slot, begin)
         for count, (epoch, place, number, piece) in enumerate(places, begin.documents):
             start = SlotState(epoch, place, 0, count, dict(skipped))
@@ -204,17 +206,16 @@ class TrainStream(IterableDataset):
             if isinstance(document, Document):
                 yield document.after(cut)
                 cut = 0
-                in_vain.clear()
+                left_out.clear()
                 continue
-            in_vain[document] += 1
+            left_out[document] += 1
             skipped[document] += 1
-            if in_vain.total() > len(self.order) + 100:
+            if left_out.total() > len(self.order) + 100:
                 raise UserError(
                     f"data.train: slot {slot} of training.global_batch_size "
                     f"{self.global_batch_size} finds no target in the {len(self.order)} documents; "
-                    f"it has read {in_vain.total()} in a row, many of them several times, and left "
-                    f"out {describe(in_vain)}; give longer documents, other ones or more of them, "
-                    "or a smaller batch"
+                    f"it left out the last {left_out.total()} that it read: {describe(left_out)}; "
+                    "give longer documents, other ones or more of them, or a smaller batch"
                 )
 
     def _places(self, slot: int, begin: SlotState) -> Iterator[tuple[int, int, int, Piece]]:
