@@ -37,7 +37,10 @@ NOT_QUICK = (
         "tests/parity",
         "tests/test_readme.py",
     ),
-    *(f"tests/models/test_{name}.py" for name in ("adapter", "isolation", "stage")),
+    *(
+        f"tests/models/{name}.py"
+        for name in ("test_adapter", "patches/test_isolation", "test_stage")
+    ),
     *(
         f"tests/parallel/test_{name}.py"
         for name in ("accumulate", "activation_checkpoint", "communication", "compile")
@@ -50,7 +53,10 @@ NOT_QUICK = (
         f"tests/parallel/test_{name}.py"
         for name in ("tensor_options", "tensor_parallel", "tensor_state_bytes", "zero")
     ),
-    *(f"tests/training/test_{name}.py" for name in ("launch", "measure", "watchdog")),
+    *(
+        f"tests/{name}.py"
+        for name in ("launch/test_local", "training/test_measure", "process/test_watchdog")
+    ),
 )
 """Folders and files of tests; `make test` prints what each costs."""
 EXPENSIVE_FIRST = ("parity", "integration", "parallel", "training", "gpu", "benchmark", "models")

@@ -12,6 +12,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from shardwise.config import Parallel, RunConfig
+from tests.left_out import NOT_QUICK
 from tests.parity.cells import FAST
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +53,16 @@ ARROWS = {
         "metrics",
         "records",
     },
-    "launch": {"training", "planner", "checkpoint", "assembly", "process", "parallel", "metrics"},
+    "launch": {
+        "training",
+        "planner",
+        "checkpoint",
+        "assembly",
+        "process",
+        "parallel",
+        "metrics",
+        "records",
+    },
     "benchmark": {"records"},
     "report": {"records", "schedule", "drawing"},
     "interfaces": {"schedule"},
@@ -182,6 +192,10 @@ def test_what_pytest_passes_over_here_is_run_by_make():
     )[0]
     assert list((ROOT / "tests" / "kernels" / folder).glob("test_*.py"))
     assert f"/python -m pytest tests/kernels/{folder}\n" in (ROOT / "Makefile").read_text()
+
+
+def test_what_make_test_quick_leaves_out_exists():
+    assert [path for path in NOT_QUICK if not (ROOT / path).exists()] == []
 
 
 def test_links_and_paths_in_the_docs_exist():

@@ -1,4 +1,4 @@
-"""The command, as a shell runs it: what a mistake costs is one line and exit code 2."""
+"""The command, as a shell runs it: a mistake is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "fragment"),
     [
         ((), "the following arguments are required: COMMAND; see shardwise --help"),
         (("trian",), "argument COMMAND: invalid choice: 'trian'"),
@@ -100,7 +100,7 @@ def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=lambda value: " ".join(value) or "nothing" if isinstance(value, tuple) else "",
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments, told, folder):
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, fragment, folder):
     (folder / "broken.yaml").write_text("model: {path: [}\n")
     (folder / "list.yaml").write_text("- model\n")
     (folder / "unknown.yaml").write_text(RUN.replace("output_dir: out", "output_dir: out, step: 5"))
@@ -108,7 +108,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, told, folder):
     (folder / "full" / "metrics.jsonl").write_text("")
     done = shardwise(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {told}")
+    assert done.stderr.startswith(f"error: {fragment}")
     assert done.stderr.count("\n") == 1
 
 
@@ -129,7 +129,8 @@ def test_version_and_help():
 
 def test_torch_is_not_imported_before_it_is_needed(folder):
     code = (
-        "import sys; from shardwise.cli import main; code = main(['train', 'run.yaml', '--nproc', '0']);"
+        "import sys; from shardwise.cli import main;"
+        "code = main(['train', 'run.yaml', '--nproc', '0']);"
         "print(code, {'torch', 'transformers', 'rich'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -38,7 +38,7 @@ lora: {<<: {r: 2}, r: 4}  # and its own keys before all
 
 
 def test_a_mapping_that_was_merged_elsewhere_before_it_is_read():
-    # The outer mappings are read first, and by then the inner one holds the merged key beside its own.
+    # The outer mappings are read first. Then the inner one has the merged key beside its own.
     text = "a: {b: &b {<<: {x: 1}, x: 2}}\nc: {<<: *b}\n"
     assert yaml.load(text, _PlainData) == {"a": {"b": {"x": 2}}, "c": {"x": 2}}
 
@@ -103,7 +103,7 @@ def section_of(key: str, value: object) -> object:
 
 
 @pytest.mark.parametrize("key", RANGES)
-def test_a_value_beyond_its_range_is_told_the_bound_that_it_misses(key):
+def test_a_value_beyond_its_range_is_refused_with_the_bound_that_it_misses(key):
     least, most = RANGES[key]
     for value, message in {
         least - 1: f"give at least {least:,}",
@@ -120,9 +120,9 @@ def test_a_value_beyond_its_range_is_told_the_bound_that_it_misses(key):
 
 def test_every_number_of_a_run_file_has_a_range():
     elsewhere = {  # open at an end or lists: checked where they are
-        "lora.dropout", "data.weights", "data.validation", "parallel.split", "parallel.memory_limit_gib",
-        "optimizer.betas", "optimizer.max_grad_norm",
-    }  # fmt: skip
+        *("lora.dropout", "data.weights", "data.validation", "parallel.split"),
+        *("parallel.memory_limit_gib", "optimizer.betas", "optimizer.max_grad_norm"),
+    }
     numbers = {
         f"{name}.{key}"
         for name in config.known_keys()

@@ -18,9 +18,9 @@ from shardwise.run_file import load_config, parse_config
 
 KEYS = [(section, key) for section in config.known_keys() for key in config.known_keys(section)]
 WAYS_OUT = (
-    "give", "set", "should", "unable to parse", "did you mean", "known ", "add it", "name ", "leave", "write",
-    "quote it", "mend it", "use ", "is for", "see ", "is not a switch", "string", "number",
-)  # fmt: skip
+    *("give", "set", "should", "unable to parse", "did you mean", "known ", "add it", "name "),
+    *("leave", "write", "quote it", "mend it", "use ", "is for", "see ", "string", "number"),
+)
 
 extremes = st.sampled_from(
     [0, -1, 1, 2**31, 2**63, -(2**63), 10**30, math.nan, math.inf, -math.inf, 1e30, 1e-320]

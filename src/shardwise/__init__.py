@@ -1,3 +1,3 @@
-"""Fine-tune hybrid-attention language models under every parallel strategy, proven equal. See README.md."""
+"""Fine-tune hybrid-attention language models under every parallel strategy, proven equal."""
 
 __version__ = "0.1.0"

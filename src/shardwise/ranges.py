@@ -1,4 +1,4 @@
-"""Ranges of the numbers in a run file, and how an error shows a value that is none of them."""
+"""Ranges of the numbers in a run file, and the text of a value in an error."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ RANGES = {
     "training.timeout_seconds": (0.001, 1_000_000),
     "measure.warmup_steps": (0, 1_000_000_000),
 }
-"""Smallest and largest value of each key that is a number. No real run reaches the largest ones: beyond them lies what
-was mistyped, and what would take memory or time without end before anything is said."""
+"""The smallest and the largest value of each key that is a number.
+
+No real run reaches the largest ones. A larger number is a typing error, and could cost memory or
+time without end before it is noticed.
+"""
 
 MOST_TOKENS = 1_000_000_000
-"""The same of the tokens in an optimizer step."""
+"""The largest number of tokens in an optimizer step."""
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 100
 
 
 def shown(value: object) -> str:
-    """Return a value as an error shows it: its repr, cut where it is long, nested or endless."""
+    """Return the text of a value in an error: its repr, cut where it is long or nested."""
     try:
         return _REPR.repr(value)
     except ValueError:  # Python writes no numbers of more than some thousand digits
@@ -49,9 +52,12 @@ def shown(value: object) -> str:
 
 
 def missed_bound(value: float | None, least: float, most: float) -> str:
-    """Return which bound a value misses, as in "at most 8"; nothing where it misses none, or is left out."""
+    """Return the bound that a value misses, such as "at most 8"; "" where it misses none.
+
+    A value that is left out (None) misses none.
+    """
     if value is None or least <= value <= most:
         return ""
     if value > most:
         return f"at most {most:,}"
-    return f"at least {least:,}" if value < least else "a number"  # NaN is neither
+    return f"at least {least:,}" if value < least else "a number"  # NaN is on neither side

@@ -1,4 +1,4 @@
-"""Read a run file: YAML and command-line overrides, checked against the sections of `config.py` with pydantic."""
+"""Read a run file: YAML and command-line overrides, checked by pydantic against `config.py`."""
 
 from __future__ import annotations
 
@@ -16,51 +16,52 @@ from shardwise.ranges import shown
 
 
 def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
-    """Return plain data as a run file; raise UserError with one line for the first thing that is wrong.
+    """Return plain data as a RunConfig; raise UserError for the first mistake in it.
 
-    That is a key, a type, a range, or a combination that no rule of the run file allows.
+    A mistake is a key, a type, a range, or a combination that a rule of the run file refuses.
     """
-    import pydantic  # here, so that a Python caller who builds RunConfig himself does not need it
+    import pydantic  # late: a Python caller who builds a RunConfig does not need it
 
     try:
         cfg = _adapter().validate_python(data)
     except pydantic.ValidationError as error:
         raise UserError(f"{source}: {_first_problem(error)}") from None
-    for section, keys in data.items():  # pydantic takes true for 1
+    for section, keys in data.items():
         for key, value in (keys or {}).items():
-            taken = getattr(getattr(cfg, section), key)
-            require(
-                not isinstance(value, bool) or isinstance(taken, bool),
-                f"{source}: {section}.{key} is not a switch",
-            )
+            parsed = getattr(getattr(cfg, section), key)
+            is_switch = isinstance(parsed, bool) or not isinstance(value, bool)
+            # pydantic takes true for 1.
+            require(is_switch, f"{source}: {section}.{key} is not a switch; give a number")
     for _, message in rules.refusals(cfg):
         raise UserError(f"{source}: {message}")
     return cfg
 
 
 def without_removed(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections that an earlier version stored, without keys of REMOVED that changed nothing."""
-    data = {
-        section: dict(keys) if isinstance(keys, dict) else keys for section, keys in data.items()
+    """Return the sections of a stored run file without keys of REMOVED that changed nothing."""
+
+    def is_needed(section: str, key: str, value: Any) -> bool:
+        name = f"{section}.{key}"
+        return name not in REMOVED or value != REMOVED[name]
+
+    return {
+        section: {key: value for key, value in keys.items() if is_needed(section, key, value)}
+        if isinstance(keys, dict)
+        else keys
+        for section, keys in data.items()
     }
-    for name, unused in REMOVED.items():
-        section, _, key = name.partition(".")
-        keys = data.get(section)
-        if isinstance(keys, dict) and key in keys and keys[key] == unused:
-            del keys[key]
-    return data
 
 
 @functools.cache
 def _adapter() -> Any:
-    """Return pydantic's checks of the sections; making them takes as long as checking a thousand files."""
+    """Return pydantic's checks of the sections, which take long to make."""
     import pydantic
 
     return pydantic.TypeAdapter(RunConfig)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a run file and apply `--section.key=value` overrides (values are YAML, so `null` and `[a, b]` work)."""
+    """Read a run file and apply `--section.key=value` overrides, whose values are YAML."""
     data = read_yaml(path, "a run file is a mapping of sections; see docs/reference/config.md")
     for override in overrides or []:
         _apply_override(data, override)
@@ -68,13 +69,16 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
 
 
 def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
-    """Read a YAML file whose content has to be a mapping; `what` tells the user so. A key given twice is an error."""
-    # Nobody may ever write to a pipe, and reading it would wait.
+    """Read a YAML file whose content has to be a mapping.
+
+    Raises UserError where it is not (`what` is then the message), or where a key is given twice.
+    """
+    # To read a pipe would wait until somebody writes to it.
     require(not Path(path).is_fifo(), f"{path}: a pipe; give the path of a YAML file")
     try:
         with Path(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:  # a name that holds a null byte is a ValueError
+    except (OSError, ValueError) as error:  # a null byte in a name raises ValueError
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(
             f"{path}: cannot read the file ({reason}); give the path of a YAML file"
@@ -85,25 +89,24 @@ def read_yaml(path: str | Path, what: str) -> dict[str, Any]:
     )
     try:
         data = yaml.load(content.decode(), _PlainData)
-    except (yaml.YAMLError, ValueError) as error:  # bytes that are no text, dates that are none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or no valid date
         raise UserError(f"{path}: not valid YAML ({error}); mend it") from None
     require(isinstance(data, dict), f"{path}: {what}")
     return data
 
 
 MOST_BYTES, MOST_LEVELS, MOST_VALUES = 1 << 20, 20, 100_000
-"""What is read of a YAML file: many times what any run or sweep needs, and little enough for every later pass."""
+"""Bounds of a YAML file: far above any run or sweep, and small enough for every later pass."""
 
 
 class _PlainData(yaml.SafeLoader):
-    """YAML's plain data within the bounds above, where a key given twice is an error: else the second would win."""
+    """Loads YAML's plain data within the bounds above; a key given twice is an error."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._level = 0
-        self._sizes: dict[
-            yaml.Node, int
-        ] = {}  # values in each node; an alias has all that it stands for once more
+        # The number of values in each node. An alias counts as what it stands for.
+        self._sizes: dict[yaml.Node, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         is_alias = self.check_event(yaml.AliasEvent)
@@ -115,11 +118,9 @@ class _PlainData(yaml.SafeLoader):
         if isinstance(node, yaml.CollectionNode) and node not in self._sizes:
             if is_alias:
                 raise yaml.YAMLError("an alias stands within what it stands for")
-            children = (
-                itertools.chain.from_iterable(node.value)
-                if isinstance(node, yaml.MappingNode)
-                else node.value
-            )
+            children = node.value
+            if isinstance(node, yaml.MappingNode):
+                children = itertools.chain.from_iterable(children)
             self._sizes[node] = 1 + sum(self._sizes.get(child, 1) for child in children)
             if self._sizes[node] > MOST_VALUES:
                 raise yaml.YAMLError(
@@ -128,19 +129,17 @@ class _PlainData(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        # As written: later what `<<` merges stands beside a mapping's own keys, which go before it.
+        # Here the keys are as written. Later, those that `<<` merges stand beside them, and a key
+        # of the mapping itself may repeat one of these.
         node = super().compose_mapping_node(anchor)
-        key, times = (
-            Counter(str(key.value) for key, _ in node.value).most_common(1)[0]
-            if node.value
-            else ("", 0)
-        )
-        if times > 1:
-            raise yaml.YAMLError(f"the key {key} is given twice")
+        for key, times in Counter(str(key.value) for key, _ in node.value).items():
+            if times > 1:
+                raise yaml.YAMLError(f"the key {key} is given twice")
         return node
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
+    """Set a key in the sections of a run file, or a whole section, as in `--lora=null`."""
     key, equals, text = override.removeprefix("--").partition("=")
     section, _, name = key.partition(".")
     start = f"--{key[:80]}"
@@ -151,15 +150,16 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         value = yaml.load(text, _PlainData)
     except (yaml.YAMLError, ValueError):
         raise UserError(f"{start}: the value is not valid YAML; quote it") from None
-    existing = data.get(section)
-    kept = existing if isinstance(existing, dict) else {}
-    data[section] = (
-        {**kept, name: value} if name else value
-    )  # the latter a whole section, such as --lora=null
+    if name:
+        keys = data.get(section)
+        data[section] = {**(keys if isinstance(keys, dict) else {}), name: value}
+    else:
+        data[section] = value
 
 
 def _first_problem(error: Any) -> str:
-    # Unknown keys first: a misspelt required key also makes a "missing" error, and the spelling is the way out.
+    """Return the message for one of pydantic's errors."""
+    # Unknown keys come first: a misspelt required key is also missing, and the spelling helps.
     problem = min(
         error.errors(),
         key=lambda e: e["type"] not in ("unexpected_keyword_argument", "value_error"),
@@ -174,11 +174,8 @@ def _first_problem(error: Any) -> str:
         return f"{'.'.join(location)} is missing; add it"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
-    wanted = " or ".join(
-        dict.fromkeys(
-            e["msg"] for e in error.errors() if [str(p) for p in e["loc"][:2]] == location[:2]
-        )
-    )
-    return (
-        f"{'.'.join(location[:2])} is {shown(problem['input'])}: {wanted[:1].lower()}{wanted[1:]}"
-    )
+    key = problem["loc"][:2]  # a key that may have several types has an error for each
+    wanted = dict.fromkeys(e["msg"] for e in error.errors() if e["loc"][:2] == key)
+    message = " or ".join(wanted)
+    name = ".".join(location[:2])
+    return f"{name} is {shown(problem['input'])}: {message[:1].lower()}{message[1:]}"

@@ -1,6 +1,4 @@
-"""Numbers, units and lists as text: seconds, bytes, ratios, percentages. Imports nothing of
-shardwise.
-"""
+"""Numbers, units and lists as text: seconds, bytes, ratios, percentages."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ def duration(num_seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return three significant digits and commas: `1,309`, `86.7`, `0.0123`; `80` rather than
-    `80.0`.
-    """
+    """Return three significant digits and commas: `1,309`, `86.7`, `0.0123`, `80` (not `80.0`)."""
     if value is None:
         return NOTHING
     if not math.isfinite(value):
@@ -98,9 +94,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Return names as a sentence lists them: `a, b and c`; beyond `most` names `a, b, c and 4
-    more`.
-    """
+    """Return names as a sentence lists them: `a, b and c`; more than `most`: `a, b and 4 more`."""
     shown = [*names]
     if len(shown) > most:
         shown[most - 1 :] = [f"{len(names) - most + 1} more"]
@@ -110,9 +104,7 @@ def listed(names: Sequence[str], most: int = 4) -> str:
 
 
 def one_line(text: str, longest: int = 60) -> str:
-    """Return text on one line of at most `longest` printable characters; a longer one loses its
-    middle.
-    """
+    """Return text on one line of `longest` printable characters; a longer text loses its middle."""
     text = "".join(character if character.isprintable() else " " for character in text)
     if len(text) <= longest:
         return text

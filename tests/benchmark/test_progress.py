@@ -1,4 +1,4 @@
-"""The output of a bench: the time left, and one table at the end."""
+"""The output of a bench: a line for each run with the time left, and one table at the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.benchmark.cells import CellState
-from shardwise.benchmark.progress import result_table, time_left
+from shardwise.benchmark.progress import print_end, print_start, result_table, time_left
 from shardwise.benchmark.sweep import Cell
 from shardwise.records.cell import CellPlan, CellRecord, Round
 from shardwise.records.record import Status
@@ -23,7 +23,6 @@ def state(*seconds: float, control: bool = False, status: Status = "ok") -> Cell
 @pytest.mark.parametrize(
     ("states", "left"),
     [
-        ([state(), state()], None),  # no round has ended yet
         (
             [state(10.0), state()],
             2 * 10 + 3 * 10,
@@ -38,10 +37,17 @@ def test_time_left_of_three_rounds(states, left):
     assert time_left(states, 3) == left
 
 
-def test_the_current_round_takes_no_less_than_no_time():
-    running, other = state(10.0), state(10.0)
-    assert time_left([running, other], 2, running, 4.0) == 6 + 10
-    assert time_left([running, other], 2, running, 400.0) == 0 + 10
+def test_a_run_has_a_line(capsys):
+    cell, other = state(), state(10.0)
+    print_start(cell, [cell, other], 3)
+    assert capsys.readouterr().out == "run 2 of 6: a, round 1: "
+    cell.rounds.append(Round("ok", tokens_per_second=1234.4, wall_seconds=20.0))
+    print_end(cell, [cell, other], 3)
+    # Two rounds of 20 seconds and two of 10 are left.
+    assert capsys.readouterr().out == "ok, 1,234 tokens/s, 20.0 s; 1 min 00 s left\n"
+    cell.rounds.append(Round("oom", "out of memory", wall_seconds=1.0))
+    print_end(cell, [cell, other], 3)
+    assert capsys.readouterr().out.startswith("oom, out of memory, 1.0 s; ")
 
 
 def test_the_table_at_the_end():

@@ -1,4 +1,4 @@
-"""The cells of a sweep file, the comparisons that it may make, and the errors for mistakes in it."""
+"""The cells of a sweep file, the comparisons that it may make, and errors for mistakes in it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_cells_are_the_product_of_the_axes_in_order(tmp_path):
     assert all(parse_config(cell.run).to_dict() == cell.run for cell in sweep.cells)
     compared = {axis.name: axis.compared for axis in sweep.record.axes}
     assert compared == {"strategy": True, "data.sequence_length": False, "adapter": False}
-    # Work axes make groups: 2 lengths x 2 adapters, in each of which the two strategies are compared.
+    # Work axes make groups: 2 lengths x 2 adapters, in each of which the two strategies are
+    # compared.
     assert len({plan.group for plan in plans}) == 4
     assert sweep.record.equal[ddp.plan.group]["tokens per step"] == 8 * 16
     assert cells(read(tmp_path, axes={"strategy": STRATEGIES}, nproc=2))["ddp"].run["training"][

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardwise.checkpoint.folder import folder_of, take_over
 from shardwise.checkpoint.resume import find_start
 from shardwise.config import RunConfig, UserError
 from shardwise.launch import local as launch
+from shardwise.launch.group import Group
 from shardwise.models import load
 from shardwise.parallel.mesh import build_mesh
 from shardwise.process.ending import Ending
@@ -172,14 +174,14 @@ def test_a_restart_goes_on_from_where_the_run_stands(resume, tmp_path, monkeypat
     resume = str(folder_of(tmp_path, 2)) if resume == "older" else resume
     given = []
 
-    def run_group(cfg: RunConfig, *_: Any) -> Ending | None:
-        given.append(cfg.training.resume)
+    def run(_: Group, main: partial[None], *__: Any) -> Ending | None:
+        given.append(main.args[0].training.resume)
         if len(given) == 2:
             take_over(tmp_path, 2, None)
             make_checkpoints(tmp_path, "step-4")  # of the same name as one that was there
         return None if len(given) == 4 else Ending(1, "died", "error: died")
 
-    monkeypatch.setattr(launch, "_run_group", run_group)
+    monkeypatch.setattr(Group, "run", run)
     cfg = config(tmp_path, resume=resume, max_restarts=3)
     assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 0
     assert given == [resume, resume, "auto", "auto"]
@@ -191,15 +193,15 @@ def test_what_fails_after_the_results_are_saved_is_not_started_again(
 ):
     starts = []
 
-    def run_group(cfg: RunConfig, *_: Any) -> Ending:
-        starts.append(cfg.training.resume)
+    def run(_: Group, main: partial[None], *__: Any) -> Ending:
+        starts.append(main.args[0].training.resume)
         if save_every and len(starts) == 1:
             make_checkpoints(tmp_path, "step-2")
         else:
             (tmp_path / "model").mkdir()
         return Ending(1, "died", "error: died")
 
-    monkeypatch.setattr(launch, "_run_group", run_group)
+    monkeypatch.setattr(Group, "run", run)
     cfg = config(tmp_path, max_restarts=3, save_every=save_every)
     assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 1
     assert starts == ([None, "auto"] if save_every else [None])
@@ -214,6 +216,6 @@ def test_results_that_were_there_before_do_not_keep_a_run_from_starting_again(
     make_checkpoints(tmp_path, "step-2")
     (tmp_path / "model").mkdir()
     endings = iter([Ending(1, "died", "error: died"), None])
-    monkeypatch.setattr(launch, "_run_group", lambda *_: next(endings))
+    monkeypatch.setattr(Group, "run", lambda *_: next(endings))
     cfg = config(tmp_path, resume="latest", max_restarts=1)
     assert launch.start_processes(replace(cfg, parallel=replace(cfg.parallel, data="ddp")), 2) == 0

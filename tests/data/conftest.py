@@ -15,7 +15,10 @@ from shardwise.config import Data, Model, RunConfig, Training
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with two merges, made without training: `the` is one token, any other byte is one token."""
+    """Byte-level BPE with two merges, made without training.
+
+    `the` is one token, and any other byte is one.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate(["<pad>", "<eos>", *alphabet, "th", "the"])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h"), ("th", "e")]))
@@ -26,8 +29,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_fork_server_left() -> Iterator[None]:
-    # A process that is forked from this one would take the fork server for its child, and could not start workers.
-    # The server ends when its workers have ended; the traceback of a failed test can keep some alive.
+    # A process that is forked from this one would take the fork server for its child, and could not
+    # start workers. The server ends when its workers have ended; the traceback of a failed test can
+    # keep some alive.
     yield
     for process in multiprocessing.active_children():
         if isinstance(process, ForkServerProcess):

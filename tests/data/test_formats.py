@@ -79,7 +79,8 @@ def dialogue(*turns: str, system: str | None = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_chatml(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
-    # By hand: after each header of the assistant, down to the end of its turn; not the line feed after it.
+    # By hand: after each header of the assistant, down to the end of its turn; not the line feed
+    # after it.
     expected = (
         "<|im_start|>system\nbe brief<|im_end|>\n"
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«hello!<|im_end|>»\n"
@@ -94,15 +95,18 @@ def test_llama_3_style_headers(tokenizer: PreTrainedTokenizerFast) -> None:
         return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
 
     expected = (
-        f"<pad>{header('system')}be brief<|eot_id|>{header('user')}hi<|eot_id|>{header('assistant')}«hello!<|eot_id|>»"
-        f"{header('user')}and?<|eot_id|>{header('assistant')}«no<|eot_id|>»"  # the template trims the turn
+        f"<pad>{header('system')}be brief<|eot_id|>{header('user')}hi<|eot_id|>"
+        f"{header('assistant')}«hello!<|eot_id|>»"
+        # the template trims the turn
+        f"{header('user')}and?<|eot_id|>{header('assistant')}«no<|eot_id|>»"
     )
     record = dialogue("hi", "hello!", "and?", " no ", system="be brief")
     assert marked(chat_tokenizer(tokenizer, HEADERS), record) == expected
 
 
 def test_inst_style(tokenizer: PreTrainedTokenizerFast) -> None:
-    # The template writes a space before the assistant's words: it is added for the turn, so the model must say it.
+    # The template writes a space before the assistant's words: it is added for the turn, so the
+    # model must say it.
     expected = "<pad>[INST] hi [/INST]« hello!<eos>»[INST] and? [/INST]« no<eos>»"
     tokenizer = chat_tokenizer(tokenizer, INST)
     assert marked(tokenizer, dialogue("hi", "hello!", "and?", "no")) == expected
@@ -196,7 +200,8 @@ def test_what_only_looks_like_a_mark_is_none(
         ("{% for i in range(10**9) %}{% endfor %}", "too much"),
         ("{{ 'x' * 10**12 }}", "too much|GiB"),
         (
-            "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+            "{% set n = namespace(s='xx') %}"
+            "{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
             "too much|GiB",
         ),
         (
@@ -248,8 +253,9 @@ def test_template_that_is_not_jinja(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_long_dialogue_is_cut_into_rows(tokenizer: PreTrainedTokenizerFast) -> None:
-    # <pad>[INST] hi [/INST] yes<eos> is 1 + 17 + 4 + 1 tokens, of which " yes<eos>" are the targets 18 to 22. Rows of 6
-    # are positions 0-6, 6-12, 12-18, 18-23: the first two predict nothing and are left out.
+    # <pad>[INST] hi [/INST] yes<eos> is 1 + 17 + 4 + 1 tokens, of which " yes<eos>" are the targets
+    # 18 to 22. Rows of 6 are positions 0-6, 6-12, 12-18, 18-23: the first two predict nothing and
+    # are left out.
     tokenizer = chat_tokenizer(tokenizer, INST)
     encoder = Encoder.of(
         tokenizer, Data(train="unused", format="chat", packing="none", sequence_length=6)
@@ -273,7 +279,8 @@ def test_long_dialogue_is_cut_into_rows(tokenizer: PreTrainedTokenizerFast) -> N
 
 @pytest.mark.parametrize("packing", ["none", "concat"])
 def test_completion(tokenizer: PreTrainedTokenizerFast, packing: str) -> None:
-    # "the" is one token; one that begins in the prompt holds a character of the completion, and is a target.
+    # "the" is one token; one that begins in the prompt holds a character of the completion, and is
+    # a target.
     for prompt, completion, expected in (
         ("2+2=", " 4", "2+2=« 4<eos>»"),
         ("", "so", "«so<eos>»"),
@@ -378,7 +385,8 @@ def test_roles_that_a_template_compares_are_known(
 
 def test_fields_that_only_other_rows_have_are_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
     template = (
-        "{% for m in messages %}{{ m.role }}{% if 'name' in m %}({{ m.name }}){% endif %}:{{ m.content }};{% endfor %}"
+        "{% for m in messages %}{{ m.role }}"
+        "{% if 'name' in m %}({{ m.name }}){% endif %}:{{ m.content }};{% endfor %}"
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
     record = {

@@ -62,7 +62,10 @@ def predicted(rows: list[Row]) -> list[int]:
 
 @st.composite
 def corpora(draw: st.DrawFn) -> tuple[list[str], int]:
-    """Texts, empty ones among them, and a global batch size; one text is long enough to be cut for all slots."""
+    """Texts, empty ones among them, and a global batch size.
+
+    One text is long enough to be cut for all slots.
+    """
     batch_size = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     text = st.text("the cä\n", max_size=40)
     long_text = st.text("the cä\n", min_size=4 * batch_size, max_size=4 * batch_size + 40)
@@ -184,7 +187,8 @@ def test_packing_none_predicts_each_token_once_an_epoch(
         global_batch_size=batch_size,
     )
     documents = [tokenizer(text)["input_ids"] for text in texts]
-    # Two epochs of each slot's share, by the rule that the module states: places slot, slot + G, ... of the order.
+    # Two epochs of each slot's share, by the rule that the module states: places slot, slot + G,
+    # ... of the order.
     shares = [
         [
             documents[i]
@@ -242,7 +246,8 @@ def test_packing_concat_reproduces_the_joined_stream(
 def test_slots_that_share_a_document_read_different_pieces(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
-    # Two documents of 12 characters for five slots: slots 0, 2, 4 share one (4 characters each), 1 and 3 the other (6).
+    # Two documents of 12 characters for five slots: slots 0, 2, 4 share one (4 characters each), 1
+    # and 3 the other (6).
     texts = ["abcdefghijkl", "ABCDEFGHIJKL"]
     cfg = run_config(write_corpus(texts), packing="none", sequence_length=8, global_batch_size=5)
     (rows,) = train_rows(cfg, tokenizer, range(5), 1)
@@ -313,7 +318,8 @@ def test_validation_is_cut_to_eval_batches(
         "sequence_length": 10,
         "global_batch_size": 4,
     }
-    # 100 targets in rows of 10 are 10 rows: three global batches of 4, two rows of the last one ignored.
+    # 100 targets in rows of 10 are 10 rows: three global batches of 4, two rows of the last one
+    # ignored.
     for eval_batches, num_batches in ((0, 3), (2, 2), (3, 3), (9, 3)):
         loaders = build_loaders(
             run_config(train, eval_batches=eval_batches, **keys), tokenizer, range(2, 4)
@@ -432,7 +438,8 @@ def test_places_are_drawn_a_few_at_a_time(
     monkeypatch.setattr(
         Order, "_documents", lambda *args: drawn.append(len(args[2])) or documents(*args)
     )
-    # Documents of one row each for four slots: CHUNK + 2 for each slot, of which the first CHUNK are drawn at once.
+    # Documents of one row each for four slots: CHUNK + 2 for each slot, of which the first CHUNK
+    # are drawn at once.
     cfg = run_config(
         write_corpus(["ab"] * 4 * (CHUNK + 2)),
         packing="none",

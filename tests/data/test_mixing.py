@@ -23,8 +23,8 @@ def labels(tokenizer: PreTrainedTokenizerFast, cfg: RunConfig, num_steps: int) -
 def test_entries_are_read_by_weight(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
-    # 30 documents with "a" and 10 with "b", in rows of one document; weights 1 : 1. In 100 steps of 4 rows are ten
-    # epochs of 40 draws, 20 of each entry.
+    # 30 documents with "a" and 10 with "b", in rows of one document; weights 1 : 1. In 100 steps of
+    # 4 rows are ten epochs of 40 draws, 20 of each entry.
     train = [
         write_corpus([f"{i:02}a" for i in range(30)]),
         write_corpus([f"{i:02}b" for i in range(10)]),

@@ -88,8 +88,8 @@ def test_left_out_lines_move_no_other_and_are_counted(
     num_ranks: int,
     workers: int,
 ) -> None:
-    # 40 documents of two tokens, one row each: a slot reads its ten in ten steps. Of every seventh nothing can be used;
-    # the same corpus with an empty text in its place gives the same rows.
+    # 40 documents of two tokens, one row each: a slot reads its ten in ten steps. Of every seventh
+    # nothing can be used; the same corpus with an empty text in its place gives the same rows.
     lines = [as_bytes(json.dumps({"text": chr(48 + i) * 2})) for i in range(40)]
     with_bad = [as_bytes(BAD[i // 7][0]) if i % 7 == 3 else line for i, line in enumerate(lines)]
     with_empty = [b'{"text": ""}' if i % 7 == 3 else line for i, line in enumerate(lines)]
@@ -147,8 +147,9 @@ def test_counts_of_one_epoch(
 def test_counts_of_an_evaluation_that_is_cut(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
 ) -> None:
-    # 4 letters and an end-of-text token: a row of 4 has but the first 4 as inputs, and the second row begins with the
-    # fifth; the bad line before the third document is read only for a third row.
+    # 4 letters and an end-of-text token: a row of 4 has but the first 4 as inputs, and the second
+    # row begins with the fifth; the bad line before the third document is read only for a third
+    # row.
     path = str(
         write(
             tmp_path / "a.jsonl",
@@ -238,5 +239,5 @@ def test_nothing_but_bad_lines(
 ) -> None:
     path = str(write(tmp_path / "a.jsonl", "bad\n" * 3))
     cfg = run_config(path, on_error="skip", global_batch_size=1)
-    with pytest.raises(UserError, match=r"3 documents; .* 104 .* left out 104 not JSON; "):
+    with pytest.raises(UserError, match=r"3 documents; .* 104 .*: 104 not JSON; "):
         next(build_loaders(cfg, tokenizer, range(1)).train)

@@ -63,7 +63,8 @@ def test_hash_is_splitmix64() -> None:
 
 
 def test_permutation_is_pinned() -> None:
-    # Not derived: the value at the first release. A change of it changes the batches of everybody's runs.
+    # Not derived: the value at the first release. A change of it changes the batches of everybody's
+    # runs.
     assert permute(np.arange(8), 8, 0, 1, 0).tolist() == [0, 5, 2, 6, 3, 1, 4, 7]
 
 
@@ -91,9 +92,9 @@ def test_permutation_of_few_is_uniform(size: int) -> None:
 
 
 def test_where_blocks_land_is_uniform() -> None:
-    # From each of 64 blocks of 64 neighbours into each of 64 blocks of places: one document a seed, 64 over 64 seeds. A
-    # permutation fixes all sums of rows and columns, so chi-square has 63 * 63 = 3969 degrees of freedom and a standard
-    # deviation of sqrt(2 * 3969) = 89.
+    # From each of 64 blocks of 64 neighbours into each of 64 blocks of places: one document a seed,
+    # 64 over 64 seeds. A permutation fixes all sums of rows and columns, so chi-square has 63 * 63
+    # = 3969 degrees of freedom and a standard deviation of sqrt(2 * 3969) = 89.
     size, counts = 64 * 64, np.zeros((64, 64))
     for seed in range(64):
         np.add.at(
@@ -104,9 +105,10 @@ def test_where_blocks_land_is_uniform() -> None:
 
 
 def test_neighbours_do_not_stay_together() -> None:
-    # Over 20 seeds of 5,000 numbers: the correlation of before and after is a mean of 0 with deviation 1/sqrt(5000),
-    # as is that of the places of neighbours; and of 4,999 pairs of neighbours 2 stay neighbours on average (2 * 4999 /
-    # 5000), 40 over all seeds, with deviation sqrt(40) = 6.3.
+    # Over 20 seeds of 5,000 numbers: the correlation of before and after is a mean of 0 with
+    # deviation 1/sqrt(5000), as is that of the places of neighbours; and of 4,999 pairs of
+    # neighbours 2 stay neighbours on average (2 * 4999 / 5000), 40 over all seeds, with deviation
+    # sqrt(40) = 6.3.
     size, adjacent = 5000, 0
     for seed in range(20):
         after = permute(np.arange(size), size, seed, 1, 0)
@@ -117,7 +119,8 @@ def test_neighbours_do_not_stay_together() -> None:
 
 
 def test_seeds_and_epochs_are_independent() -> None:
-    # Two random permutations agree in one place on average, with deviation 1: 41 over 41 pairs, with sqrt(41) = 6.4.
+    # Two random permutations agree in one place on average, with deviation 1: 41 over 41 pairs,
+    # with sqrt(41) = 6.4.
     orders = [
         permute(np.arange(1000), 1000, seed, epoch, 0) for seed in (0, 1) for epoch in range(1, 22)
     ]
@@ -217,8 +220,8 @@ def test_with_weights_each_group_is_read_through_before_it_is_read_again(
 
 
 def test_weights_by_hand() -> None:
-    # Documents 0-5 and 6-7, weights 1 : 3, so of the 8 draws of an epoch 2 and 6: the first group is read through once
-    # in three epochs, the second one three times in each.
+    # Documents 0-5 and 6-7, weights 1 : 3, so of the 8 draws of an epoch 2 and 6: the first group
+    # is read through once in three epochs, the second one three times in each.
     order = Order((Group(0, 6, range(6)), Group(6, 2, range(2))), (1.0, 3.0), seed=0)
     epochs = [epoch_of(order, epoch) for epoch in (1, 2, 3)]
     assert sorted(document for epoch in epochs for document in epoch if document < 6) == list(

@@ -42,7 +42,8 @@ def targets(batch: Batch) -> list[int]:
 
 
 def test_none_cuts_a_long_document_and_fills_up() -> None:
-    # Five tokens in rows of three: 10 -> 11 -> 12 -> 13 in the first row, 13 -> 14 in the second. One token: no row.
+    # Five tokens in rows of three: 10 -> 11 -> 12 -> 13 in the first row, 13 -> 14 in the second.
+    # One token: no row.
     batch = batch_of(none(documents_of([[10, 11, 12, 13, 14], [20], [30, 31]]), 3))
     assert batch.input_ids.tolist() == [[10, 11, 12], [13, 14, FILL], [30, 31, FILL]]
     assert batch.labels.tolist() == [[11, 12, 13], [14, IGNORED, IGNORED], [31, IGNORED, IGNORED]]
@@ -50,7 +51,8 @@ def test_none_cuts_a_long_document_and_fills_up() -> None:
 
 
 def test_concat_joins_documents_and_counts_them_within_the_row() -> None:
-    # 1 is the end-of-text token. The second row begins with the last token of the first, of the second document.
+    # 1 is the end-of-text token. The second row begins with the last token of the first, of the
+    # second document.
     batch = batch_of(joined(documents_of([[10, 11, 1], [20, 21, 1], [30, 1]]), 4))
     assert batch.input_ids.tolist() == [[10, 11, 1, 20], [21, 1, 30, 1]]
     assert batch.labels.tolist() == [[11, 1, 20, 21], [1, 30, 1, IGNORED]]
@@ -154,8 +156,9 @@ def test_special_tokens_that_packing_needs(tokenizer: PreTrainedTokenizerFast) -
 def test_isolated_documents_do_not_predict_one_anothers_first_token(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    # a b EOS c d EOS e f EOS in rows of 2: the second row begins with the EOS that ends the first document, from which
-    # c must not be predicted, and goes on with c, from which d is. The third row ends before e, its target if joined.
+    # a b EOS c d EOS e f EOS in rows of 2: the second row begins with the EOS that ends the first
+    # document, from which c must not be predicted, and goes on with c, from which d is. The third
+    # row ends before e, its target if joined.
     encoder = Encoder.of(tokenizer, Data(train="unused", packing="isolated", sequence_length=2))
     a, b, c, d, e, f = tokenizer("abcdef")["input_ids"]
     documents = [
@@ -190,7 +193,8 @@ def test_isolated_rows_are_those_of_concat(
         assert at == at_concat
         assert torch.equal(isolated.input_ids, concat.input_ids)
         assert torch.equal(isolated.document_ids, concat.document_ids)
-        # The label belongs to the next position: ignored exactly where that one has another document.
+        # The label belongs to the next position: ignored exactly where that one has another
+        # document.
         following = [*concat.document_ids[0, 1:].tolist(), None]
         for position in range(sequence_length - 1):
             same = concat.document_ids[0, position] == following[position]

@@ -28,7 +28,7 @@ def read(
     num_steps: int,
     state: LoaderState | None = None,
 ) -> tuple[list[list[Row]], LoaderState]:
-    """The rows of each global batch, and the merged state after the last one, which has been through JSON."""
+    """The rows of each global batch, and the merged state at the end, read back from JSON."""
     ranks = [
         build_loaders(cfg, tokenizer, slots, state)
         for slots in over_ranks(cfg.training.global_batch_size, num_ranks)
@@ -130,8 +130,8 @@ def test_state_before_the_first_step_is_the_beginning(
 def test_state_counts_documents_that_rows_have_left_behind(
     tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
 ) -> None:
-    # Documents of 3 tokens and an end-of-text token in rows of 4: row k begins with token 0 of document k, and a second
-    # epoch begins after 5 documents.
+    # Documents of 3 tokens and an end-of-text token in rows of 4: row k begins with token 0 of
+    # document k, and a second epoch begins after 5 documents.
     cfg = run_config(write_corpus(["abc"] * 5), sequence_length=4, global_batch_size=1)
     states = [read(cfg, tokenizer, 1, steps)[1]["slots"]["0"] for steps in (1, 4, 6)]
     assert [(s["epoch"], s["place"], s["token"], s["documents"]) for s in states] == [

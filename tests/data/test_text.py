@@ -85,14 +85,10 @@ def test_pattern_without_files(
 def test_what_is_no_regular_file_is_refused_by_name(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     os.mknod(tmp_path / "s.jsonl", stat.S_IFSOCK | 0o600)
-    for path, what in {
-        tmp_path / "pipe.jsonl": "a pipe",
-        tmp_path / "s.jsonl": "a socket",
-        "/dev/zero": "a device",
-    }.items():
-        with pytest.raises(UserError, match=rf"^{path}: {what}, "):
+    for path in (tmp_path / "pipe.jsonl", tmp_path / "s.jsonl", "/dev/zero"):
+        with pytest.raises(UserError, match=rf"^{path}: .*cannot be read twice"):
             find_files(str(path))
-    with pytest.raises(UserError, match=r"\.jsonl: a (pipe|socket)"):
+    with pytest.raises(UserError, match=r"\.jsonl: .*cannot be read twice"):
         find_files(str(tmp_path / "*.jsonl"))
     with pytest.raises(UserError, match="has no file"):  # a folder gives regular files only
         find_files(str(tmp_path))
@@ -182,7 +178,8 @@ def test_index_holds_no_text(tmp_path: Path) -> None:
 
 
 def test_documents_are_found_from_the_places_that_are_kept(tmp_path: Path) -> None:
-    # Files that end before, at and after a STRIDE-th document, with blank lines everywhere and a plain text between.
+    # Files that end before, at and after a STRIDE-th document, with blank lines everywhere and a
+    # plain text between.
     paths, expected = [], []
     for number, count in enumerate([STRIDE - 1, 1, STRIDE, 0, 2 * STRIDE + 3, 1, 7]):
         texts = [f"{number} {'x' * (i % 5)} {i}" for i in range(count)]
@@ -220,7 +217,8 @@ def test_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_documents_have_a_place(tmp_path: Path) -> None:
-    # 30,000 lines of 67 bytes lie before the one asked for: 2 MB, so newlines are counted over several reads.
+    # 30,000 lines of 67 bytes lie before the one asked for: 2 MB, so newlines are counted over
+    # several reads.
     line = json.dumps({"text": "x" * 54}) + "\n"
     jsonl = write(
         tmp_path / "a.jsonl", line * 20_000 + "\n" + line * 10_001
@@ -262,7 +260,8 @@ def test_fingerprint_is_that_of_places_sizes_and_text(tmp_path: Path) -> None:
 def test_fingerprint_looks_at_blocks_of_a_file(tmp_path: Path, size: int) -> None:
     path = write(tmp_path / "a.txt", b"x" * size)
     before = index_files([path]).fingerprint()
-    # All of a file up to SAMPLES blocks; of a larger one the first block, the last, and those between.
+    # All of a file up to SAMPLES blocks; of a larger one the first block, the last, and those
+    # between.
     last = size - BLOCK
     seen = (
         [0, size // 2, size - 1]
@@ -330,7 +329,7 @@ def test_files_that_are_no_text_are_known_by_their_first_bytes(tmp_path: Path, n
         line.decode().encode("utf-16"): "iconv -f UTF-16",
         b"\x28\xb5\x2f\xfd\x24": "zstd -d",
     }.items():
-        with pytest.raises(UserError, match=rf"^{tmp_path / name}: by its first bytes .*{what}"):
+        with pytest.raises(UserError, match=rf"^{tmp_path / name}: .* by its first bytes .*{what}"):
             index_files([write(tmp_path / name, content)])
 
 

@@ -18,8 +18,10 @@ from shardwise.data.loader import build_loaders
 
 if __name__ == "__main__":
     tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])
-    tokenizer(["the text"] * 100)  # a batch takes threads; in a process forked from here tokenizers would warn of them
-    cfg = RunConfig(Model("unused"), Data(train=sys.argv[2], sequence_length=8, workers=2), Training("unused"))
+    # a batch takes threads; in a process forked from here tokenizers would warn of them
+    tokenizer(["the text"] * 100)
+    data = Data(train=sys.argv[2], sequence_length=8, workers=2)
+    cfg = RunConfig(Model("unused"), data, Training("unused"))
     loaders = build_loaders(cfg, tokenizer, range(8))
     next(loaders.train)
     print("running", flush=True)
@@ -50,7 +52,8 @@ def test_workers_end_with_the_process_that_reads_them(
             "running\n"
         ] * 2
         killed.kill()
-        # communicate returns when no process holds the pipes any more: neither a worker nor the fork server.
+        # communicate returns when no process holds the pipes any more: neither a worker nor the
+        # fork server.
         assert returning.communicate(timeout=PATIENCE) == ("", "")
         killed.communicate(timeout=PATIENCE)
         assert (returning.returncode, killed.returncode) == (0, -signal.SIGKILL)

@@ -89,10 +89,8 @@ def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(
     saved = out / "checkpoints" / f"step-{done}"
     # Ranks are told of Ctrl-C by SIGTERM where it did not reach them; here one process gets it itself.
     name = signal.Signals(number).name
-    assert (
-        told
-        == f"stopped by {name} after step {done}, saved as {saved}; go on with --resume latest\n"
-    )
+    assert told.startswith(f"stopped by {name} after step {done}, saved as {saved}; ")
+    assert told.endswith("--resume latest\n")
     stopped = RunRecord.read(out / "record.json")
     assert (stopped.status, stopped.reason) == ("stopped", told.strip())
     assert saved.is_dir()

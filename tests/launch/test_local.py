@@ -1,4 +1,4 @@
-"""Processes: started, joined; and one ending whatever goes wrong in which of them."""
+"""Processes that are started or joined, and their one ending, whatever goes wrong in which."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,10 @@ import torch.distributed as dist
 
 from shardwise.config import Data, Measure, Model, Parallel, RunConfig, Training, UserError
 from shardwise.interfaces import Mesh
-from shardwise.launch import local as launching
-from shardwise.launch.group import can_fork
+from shardwise.launch.group import Group, can_fork
 from shardwise.launch.local import launch
 from shardwise.process.ending import Stopped
-from shardwise.process.stop import StopRequest
+from shardwise.process.stop import agreed_signal, on_signals
 from shardwise.process.world import SOCKET_INTERFACES
 from tests.distributed import PATIENCE
 from tests.process.test_world import SRUN, TORCHRUN
@@ -51,7 +51,7 @@ def config(folder: Path, data: str = "ddp", **training: Any) -> RunConfig:
     )
 
 
-# -------------------------------------------------------------------------------------- what the fake runs do on a rank
+# What the fake runs do on a rank.
 
 
 def report_place(cfg: RunConfig, mesh: Mesh) -> None:
@@ -66,14 +66,16 @@ def report_place(cfg: RunConfig, mesh: Mesh) -> None:
 
 
 def report_sockets(cfg: RunConfig, mesh: Mesh) -> None:
-    """What this rank and, from rank 0, the launcher listen on, with every kind of group up that a run makes."""
+    """Report the addresses that this rank and, on rank 0, the launcher listen on.
+
+    Every kind of group that a run makes is up meanwhile.
+    """
     dist.new_group(backend="gloo")
     mesh.dense["dp_replicate"].get_group()
     dist.barrier()
-    processes = {
-        "rank": psutil.Process(),
-        **({"launcher": psutil.Process(os.getppid())} if dist.get_rank() == 0 else {}),
-    }
+    processes = {"rank": psutil.Process()}
+    if dist.get_rank() == 0:
+        processes["launcher"] = psutil.Process(os.getppid())
     listening = {
         name: [
             s.laddr.ip for s in process.net_connections("inet") if s.status == psutil.CONN_LISTEN
@@ -119,18 +121,20 @@ def stopped(cfg: RunConfig, mesh: Mesh) -> None:
 
 
 def finish_a_step(cfg: RunConfig, mesh: Mesh) -> None:
-    with StopRequest() as stop:
-        Path(cfg.training.output_dir, f"pid-{os.getpid()}").touch()
-        while not stop.agreed(mesh):
-            time.sleep(0.01)
-    raise Stopped(stop.number, 3, "checkpoints/step-3")
+    raise Stopped(wait_for_signal(cfg, mesh), 3, "checkpoints/step-3")
 
 
 def finish_the_run(cfg: RunConfig, mesh: Mesh) -> None:
-    with StopRequest() as stop:
+    wait_for_signal(cfg, mesh)
+
+
+def wait_for_signal(cfg: RunConfig, mesh: Mesh) -> int:
+    signals: list[int] = []
+    with on_signals(signals.append):
         Path(cfg.training.output_dir, f"pid-{os.getpid()}").touch()
-        while not stop.agreed(mesh):
+        while not (number := agreed_signal(signals, mesh)):
             time.sleep(0.01)
+    return number
 
 
 def sleep(cfg: RunConfig, mesh: Mesh) -> None:
@@ -138,22 +142,21 @@ def sleep(cfg: RunConfig, mesh: Mesh) -> None:
     time.sleep(600)
 
 
-# ----------------------------------------------------------------------------------------------- refused before a start
+# What is refused before a start.
 
 
 def test_nproc_is_refused_where_a_launcher_has_started_processes(monkeypatch, tmp_path, capfd):
     for name, value in {**TORCHRUN, "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert launch(config(tmp_path), 2, report_place) == 2
-    assert (
-        capfd.readouterr().err
-        == "error: --nproc 2: a launcher has started 4 processes already; leave --nproc out\n"
-    )
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "has started 4 processes already" in line
 
 
 def test_nproc_0_is_refused(tmp_path, capfd):
     assert launch(config(tmp_path), 0, report_place) == 2
-    assert capfd.readouterr().err == "error: --nproc is 0; give at least 1\n"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--nproc is 0" in line
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_folder_is_touched(tmp_path, capfd):
@@ -175,20 +178,20 @@ def test_more_processes_than_gpus_are_refused(monkeypatch, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "nproc", "told"),
+    ("parallel", "nproc", "fragment"),
     [
         (Parallel(tp=3), 3, "parallel.tp is 3"),
         (Parallel("fsdp2", dp_replicate=3), 2, "parallel.dp_replicate is 3"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused_before_a_process_starts(
-    parallel, nproc, told, monkeypatch, tmp_path, capfd
+    parallel, nproc, fragment, monkeypatch, tmp_path, capfd
 ):
-    monkeypatch.setattr(launching, "run_group", None)
+    monkeypatch.setattr(Group, "run", None)
     cfg = replace(config(tmp_path), model=Model(str(TINY_LLAMA), "random"), parallel=parallel)
     assert launch(cfg, nproc) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert told in line
+    assert fragment in line
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "unsupported"
 
 
@@ -209,7 +212,7 @@ def test_only_a_process_without_threads_or_cuda_forks(
     assert can_fork(device, torch_was_imported=True) == (forked and sys.platform == "linux")
 
 
-# ---------------------------------------------------------------------------------------------------------- one process
+# One process.
 
 
 def test_one_process_runs_here_and_leaves_no_group(tmp_path):
@@ -219,7 +222,7 @@ def test_one_process_runs_here_and_leaves_no_group(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("train", "exit_code", "status", "told"),
+    ("train", "exit_code", "status", "first"),
     [
         (user_error_on_all, 2, "unsupported", "error: the file is empty; fill it\n"),
         (
@@ -231,14 +234,14 @@ def test_one_process_runs_here_and_leaves_no_group(tmp_path):
         (bug_on_last, 1, "failed", "Traceback (most recent call last):\n"),
     ],
 )
-def test_one_process_that_fails(train, exit_code, status, told, tmp_path, capfd):
+def test_one_process_that_fails(train, exit_code, status, first, tmp_path, capfd):
     assert launch(config(tmp_path, "single"), 1, train) == exit_code
-    assert capfd.readouterr().err.startswith(told)
+    assert capfd.readouterr().err.startswith(first)
     assert json.loads((tmp_path / "record.json").read_text())["status"] == status
     assert not dist.is_initialized()
 
 
-# -------------------------------------------------------------------------------------------------------- two processes
+# Two processes.
 
 
 def test_two_processes_share_the_cores_and_leave_this_process_as_it_was(monkeypatch, tmp_path):
@@ -262,7 +265,7 @@ def test_two_processes_share_the_cores_and_leave_this_process_as_it_was(monkeypa
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_no_process_of_a_run_on_one_machine_listens_beyond_it(nproc, monkeypatch, tmp_path):
-    """The launcher listens on nothing: a store on a port is anybody's who reaches it, and torch unpickles from it."""
+    """The launcher listens on nothing: torch unpickles what anybody sends to a store on a port."""
     for name in SOCKET_INTERFACES:
         monkeypatch.delenv(name, raising=False)
     assert launch(config(tmp_path), nproc, report_sockets) == 0
@@ -271,8 +274,39 @@ def test_no_process_of_a_run_on_one_machine_listens_beyond_it(nproc, monkeypatch
     ]
     if nproc > 1:
         assert listening[0]["launcher"] == []
-    assert {ip for told in listening for ip in told["rank"]} <= {"127.0.0.1"}
+    assert {ip for addresses in listening for ip in addresses["rank"]} <= {"127.0.0.1"}
     assert not any(name in os.environ for name in SOCKET_INTERFACES)
+
+
+def report_own_frames(cfg: RunConfig, mesh: Mesh) -> None:
+    """Report the functions of shardwise on this rank's stack, the outermost first."""
+    names = [
+        frame.f_code.co_qualname
+        for frame, _ in traceback.walk_stack(sys._getframe())
+        if frame.f_globals.get("__name__", "").startswith("shardwise.")
+    ]
+    Path(cfg.training.output_dir, f"frames-{dist.get_rank()}.json").write_text(
+        json.dumps(names[::-1])
+    )
+
+
+def launch_and_report_frames(folder: Path) -> None:
+    torch.set_num_threads(1)  # with more, ranks are spawned, and their stack begins there
+    assert launch(config(folder), 2, report_own_frames) == 0
+
+
+def run_in_a_fork(function: Callable[[Path], None], folder: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=function, args=(folder,))
+    process.start()
+    process.join(2 * PATIENCE)
+    assert process.exitcode == 0
+
+
+def test_few_functions_lie_between_the_command_and_a_step(tmp_path):
+    """With `main` and `train` of the command, the loop and a step they are nine."""
+    run_in_a_fork(launch_and_report_frames, tmp_path)
+    names = json.loads((tmp_path / "frames-1.json").read_text())
+    assert names == ["launch", "start_processes", "Group.run", "rank_process", "run_rank"]
 
 
 def launch_where_one_process_starts(folder: Path) -> None:
@@ -292,12 +326,8 @@ def launch_where_one_process_starts(folder: Path) -> None:
 
 
 def test_where_not_all_processes_start_none_is_left(tmp_path, capfd):
-    # In a process of its own, since a launcher does not fork where there are threads, and pytest-xdist has some.
-    launcher = multiprocessing.get_context("fork").Process(
-        target=launch_where_one_process_starts, args=(tmp_path,)
-    )
-    launcher.start()
-    launcher.join(2 * PATIENCE)
+    # In a process of its own: a launcher with threads does not fork, and pytest-xdist has threads.
+    run_in_a_fork(launch_where_one_process_starts, tmp_path)
     assert json.loads((tmp_path / "ended.json").read_text()) == [1, False]
     assert "no more processes" in capfd.readouterr().err
 
@@ -315,33 +345,34 @@ KILLED = "rank 1 of 2 was killed by SIGKILL; the system does that when memory ru
         (killed_on_last, 1, "failed", KILLED, True),
     ],
 )
-def test_the_first_failure_of_two_processes_is_the_one_told(
+def test_the_first_failure_of_two_processes_is_the_one_reported(
     train, exit_code, status, reason, one_line, tmp_path, capfd, caplog
 ):
     assert launch(config(tmp_path), 2, train) == exit_code
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["status"], record["reason"]) == (status, reason)
     assert caplog.text == ""  # nothing of the libraries' own
-    told = capfd.readouterr().err
+    printed = capfd.readouterr().err
     if one_line:
-        assert told.startswith(f"error: {reason}")
-        assert told.count("\n") == 1
+        assert printed.startswith(f"error: {reason}")
+        assert printed.count("\n") == 1
     else:
-        assert told.startswith("error on rank 1 of 2:\nTraceback (most recent call last):\n")
-        assert "in bug_on_last" in told
-        assert told.endswith("\nKeyError: 'a bug of ours'\n")
+        assert printed.startswith("error on rank 1 of 2:\nTraceback (most recent call last):\n")
+        assert "in bug_on_last" in printed
+        assert printed.endswith("\nKeyError: 'a bug of ours'\n")
 
 
 def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, capfd):
-    # 20 seconds: less than the test may take, more than two processes take to meet on a busy machine.
+    # 20 seconds: less than the test may take, and more than two processes need to meet.
     assert launch(config(tmp_path, timeout_seconds=20), 2, hang_on_last) == 1
     reason = "nothing was finished for 20 seconds (training.timeout_seconds)"
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["status"], record["reason"]) == ("timeout", reason)
-    told = capfd.readouterr().err
-    assert told.endswith(f"error: {reason}; see the stacks of every rank in {tmp_path}\n")
+    printed = capfd.readouterr().err
+    assert printed.endswith(f"error: {reason}; see the stacks of every rank in {tmp_path}\n")
     hanging, waiting = (
-        told.split(f"stacks on rank {rank} of 2:\n")[1].partition("stacks on")[0] for rank in (1, 0)
+        printed.split(f"stacks on rank {rank} of 2:\n")[1].partition("stacks on")[0]
+        for rank in (1, 0)
     )
     for stack in (hanging, waiting):
         assert "in hang_on_last" in stack
@@ -353,18 +384,18 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, 
 def test_processes_that_were_asked_to_stop_have_not_failed(tmp_path, capfd):
     assert launch(config(tmp_path, max_restarts=3), 2, stopped) == 128 + signal.SIGTERM
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "stopped"
-    message = (
-        "stopped by SIGTERM after step 3, saved as checkpoints/step-3; go on with --resume latest\n"
-    )
-    assert capfd.readouterr().err == message
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("stopped by SIGTERM after step 3, saved as checkpoints/step-3")
 
 
 START = """
 import os, sys, threading, time
 from pathlib import Path
-if __name__ == "__main__" and "SLOW_IMPORT" in os.environ:  # with a thread, new processes are no forks
+if __name__ == "__main__" and "SLOW_IMPORT" in os.environ:
+    # With a thread, new processes are spawned.
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
-if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:  # a new process that has not come to its task yet
+if __name__ == "__mp_main__" and "SLOW_IMPORT" in os.environ:
+    # A new process that still imports.
     Path(sys.argv[1], f"pid-{os.getpid()}").touch()
     time.sleep(600)
 from shardwise.launch.local import launch
@@ -377,7 +408,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start `launch` in a process of its own, as a shell would: start(nproc, name of the fake run, **environment)."""
+    """Start `launch` as a shell would: start(nproc, name of the fake run, **environment)."""
     script = tmp_path / "start.py"
     script.write_text(START)
     processes: list[subprocess.Popen[str]] = []
@@ -406,7 +437,7 @@ def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def wait_for_pids(process: subprocess.Popen[str], folder: Path) -> list[str]:
-    """The ids of the two processes that `process` starts, once they run the sleeping task (or sleep before it)."""
+    """Return the ids of the two processes that `process` starts, once they run their task."""
     deadline = time.monotonic() + PATIENCE
     while len(files := list(folder.glob("pid-*"))) < 2:
         assert time.monotonic() < deadline
@@ -431,9 +462,8 @@ def blocks_ctrl_c(pid: str) -> bool:
 def test_ctrl_c_ends_all_processes_without_a_word(importing, start, tmp_path):
     process = start(2, "sleep", **({"SLOW_IMPORT": "1"} if importing else {}))
     pids = wait_for_pids(process, tmp_path)
-    assert [blocks_ctrl_c(pid) for pid in pids] == [
-        importing
-    ] * 2  # there Python would print where it was interrupted
+    # While it imports, Python would print where it was interrupted.
+    assert [blocks_ctrl_c(pid) for pid in pids] == [importing] * 2
     os.killpg(process.pid, signal.SIGINT)
     assert (*process.communicate(timeout=PATIENCE), process.returncode) == ("", "", 130)
     assert not any(is_running(pid) for pid in pids)

@@ -105,29 +105,29 @@ def test_what_hangs_is_ended_with_its_stack(function, python_runs, tmp_path):
     assert not (tmp_path / "done").exists()
 
 
-def tell_for(seconds: float, longest: float, folder: Path) -> None:
-    watchdog.GRACE_SECONDS, watchdog.TELL_SECONDS = 0.5, longest
+def report_for(seconds: float, longest: float, folder: Path) -> None:
+    watchdog.GRACE_SECONDS, watchdog.REPORT_SECONDS = 0.5, longest
 
-    def tell() -> None:
+    def report() -> None:
         time.sleep(seconds)
         (folder / "called").touch()
 
-    with watchdog.watch(SECONDS, folder / "stacks.txt", tell):
+    with watchdog.watch(SECONDS, folder / "stacks.txt", report):
         hang_in_python()
 
 
 @pytest.mark.parametrize(
-    ("seconds", "longest", "told"), [(2.0, PATIENCE, True), (PATIENCE, 1.0, False)]
+    ("seconds", "longest", "ends"), [(2.0, PATIENCE, True), (PATIENCE, 1.0, False)]
 )
-def test_who_takes_long_to_tell_is_waited_for_but_not_for_ever(seconds, longest, told, tmp_path):
+def test_a_long_report_is_waited_for_but_not_for_ever(seconds, longest, ends, tmp_path):
     process = multiprocessing.get_context("fork").Process(
-        target=tell_for, args=(seconds, longest, tmp_path)
+        target=report_for, args=(seconds, longest, tmp_path)
     )
     process.start()
     process.join(PATIENCE)
     assert process.exitcode == 1
     assert "in hang_in_python" in (tmp_path / "stacks.txt").read_text()
-    assert (tmp_path / "called").exists() == told
+    assert (tmp_path / "called").exists() == ends
 
 
 @pytest.mark.parametrize("function", [work, wait_for_a_disk])

@@ -26,7 +26,8 @@ SRUN = {**BATCH_SCRIPT, "SLURM_STEP_ID": "1", "SLURM_PROCID": "3", "SLURM_LOCALI
 
 
 def on(device: str) -> RunConfig:
-    return RunConfig(Model("unused"), Data("unused"), Training("unused", device=device))  # ty: ignore[invalid-argument-type]
+    training = Training("unused", device=device)  # ty: ignore[invalid-argument-type]
+    return RunConfig(Model("unused"), Data("unused"), training)
 
 
 def test_a_torchrun_environment_is_joined():

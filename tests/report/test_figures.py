@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.drawing.svg import colour, drawing
 from shardwise.records.cell import CellRecord, SweepRecord
-from shardwise.report.figures import HOLLOW, HOLLOW_UNCHECKED, draw_all
+from shardwise.report.figures import draw_all
 from shardwise.report.folder import read_bench
 from shardwise.report.panels import Drawn
 from shardwise.report.tables import make_rows
@@ -38,13 +38,8 @@ def test_every_axis_of_sizes_begins_at_zero(tmp_path):
         assert all(panel.get_ylim()[0] == 0 for panel in drawn[name].figure.axes), name
 
 
-def test_the_plane_promises_a_better_choice_only_where_there_is_one(tmp_path):
-    assert figures(tmp_path / "all", strategies())["plane"].caption.endswith(HOLLOW)
-    assert figures(tmp_path / "some", without_control())["plane"].caption.endswith(HOLLOW_UNCHECKED)
-
-
 def test_the_plane_has_filled_marks_on_the_front_and_a_list_of_cells(tmp_path):
-    plane, names = figures(tmp_path, strategies())["plane"].figure.axes
+    plane, beside = figures(tmp_path, strategies())["plane"].figure.axes
     paper = colour("paper")
     marks = [line for line in plane.lines if line.get_linestyle() == "None"]
     points = {
@@ -53,8 +48,19 @@ def test_the_plane_has_filled_marks_on_the_front_and_a_list_of_cells(tmp_path):
     }
     # MiB and tokens/s: fsdp2 needs the least memory, ddp is fastest, and single is neither.
     assert points == {(100.0, 1000.0): False, (80.0, 1500.0): True, (60.0, 1250.0): True}
-    assert [text.get_text() for text in names.texts[::2]] == ["fsdp2", "ddp", "single"]
-    assert names.texts[1].get_text() == "60 MiB, 1,250 tokens/s"
+    names = [text.get_text() for text in beside.get_legend().get_texts()]
+    assert [name.partition("\n")[0] for name in names] == ["fsdp2", "ddp", "single"]
+    assert names[0].endswith("60 MiB, 1,250 tokens/s")
+
+
+def test_unchecked_cells_beside_checked_ones_are_hollow(tmp_path):
+    plane, _ = figures(tmp_path, without_control())["plane"].figure.axes
+    filled = {
+        (line.get_xdata()[0], line.get_ydata()[0])
+        for line in plane.lines
+        if line.get_linestyle() == "None" and line.get_markerfacecolor() != colour("paper")
+    }
+    assert filled == {(100.0, 1000.0)}  # the baseline
 
 
 @pytest.mark.parametrize(("loss", "end"), [(None, 105), (math.nan, None)])

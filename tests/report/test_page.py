@@ -18,7 +18,10 @@ from shardwise.report.page import write_report
 from tests.report.conftest import MIB, pipelines, processes, record, strategies, sweep_of, write
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'$\\frac{1}{0}$ & {{ 7*7 }} | `x` 😀\n"
+HOSTILE = (
+    "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    "\"'$\\frac{1}{0}$ & {{ 7*7 }} | `x` 😀\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +185,6 @@ def test_lines_along_an_axis_of_numbers(browser, tmp_path):
         assert "processes" in page.locator("figure#against-nproc").inner_text()
         caption = page.locator("figure#against-nproc figcaption").inner_text()
         assert "ideal strong scaling" in caption
-        assert "unchecked" not in caption
 
 
 def test_hostile_names_are_text(browser, tmp_path):

@@ -97,8 +97,8 @@ def test_a_ratio_to_an_unchecked_cell_is_marked():
     sweep, records = strategies()
     records["control-single"] = dataclasses.replace(records["control-single"], status="timeout")
     rows = {row.plan.id: row for row in rows_of(sweep, records)}
-    assert rows["fsdp2"].saving_over == "ddp (unchecked)"
-    assert rows["fsdp2"].speedup_over == "single"
+    assert rows["fsdp2"].relative_to["saving"] == "ddp (unchecked)"
+    assert rows["fsdp2"].relative_to["speedup"] == "single"
 
 
 def has(fragment, lines):

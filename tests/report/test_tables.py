@@ -11,7 +11,6 @@ from shardwise.report.tables import (
     counts,
     interleaved,
     make_rows,
-    memory_parts,
     numeric_axes,
     pareto,
     rounds_of,
@@ -56,7 +55,7 @@ def test_derived_figures():
     )  # the slowest is single; the wrong zero1 does not count
     assert rows["ddp"].efficiency == 0.75  # 1500 / (2 x 1000)
     assert rows["fsdp2"].efficiency == 0.625
-    assert rows["fsdp2"].efficiency_over == "single"
+    assert rows["fsdp2"].relative_to["efficiency"] == "single"
     assert rows["single"].efficiency is None
     assert rows["fsdp2"].saving == pytest.approx(0.25)  # 1 - 60 / 80
     assert rows["ddp"].saving is None
@@ -75,7 +74,7 @@ def test_a_wrong_cell_has_no_figures():
         row.saving,
     )
     assert figures == (None,) * 6
-    assert memory_parts(row) is None
+    assert row.memory_parts is None
 
 
 @pytest.mark.parametrize("kind", ["strong", "weak"])
@@ -88,7 +87,7 @@ def test_scaling_is_against_the_same_strategy_on_one_process(kind):
     assert rows["fsdp2-4"].efficiency == pytest.approx(
         2400 / (4 * 900)
     )  # of fsdp2 on one process, not of ddp
-    assert rows["fsdp2-4"].efficiency_over == "fsdp2 · processes 1"
+    assert rows["fsdp2-4"].relative_to["efficiency"] == "fsdp2 · processes 1"
     assert rows["fsdp2-4"].saving == pytest.approx(
         0.3
     )  # 60 + 40 / 4 = 70 MiB of ddp's 100 on as many processes
@@ -112,7 +111,8 @@ def test_memory_is_saved_against_ranks_with_the_whole_model():
 def test_pareto_front_leanest_first():
     sweep, records = strategies()
     rows = [*rows_of(sweep, records).values()]
-    # single needs the most and is the slowest; ddp is faster than fsdp2, which is leaner; the wrong zero1 is out.
+    # single needs the most and is the slowest; ddp is faster than fsdp2, which is leaner; the wrong
+    # zero1 is out.
     assert [row.plan.id for row in pareto(rows)] == ["fsdp2", "ddp"]
     twins = [CellPlan(name, {}, 1, "all", None) for name in ("a", "b", "c")]
     records = {"a": record(twins[0]), "b": record(twins[1]), "c": record(twins[2], peak=101 * MIB)}
@@ -125,7 +125,7 @@ def test_memory_parts_are_of_the_rank_with_the_largest_peak():
     parts = [{"weights": 10, "activations": 5}, {"weights": 10, "activations": 20}]
     made = record(plan, peak_memory_bytes=[15, 30], memory_parts=parts)
     row = rows_of(sweep_of((), [plan]), {"a": made})["a"]
-    assert memory_parts(row) == {
+    assert row.memory_parts == {
         "weights": 10,
         "gradients": 0,
         "optimizer": 0,
@@ -180,12 +180,12 @@ def test_scaling_is_against_the_cell_on_one_process_whose_run_file_differs_least
     }
     row = rows_of(sweep_of((axis,), plans), records)["ddp2"]
     assert row.efficiency == 0.95  # 1900 / (2 x 1000)
-    assert row.efficiency_over == "ddp1 (unchecked)"
+    assert row.relative_to["efficiency"] == "ddp1 (unchecked)"
 
 
 def test_scaling_is_never_against_a_cell_of_another_micro_batch():
     rows = rows_of(*large())
-    assert rows["ddp-4-128-lora"].efficiency_over == "single · micro batch size 4"
+    assert rows["ddp-4-128-lora"].relative_to["efficiency"] == "single · micro batch size 4"
     sweep, records = large()
     del records["single-4-128-lora"]
     assert rows_of(sweep, records)["ddp-4-128-lora"].efficiency is None
@@ -196,7 +196,7 @@ def test_speeds_are_set_against_the_baseline_though_losses_are_not():
     assert rows["single-4-128-lora"].speedup == pytest.approx(
         4**0.3
     )  # of single with micro-batches of 1
-    assert rows["single-4-128-lora"].speedup_over == "single · micro batch size 1"
+    assert rows["single-4-128-lora"].relative_to["speedup"] == "single · micro batch size 1"
     assert rows["single-1-128-lora"].is_baseline
 
 

@@ -23,8 +23,11 @@ def _measure(cell: Cell) -> Memory:
 
 
 GRADIENTS = {"ddp": 2, "zero1": 2}
-"""How often the peak holds the gradients of `state_bytes`, where not once. ddp's buckets are filled by the last
-micro-batch, and those before it add up beside them; zero1 adds up whole gradients, twice two ranks' shards."""
+"""How often the peak holds the gradients of `state_bytes`, where that is not once.
+
+ddp: the last micro-batch fills buckets, and the gradients of those before it are beside them.
+zero1: unsharded gradients are twice the shard of one of two ranks.
+"""
 
 
 @pytest.mark.parametrize(

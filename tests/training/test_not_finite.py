@@ -1,4 +1,4 @@
-"""What a step and an evaluation say of NaN: which weights or gradients, on whichever rank, and what to try."""
+"""A step and an evaluation with NaN name the weights or gradients of any rank, and a way out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ NAME = "model.layers.2.mlp.up_proj.weight"
 
 
 def failed_step(cell: Cell, where: str) -> tuple[NotFinite, str, str]:
-    """What a first step finds with a NaN in one weight or gradient, what is said of it, and what of a later one."""
+    """Put a NaN into one weight or gradient and return what the first step finds.
+
+    Beside it are the messages for a first step and for a later one.
+    """
     cfg = run_config(cell)
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh, start(cfg))
@@ -52,9 +55,9 @@ def failed_step(cell: Cell, where: str) -> tuple[NotFinite, str, str]:
     ids=lambda cell: cell.id,
 )
 def test_a_weight_is_named_on_every_rank(cell: Cell) -> None:
-    told = run_ranks(cell.nproc, failed_step, cell, "weights")
-    assert len({(first, later) for _, first, later in told}) == 1
-    _, first, later = told[0]
+    messages = run_ranks(cell.nproc, failed_step, cell, "weights")
+    assert len({(first, later) for _, first, later in messages}) == 1
+    _, first, later = messages[0]
     for line in (first, later):
         assert NAME in line  # as it is called in the file, whatever PEFT has wrapped
         assert "more" not in line

@@ -1,4 +1,4 @@
-"""What is on the screen: a live line in a terminal, a few plain lines elsewhere, nothing on other ranks."""
+"""The screen: a live line in a terminal, a few plain lines elsewhere, nothing on other ranks."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ with Progress(2) as progress:
     lines = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", written).replace("\r", "\n").split("\n")
     last = [line for line in lines if line.strip()][-1]
     assert re.fullmatch(
-        r"step 2/2 ━+ loss 2\.5000 · 2,000 tokens/s · 2\.00 GiB · time left 0:00:00 *", last
+        r"step 2/2 ━+ loss 2\.5000 · 2,000 tokens/s · 2 GiB · time left 0:00:00 *", last
     )

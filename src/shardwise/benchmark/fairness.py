@@ -7,7 +7,7 @@ nobody could say which of the two made a difference.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 from shardwise.config import REMOVED, UserError, flat, known_keys, nearest
@@ -124,9 +124,10 @@ def check_axis(
     keys = _all_keys(values)
     if len({family(key) for key in keys}) > 1:
         # A key to which all values give the same content makes no difference between cells.
-        keys = _differing_keys(values, keys)
+        keys = [key for key in keys if _differs(key, values)]
     families = {family(key) for key in keys}
-    weak = _scales_weakly(keys)
+    work_keys = {key for key in keys if family(key) == WORK}
+    weak = families == {WORK, LAYOUT} and NPROC in keys and work_keys == {GLOBAL_BATCH}
     if weak:
         _check_equal_share(name, values, defaults)
     elif len(families) > 1:
@@ -139,21 +140,10 @@ def _all_keys(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [*dict.fromkeys(key for settings in values.values() for key in settings)]
 
 
-def _differing_keys(values: Mapping[str, Mapping[str, Any]], keys: list[str]) -> list[str]:
-    """Return the keys to which not all values of an axis give the same content."""
-    first, *others = values.values()
-
-    def differs(key: str) -> bool:
-        return any((key in first, first.get(key)) != (key in s, s.get(key)) for s in others)
-
-    return [key for key in keys if differs(key)]
-
-
-def _scales_weakly(keys: list[str]) -> bool:
-    """Return whether an axis varies the number of processes and the global batch with it."""
-    work_keys = {key for key in keys if family(key) == WORK}
-    families = {family(key) for key in keys}
-    return families == {WORK, LAYOUT} and NPROC in keys and work_keys == {GLOBAL_BATCH}
+def _differs(key: str, values: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether the values of an axis do not all give a key the same content."""
+    first, *others = (settings.get(key, ...) for settings in values.values())
+    return any(other != first for other in others)
 
 
 def _refuse_mixture(name: str, values: Mapping[str, Mapping[str, Any]], keys: list[str]) -> None:
@@ -191,18 +181,13 @@ def _check_equal_share(
 def check_axes(axes: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
     """Raise UserError where two axes set the same key, as the names of cells would be wrong."""
     setters = [(key, name) for name, values in axes.items() for key in _all_keys(values)]
-    for i, (key, axis) in enumerate(setters):
-        for other, other_axis in setters[i + 1 :]:
-            if axis != other_axis and _overlap(key, other):
-                longer = max(key, other, key=len)
-                raise UserError(
-                    f"axes.{axis} and axes.{other_axis} both set {longer}; let one axis set it"
-                )
-
-
-def _overlap(key: str, other: str) -> bool:
-    """Return whether two keys are the same, or one is the section of the other."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+    for (key, axis), (other, other_axis) in combinations(setters, 2):
+        shorter, longer = sorted((key, other), key=len)
+        # A key may be the section of another one.
+        if axis != other_axis and f"{longer}.".startswith(f"{shorter}."):
+            raise UserError(
+                f"axes.{axis} and axes.{other_axis} both set {longer}; let one axis set it"
+            )
 
 
 def check_group(

@@ -16,9 +16,10 @@ import yaml
 
 from shardwise.benchmark.cells import CellState, cell_record
 from shardwise.benchmark.sweep import Cell, Sweep
-from shardwise.config import UserError
+from shardwise.config import UserError, flat
 from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round
 from shardwise.records.record import RunRecord, dumps, temporary_of, write_atomically
+from shardwise.words import NOTHING
 
 DEFINING = ("values", "nproc", "reference", "control")
 """The fields of a cell's plan that define it. The others follow from the sweep."""
@@ -76,44 +77,36 @@ def _check_same_sweep(out: Path, sweep: Sweep) -> None:
     The number of rounds and the time limit may differ, and so may what another version of this
     program derives from the same sweep file.
     """
-    new_files = {cell.plan.id: _as_yaml(cell.run) for cell in sweep.cells}
-    new = _definition(json.loads(dumps(asdict(sweep.record))), new_files)
+    runs = {cell.plan.id: yaml.safe_load(_as_yaml(cell.run)) for cell in sweep.cells}
+    new = _definition(json.loads(dumps(asdict(sweep.record))), runs)
     try:
         record = json.loads((out / SWEEP).read_text(encoding="utf-8"))
         paths = {plan["id"]: out / plan["id"] / RUN_FILE for plan in record["cells"]}
-        old_files = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-        old = _definition(record, old_files)
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+        old = _definition(record, {name: yaml.safe_load(text) for name, text in texts.items()})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise UserError(f"{out} holds a damaged bench ({error}); choose another --out") from None
-    if difference := _first_difference(old, new):
-        raise UserError(f"--out {out} holds another sweep: {difference}; choose another --out")
+    for key in sorted(old | new, key=lambda key: not key.startswith("axes.")):
+        in_folder, in_file = old.get(key, NOTHING), new.get(key, NOTHING)
+        if in_folder != in_file:
+            raise UserError(
+                f"--out {out} holds another sweep: {key} is {in_folder!r} there and {in_file!r} in "
+                "the sweep file; choose another --out"
+            )
 
 
-def _definition(record: dict[str, Any], run_files: dict[str, str]) -> dict[str, Any]:
-    """Return what defines a sweep: the values of its axes, and each cell's plan and run file."""
-    runs = {name: yaml.safe_load(text) for name, text in run_files.items()}
-    for run in runs.values():
-        run["training"].pop("output_dir", None)  # the folder may have been moved
-    axes = {axis["name"]: axis["values"] for axis in record["axes"]}
-    cells = {}
+def _definition(record: dict[str, Any], runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return what defines a sweep, by name: the values of its axes, and each cell's plan and run.
+
+    The output folder of a run is not part of it: the bench may have been moved.
+    """
+    definition = {f"axes.{axis['name']}": axis["values"] for axis in record["axes"]}
     for plan in record["cells"]:
-        cells[plan["id"]] = {key: plan[key] for key in DEFINING} | {"run": runs[plan["id"]]}
-    return {"axes": axes, "cells": cells}
-
-
-def _first_difference(old: Any, new: Any, *where: str) -> str:
-    """Return the first difference of two nested mappings in words, or nothing if they are equal."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in old | new:
-            if key not in old or key not in new:
-                place = "the folder" if key in old else "the sweep file"
-                return f"{'.'.join((*where, key))} is only in {place}"
-            if difference := _first_difference(old[key], new[key], *where, key):
-                return difference
-        return ""
-    if old == new:
-        return ""
-    return f"{'.'.join(where)} is {old!r} in the folder and {new!r} in the sweep file"
+        cell = f"cells.{plan['id']}"
+        definition |= {f"{cell}.{key}": plan[key] for key in DEFINING}
+        definition |= {f"{cell}.run.{key}": value for key, value in flat(runs[plan["id"]]).items()}
+        definition.pop(f"{cell}.run.training.output_dir", None)
+    return definition
 
 
 def _as_yaml(run: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from shardwise.benchmark.cells import CellState, cell_record
 from shardwise.benchmark.folder import locked, prepare, read_state
 from shardwise.benchmark.process import Run, runs
-from shardwise.benchmark.progress import Display
+from shardwise.benchmark.progress import print_end, print_start
 from shardwise.benchmark.sweep import Cell, Sweep, left_out, read_sweep, uncontrolled
 from shardwise.config import UserError
 from shardwise.records.cell import LOG, RECORD, RUN_FILE, CellRecord, Round, SweepRecord
@@ -68,13 +68,13 @@ def bench(
         _warn(out, sweep, selected)
         cells = [read_state(cell, out / cell.plan.id) for cell in selected]
         rounds = sweep.record.rounds
-        with runs(train) as run, Display(sweep.record.title, cells, rounds) as display:
+        with runs(train) as run:
             for number in range(1, rounds + 1):
                 for state in _references_first(cells):
                     if number in state.remaining(rounds)[:1]:
-                        display.start(state)
+                        print_start(state, cells, rounds)
                         _run_round(state, number, sweep.record, run)
-                        display.end(state)
+                        print_end(state, cells, rounds)
     return [state.record for state in cells if state.record is not None]
 
 

@@ -31,6 +31,8 @@ KEYS = (
     "axes",
 )
 MAX_ID_LENGTH, MAX_CELLS = 80, 10_000
+NOISE = ("measure.reverse_microbatches", "measure.nudge_weights")
+"""Keys that change only rounding: the order of a run's sums, and its weights by one rounding."""
 RESERVED = {SWEEP, "figures", "report.html", "report.md"}
 """Names beside the folders of the cells: the bench and the report write there too."""
 
@@ -306,10 +308,6 @@ def _equal(group: str, cells: list[Cell], axes: tuple[Axis, ...], weak: bool) ->
     valid = {cell.plan.id: (cell.plan.nproc, cell.run) for cell in of_group}
     varied = [key for axis in axes if axis.compared for key in axis.keys]
     return fairness.check_group(valid, varied, weak) if valid else {}
-
-
-NOISE = ("measure.reverse_microbatches", "measure.nudge_weights")
-"""Switches that change only how a run rounds: its sums over micro-batches, and all that its weights reach."""
 
 
 def _controls(cells: list[Cell], taken: set[str], out: Path) -> list[Cell]:

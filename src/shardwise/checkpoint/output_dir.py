@@ -14,7 +14,7 @@ from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError
 from shardwise.process.ending import RunError, is_full
 from shardwise.process.world import World
-from shardwise.records.record import RunRecord, Status
+from shardwise.records.record import RunRecord, Status, write_atomically
 
 RECORD = "record.json"
 TIMELINES = ("timeline.json", "trace.json", "timeline.svg")
@@ -78,9 +78,7 @@ def go_on(cfg: RunConfig, metrics: Path) -> None:
     folder = Path(cfg.training.output_dir)
     for name in (RECORD, *TIMELINES):
         (folder / name).unlink(missing_ok=True)
-    temporary = folder / f".{METRICS}.tmp"
-    shutil.copyfile(metrics, temporary)
-    temporary.replace(folder / METRICS)
+    write_atomically(folder / METRICS, metrics.read_text(encoding="utf-8"))
 
 
 @contextlib.contextmanager

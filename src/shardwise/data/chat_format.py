@@ -167,8 +167,8 @@ class ChatFormat:
             raise BadDocument("bad chat", f"{problem}; {CORRECT_LINE}")
         raise BadDocument(
             "no turns found",
-            f"the assistant's turns cannot be found: {problems[0]}; {CORRECT_LINE}, or mark them in "
-            "the template with {% generation %} and {% endgeneration %}",
+            f"the assistant's turns cannot be found: {problems[0]}; {CORRECT_LINE}, or mark them "
+            "in the template with {% generation %} and {% endgeneration %}",
         )
 
     def _marked_turns(
@@ -299,7 +299,8 @@ def _part(part: Any, number: int) -> str:
         kind = part.get("type", "object") if isinstance(part, dict) else type(part).__name__
         raise BadDocument(
             "not text",
-            f"message {number} has a part of type {kind!r}; only text is trained on; {CORRECT_LINE}",
+            f"message {number} has a part of type {kind!r}, and only text is trained on; "
+            f"{CORRECT_LINE}",
         )
     return part["text"]
 

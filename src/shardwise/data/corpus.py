@@ -5,20 +5,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from shardwise.config import Data, UserError
 from shardwise.data.record import Record
 from shardwise.data.tables import (
+    Table,
     is_dataset_folder,
     is_dataset_name,
     open_csv,
     open_dataset,
     open_parquet,
 )
-from shardwise.data.text import expanded, find_files, index_files, is_jsonl, path_exists, suffix
+from shardwise.data.text import (
+    TextFiles,
+    expanded,
+    find_files,
+    index_files,
+    is_jsonl,
+    path_exists,
+    suffix,
+)
 
 FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
 """The fields that a format reads. `text` reads `data.text_field`."""
@@ -27,25 +35,8 @@ OPEN_TABLE = {".parquet": open_parquet, ".csv": open_csv, ".tsv": open_csv}
 """The function that opens a table, by the suffix of its file."""
 
 
-class Source(Protocol):
-    """Documents by number, which are read when they are needed.
-
-    A source can be pickled into a worker process; the pickle holds no documents.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, document: int) -> Record:
-        """Return the fields of a document; BadDocument where they cannot be read."""
-        ...
-
-    def where(self, document: int) -> str:
-        """Return the place of a document, for an error message."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Return a short hash of the number of documents and of a sample of their content."""
-        ...
+Source = TextFiles | Table
+"""Documents by number, which are read when they are needed. A pickle of them holds no documents."""
 
 
 @dataclass(frozen=True, eq=False)

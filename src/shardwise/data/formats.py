@@ -150,7 +150,7 @@ def text_of(record: Record, field: str) -> str:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
-    """Encode a text; all tokens are targets. An empty text has none, not even special tokens."""
+    """Encode a text; all tokens are targets. An empty text has no tokens, not even special ones."""
     tokens = _tokenize(tokenizer, text)["input_ids"] if text else []
     return tokens, [True] * len(tokens)
 

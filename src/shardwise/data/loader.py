@@ -4,8 +4,9 @@ They do not depend on the number of ranks, micro-batches or workers. Slot j of e
 reads a stream of documents of its own, and a rank reads the streams of its slots. In each epoch
 (seed, epoch) gives all documents an order, and slot j takes those at places j, j + G, j + 2G, ...
 (G is the global batch size). So an epoch has each document once (`Order` explains `data.weights`).
-A slot that has read its share goes on with its share of the next epoch, and does not wait for the
-other slots. A document that is left out leaves its place empty: no other document changes its slot.
+A slot that has read its share continues with its share of the next epoch, and does not wait for
+the other slots. A document that is left out leaves its place empty: no other document changes its
+slot.
 
 The position of a slot in its stream travels with its rows. So the saved state (`Loaders.state`)
 belongs to the last batch that was given out, however far workers have read ahead. A resume starts
@@ -209,14 +210,15 @@ class TrainStream(IterableDataset):
             assert not isinstance(read, str), "a document that waits has a target"
             yield next(document for document in read if document.start.part == part)
         skipped, num_long = Counter(begin.skipped), begin.long
-        # Records that were left out one after the other. A slot must not look at them for ever.
-        in_vain = Counter[str]()
+        # Records that were left out one after the other. Without a limit a slot could search
+        # for ever.
+        left_out = Counter[str]()
         places = self._places(slot, begin.epoch, begin.place)
         for count, (epoch, place, number, piece) in enumerate(places, begin.documents):
             start = SlotState(epoch, place, documents=count, skipped=dict(skipped), long=num_long)
             read = read_documents(self.corpus, number, self.encoder, start, piece)
             if not isinstance(read, str):
-                in_vain.clear()
+                left_out.clear()
                 is_rest = count == begin.documents and begin.part + begin.token > 0
                 num_long += any(document.is_long for document in read) and not is_rest
                 for document in read:
@@ -226,15 +228,14 @@ class TrainStream(IterableDataset):
                     start = replace(document.start, long=num_long)
                     yield replace(document, start=start).after(cut)
                 continue
-            in_vain[read] += 1
+            left_out[read] += 1
             skipped[read] += 1
-            if in_vain.total() > len(self.order) + 100:
+            if left_out.total() > len(self.order) + 100:
                 raise UserError(
                     f"data.train: slot {slot} of training.global_batch_size "
                     f"{self.global_batch_size} finds no target in the {len(self.order)} documents; "
-                    f"it has read {in_vain.total()} in a row, many of them several times, and left "
-                    f"out {describe(in_vain)}; give longer documents, other ones or more of them, "
-                    "or a smaller batch"
+                    f"it left out the last {left_out.total()} that it read: {describe(left_out)}; "
+                    "give longer documents, other ones or more of them, or a smaller batch"
                 )
 
     def _places(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from shardwise.data.text import SUFFIXES, expanded, suffix
 
 SPLIT = "train"
 """The split that is read of a dataset that has several."""
+REPAIR = "repair or remove it"
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,18 +85,14 @@ def open_parquet(path: Path, fields: Sequence[str]) -> Table:
     datasets = _datasets(str(path))
     import pyarrow.parquet
 
-    try:
+    with _loading(f"{path}: cannot be read as Parquet", REPAIR):
         metadata = pyarrow.parquet.read_metadata(path)
-        _check_fields(str(path), metadata.schema.to_arrow_schema().names, fields)
-        if metadata.num_rows == 0:
-            raise UserError(f"{path}: a Parquet file without rows; remove it")
-        files = {"data_files": str(path), "columns": list(fields), "split": SPLIT}
-        return Table(_quietly(lambda: datasets.load_dataset("parquet", **files)), str(path))
-    except UserError:
-        raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        message = f"{path}: cannot be read as Parquet ({error}); repair or remove it"
-        raise UserError(message) from None
+    _check_fields(str(path), metadata.schema.to_arrow_schema().names, fields)
+    if metadata.num_rows == 0:
+        raise UserError(f"{path}: a Parquet file without rows; remove it")
+    files = {"data_files": str(path), "columns": list(fields), "split": SPLIT}
+    with _loading(f"{path}: cannot be read as Parquet", REPAIR):
+        return Table(datasets.load_dataset("parquet", **files), str(path))
 
 
 def open_csv(path: Path, fields: Sequence[str]) -> Table:
@@ -105,13 +103,8 @@ def open_csv(path: Path, fields: Sequence[str]) -> Table:
     datasets = _datasets(str(path))
     separator = "\t" if suffix(path) == ".tsv" else ","
     files = {"data_files": str(path), "sep": separator, "split": SPLIT}
-    try:
-        loaded = _quietly(lambda: datasets.load_dataset("csv", **files))
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        cause = error.__cause__ or error  # the error of datasets itself has no details
-        kind = suffix(path)[1:].upper()
-        message = f"{path}: cannot be read as {kind} ({cause}); repair or remove it"
-        raise UserError(message) from None
+    with _loading(f"{path}: cannot be read as {suffix(path)[1:].upper()}", REPAIR):
+        loaded = datasets.load_dataset("csv", **files)
     _check_fields(str(path), loaded.column_names, fields)
     return Table(loaded.select_columns(list(fields)), str(path))
 
@@ -125,17 +118,12 @@ def open_dataset(entry: str, fields: Sequence[str], key: str = "data.train") -> 
     """
     datasets = _datasets(entry)
     path = expanded(entry)
-    try:
+    way_out = "give existing files, folders or glob patterns, or the name or folder of a dataset"
+    with _loading(f"{key}: {entry}: datasets cannot load it", way_out):
         if _was_saved_by_datasets(path):
             loaded = datasets.load_from_disk(str(path))
         else:
-            source = str(path) if path.exists() else entry
-            loaded = _quietly(lambda: datasets.load_dataset(source))
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"{key}: {entry}: datasets cannot load it ({error}); give existing files, folders or "
-            "glob patterns, or the name or folder of a dataset"
-        ) from None
+            loaded = datasets.load_dataset(str(path) if path.exists() else entry)
     if isinstance(loaded, dict):
         if SPLIT not in loaded:
             raise UserError(
@@ -145,6 +133,26 @@ def open_dataset(entry: str, fields: Sequence[str], key: str = "data.train") -> 
         loaded = loaded[SPLIT]
     _check_fields(entry, loaded.column_names, fields)
     return Table(loaded.select_columns(list(fields)), entry)
+
+
+@contextlib.contextmanager
+def _loading(problem: str, way_out: str) -> Generator[None]:
+    """Load in the body, without a progress bar; UserError with `problem` where that fails.
+
+    Each rank would draw its bar into that of the run.
+    """
+    import datasets.exceptions
+
+    has_bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bar()
+    try:
+        yield
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error  # an error of datasets itself has no details
+        raise UserError(f"{problem} ({cause}); {way_out}") from None
+    finally:
+        if has_bars:
+            datasets.enable_progress_bar()
 
 
 def _check_fields(name: str, columns: Sequence[str], fields: Sequence[str]) -> None:
@@ -164,16 +172,3 @@ def _datasets(name: str) -> Any:
         need = f"{name}: to read it needs datasets, which is not installed"
         raise UserError(f"{need}; pip install 'shardwise[data]'") from None
     return datasets
-
-
-def _quietly(load: Callable[[], Any]) -> Any:
-    """Load without the progress bar that each rank would draw into the run's own one."""
-    import datasets
-
-    if not datasets.is_progress_bar_enabled():
-        return load()
-    datasets.disable_progress_bar()
-    try:
-        return load()
-    finally:
-        datasets.enable_progress_bar()

@@ -116,19 +116,12 @@ def _check_circles(folder: Path, above: frozenset[str], what: str) -> None:
 def _check_regular(file: Path) -> None:
     """Check that a file is regular; UserError for one that never ends or can be read only once."""
     try:
-        mode = file.stat().st_mode
+        is_regular = stat.S_ISREG(file.stat().st_mode)
     except OSError as error:
         _raise_unreadable(file, error)
-    if stat.S_ISREG(mode):
-        return
-    kind = "no regular file"
-    if stat.S_ISFIFO(mode):
-        kind = "a pipe"
-    elif stat.S_ISSOCK(mode):
-        kind = "a socket"
-    elif stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        kind = "a device"
-    raise UserError(f"{file}: {kind}, which cannot be read twice; write it to a file first")
+    if not is_regular:
+        what = "a pipe, socket or device, which cannot be read twice"
+        raise UserError(f"{file}: {what}; write it to a file first")
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -158,6 +151,7 @@ class TextFiles:
         return int(self.ends[-1])
 
     def __getitem__(self, document: int) -> Record:
+        """Return the fields of a document; BadDocument where they cannot be read."""
         path, _, raw = self._read(document)
         try:
             return _object(_decode(raw)) if is_jsonl(path) else {self.text_field: _decode(raw)}
@@ -265,26 +259,26 @@ def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
     return TextFiles(files, *arrays, text_field)
 
 
+_DECOMPRESS = "a compressed file; decompress it, as with"
 _AS_ROWS = "write its documents as JSONL or Parquet"
-_SAVED = "give the folder that datasets saved it in, or write JSONL or Parquet"
-_CONVERT = "convert it, as with iconv -f UTF-16 -t UTF-8"
-_BZIP2 = ("compressed by bzip2", "decompress it, as with bzip2 -d")
+_SAVED = "an Arrow file; give the folder that datasets saved it in, or write JSONL or Parquet"
+_UTF16 = "UTF-16 text; convert it, as with iconv -f UTF-16 -t UTF-8"
 
 FIRST_BYTES = {
-    b"\x1f\x8b": ("compressed by gzip", "decompress it, as with gzip -d"),
-    b"PK\x03\x04": ("a zip archive", "unpack it"),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "decompress it, as with zstd -d"),
-    b"\xfd7zXZ\x00": ("compressed by xz", "decompress it, as with xz -d"),
-    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
-    **{b"BZh%d1AY&SY" % level: _BZIP2 for level in range(1, 10)},
-    b"PAR1\x15": ("Parquet", "rename it to .parquet"),
-    b"ARROW1\x00\x00": ("an Arrow file", _SAVED),
-    b"\xff\xff\xff\xff": ("an Arrow stream", _SAVED),
-    **{bytes([0x80, protocol]): ("a pickle", _AS_ROWS) for protocol in range(2, 6)},
-    b"SQLite format 3\x00": ("an SQLite database", _AS_ROWS),
-    b"%PDF-": ("a PDF", "write its text to a file"),
-    b"\xff\xfe": ("UTF-16 text", _CONVERT),
-    b"\xfe\xff": ("UTF-16 text", _CONVERT),
+    b"\x1f\x8b": f"{_DECOMPRESS} gzip -d",
+    **{b"BZh%d1AY&SY" % level: f"{_DECOMPRESS} bzip2 -d" for level in range(1, 10)},
+    b"\x28\xb5\x2f\xfd": f"{_DECOMPRESS} zstd -d",
+    b"\xfd7zXZ\x00": f"{_DECOMPRESS} xz -d",
+    b"7z\xbc\xaf\x27\x1c": f"{_DECOMPRESS} 7z x",
+    b"PK\x03\x04": "a zip archive; unpack it",
+    b"PAR1\x15": "a Parquet file; rename it to .parquet",
+    b"ARROW1\x00\x00": _SAVED,
+    b"\xff\xff\xff\xff": _SAVED,
+    **{bytes([0x80, protocol]): f"a pickle; {_AS_ROWS}" for protocol in range(2, 6)},
+    b"SQLite format 3\x00": f"an SQLite database; {_AS_ROWS}",
+    b"%PDF-": "a PDF; write its text to a file",
+    b"\xff\xfe": _UTF16,
+    b"\xfe\xff": _UTF16,
 }
 """The first bytes of files that are given as text by mistake: their kind, and what to do."""
 
@@ -293,9 +287,9 @@ def _check_text(path: Path) -> None:
     """Check that the first bytes of a file are no other format's, whatever its name."""
     with path.open("rb") as file:
         head = file.read(16)
-    for first, (kind, way_out) in FIRST_BYTES.items():
+    for first, kind in FIRST_BYTES.items():
         if head.startswith(first):
-            raise UserError(f"{path}: by its first bytes {kind}, not UTF-8 text; {way_out}")
+            raise UserError(f"{path}: not UTF-8 text, but by its first bytes {kind}")
 
 
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:

@@ -1,11 +1,12 @@
-"""A group of processes on this machine: how they start, how they are asked to end, and which ending was the first."""
+"""The ranks of a run as processes of this machine: start them, watch them, find the first cause
+of a failure, end them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import multiprocessing.connection
-import os
 import signal
 import sys
 import tempfile
@@ -16,67 +17,93 @@ from dataclasses import asdict, replace
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
-from shardwise.process.ending import FAILED, SIGNALS, Ending
-from shardwise.process.world import threads_each
+from shardwise.process.ending import FAILED, INTERRUPTED, Ending
+from shardwise.process.stop import SIGNALS
+from shardwise.process.world import threads_each, variables
+from shardwise.records.record import write_atomically
 
-# torch is imported inside functions: the user's mistakes are told before that takes its seconds.
+# torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 
-INTERRUPTED = Ending(FAILED, "interrupted by a signal", "", "stopped")
-"""Ctrl-C or a request to end, from the terminal or a scheduler, while there was no step to finish."""
 GRACE_SECONDS = 10.0
-"""How long the other processes may go on after one has failed: after a time-out each prints its stacks."""
+"""How long the other ranks may take to end after one has failed.
+
+After a time-out, each of them prints its stacks first.
+"""
 
 
-class Requests:
-    """The signals that have asked this process to end, between `__enter__` and `__exit__`.
-
-    The first is handed on to the processes of the group, which finish their step and save; the
-    second ends them at once. While there is no group, the first ends this process. Outside the main
-    thread, where Python sets no handlers, signals do what they did.
-    """
+class Group:
+    """The ranks of a run, as processes that this one starts, and its reaction to signals."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []
-        self.group: Sequence[BaseProcess] | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self.signals: list[int] = []
+        """The signals that have asked this process to end, in their order."""
+        self._processes: Sequence[BaseProcess] | None = None  # None: nothing runs or starts
 
-    def __enter__(self) -> Requests:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.numbers.append(number)
-        if self.group is None:
+    def on_signal(self, number: int) -> None:
+        """Pass a signal on to the ranks, or end this process where there are none."""
+        self.signals.append(number)
+        if self._processes is None:
             sys.exit(128 + number)
-        self.hand_on()
+        self._pass_on()
 
-    def hand_on(self) -> None:
-        """Ask the processes of the group to end, as far as this process was asked."""
-        for process in self.group or ():
-            if len(self.numbers) == 1:
+    def _pass_on(self) -> None:
+        """Ask the ranks to finish their step and save; after a second signal, kill them."""
+        for process in self._processes or ():
+            if len(self.signals) == 1:
                 process.terminate()
-            elif self.numbers:
+            elif self.signals:
                 process.kill()
+
+    def run(
+        self, main: Callable[[int, str], None], num_processes: int, method: str
+    ) -> Ending | None:
+        """Run `main(rank, folder)` in new processes from start to end; None if all succeeded.
+
+        `method` is fork or spawn. `folder` is new and readable by this user only. The ranks meet
+        in a file there, so that nothing listens on a port, and leave their endings there (see
+        `leave_ending`). `main` begins with `take_signals`.
+        """
+        from torch import multiprocessing  # its processes get SIGINT when this one dies (on Linux)
+
+        others = multiprocessing.active_children()
+        with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+            self._processes = []
+            try:
+                # Libraries read their number of threads when they are loaded.
+                cores = {"OMP_NUM_THREADS": str(threads_each(num_processes))}
+                with _signals_blocked(method), variables(cores):
+                    context = multiprocessing.start_processes(
+                        main, (folder,), num_processes, join=False, start_method=method
+                    )
+                self._processes = context.processes
+                self._pass_on()  # signals that came while the ranks were started
+                rank = _first_failure(self._processes, folder)
+            except BaseException:
+                if not self._processes:  # not all could start, and those that did wait for the rest
+                    started = multiprocessing.active_children()
+                    self._processes = [process for process in started if process not in others]
+                raise
+            finally:
+                _end(self._processes)
+                exit_codes = [process.exitcode for process in self._processes]
+                self._processes = None
+            ending = _read_ending(folder, 0 if rank is None else rank)
+            if ending is not None or rank is None:
+                return ending
+            if self.signals:
+                return replace(INTERRUPTED, exit_code=128 + self.signals[0])
+            reason = f"rank {rank} of {num_processes} {_how_it_died(exit_codes[rank] or 0)}"
+            return Ending(FAILED, reason, f"error: {reason}")
 
 
 def can_fork(device_type: str, torch_was_imported: bool) -> bool:
-    """Whether new processes may be copies of this one, which then share what it has imported.
+    """Return whether new processes may be forks of this one, which share what it has imported.
 
-    A fork copies one thread, and no locks that others hold. So not after CUDA has started or is about to, not on macOS,
-    whose own libraries do not survive it, and not from a program that has threads: Python's, or a pool of torch's.
+    A fork has one thread, and the locks that other threads held stay locked in it. So a process
+    that has other threads, Python's or a pool of torch's, may not fork. Nor may one that uses
+    CUDA, or any on macOS, whose libraries do not survive it.
     """
     import torch
 
@@ -90,138 +117,82 @@ def can_fork(device_type: str, torch_was_imported: bool) -> bool:
     )
 
 
-def run_group(
-    main: Callable[[int, str], None], num_processes: int, method: str, requests: Requests
-) -> Ending | None:
-    """Run `main(rank, folder)` in so many new processes, from start to end; None if all went well.
+def take_signals() -> None:
+    """Let signals end this process, a new rank, without a word; they were blocked until now.
 
-    `method`: fork or spawn. `folder` is a new one that only this user may read; the processes meet in a file there, so
-    that nothing listens on a port, and leave their endings in it. See `start_in_group` for what `main` begins with.
-    """
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        requests.group = []
-        try:
-            requests.group = group = _start(main, num_processes, method, folder)
-            requests.hand_on()  # what came while they were started
-            failed = _first_failure(group, folder)
-        finally:
-            _end(requests.group)
-            requests.group = None
-        rank = 0 if failed is None else failed
-        report = _report_path(folder, rank)
-        if report.exists():
-            return Ending(**json.loads(report.read_text(encoding="utf-8")))
-        if failed is None:
-            return None
-        if requests.numbers:
-            return replace(INTERRUPTED, exit_code=128 + requests.numbers[0])
-        reason = f"rank {rank} of {num_processes} {_how_it_died(group[rank].exitcode or 0)}"
-        return Ending(FAILED, reason, f"error: {reason}")
-
-
-def start_in_group() -> None:
-    """Take signals as a new process does. They were held back from its first moment on.
-
-    The other ranks are asked to end by the launcher, and Ctrl-C goes to all of a terminal: without a word, where Python
-    would print what it was importing. The same signal comes when the launcher dies.
+    Ctrl-C reaches all processes of a terminal, and Python would print what it was importing. The
+    launcher's end sends the same signal.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def report(folder: str, rank: int, ending: Ending) -> None:
-    """Leave word for the launcher of how this process ends."""
-    unfinished = Path(folder, f"rank-{rank}.tmp")
-    unfinished.write_text(json.dumps(asdict(ending)), encoding="utf-8")
-    unfinished.rename(_report_path(folder, rank))
-
-
-def _report_path(folder: str, rank: int) -> Path:
-    return Path(folder, f"rank-{rank}.json")
-
-
-def _start(
-    main: Callable[[int, str], None], num_processes: int, method: str, folder: str
-) -> list[BaseProcess]:
-    from torch import (
-        multiprocessing,
-    )  # torch's, since its processes get SIGINT when their parent dies (on Linux)
-
-    assert method == "spawn" or threading.active_count() == 1, (
-        "a thread was started since `can_fork`"
-    )
-    if method == "spawn":
-        resource_tracker.ensure_running()  # multiprocessing's helper; started later, it would unblock SIGINT
-    # SIGTERM has to end a spawned process while it imports. A forked one has this one's handlers at first.
-    blocked = [signal.SIGINT] if method == "spawn" else SIGNALS
-    mask, others = (
-        signal.pthread_sigmask(signal.SIG_BLOCK, blocked),
-        multiprocessing.active_children(),
-    )
-    try:
-        with _threads_of_each(num_processes):
-            context = multiprocessing.start_processes(
-                main, (folder,), num_processes, join=False, start_method=method
-            )
-    except (
-        BaseException
-    ):  # such as a limit on processes: those that were started would wait for the rest
-        for process in multiprocessing.active_children():
-            if process not in others:
-                process.kill()
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return context.processes
-
-
 @contextlib.contextmanager
-def _threads_of_each(num_processes: int) -> Generator[None]:
-    """Let new processes have their share of the cores; libraries read it when they are loaded."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(threads_each(num_processes))
+def _signals_blocked(method: str) -> Generator[None]:
+    """Start processes in this block with blocked signals, until they call `take_signals`."""
+    # A fork begins with the handlers of this process. A spawned process has none, and SIGTERM must
+    # be able to end it while it imports; but SIGINT would print a traceback of the imports.
+    signals = SIGNALS if method == "fork" else (signal.SIGINT,)
+    if method == "fork":
+        assert threading.active_count() == 1, "a thread was started since `can_fork`"
+    else:
+        # multiprocessing's helper; if it started in the block, it would unblock SIGINT.
+        resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _first_failure(group: Sequence[BaseProcess], folder: str) -> int | None:
-    """Wait until all have ended well, or one has not: its rank."""
-    running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(group)}
+def _first_failure(processes: Sequence[BaseProcess], folder: str) -> int | None:
+    """Wait until all ranks have succeeded (None), or some have failed: the first of these."""
+    running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
-        ended = [
-            running.pop(sentinel) for sentinel in multiprocessing.connection.wait(list(running))
-        ]
+        sentinels = multiprocessing.connection.wait(list(running))
+        ended = [running.pop(sentinel) for sentinel in sentinels]
         for rank in ended:
-            group[rank].join()
-        if failed := [rank for rank in ended if group[rank].exitcode != 0]:
-            # Where this process was slow to look: one that was killed has left no word, and others fail of it.
-            return min(failed, key=lambda rank: _when_reported(folder, rank))
+            processes[rank].join()
+        if failed := [rank for rank in ended if processes[rank].exitcode != 0]:
+            # Several may have ended since the last look. One that was killed has left no ending,
+            # and it is the cause of what others report.
+            return min(failed, key=lambda rank: _seconds_of_ending(folder, rank))
     return None
 
 
-def _when_reported(folder: str, rank: int) -> float:
-    path = _report_path(folder, rank)
-    return path.stat().st_mtime if path.exists() else 0.0
-
-
-def _end(group: Sequence[BaseProcess]) -> None:
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """Ask processes to end, and kill those that take longer than GRACE_SECONDS."""
     deadline = time.monotonic() + GRACE_SECONDS
-    for process in group:
+    for process in processes:
         process.terminate()
-    for process in group:
+    for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
         process.join()
 
 
+def leave_ending(folder: str, rank: int, ending: Ending) -> None:
+    """Leave a file for the launcher that says how this rank ends."""
+    write_atomically(_path_of_ending(folder, rank), json.dumps(asdict(ending)))
+
+
+def _read_ending(folder: str, rank: int) -> Ending | None:
+    path = _path_of_ending(folder, rank)
+    return Ending(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def _seconds_of_ending(folder: str, rank: int) -> float:
+    path = _path_of_ending(folder, rank)
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _path_of_ending(folder: str, rank: int) -> Path:
+    return Path(folder, f"rank-{rank}.json")
+
+
 def _how_it_died(exit_code: int) -> str:
     if exit_code >= 0:
-        return f"ended with exit code {exit_code} without a word"
+        return f"ended with exit code {exit_code} and without a message"
     hint = "; the system does that when memory runs out" if exit_code == -signal.SIGKILL else ""
     return f"was killed by {signal.Signals(-exit_code).name}{hint}"

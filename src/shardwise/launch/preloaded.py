@@ -1,9 +1,11 @@
-"""A process that has imported what runs need, and forks itself for each: `python -m shardwise.launch.preloaded FD`.
+"""A server that has imported what runs need and forks a process for each run.
 
-Whoever starts it holds the other end of the socket FD, of messages in JSON. The first one from here says whether it
-forks at all. Then each request, `{"arguments": ["train", "run.yaml", ...]}` with two file descriptors, a log and the
-reading end of a pipe, is answered by `{"group": G}` as soon as the run has a process group, and by `{"code": C}` at its
-end: its exit code, negative for a signal. The group lives until the pipe closes: as it does when its owner dies.
+`python -m shardwise.launch.preloaded FD` speaks JSON over the socket FD, whose other end the
+process that started it holds. The first message says whether the server forks at all. A request is
+`{"arguments": ["train", "run.yaml", ...]}` with two file descriptors, a log and the reading end of
+a pipe. The answers are `{"group": G}` as soon as the run has a process group, and `{"code": C}` at
+its end, the exit code (negative for a signal). The group is killed when the pipe closes, which
+also happens when its owner dies.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ import sys
 from typing import Any, NoReturn
 
 MODULES = ("shardwise.training.loop", "shardwise.parallel.mesh", "shardwise.cli")
-"""What every run imports."""
+"""The modules that every run imports."""
 LONGEST_MESSAGE = 2**16
+"""In bytes; longer than any command line of a bench."""
 
 
 def main() -> None:
-    """Serve until standard input closes, or the other end of the socket does."""
+    """Serve until standard input or the other end of the socket closes."""
     channel = socket.socket(fileno=int(sys.argv[1]))
-    _leash(0, channel)
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # as the command does, before torch is imported
-    gc.disable()  # it would look through all that is imported again and again
+    _kill_when_closed(0, channel)
+    # As the command does, before torch is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    gc.disable()  # it would look through all imported modules again and again
     for module in MODULES:
         importlib.import_module(module)
     gc.enable()
@@ -43,19 +45,22 @@ def main() -> None:
         message, descriptors, _, _ = socket.recv_fds(channel, LONGEST_MESSAGE, 2)
         if not message:
             return
-        log, lease = descriptors
+        log, pipe = descriptors
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            _run(json.loads(message)["arguments"], channel, log, lease)
+            _run(json.loads(message)["arguments"], channel, log, pipe)
         os.close(log)
-        os.close(lease)
+        os.close(pipe)
         _send(channel, code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def _sees_gpu() -> bool:
-    """Whether there is a GPU: a process that has looked may not fork others that use it, so another one looks."""
+    """Return whether there is a GPU.
+
+    A fork looks, since CUDA does not work in the forks of a process that has looked.
+    """
     import torch
 
     pid = os.fork()
@@ -64,17 +69,17 @@ def _sees_gpu() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
 
 
-def _run(arguments: list[str], channel: socket.socket, log: int, lease: int) -> NoReturn:
+def _run(arguments: list[str], channel: socket.socket, log: int, pipe: int) -> NoReturn:
     """Become `shardwise` with these arguments, in a session and a process group of its own."""
     os.setsid()
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    _leash(lease, channel)
+    _kill_when_closed(pipe, channel)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    os.close(lease)
+    os.close(pipe)
     _send(channel, group=os.getpid())
     channel.close()
     sys.argv[1:] = arguments
@@ -82,11 +87,11 @@ def _run(arguments: list[str], channel: socket.socket, log: int, lease: int) -> 
     sys.exit()
 
 
-def _leash(lease: int, channel: socket.socket) -> None:
-    """Leave a process beside this one that kills their process group as soon as the pipe `lease` closes."""
+def _kill_when_closed(pipe: int, channel: socket.socket) -> None:
+    """Fork a watcher that kills its process group, this process's too, when `pipe` closes."""
     if os.fork() == 0:
         channel.close()
-        os.read(lease, 1)  # nobody writes
+        os.read(pipe, 1)  # nobody writes to it
         os.killpg(0, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""How a run or a command that does not succeed is told: to the shell, to the person, in `record.json`."""
+"""How a run or a command ends without success: its exit code, its line on stderr, its record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.config import UserError
@@ -17,57 +16,63 @@ from shardwise.records.record import Status
 
 USER_ERROR, OUT_OF_MEMORY, FAILED = 2, 3, 1
 """Exit codes."""
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Signals that ask a run to finish its step, save and end."""
 PATIENCE_SECONDS = 2.0
-"""How long a rank with an unexpected error waits before it ends: many times what a launcher takes to see an exit."""
+"""How long a rank with an unexpected error waits before it ends.
 
-MAKE_ROOM = "make room, then start again; a run that has saved goes on with --resume latest-good"
+It is many times what a launcher takes to notice that a process has ended.
+"""
+
+MAKE_ROOM = "make room, then start again; a run that has saved resumes with --resume latest-good"
 """The way out of a full disk."""
-
-
-STEP_WAY_OUT = (
+SMALLER_STEP = (
     "lower training.micro_batch_size or data.sequence_length, or set training.checkpointing=full"
 )
-BUILD_WAY_OUT = (
-    "the model does not fit, whatever the batch: lower lora.r, set model.dtype=bfloat16, or share it among more "
-    "processes (parallel.data=fsdp2, parallel.tp, parallel.pp)"
+"""The way out where a step needs too much memory."""
+SMALLER_MODEL = (
+    "the model does not fit, whatever the batch: lower lora.r, set model.dtype=bfloat16, or shard "
+    "it over more processes (parallel.data=fsdp2, parallel.tp, parallel.pp)"
 )
+"""The way out where the model itself needs too much memory."""
 
 
 class RunError(RuntimeError):
-    """What ends a run though nobody made a mistake in code or config, such as a full disk: told in one line."""
-
-
-@dataclass(frozen=True)
-class Ending:
-    """What an exception comes to."""
-
-    exit_code: int
-    reason: str  # one line, for the record
-    text: str  # for stderr
-    status: Status = (
-        "failed"  # in the record; a run that is refused before it begins is `unsupported`
-    )
+    """An error of the surroundings, such as a full disk; it is reported in one line."""
 
 
 class Stopped(Exception):
-    """The run was asked to end by signal `number`, has finished step `step` and saved it as `checkpoint`."""
+    """A signal asked the run to end; it has finished step `step` and saved it as `checkpoint`."""
 
     def __init__(self, number: int, step: int, checkpoint: object) -> None:
-        name = signal.Signals(number).name
         super().__init__(
-            f"stopped by {name} after step {step}, saved as {checkpoint}; go on with --resume latest"
+            f"stopped by {signal.Signals(number).name} after step {step}, saved as {checkpoint}; "
+            "resume with --resume latest"
         )
         self.number = number
 
 
-def explain(error: BaseException, where: str = "") -> Ending:
-    """The user's mistake and out of memory in one line, anything else with its traceback.
+@dataclass(frozen=True)
+class Ending:
+    """How a run ends that does not succeed."""
 
-    `where` names the rank where there are several, as in " on rank 1 of 2".
+    exit_code: int
+    reason: str  # one line, for the record
+    text: str  # for stderr; none where the user has ended the run himself
+    status: Status = "failed"  # in the record
+
+
+INTERRUPTED = Ending(128 + signal.SIGINT, "interrupted by a signal", "", "stopped")
+"""Ctrl-C, or a request to end from a terminal or a scheduler, outside of the training loop."""
+
+
+def explain(error: BaseException, where: str = "") -> Ending:
+    """Return the ending that an error means.
+
+    The user's mistakes and lack of memory get one line, anything else gets its traceback. `where`
+    names the rank where there are several, as in " on rank 1 of 2".
     """
     message = " ".join(str(error).split())
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return INTERRUPTED
     if isinstance(error, UserError):
         return Ending(USER_ERROR, message, f"error: {message}", "unsupported")
     if isinstance(error, RunError):
@@ -77,9 +82,11 @@ def explain(error: BaseException, where: str = "") -> Ending:
     if is_full(error):
         return Ending(FAILED, message, f"error{where}: {message}; {MAKE_ROOM}")
     if is_out_of_memory(error):
-        wanted = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
-        reason = f"out of memory{where}" + (f": {wanted[0].lower()}" if wanted else "")
-        way_out = BUILD_WAY_OUT if _was_building(error) else STEP_WAY_OUT
+        request = re.search(r"tried to allocate [\d.]+ \w+", message, re.IGNORECASE)
+        reason = f"out of memory{where}"
+        if request:
+            reason += f": {request[0].lower()}"
+        way_out = SMALLER_MODEL if _was_building(error) else SMALLER_STEP
         return Ending(OUT_OF_MEMORY, reason, f"error: {reason}; {way_out}", "oom")
     trace = "".join(traceback.format_exception(error)).rstrip()
     text = f"error{where}:\n{trace}" if where else trace
@@ -87,25 +94,31 @@ def explain(error: BaseException, where: str = "") -> Ending:
 
 
 def _was_building(error: BaseException) -> bool:
-    """Whether the error comes from where a run is put together, not from a step."""
+    """Return whether the error comes from the assembly of a run, not from a step."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     places = {(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame in frames}
     return ("shardwise.assembly.build", "build") in places
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a disk has no room left, or a user none on it; safetensors' error has the system's as text alone."""
+    """Return whether a disk has no room left, or the user's share of it has none.
+
+    An error of safetensors holds the system's error as text only.
+    """
     full = (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, OSError):
         return error.errno in full
     return type(error).__name__ == "SafetensorError" and any(
-        f"(os error {n})" in str(error) for n in full
+        f"(os error {number})" in str(error) for number in full
     )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a GPU's or the CPU's allocator had no more to give (the CPU's raises a plain RuntimeError)."""
-    import torch  # not before something went wrong
+    """Return whether the allocator of a GPU or of the CPU had no memory left.
+
+    The CPU's allocator raises a plain RuntimeError, which only its text tells from others.
+    """
+    import torch  # late: most commands that end well here never need it
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
@@ -118,22 +131,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def guarded(call: Callable[[], int]) -> int:
-    """The exit code of `call()`: what goes wrong in it is told on stderr, and nothing but SystemExit is raised."""
-    try:
-        return call()
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except SystemExit:
-        raise
-    except BaseException as error:  # torch has errors that are no Exception
-        ending = explain(error)
-        if (
-            ending.exit_code != FAILED
-            and int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) > 0
-        ):
-            time.sleep(
-                PATIENCE_SECONDS / 4
-            )  # rank 0 most likely has found the same, tells it, and this one is ended
+def report_error(error: BaseException) -> int:
+    """Print why this process ends and return its exit code; raise SystemExit again."""
+    if isinstance(error, SystemExit):
+        raise error
+    return report_ending(explain(error))
+
+
+def report_ending(ending: Ending) -> int:
+    """Print the text of an ending on stderr and return its exit code."""
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    if ending.exit_code != FAILED and rank > 0:
+        # Rank 0 most likely prints the same line, and the launcher then ends this process.
+        time.sleep(PATIENCE_SECONDS / 4)
+    if ending.text:
         print(ending.text, file=sys.stderr, flush=True)
-        return ending.exit_code
+    return ending.exit_code

@@ -1,53 +1,51 @@
-"""A request to stop, by SIGTERM or Ctrl-C: the step in hand is finished, a checkpoint is written, and the run ends."""
+"""SIGTERM and Ctrl-C as requests to stop, on which all ranks agree."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
+# torch is imported inside functions: a launcher handles signals before it imports torch.
+if TYPE_CHECKING:
+    from shardwise.interfaces import Mesh
 
-from shardwise.interfaces import Mesh
-from shardwise.process.ending import SIGNALS
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""The signals that ask a run to finish its step, save and end."""
 
 
-class StopRequest:
-    """Holds signals back between `__enter__` and `__exit__`; what came is asked for by `agreed`.
+@contextlib.contextmanager
+def on_signals(react: Callable[[int], object]) -> Generator[None]:
+    """Let the SIGNALS that arrive in the block call `react` with their number, and nothing else.
 
-    A second signal is held back too: whoever started the process ends it the hard way with SIGKILL. Outside the main
-    thread, where Python sets no handlers, signals do what they did.
+    Outside of the main thread, where Python sets no handlers, they keep their effect.
     """
 
-    def __init__(self) -> None:
-        self.number = 0
-        self._before: dict[signal.Signals, Any] = {}
+    def handle(number: int, frame: FrameType | None) -> None:
+        react(number)
 
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.number = self.number or number
 
-    def agreed(self, mesh: Mesh) -> int:
-        """The signal that any rank has got, 0 if none has: equal on every rank, so that all stop after the same step.
+def agreed_signal(numbers: Sequence[int], mesh: Mesh) -> int:
+    """Return a signal that a rank has received, 0 if none has; the same on every rank.
 
-        An all-reduce of one number. A rank that was told stops the others, whether they were told or not.
-        """
-        number = torch.tensor(self.number, device=mesh.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(number, op=dist.ReduceOp.MAX)
-        return int(number)
+    So all ranks can stop after the same step. `numbers` are this rank's signals, in their order.
+    """
+    import torch
+    import torch.distributed as dist
+
+    number = torch.tensor(numbers[0] if numbers else 0, device=mesh.device)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)  # 8 bytes of every rank, to all
+    return int(number)

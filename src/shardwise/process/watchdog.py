@@ -1,8 +1,8 @@
-"""The end of a run that hangs: when nothing has moved for too long, every rank tells where it stands, and ends.
+"""The end of a run that hangs: every rank writes where it stands, and its process ends.
 
-There is one watchdog in a process. It watches the main thread, and another while that is in `watched`; each has a time
-of its own. What makes progress says so with `beat`, and what may take as long as disks and networks do stands in
-`paused`.
+A process has one watchdog. It watches the main thread, and another thread while that is in
+`watched`; each thread has a clock of its own. `beat` reports progress, and `paused` stops the clock
+while a thread does what may take as long as disks and networks do.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import TextIO
 from shardwise.process.ending import RunError
 
 GRACE_SECONDS = 5.0
-"""How much later a process ends whose Python threads do not run any more."""
-TELL_SECONDS = 120.0
-"""How long `at_timeout` may take, on a busy machine and slow disks, before the process ends all the same."""
+"""How much later a process ends whose Python threads have stopped running."""
+REPORT_SECONDS = 120.0
+"""How long `at_timeout` may take, on a busy machine and slow disks, before the process ends."""
 
 
 @dataclass
 class _Clock:
-    """The time of one thread."""
+    """The clock of one thread."""
 
     last_beat: float
     num_pauses: int = 0
@@ -39,17 +39,21 @@ _clocks: dict[int, _Clock] = {}
 
 
 def beat() -> None:
-    """Something was finished: a step, an evaluated batch, a checkpoint. The time of this thread starts again at 0."""
+    """Report that something is finished (a step, an evaluated batch, a checkpoint).
+
+    The clock of this thread starts again at 0.
+    """
     if (clock := _clocks.get(threading.get_ident())) is not None:
         clock.last_beat = time.monotonic()
 
 
 @contextlib.contextmanager
 def paused() -> Generator[None]:
-    """Let the block take as long as this thread wants: nobody knows what reading or writing files takes.
+    """Stop this thread's clock in the block, which reads or writes files.
 
-    Those that wait for it outside of such a block end the run if it takes too long. So where ranks wait for each other
-    does not belong into one: there only their process group's own time-out would end it, without stacks.
+    Ranks that wait for this one outside of such a block end the run if it takes too long. So a
+    wait for other ranks does not belong into the block: only their process group's own time-out
+    would end it, without stacks.
     """
     clock = _clocks.get(threading.get_ident()) or _Clock(0.0)
     clock.num_pauses += 1
@@ -73,16 +77,17 @@ def watched() -> Generator[None]:
 
 @contextlib.contextmanager
 def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Generator[None]:
-    """End this process with exit code 1 once a watched thread, as this one is, has been without `beat` for `seconds`.
+    """End this process with exit code 1 once a watched thread has had no `beat` for `seconds`.
 
-    Before that the stacks of all its threads are written to `stacks`, and `at_timeout` is called. It is done by a
-    thread; where a call into C keeps all Python threads from running, or `at_timeout` does not end, the interpreter's
-    own watchdog, which needs none, writes the stacks and ends the process. A process that is stopped (SIGSTOP) can do
-    neither: the others name it by its missing stack.
+    This thread is watched in the block. A guard, which is a thread, first writes the stacks of
+    all threads to `stacks` and calls `at_timeout`. Where a call into C keeps Python's threads from
+    running, or `at_timeout` does not return, the interpreter's own watchdog (faulthandler), which
+    needs no Python thread, writes the stacks and ends the process. A process that is stopped
+    (SIGSTOP) can do neither: its missing stacks name it.
     """
     over = threading.Event()
 
-    def oldest() -> float:
+    def oldest_beat() -> float:
         clocks = list(_clocks.values())
         for clock in clocks:
             if clock.num_pauses:
@@ -90,22 +95,23 @@ def watch(seconds: float, stacks: Path, at_timeout: Callable[[], None]) -> Gener
         return min(clock.last_beat for clock in clocks)
 
     def arm(file: TextIO) -> float:
-        armed = oldest()
+        """Set the interpreter's watchdog to a little after the guard; return the oldest beat."""
+        armed = oldest_beat()
         late = armed + seconds + GRACE_SECONDS - time.monotonic()
         faulthandler.dump_traceback_later(max(late, 0.1), exit=True, file=file)
         return armed
 
     def guard(file: TextIO, armed: float) -> None:
         while not over.wait(min(1.0, seconds / 10)):
-            if oldest() != armed:
+            if oldest_beat() != armed:
                 armed = arm(file)
             if time.monotonic() > armed + seconds:
-                faulthandler.dump_traceback_later(TELL_SECONDS, exit=True, file=file)
+                faulthandler.dump_traceback_later(REPORT_SECONDS, exit=True, file=file)
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.flush()
                 try:
                     at_timeout()
-                except BaseException:  # such as a folder that is gone; the end comes all the same
+                except BaseException:  # such as a folder that is gone; the process ends anyway
                     traceback.print_exc()
                 os._exit(1)
 

@@ -13,10 +13,10 @@ from shardwise.report.folder import Bench, read_bench
 from shardwise.report.names import fact
 from shardwise.report.summary import SAME_MEMORY
 from shardwise.report.tables import Row, differing_keys, environments, make_rows, run_settings
-from shardwise.words import NOTHING, counted, number, one_line, size
+from shardwise.words import NOTHING, listed, number, one_line, size, span
 
-MOST_KEYS = 4
-"""The most differing keys that a note lists."""
+MOST_KEYS = 5
+"""The most parts of a note on differing keys."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,19 @@ class Change:
                 words.append(f"{name} is unchecked")
         return self.note or ", ".join(words) or "no change beyond the spread"
 
+    @property
+    def figures(self) -> list[str]:
+        """Return the figures of both cells, one line each."""
+        lines = []
+        if self.speed:
+            speeds = f"{number(self.a.tokens_per_second)} -> {number(self.b.tokens_per_second)}"
+            rounds = f", rounds {span(self.speed_range)}" if self.speed_range else ""
+            lines.append(f"tokens/s  {self.speed:.3f}  {speeds}{rounds}")
+        if self.memory:
+            peaks = f"{size(self.a.peak_memory_bytes)} -> {size(self.b.peak_memory_bytes)}"
+            lines.append(f"memory    {self.memory:.3f}  {peaks}")
+        return lines
+
 
 def changes(a: Bench, b: Bench) -> list[Change]:
     """Return the changes of the cells of both benches: regressions first, no ratio last."""
@@ -98,20 +111,15 @@ def _change(a: Row, b: Row) -> Change:
 
 def _different_work(a: Row, b: Row) -> str:
     """Return how the run files of two cells differ, or nothing where they are equal."""
+    parts = []
     if a.record is not None and b.record is not None:
-        keys = differing_keys(a.record, b.record)
         of_a, of_b = run_settings(a.record), run_settings(b.record)
-        parts = []
-        for key in keys[:MOST_KEYS]:
+        for key in differing_keys(a.record, b.record):
             value_a, value_b = of_a.get(key, NOTHING), of_b.get(key, NOTHING)
             parts.append(one_line(f"{key} {value_a} -> {value_b}", 120))
-        if len(keys) > MOST_KEYS:
-            parts.append(f"and {counted(len(keys) - MOST_KEYS, 'more key')}")
-        if parts:
-            return ", ".join(parts)
-    if a.plan.nproc != b.plan.nproc:
-        return f"{a.plan.nproc} -> {b.plan.nproc} processes"
-    return ""
+    if not parts and a.plan.nproc != b.plan.nproc:
+        parts = [f"{a.plan.nproc} -> {b.plan.nproc} processes"]
+    return listed(parts, MOST_KEYS)
 
 
 def compare(folder_a: str | Path, folder_b: str | Path) -> Text:
@@ -123,8 +131,9 @@ def compare(folder_a: str | Path, folder_b: str | Path) -> Text:
     a, b = read_bench(folder_a), read_bench(folder_b)
     cells_a, cells_b = _cells(a), _cells(b)
     lines = [f"A: {folder_a}", f"B: {folder_b}"]
-    lines += _only_in("A", cells_a, cells_b)
-    lines += _only_in("B", cells_b, cells_a)
+    for name, cells, others in (("A", cells_a, cells_b), ("B", cells_b, cells_a)):
+        if alone := [cell for cell in cells if cell not in others]:
+            lines.append(f"only in {name}: {', '.join(alone)}")
     lines += _environment_differences([*cells_a.values()], [*cells_b.values()])
     has_both = bool(cells_a.keys() & cells_b.keys())
     lines += ["", "B / A, regressions first" if has_both else "no cell is in both"]
@@ -132,32 +141,9 @@ def compare(folder_a: str | Path, folder_b: str | Path) -> Text:
     for change in changes(a, b):
         style = "red" if change.regression else "dim" if change.note else ""
         text.append(f"\n\n{change.a.plan.id}: {change.summary}", style=f"bold {style}")
-        for line in _figures(change):
+        for line in change.figures:
             text.append(f"\n    {line}", style=style)
     return text
-
-
-def _figures(change: Change) -> list[str]:
-    """Return the figures of a change, one line each."""
-    a, b = change.a, change.b
-    lines = []
-    if change.speed:
-        speeds = f"{number(a.tokens_per_second)} -> {number(b.tokens_per_second)}"
-        line = f"tokens/s  {change.speed:.3f}  {speeds}"
-        if change.speed_range:
-            low, high = change.speed_range
-            line += f", rounds {low:.2f} – {high:.2f}"
-        lines.append(line)
-    if change.memory:
-        peaks = f"{size(a.peak_memory_bytes)} -> {size(b.peak_memory_bytes)}"
-        lines.append(f"memory    {change.memory:.3f}  {peaks}")
-    return lines
-
-
-def _only_in(name: str, cells: dict[str, Row], others: dict[str, Row]) -> list[str]:
-    """Return a line on the cells that one bench has alone, if there are any."""
-    ids = [cell for cell in cells if cell not in others]
-    return [f"only in {name}: {', '.join(ids)}"] if ids else []
 
 
 def _environment_differences(a: Sequence[Row], b: Sequence[Row]) -> list[str]:

@@ -10,22 +10,17 @@ from shardwise.records.cell import Axis
 from shardwise.report.folder import Bench
 from shardwise.report.names import axis_name, named_values
 from shardwise.report.panels import (
-    BESIDE,
-    CONTROL,
-    WRONG,
     Drawn,
     Groups,
     bars_height,
     comma_ticks,
     grid,
+    in_places,
     legend,
-    line_style,
-    name_places,
     peak_in,
     peak_unit,
     set_title,
     speed,
-    step_ticks,
 )
 from shardwise.report.style import Look, colour, looks
 from shardwise.report.tables import Row, number_of, scaling_kind
@@ -43,8 +38,28 @@ LOSSES_CAPTION = (
     "tolerance is ten times its difference. A reference with other numerics is compared with the "
     "baseline, as closely as its number format allows."
 )
+AGAINST_CAPTION = (
+    "Cells without a figure are left out of the lines; the table of all cells has the reason. "
+    "Markers with a hole are unchecked cells."
+)
 PROCESSES = "processes"
 """The name of an axis that sets the number of processes."""
+WRONG: dict[str, Any] = {
+    "color": colour("bad"),
+    "linestyle": (0, (4, 1.5)),
+    "linewidth": 2.2,
+    "marker": "x",
+    "markersize": 6,
+}
+"""The loss curve of a wrong cell."""
+CONTROL: dict[str, Any] = {
+    "color": colour("muted"),
+    "linestyle": (0, (1, 1.5)),
+    "linewidth": 1.4,
+    "marker": "1",
+    "markersize": 7,
+}
+"""The loss curve of a noise control."""
 
 
 # --------------------------------------------------------------------------------- losses
@@ -78,14 +93,29 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
 
 def _draw_losses(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -> None:
     """Draw the loss curves, each with about six markers, shifted so that none covers another."""
+    from matplotlib.ticker import MaxNLocator
+
     for index, row in enumerate(cells):
         assert row.record is not None
         steps = range(1, len(row.record.losses) + 1)
         marker_distance = max(1, len(steps) // 6)
         first_marker = index % marker_distance
-        style = line_style(row, look[row.plan.id])
+        style = _line_style(row, look[row.plan.id])
         panel.plot(steps, row.record.losses, markevery=(first_marker, marker_distance), **style)
-    step_ticks(panel)
+    panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    panel.set_xlabel("step")
+
+
+def _line_style(row: Row, look: Look) -> dict[str, Any]:
+    """Return the style of a loss curve."""
+    if row.state == "wrong":
+        return WRONG
+    if row.plan.control:
+        return CONTROL
+    style: dict[str, Any] = {"color": look.colour, "marker": look.marker}
+    if row.is_reference:
+        return style | {"linestyle": "solid", "linewidth": 4.0, "alpha": 0.4}
+    return style | {"linestyle": look.dash, "linewidth": 1.3, "markersize": 4.5}
 
 
 def _draw_differences(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -> None:
@@ -94,14 +124,23 @@ def _draw_differences(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) 
     The axis begins at 0 and is linear up to 1, the tolerance. If a cell is beyond 1, it continues
     in powers of ten.
     """
-    farthest = 0.0
-    for place, row in enumerate(cells):
-        share = _share_of_tolerance(row)
-        if share is None or not math.isfinite(share):
-            _write_missing(panel, place, row)
-        else:
-            farthest = max(farthest, share)
-            _draw_difference(panel, place, share, line_style(row, look[row.plan.id]))
+
+    def draw(place: int, row: Row) -> tuple[float, str] | None:
+        if row.difference is None or not row.tolerance:
+            return None
+        share = row.difference / row.tolerance
+        if not math.isfinite(share):
+            return None
+        style = _line_style(row, look[row.plan.id])
+        panel.plot([0, share], [place, place], linewidth=1.6, color=style["color"])
+        mark: dict[str, Any] = {"marker": style["marker"], "markersize": 6, "color": style["color"]}
+        panel.plot(share, place, clip_on=False, **mark)
+        return share, f"{share:,.2g}" if share < 100 else f"{share:,.0f}"
+
+    def reason(row: Row) -> str:
+        return "the reference" if row.is_reference else "not compared"
+
+    farthest = in_places(panel, cells, draw, reason)
     panel.axvline(1, color=colour("bad"), linewidth=1.1, dashes=(4, 2), zorder=0.6)
     if farthest > 1:
         _set_logarithmic(panel, farthest)
@@ -110,48 +149,14 @@ def _draw_differences(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) 
         panel.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
     panel.set_xlabel("1: the tolerance, beyond which a cell is wrong")
     panel.tick_params(axis="y", pad=8)  # room for marks at 0
-    name_places(panel, [f"✗ {row.label}" if row.state == "wrong" else row.name for row in cells])
-
-
-def _share_of_tolerance(row: Row) -> float | None:
-    """Return a cell's difference over its tolerance, or None where its losses were not compared."""
-    verdict = row.verdict
-    if verdict is None or verdict.difference is None or not verdict.tolerance:
-        return None
-    return verdict.difference / verdict.tolerance
-
-
-def _write_missing(panel: Axes, place: int, row: Row) -> None:
-    """Write in a cell's place why it has no difference."""
-    if row.state == "wrong":
-        text, ink = "✗ wrong", colour("bad")
-    else:
-        text = "the reference" if row.is_reference else "not compared"
-        ink = colour("muted")
-    _annotate(panel, place, 0, text, color=ink)
-
-
-def _draw_difference(panel: Axes, place: int, share: float, style: Any) -> None:
-    """Draw a line from 0 to a cell's difference over its tolerance, with its value."""
-    ink = {"color": style["color"]}
-    panel.plot([0, share], [place, place], linewidth=1.6, linestyle="solid", **ink)
-    panel.plot(share, place, marker=style["marker"], markersize=6, clip_on=False, **ink)
-    _annotate(panel, place, share, f"{share:,.2g}" if share < 100 else f"{share:,.0f}")
-
-
-def _annotate(panel: Axes, place: int, x: float, text: str, **style: Any) -> None:
-    """Write text on the right of a point, with room for its marker."""
-    position: dict[str, Any] = {**BESIDE, "xytext": (8, 0)}
-    panel.annotate(text, (x, place), fontsize=8.5, **position, **style)
 
 
 def _set_logarithmic(panel: Axes, farthest: float) -> None:
     """Make the horizontal axis linear in its first third, up to 1, and logarithmic beyond."""
     num_decades = math.ceil(math.log10(farthest)) or 1
     panel.set_xscale("symlog", linthresh=1, linscale=num_decades / 2)
-    powers = range(1, num_decades + 1, max(1, num_decades // 3))
-    panel.set_xticks([0, 1, *(10.0**power for power in powers)])
-    panel.set_xticklabels(["0", "1", *(f"{10**power:,}" for power in powers)])
+    powers = [10**power for power in range(0, num_decades + 1, max(1, num_decades // 3))]
+    panel.set_xticks([0.0, *map(float, powers)], ["0", *(f"{power:,}" for power in powers)])
     panel.set_xlim(0, farthest * 10 ** (0.35 * num_decades))
 
 
@@ -170,7 +175,7 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
     figure, panels = grid(len(by_title), 2, [2.7] * len(by_title))
     unit, unit_name = peak_unit(rows)
     name = PROCESSES if "nproc" in axis.keys else axis_name(axis)
-    ticks = sorted({_place_on(axis, row) for row in cells})
+    ticks = sorted({number_of(axis, row) or 0.0 for row in cells})
     for (title, lines), (left, right) in zip(by_title.items(), panels, strict=True):
         set_title(left, "Throughput, tokens/s", title)
         set_title(right, f"Peak memory, {unit_name}", "")
@@ -180,14 +185,17 @@ def against(bench: Bench, axis: Axis, rows: Sequence[Row]) -> Drawn:
             if name == PROCESSES:
                 _draw_ideal(left, axis, of_line, ticks[-1])
         for panel in (left, right):
-            _set_axes(panel, ticks, name)
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(ticks, [f"{value:,g}" for value in ticks])
+            panel.set_xlabel(name)
+            panel.set_ylim(bottom=0)
+            comma_ticks(panel.yaxis)
     legend(figure, cells, look, {})
-    return Drawn(
-        f"{AGAINST}{''.join(c if c.isalnum() else '-' for c in axis.name)}",
-        f"Against {name}",
-        _caption(bench, cells, name),
-        figure,
-    )
+    file_name = AGAINST + "".join(c if c.isalnum() else "-" for c in axis.name)
+    caption = AGAINST_CAPTION
+    if name == PROCESSES:
+        caption += f" The thin dashes show ideal {scaling_kind(bench.sweep)} scaling."
+    return Drawn(file_name, f"Against {name}", caption, figure)
 
 
 def _lines_by_title(
@@ -204,75 +212,30 @@ def _lines_by_title(
     return by_title
 
 
-def _place_on(axis: Axis, row: Row) -> float:
-    """Return a cell's number on an axis of numbers."""
-    return number_of(axis, row) or 0.0
-
-
 def _points(
     axis: Axis, cells: Sequence[Row], read: Callable[[Row], float | None]
 ) -> list[tuple[float, float]]:
     """Return the cells that have a figure as (number on the axis, figure), from left to right."""
-    points = []
-    for row in cells:
-        value = read(row)
-        if value is not None:
-            points.append((_place_on(axis, row), value))
-    return sorted(points)
+    points = [(number_of(axis, row) or 0.0, read(row)) for row in cells]
+    return sorted((x, y) for x, y in points if y is not None)
 
 
 def _draw_line(
-    panel: Axes, axis: Axis, cells: Sequence[Row], style: Look, read: Callable[[Row], float | None]
+    panel: Axes, axis: Axis, cells: Sequence[Row], look: Look, read: Callable[[Row], float | None]
 ) -> None:
     """Draw the cells of one line. The markers of unchecked cells have a hole."""
-    points = _points(axis, cells, read)
-    panel.plot(
-        [x for x, _ in points],
-        [y for _, y in points],
-        color=style.colour,
-        marker=style.marker,
-        linestyle=style.dash,
-        markersize=5,
-        linewidth=1.6,
-    )
+    style: dict[str, Any] = {"color": look.colour, "marker": look.marker, "linestyle": look.dash}
+    panel.plot(*zip(*_points(axis, cells, read)), markersize=5, linewidth=1.6, **style)
     unchecked = [row for row in cells if row.state == "unchecked"]
     for x, y in _points(axis, unchecked, read):
-        panel.plot(x, y, marker=style.marker, color=colour("paper"), markersize=3)
+        panel.plot(x, y, marker=look.marker, color=colour("paper"), markersize=3)
 
 
 def _draw_ideal(panel: Axes, axis: Axis, cells: Sequence[Row], most_processes: float) -> None:
     """Draw the throughput of one process times the number of processes, if one was measured."""
     points = _points(axis, cells, speed)
-    if not points or points[0][0] != 1:
-        return
-    on_one = points[0][1]
-    numbers = [most_processes ** (i / 32) for i in range(33)]  # evenly spaced on a logarithmic axis
-    panel.plot(
-        numbers,
-        [on_one * number for number in numbers],
-        color=colour("faint"),
-        linewidth=0.9,
-        dashes=(2, 2),
-    )
-
-
-def _set_axes(panel: Axes, ticks: Sequence[float], name: str) -> None:
-    """Set a logarithmic horizontal axis with a tick at each number, and a vertical axis from 0."""
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(ticks, [f"{value:,g}" for value in ticks])
-    panel.set_xlabel(name)
-    panel.set_ylim(bottom=0)
-    comma_ticks(panel.yaxis)
-
-
-def _caption(bench: Bench, cells: Sequence[Row], name: str) -> str:
-    """Return the caption of a figure along an axis of numbers."""
-    sentences = [
-        "Cells without a figure are left out of the lines.",
-        "The table of all cells has the reason.",
-    ]
-    if name == PROCESSES:
-        sentences.append(f"The thin dashes show ideal {scaling_kind(bench.sweep)} scaling.")
-    if any(row.state == "unchecked" for row in cells):
-        sentences.append("Markers with a hole are unchecked cells.")
-    return " ".join(sentences)
+    if points and points[0][0] == 1:
+        # The axis is logarithmic, on which this line is a curve.
+        numbers = [most_processes ** (i / 32) for i in range(33)]
+        ideal = [points[0][1] * number for number in numbers]
+        panel.plot(numbers, ideal, color=colour("faint"), linewidth=0.9, dashes=(2, 2))

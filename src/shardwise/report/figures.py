@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.drawing.svg import colour
@@ -20,23 +19,15 @@ from shardwise.report.panels import (
     comma_ticks,
     draw_legend,
     grid,
-    in_places,
     legend,
+    panel_per_group,
     peak_in,
     peak_unit,
     set_title,
     speed,
 )
-from shardwise.report.style import HATCHES, Look, looks
-from shardwise.report.tables import (
-    MEMORY_PARTS,
-    Row,
-    candidates,
-    groups_of,
-    memory_parts,
-    numeric_axes,
-    pareto,
-)
+from shardwise.report.style import Look, looks
+from shardwise.report.tables import MEMORY_PARTS, Row, groups_of, numeric_axes, pareto
 from shardwise.words import number, one_line, second_unit, size
 
 if TYPE_CHECKING:
@@ -47,12 +38,10 @@ NAMES = ("losses", "throughput-memory", "memory-parts", "plane", "steps")
 PERCENTILES = ("p10", "p50", "p90", "max")
 MOST_LISTED = 12
 """With more cells than this, only those on the Pareto front are listed beside the plane."""
-HOLLOW = "For every hollow mark there is a better choice."
-HOLLOW_UNCHECKED = (
-    "For every hollow mark of a checked cell there is a better choice. Unchecked cells are "
-    "hollow too. They are not compared with the front, as nothing shows that they computed the "
-    "right thing."
-)
+PARTS = dict(zip(MEMORY_PARTS, ("c1", "c2", "c3", "c4", "c7"), strict=True))
+"""The colour of each part of the memory."""
+HATCHES = ("", "////", "....", "xxxx", "----")
+"""The hatch of each part of the memory."""
 
 
 def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
@@ -71,11 +60,11 @@ def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
         drawn += _with_unique_names(
             [against(bench, axis, rows) for axis in numeric_axes(bench.sweep, rows)]
         )
-    if any(memory_parts(row) for row in rows):
+    if any(row.memory_parts for row in rows):
         drawn.append(memory(without_controls))
     if any(_with_both_figures(cells) for _, cells in without_controls):
         drawn.append(plane(without_controls, look))
-    if any(_percentiles(row) for row in rows):
+    if _timed(rows):
         drawn.append(steps(without_controls, look))
     return drawn
 
@@ -114,13 +103,22 @@ def throughput_and_memory(groups: Groups, look: dict[str, Look]) -> Drawn:
 
 def memory(groups: Groups) -> Drawn:
     """Draw the parts of each cell's peak memory as a stacked bar."""
-    figure, panels = grid(len(groups), 1, [bars_height(cells) for _, cells in groups])
     unit, unit_name = peak_unit(row for _, cells in groups for row in cells)
-    for (title, cells), (panel,) in zip(groups, panels, strict=True):
-        set_title(panel, f"Peak memory, {unit_name}", title)
-        in_places(panel, cells, partial(_draw_parts, panel, unit))
+
+    def draw(panel: Axes, place: int, row: Row) -> tuple[float, str] | None:
+        if row.memory_parts is None:
+            return None
+        end = 0.0
+        for (part, fill), hatch in zip(PARTS.items(), HATCHES, strict=True):
+            style: dict[str, Any] = {"color": colour(fill), "hatch": hatch, "linewidth": 0}
+            width = row.memory_parts[part] / unit
+            panel.barh(place, width, left=end, height=0.66, label=part, **style)
+            end += width
+        return end, number(end)
+
+    figure, panels = panel_per_group(groups, f"Peak memory, {unit_name}", draw)
     handles = {}
-    for (panel,) in panels:
+    for panel in panels:
         for handle, part in zip(*panel.get_legend_handles_labels(), strict=True):
             handles[part] = handle
     draw_legend(figure, list(handles.values()), list(handles))
@@ -134,54 +132,31 @@ def memory(groups: Groups) -> Drawn:
     )
 
 
-def _draw_parts(panel: Axes, unit: float, place: int, row: Row) -> tuple[float, float] | None:
-    """Draw the parts of a cell's peak in units of `unit` bytes; see `in_places` for the result."""
-    parts = memory_parts(row)
-    if parts is None:
-        return None
-    end = 0.0
-    fills = ("c1", "c2", "c3", "c4", "c7")
-    for part, fill, hatch in zip(MEMORY_PARTS, fills, HATCHES, strict=False):
-        width = parts[part] / unit
-        panel.barh(
-            place,
-            width,
-            left=end,
-            height=0.66,
-            color=colour(fill),
-            hatch=hatch,
-            label=part,
-            linewidth=0,
-        )
-        end += width
-    return end, end
-
-
 # ---------------------------------------------------------------------------------- the plane
 
 
 def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Draw each cell at its memory and throughput, and the Pareto front, with a list of cells."""
     listed = [_listed(cells) for _, cells in groups]
-    heights = [max(2.8, 0.2 * len(cells)) for cells in listed]
+    heights = [max(2.8, 0.36 * len(cells)) for cells in listed]
     figure, panels = grid(len(groups), 2, heights, [1.6, 1.0])
     unit, unit_name = peak_unit(row for _, cells in groups for row in cells)
     unlisted = []
-    for (title, cells), in_list, (panel, names) in zip(groups, listed, panels, strict=True):
+    for (title, cells), in_list, (panel, beside) in zip(groups, listed, panels, strict=True):
         panel.set_title(title)
         both = _with_both_figures(cells)
         unlisted += [row for row in both if row not in in_list]
-        _draw_plane(panel, both, pareto(cells), look, unit)
+        marks = _draw_plane(panel, both, pareto(cells), look, unit)
         panel.set_xlabel(f"peak memory, {unit_name}   (← less is better)")
         panel.set_ylabel("tokens/s   (more is better →)")
-        _draw_list(names, in_list, len(pareto(cells)), look)
+        _draw_list(beside, in_list, marks)
     legend(figure, unlisted, look, {}, dashes=False)
-    has_unchecked = any(_has_unchecked(cells) for _, cells in groups)
     return Drawn(
         "plane",
         "Throughput against memory",
         "Filled marks are on the Pareto front: no other cell of the group is at least as good in "
-        f"both and better in one. {HOLLOW_UNCHECKED if has_unchecked else HOLLOW}",
+        "both and better in one. All other marks are hollow, and so are those of unchecked cells "
+        "beside checked ones, as nothing shows that they computed the right thing.",
         figure,
     )
 
@@ -189,11 +164,6 @@ def plane(groups: Groups, look: dict[str, Look]) -> Drawn:
 def _with_both_figures(cells: Sequence[Row]) -> list[Row]:
     """Return the cells with both a throughput and a peak memory."""
     return [row for row in cells if row.tokens_per_second and row.peak_memory_bytes]
-
-
-def _has_unchecked(cells: Sequence[Row]) -> bool:
-    """Return whether the plane shows unchecked cells beside checked ones."""
-    return any(row not in candidates(cells) for row in _with_both_figures(cells))
 
 
 def _listed(cells: Sequence[Row]) -> list[Row]:
@@ -206,51 +176,41 @@ def _listed(cells: Sequence[Row]) -> list[Row]:
 
 def _draw_plane(
     panel: Axes, cells: Sequence[Row], front: Sequence[Row], look: dict[str, Look], unit: float
-) -> None:
-    """Draw the Pareto front, and a mark for each cell. Memory is in units of `unit` bytes."""
+) -> dict[str, Any]:
+    """Draw the Pareto front and a mark for each cell, and return the marks by the cells' ids.
+
+    Memory is in units of `unit` bytes.
+    """
     peak = peak_in(unit)
     places = {row.plan.id: (peak(row) or 0.0, speed(row) or 0.0) for row in cells}
     on_front = [places[row.plan.id] for row in front]
     line: dict[str, Any] = {"color": colour("accent"), "linewidth": 1.4, "zorder": 1}
     panel.step([x for x, _ in on_front], [y for _, y in on_front], where="post", **line)
+    marks = {}
     for row in cells:
-        panel.plot(*places[row.plan.id], **_mark(look[row.plan.id], filled=row in front))
+        style = look[row.plan.id]
+        fill = style.colour if row in front else colour("paper")
+        mark: dict[str, Any] = {"marker": style.marker, "markersize": 7, "markerfacecolor": fill}
+        mark |= {"markeredgecolor": style.colour, "markeredgewidth": 1.3, "linestyle": "none"}
+        (marks[row.plan.id],) = panel.plot(*places[row.plan.id], **mark)
     # Axes begin at 0, so that distances are true: on a cut axis 1% looks like half.
     panel.set_xlim(0, 1.14 * max((x for x, _ in places.values()), default=1.0))
     panel.set_ylim(0, 1.16 * max((y for _, y in places.values()), default=1.0))
     comma_ticks(panel.xaxis)
     comma_ticks(panel.yaxis)
+    return marks
 
 
-def _mark(look: Look, filled: bool) -> dict[str, Any]:
-    """Return the style of a cell's mark in the plane."""
-    return {
-        "marker": look.marker,
-        "markersize": 7,
-        "markeredgecolor": look.colour,
-        "markeredgewidth": 1.3,
-        "markerfacecolor": look.colour if filled else colour("paper"),
-        "linestyle": "none",
-    }
-
-
-def _draw_list(panel: Axes, cells: Sequence[Row], num_front: int, look: dict[str, Look]) -> None:
-    """Write the names of cells beside their marks: the front, least memory first, then others."""
+def _draw_list(panel: Axes, cells: Sequence[Row], marks: dict[str, Any]) -> None:
+    """Write the names and figures of cells beside their marks."""
     panel.set_axis_off()
-    panel.set_xlim(0, 1)
-    panel.set_ylim(0, 1)
-    panel.set_title("Pareto front, least memory first" if num_front else "No cell has both figures")
-    line_height = min(0.13, 1 / (len(cells) + 0.5))
-    for place, row in enumerate(cells):
-        on_front = place < num_front
-        gap = 0.4 if num_front and not on_front else 0  # between the front and the others, in lines
-        y = 0.95 - (place + gap) * line_height
-        ink = colour("ink" if on_front else "muted")
-        panel.plot(0.02, y, clip_on=False, **_mark(look[row.plan.id], on_front))
-        panel.text(0.09, y, one_line(row.name, MAX_NAME), va="center", color=ink)
-        if len(cells) <= 9:  # else there is no room
-            figures = f"{size(row.peak_memory_bytes)}, {number(row.tokens_per_second)} tokens/s"
-            panel.text(0.09, y - 0.052, figures, va="center", fontsize=7.5, color=colour("muted"))
+    panel.set_title("Pareto front first" if cells else "No cell has both figures")
+    names = []
+    for row in cells:
+        figures = f"{size(row.peak_memory_bytes)}, {number(row.tokens_per_second)} tokens/s"
+        names.append(f"{one_line(row.name, MAX_NAME)}\n{figures}")
+    handles = [marks[row.plan.id] for row in cells]
+    panel.legend(handles, names, loc="upper left", borderaxespad=0, fontsize=8)
 
 
 # --------------------------------------------------------------------------------- step times
@@ -258,14 +218,23 @@ def _draw_list(panel: Axes, cells: Sequence[Row], num_front: int, look: dict[str
 
 def steps(groups: Groups, look: dict[str, Look]) -> Drawn:
     """Draw the median, the spread from p10 to p90, and the longest of each cell's step times."""
-    figure, panels = grid(len(groups), 1, [bars_height(cells) for _, cells in groups])
-    percentiles = [_percentiles(row) for _, cells in groups for row in cells]
-    unit, unit_name = second_unit(
-        max((times["max"] for times in percentiles if times), default=1.0)
-    )
-    for (title, cells), (panel,) in zip(groups, panels, strict=True):
-        set_title(panel, f"Step time, {unit_name}", title)
-        in_places(panel, cells, partial(_draw_steps, panel, look, unit))
+    longest_steps = [row.step_seconds["max"] for _, cells in groups for row in _timed(cells)]
+    unit, unit_name = second_unit(max(longest_steps, default=1.0))
+
+    def draw(panel: Axes, place: int, row: Row) -> tuple[float, str] | None:
+        if not _timed([row]):
+            return None
+        p10, p50, p90, longest = (row.step_seconds[key] / unit for key in PERCENTILES)
+        style = look[row.plan.id]
+        tick: dict[str, Any] = {"marker": "|", "markersize": 9, "markeredgewidth": 1.4}
+        bar: dict[str, Any] = {"linewidth": 6, "alpha": 0.45, "solid_capstyle": "butt"}
+        panel.plot([p10, longest], [place, place], color=colour("faint"), linewidth=1)
+        panel.plot([p10, p90], [place, place], color=style.colour, **bar)
+        panel.plot(p50, place, marker=style.marker, color=style.colour, markersize=7)
+        panel.plot(longest, place, color=colour("ink"), **tick)
+        return longest, number(p50)
+
+    figure, _ = panel_per_group(groups, f"Step time, {unit_name}", draw)
     return Drawn(
         "steps",
         "Step times",
@@ -275,30 +244,6 @@ def steps(groups: Groups, look: dict[str, Look]) -> Drawn:
     )
 
 
-def _draw_steps(
-    panel: Axes, look: dict[str, Look], unit: float, place: int, row: Row
-) -> tuple[float, float] | None:
-    """Draw a cell's step times in units of `unit` seconds; see `in_places` for the result."""
-    times = _percentiles(row)
-    if times is None:
-        return None
-    p10, p50, p90, longest = (times[key] / unit for key in PERCENTILES)
-    style = look[row.plan.id]
-    panel.plot([p10, longest], [place, place], color=colour("faint"), linewidth=1)
-    panel.plot(
-        [p10, p90],
-        [place, place],
-        color=style.colour,
-        linewidth=6,
-        alpha=0.45,
-        solid_capstyle="butt",
-    )
-    panel.plot(p50, place, marker=style.marker, color=style.colour, markersize=7)
-    panel.plot(longest, place, marker="|", color=colour("ink"), markersize=9, markeredgewidth=1.4)
-    return longest, p50
-
-
-def _percentiles(row: Row) -> dict[str, float] | None:
-    """Return a cell's step times in seconds by PERCENTILES, or None where they are not shown."""
-    times = row.record.step_seconds if row.record and row.measured else None
-    return times if times and times.keys() >= set(PERCENTILES) else None
+def _timed(cells: Sequence[Row]) -> list[Row]:
+    """Return the cells that have step times."""
+    return [row for row in cells if row.step_seconds.keys() >= set(PERCENTILES)]

@@ -6,49 +6,31 @@ import base64
 import dataclasses
 import hashlib
 import importlib.resources
-import math
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import yaml
 
-from shardwise import words
 from shardwise.config import UserError
 from shardwise.drawing.svg import drawing, png_of, svg_of
 from shardwise.records.cell import RECORD
 from shardwise.records.record import dumps, write_atomically
+from shardwise.report import columns, summary, tables, timelines
 from shardwise.report.curves import AGAINST
 from shardwise.report.figures import NAMES, draw_all
 from shardwise.report.folder import Bench, read_bench
-from shardwise.report.markdown import markdown
 from shardwise.report.names import fact, group_title
-from shardwise.report.panels import Drawn
-from shardwise.report.summary import caveats, fastest, leanest
-from shardwise.report.tables import (
-    Row,
-    counts,
-    environments,
-    equal_in_all,
-    groups_of,
-    interleaved,
-    make_rows,
-    pareto,
-    rounds_of,
-    scaling_kind,
-)
-from shardwise.report.timelines import NUMBER_COLUMNS, TEXT_COLUMNS, TIMELINES, Chart, charts
+from shardwise.report.tables import Row, make_rows
+from shardwise.report.timelines import TIMELINES, charts
+from shardwise.words import seconds
 
 if TYPE_CHECKING:
-    from jinja2 import Template
+    from jinja2 import Environment
 
-HERE = importlib.resources.files("shardwise.report")
 MARKS = {"ok": "✓", "wrong": "✗", "unchecked": "?", "not run": "…"}
 """The mark before the name of a state. Any other state has `!`."""
-FILTERS = ("number", "scientific", "size", "seconds", "ratio", "percent", "span")
-"""The functions of `words` that the template uses."""
 
 
 def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
@@ -66,7 +48,7 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
         raise UserError(
             f"{page}: give the page a name that ends in .html; other files are written beside it"
         )
-    template = _template()  # before anything is written, as jinja2 may be missing
+    templates = _templates()  # before anything is written, as jinja2 may be missing
     figures = page.parent / ("figures" if page.stem == "report" else f"{page.stem}-figures")
     try:
         figures.mkdir(parents=True, exist_ok=True)
@@ -79,9 +61,17 @@ def write_report(folder: str | Path, page: str | Path | None = None) -> Path:
                 (figures / f"{figure.name}.png").write_bytes(png_of(figure.figure))
         for name, svg in svgs.items():
             write_atomically(figures / f"{name}.svg", svg)
-        place = quote(figures.name)
-        write_atomically(page.with_suffix(".md"), markdown(bench, rows, drawn, pipelines, place))
-        write_atomically(page, html(template, bench, rows, drawn, svgs, pipelines, place))
+        content = {
+            "bench": bench,
+            "rows": rows,
+            "figures": drawn,
+            "pipelines": pipelines,
+            "figures_folder": quote(figures.name),
+        }
+        markdown = templates.get_template("template.md.j2").render(content)
+        write_atomically(page.with_suffix(".md"), markdown)
+        html = templates.get_template("template.html.j2").render(content | _embedded(svgs))
+        write_atomically(page, html)
     except OSError as error:
         raise UserError(
             f"{page}: cannot write the report ({error.strerror}); choose another place with -o"
@@ -97,8 +87,8 @@ def _remove_others(figures: Path, names: set[str]) -> None:
             path.unlink()
 
 
-def _template() -> Template:
-    """Return the template of the page, which escapes all content.
+def _templates() -> Environment:
+    """Return the templates of the two pages. That of the HTML page escapes all content.
 
     Raises UserError where jinja2 is missing.
     """
@@ -108,71 +98,48 @@ def _template() -> Template:
         raise UserError(
             "a report needs jinja2, which is not installed; pip install 'shardwise[report]'"
         ) from None
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("shardwise", "report"),
+        autoescape=jinja2.select_autoescape(["html.j2"]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
-    environment.filters |= {name: getattr(words, name) for name in FILTERS}
-    environment.filters["fact"] = fact
-    return environment.from_string((HERE / "template.html.j2").read_text(encoding="utf-8"))
+    templates.filters |= {
+        "command": shlex.join,
+        "fact": fact,
+        "markdown": _markdown,
+        "plain": _plain,
+        "seconds": seconds,
+    }
+    shared: dict[str, Any] = {
+        "columns": columns,
+        "details": _details,
+        "group_title": group_title,
+        "marks": MARKS,
+        "summary": summary,
+        "tables": tables,
+        "timelines": timelines,
+    }
+    templates.globals.update(shared)
+    return templates
 
 
-def html(
-    template: Template,
-    bench: Bench,
-    rows: Sequence[Row],
-    drawn: Sequence[Drawn],
-    svgs: dict[str, str],
-    pipelines: Sequence[Chart],
-    figures_folder: str,
-) -> str:
-    """Return the page as HTML.
+def _embedded(svgs: dict[str, str]) -> dict[str, Any]:
+    """Return the parts of the page that are not escaped.
 
-    All content of records is escaped. The page allows one script, by its hash, and loads nothing.
+    The page loads nothing and allows one script, by its hash.
     """
     from markupsafe import Markup
 
-    script = (HERE / "sort.js").read_text(encoding="utf-8")
-    style = (HERE / "style.css").read_text(encoding="utf-8")
-    return template.render(
-        style=Markup(style),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        sweep=bench.sweep,
-        command=shlex.join(bench.sweep.command),
-        counts=counts(rows),
-        marks=MARKS,
-        rounds=rounds_of(rows),
-        interleaved=interleaved(rows),
-        figures_folder=figures_folder,
-        scaling=scaling_kind(bench.sweep),
-        caveats=caveats(rows),
-        environment=environments(rows),
-        equal=equal_in_all(bench.sweep),
-        groups=[_group(name, cells, bench) for name, cells in groups_of(rows).items()],
-        figures={figure.name: figure for figure in drawn},
-        svgs={name: Markup(svg) for name, svg in svgs.items()},
-        pipelines=[(chart, Markup(svgs[chart.name])) for chart in pipelines],
-        text_columns=TEXT_COLUMNS,
-        number_columns=NUMBER_COLUMNS,
-        costs=sorted({run.pipeline.costs for chart in pipelines for run in chart.runs}),
-        rows=[(row, _details(row, bench)) for row in rows],
-        group_title=lambda row: group_title(row.plan.group, bench.sweep),
-        sortable=_sortable,
-        plain=_plain,
-    )
-
-
-def _group(name: str, cells: list[Row], bench: Bench) -> dict[str, Any]:
-    """Return what the template shows of a group of cells."""
-    in_all = equal_in_all(bench.sweep)
-    equal = bench.sweep.equal.get(name, {})
+    folder = importlib.resources.files("shardwise.report")
+    script = (folder / "sort.js").read_text(encoding="utf-8")
     return {
-        "title": group_title(name, bench.sweep),
-        "rows": cells,
-        "fastest": fastest(cells),
-        "leanest": leanest(cells),
-        "front": {row.plan.id for row in pareto(cells)},
-        "equal": {key: value for key, value in equal.items() if key not in in_all},
+        "style": Markup((folder / "style.css").read_text(encoding="utf-8")),
+        "script": Markup(script),
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "svgs": {name: Markup(svg) for name, svg in svgs.items()},
     }
 
 
@@ -190,11 +157,14 @@ def _details(row: Row, bench: Bench) -> dict[str, str]:
     }
 
 
-def _sortable(value: float | None) -> str:
-    """Return a number for the sorting script, or nothing where it is missing."""
-    return "" if value is None or math.isnan(value) else repr(value)
-
-
 def _plain(value: Any) -> str:
-    """Return a config value as a run file writes it."""
+    """Return a value of a run file as the file writes it."""
     return value if isinstance(value, str) else dumps(value)
+
+
+def _markdown(text: str) -> str:
+    """Return text on one line that Markdown shows as it is."""
+    text = " ".join(text.split()).replace("\\", "\\\\").replace("&", "&amp;").replace("<", "&lt;")
+    for sign in "|`*_[]":
+        text = text.replace(sign, f"\\{sign}")
+    return text

@@ -1,4 +1,4 @@
-"""The parts of which figures are made: grids of panels, bars, line styles, and names beside points.
+"""The parts of which figures are made: grids of panels, places and bars of cells, and legends.
 
 A panel is one matplotlib Axes. Lengths of figures are in inches.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.drawing.svg import colour
@@ -28,25 +29,8 @@ LEGEND_WIDTH = 125
 """The characters that fit into a line of a legend above the panels."""
 Groups = Sequence[tuple[str, list[Row]]]
 """The title of each group of cells, and its rows."""
-BESIDE: Mapping[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+BESIDE: Mapping[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
 """The place of text beside the end of a bar."""
-WRONG: Mapping[str, Any] = {
-    "color": colour("bad"),
-    "linestyle": (0, (4, 1.5)),
-    "linewidth": 2.2,
-    "marker": "x",
-    "markersize": 6,
-}
-"""The loss curve of a wrong cell."""
-WRONG_TEXT: Mapping[str, Any] = {"weight": "bold", "color": colour("bad")}
-CONTROL: Mapping[str, Any] = {
-    "color": colour("muted"),
-    "linestyle": (0, (1, 1.5)),
-    "linewidth": 1.4,
-    "marker": "1",
-    "markersize": 7,
-}
-"""The loss curve of a noise control."""
 
 
 @dataclass(frozen=True)
@@ -162,95 +146,68 @@ def bars(
 ) -> None:
     """Draw a horizontal bar for each cell, its value beside it, and a whisker over its range."""
 
-    def draw(place: int, row: Row) -> tuple[float, float] | None:
+    def draw(place: int, row: Row) -> tuple[float, str] | None:
         value, low_high = read(row), read_range(row)
         if value is None:
             return None
         panel.barh(place, value, height=0.62, color=look[row.plan.id].colour, linewidth=0)
         if low_high:
-            panel.plot(
-                low_high,
-                [place, place],
-                color=colour("ink"),
-                linewidth=1.2,
-                marker="|",
-                markersize=5,
-            )
+            whisker: Any = {"color": colour("ink"), "linewidth": 1.2}
+            panel.plot(low_high, [place, place], marker="|", markersize=5, **whisker)
         if row.is_baseline:
             panel.axvline(value, color=colour("faint"), linewidth=0.9, dashes=(3, 2), zorder=0.6)
-        return max(value, *(low_high or (0.0,))), value
+        return max(value, *(low_high or (0.0,))), number(value)
 
     in_places(panel, cells, draw)
 
 
 def in_places(
-    panel: Axes, cells: Sequence[Row], draw: Callable[[int, Row], tuple[float, float] | None]
-) -> None:
+    panel: Axes,
+    cells: Sequence[Row],
+    draw: Callable[[int, Row], tuple[float, str] | None],
+    reason: Callable[[Row], str] = lambda row: "not measured" if row.measured else row.state,
+) -> float:
     """Draw each cell in a place of its own, the first on top, with its name on the left.
 
-    `draw` draws one cell and returns where the drawing ends, and the number to write there. It
-    returns None where the cell has no figure; the reason is then written in its place.
+    `draw` draws one cell and returns where the drawing ends, and the text to write there. It
+    returns None where the cell has no figure; then `reason` gives the text in its place. Return the
+    end of the longest drawing.
     """
-    largest = 0.0
-    # A light box keeps lines from running through a number.
+    longest = 0.0
+    # A light box keeps lines from running through a text.
     box = {"facecolor": colour("paper"), "edgecolor": "none", "pad": 1.0}
     for place, row in enumerate(cells):
         drawn = draw(place, row)
         if drawn is None:
-            _write_reason(panel, place, row)
-            continue
-        end, value = drawn
-        largest = max(largest, end)
-        panel.annotate(number(value), (end, place), fontsize=8.5, bbox=box, **BESIDE)
-    panel.set_xlim(0, (largest or 1.0) * 1.16)
-    name_places(panel, [row.name for row in cells])
-    comma_ticks(panel.xaxis)
-
-
-def name_places(panel: Axes, names: Sequence[str]) -> None:
-    """Write a name on the left of each place of a panel, the first on top."""
-    panel.set_yticks(range(len(names)), [one_line(name, MAX_NAME) for name in names])
+            text = reason(row)
+            style: dict[str, Any] = {"style": "italic", "color": colour("muted")}
+            if row.state == "wrong":
+                text = "✗ wrong"
+                style = {"weight": "bold", "color": colour("bad")}
+            panel.annotate(text, (0, place), fontsize=8.5, **style, **BESIDE)
+        else:
+            end, text = drawn
+            longest = max(longest, end)
+            panel.annotate(text, (end, place), fontsize=8.5, bbox=box, **BESIDE)
+    panel.set_xlim(0, (longest or 1.0) * 1.16)
+    panel.set_yticks(range(len(cells)), [one_line(row.name, MAX_NAME) for row in cells])
     panel.tick_params(axis="y", labelcolor=colour("ink"))
-    panel.set_ylim(max(2, len(names)) - 0.4, -0.6)
+    panel.set_ylim(max(2, len(cells)) - 0.4, -0.6)
     panel.grid(visible=False, axis="y")
     panel.spines["left"].set_visible(False)
+    comma_ticks(panel.xaxis)
+    return longest
 
 
-def _write_reason(panel: Axes, place: float, row: Row) -> None:
-    """Write in the place of a bar why there is none."""
-    text = "not measured" if row.measured else row.state
-    style: Any = {"style": "italic", "color": colour("muted")}
-    if row.state == "wrong":
-        text = "✗ wrong"
-        style = WRONG_TEXT
-    position: Any = {"xycoords": ("axes fraction", "data"), **BESIDE}
-    panel.annotate(text, (0, place), fontsize=8.5, **style, **position)
-
-
-def line_style(row: Row, look: Look) -> Mapping[str, Any]:
-    """Return the style of a loss curve.
-
-    Wrong cells, noise controls and references have styles of their own.
-    """
-    if row.state == "wrong":
-        return WRONG
-    if row.plan.control:
-        return CONTROL
-    if row.is_reference:
-        return {
-            "color": look.colour,
-            "linestyle": "solid",
-            "linewidth": 4.0,
-            "alpha": 0.4,
-            "marker": look.marker,
-        }
-    return {
-        "color": look.colour,
-        "linestyle": look.dash,
-        "linewidth": 1.3,
-        "marker": look.marker,
-        "markersize": 4.5,
-    }
+def panel_per_group(
+    groups: Groups, quantity: str, draw: Callable[[Axes, int, Row], tuple[float, str] | None]
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a panel for each group, in which `draw` draws the cells in places."""
+    figure, panels = grid(len(groups), 1, [bars_height(cells) for _, cells in groups])
+    for (title, cells), (panel,) in zip(groups, panels, strict=True):
+        set_title(panel, quantity, title)
+        in_places(panel, cells, partial(draw, panel))
+    return figure, [panel for (panel,) in panels]
 
 
 def comma_ticks(axis: Any) -> None:
@@ -259,11 +216,3 @@ def comma_ticks(axis: Any) -> None:
 
     axis.set_major_locator(MaxNLocator(5))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-
-
-def step_ticks(panel: Axes) -> None:
-    """Set the ticks of the horizontal axis at whole steps."""
-    from matplotlib.ticker import MaxNLocator
-
-    panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    panel.set_xlabel("step")

@@ -1,5 +1,6 @@
 "use strict";
-// A click (or Enter) on a header sorts a table by that column, a second one in reverse. Cells without a value stay last.
+// A click (or Enter) on a header sorts a table by that column, a second one in reverse. Cells
+// without a value stay last.
 for (const table of document.querySelectorAll("table.sortable")) {
   const headers = [...table.tHead.rows[0].cells];
   for (const [column, header] of headers.entries()) {

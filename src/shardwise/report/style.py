@@ -1,4 +1,4 @@
-"""The look of the cells in figures: colours, markers, dashes and hatches."""
+"""The look of the cells in figures: colours, markers and dashes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _DASHES: tuple[Any, ...] = (
     (0, (6, 2, 1.5, 2)),
     (0, (3, 1, 1, 1, 1, 1)),
 )
-HATCHES = ("", "////", "....", "xxxx", "----", "\\\\\\\\", "oo", "++")
 
 
 @dataclass(frozen=True)

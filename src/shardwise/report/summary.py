@@ -35,7 +35,7 @@ def fastest(cells: Sequence[Row]) -> tuple[str, str]:
             overlapping.append(row.name)
     figure = f"{number(best.tokens_per_second)} tokens/s"
     if best.speedup and not best.is_baseline:
-        figure += f", {ratio(best.speedup)} {best.speedup_over}"
+        figure += f", {ratio(best.speedup)} {best.relative_to['speedup']}"
     if overlapping:
         figure = f"rounds overlap; the highest median is {figure} ({best.name})"
     if len(ranked) < len(timed):
@@ -56,7 +56,7 @@ def leanest(cells: Sequence[Row]) -> tuple[str, str]:
         return "all cells", size(peak)
     figure = size(peak)
     if least.saving and least.saving > SAME_MEMORY:
-        figure += f", {percent(least.saving)} less than {least.saving_over}"
+        figure += f", {percent(least.saving)} less than {least.relative_to['saving']}"
     return listed(equal), figure
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardwise.config import flat
@@ -48,16 +47,12 @@ class Row:
     verdict: Verdict | None = None  # of a cell that ran to its end
     is_baseline: bool = False  # the speeds of others are compared with it
     is_reference: bool = False  # the losses of others are compared with it
-    tokens_per_second: float | None = None
-    tokens_range: tuple[float, float] | None = None  # over the good rounds, if there are several
-    peak_memory_bytes: int | None = None  # of the rank with the most
     speedup: float | None = None  # over the baseline
-    speedup_over: str | None = None  # name of the baseline
     over_slowest: float | None = None  # speed-up over the slowest cell of the group
     efficiency: float | None = None  # T_N / (N T_1), where T is global tokens/s
-    efficiency_over: str | None = None  # name of the cell of T_1
     saving: float | None = None  # 1 - peak memory / peak memory of ddp
-    saving_over: str | None = None  # name of the cell of ddp
+    relative_to: Mapping[str, str] = field(default_factory=dict)
+    """The name of the other cell in a ratio, by the name of the ratio's field."""
 
     @property
     def measured(self) -> bool:
@@ -68,8 +63,56 @@ class Row:
         return self.state in ("ok", "unchecked") and not self.plan.control
 
     @property
+    def figures(self) -> CellRecord | None:
+        """Return its record if its figures are shown."""
+        return self.record if self.measured else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the median over the good rounds."""
+        return self.figures.tokens_per_second if self.figures else None
+
+    @property
+    def tokens_range(self) -> tuple[float, float] | None:
+        """Return the speeds of the slowest and the fastest good round, if there are several."""
+        if self.figures is None or self.num_good_rounds < 2:
+            return None
+        low_high = self.figures.spread.get("tokens_per_second")
+        return (low_high[0], low_high[1]) if low_high else None
+
+    @property
+    def step_seconds(self) -> dict[str, float]:
+        """Return the percentiles of its step times by name; none where it was not timed."""
+        return (self.figures.step_seconds if self.figures else None) or {}
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Return the peak of the rank with the largest one."""
+        peaks = self.figures.peak_memory_bytes if self.figures else None
+        return max(peaks) if peaks else None
+
+    @property
+    def memory_parts(self) -> dict[str, int] | None:
+        """Return the bytes of MEMORY_PARTS on the rank where their sum is largest."""
+        ranks = self.figures.memory_parts if self.figures else None
+        parts = [{part: rank.get(part, 0) for part in MEMORY_PARTS} for rank in ranks or []]
+        return max(parts, key=lambda rank: sum(rank.values()), default=None)
+
+    @property
+    def difference(self) -> float | None:
+        """Return the largest difference of its losses from those that they are compared with."""
+        return self.verdict.difference if self.verdict else None
+
+    @property
+    def tolerance(self) -> float | None:
+        """Return the largest difference that is ok."""
+        return self.verdict.tolerance if self.verdict else None
+
+    @property
     def name(self) -> str:
-        """Return its label as it stands beside its figures."""
+        """Return its label, with a mark where the cell is wrong or unchecked."""
+        if self.state == "wrong":
+            return f"✗ {self.label}"
         return f"{self.label} (unchecked)" if self.state == "unchecked" else self.label
 
     @property
@@ -87,22 +130,19 @@ def make_rows(bench: Bench) -> list[Row]:
     references = baselines | {plan.reference for plan in sweep.cells}
     rows = []
     for plan in sweep.cells:
-        label = label_of(plan, sweep)
-        record, verdict = bench.records.get(plan.id), verdict_of.get(plan.id)
-        if record is None:
-            rows.append(_without_record(plan, label, bench))
-            continue
+        verdict = verdict_of.get(plan.id)
+        state, reason = _state(plan, verdict, bench)
         row = Row(
             plan=plan,
-            label=label,
-            state=verdict.state if verdict else record.status,
-            reason=verdict.reason if verdict else record.reason,
-            record=record,
+            label=label_of(plan, sweep),
+            state=state,
+            reason=reason,
+            record=bench.records.get(plan.id),
             verdict=verdict,
             is_baseline=plan.id in baselines,
             is_reference=plan.id in references,
         )
-        rows.append(_with_figures(row, record) if row.measured else row)
+        rows.append(row)
     return [_with_ratios(row, rows) if row.measured else row for row in rows]
 
 
@@ -111,59 +151,47 @@ def _baseline_of(plan: CellPlan) -> str | None:
     return plan.baseline or plan.reference
 
 
-def _without_record(plan: CellPlan, label: str, bench: Bench) -> Row:
-    """Return the row of a cell that has no readable record."""
+def _state(plan: CellPlan, verdict: Verdict | None, bench: Bench) -> tuple[State, str]:
+    """Return the state of a cell, and the reason why it is not ok."""
+    if verdict:
+        return verdict.state, verdict.reason
+    if record := bench.records.get(plan.id):
+        return record.status, record.reason
     if plan.id in bench.problems:
-        return Row(plan, label, "unreadable", bench.problems[plan.id])
-    num_begun = bench.begun.get(plan.id, 0)
-    if num_begun:
-        reason = f"{num_begun} of {counted(bench.sweep.rounds, 'round')} begun, none recorded"
-        return Row(plan, label, "not run", reason)
-    return Row(plan, label, "not run", "shardwise bench has not reached it")
-
-
-def _with_figures(row: Row, record: CellRecord) -> Row:
-    """Return a row with the figures of its record."""
-    low_high = record.spread.get("tokens_per_second") if row.num_good_rounds > 1 else None
-    return replace(
-        row,
-        tokens_per_second=record.tokens_per_second,
-        tokens_range=(low_high[0], low_high[1]) if low_high else None,
-        peak_memory_bytes=max(record.peak_memory_bytes) if record.peak_memory_bytes else None,
-    )
+        return "unreadable", bench.problems[plan.id]
+    if num_begun := bench.begun.get(plan.id):
+        rounds = counted(bench.sweep.rounds, "round")
+        return "not run", f"{num_begun} of {rounds} begun, none recorded"
+    return "not run", "shardwise bench has not reached it"
 
 
 def _with_ratios(row: Row, rows: Sequence[Row]) -> Row:
     """Return a row with its ratios to other cells of its group."""
     group = [other for other in rows if other.plan.group == row.plan.group and other.measured]
-    ratios: dict[str, Any] = {}
-    speed = row.tokens_per_second
-    if speed:
-        ratios |= _speed_ratios(row, speed, group)
-    ddp = _nearest(row, group, lambda other: other.plan.nproc == row.plan.nproc and _is_ddp(other))
-    if ddp and ddp.peak_memory_bytes and row.peak_memory_bytes and not _is_ddp(row):
-        ratios["saving"] = 1 - row.peak_memory_bytes / ddp.peak_memory_bytes
-        ratios["saving_over"] = ddp.name
-    return replace(row, **ratios)
-
-
-def _speed_ratios(row: Row, speed: float, group: Sequence[Row]) -> dict[str, Any]:
-    """Return the speed-ups and the efficiency of a cell of this speed in tokens/s."""
-    ratios: dict[str, Any] = {}
+    speeds = {other.plan.id: other.tokens_per_second or 0.0 for other in group}
+    peaks = {other.plan.id: other.peak_memory_bytes or 0 for other in group}
+    speed, peak = speeds[row.plan.id], peaks[row.plan.id]
     baseline_id = row.plan.id if row.is_baseline else _baseline_of(row.plan)
-    baseline = next((other for other in group if other.plan.id == baseline_id), None)
-    if baseline and baseline.tokens_per_second:
-        ratios["speedup"] = speed / baseline.tokens_per_second
-        ratios["speedup_over"] = baseline.name
-    slowest = min(other.tokens_per_second for other in group if other.tokens_per_second)
-    ratios["over_slowest"] = speed / slowest
-    alone = _nearest(
-        row, group, lambda other: other.plan.nproc == 1 and bool(other.tokens_per_second)
-    )
-    if alone and alone.tokens_per_second and row.plan.nproc > 1:
-        ratios["efficiency"] = speed / alone.tokens_per_second / row.plan.nproc
-        ratios["efficiency_over"] = alone.name
-    return ratios
+    ratios: dict[str, float] = {}
+    names = {}
+    if speed:
+        ratios["over_slowest"] = speed / min(filter(None, speeds.values()))
+        for other in group:
+            if other.plan.id == baseline_id and speeds[baseline_id]:
+                ratios["speedup"] = speed / speeds[baseline_id]
+                if not row.is_baseline:
+                    names["speedup"] = other.name
+        alone = [other for other in group if other.plan.nproc == 1 and speeds[other.plan.id]]
+        if row.plan.nproc > 1 and (one := _nearest(row, alone)):
+            ratios["efficiency"] = speed / speeds[one.plan.id] / row.plan.nproc
+            names["efficiency"] = one.name
+    if peak and not _is_ddp(row):
+        same_nproc = [other for other in group if other.plan.nproc == row.plan.nproc]
+        replicated = [other for other in same_nproc if _is_ddp(other) and peaks[other.plan.id]]
+        if ddp := _nearest(row, replicated):
+            ratios["saving"] = 1 - peak / peaks[ddp.plan.id]
+            names["saving"] = ddp.name
+    return replace(row, **ratios, relative_to=names)
 
 
 def run_settings(record: CellRecord) -> dict[str, Any]:
@@ -180,15 +208,14 @@ def differing_keys(a: CellRecord, b: CellRecord) -> list[str]:
     return [key for key in keys if of_a.get(key, ...) != of_b.get(key, ...)]
 
 
-def _nearest(row: Row, group: Sequence[Row], accept: Callable[[Row], bool]) -> Row | None:
-    """Return the accepted cell that differs in layout alone, and in the fewest keys."""
+def _nearest(row: Row, others: Sequence[Row]) -> Row | None:
+    """Return the cell that differs from `row` in layout alone, and in the fewest keys."""
     choices = []
-    for place, other in enumerate(group):
-        if not (accept(other) and row.record and other.record):
-            continue
-        keys = differing_keys(row.record, other.record)
-        if all(key.startswith(LAYOUT_PREFIX) or key == GLOBAL_BATCH for key in keys):
-            choices.append((len(keys), place, other))
+    for place, other in enumerate(others):
+        if row.record and other.record:
+            keys = differing_keys(row.record, other.record)
+            if all(key.startswith(LAYOUT_PREFIX) or key == GLOBAL_BATCH for key in keys):
+                choices.append((len(keys), place, other))
     return min(choices)[2] if choices else None
 
 
@@ -230,17 +257,6 @@ def pareto(rows: Sequence[Row]) -> list[Row]:
         if not any(s >= speed and p <= peak and (s > speed or p < peak) for s, p, _ in points)
     ]
     return [row for _, row in sorted(front, key=lambda point: point[0])]
-
-
-def memory_parts(row: Row) -> dict[str, int] | None:
-    """Return the bytes of each part of the peak, on the rank with the largest one."""
-    record = row.record
-    if record is None or not row.measured or not record.memory_parts:
-        return None
-    largest = max(
-        record.memory_parts, key=lambda parts: sum(parts.get(part, 0) for part in MEMORY_PARTS)
-    )
-    return {part: largest.get(part, 0) for part in MEMORY_PARTS}
 
 
 def number_of(axis: Axis, row: Row) -> float | None:
@@ -312,12 +328,13 @@ def interleaved(rows: Sequence[Row]) -> bool:
     cells = [row for row in rows if row.record and not row.plan.control]
     for of_group in groups_of(cells).values():
         records = [row.record for row in of_group if row.record]
-        starts = [[entry.get("started") or "" for entry in record.rounds] for record in records]
-        num_rounds = max(map(len, starts))
-        by_round = [[times[k] for times in starts if k < len(times)] for k in range(num_rounds)]
-        if not all(time for times in by_round for time in times):
-            return False
-        if any(max(earlier) > min(later) for earlier, later in pairwise(by_round)):
+        starts = [
+            (entry.get("started") or "", number)
+            for record in records
+            for number, entry in enumerate(record.rounds)
+        ]
+        numbers = [number for _, number in sorted(starts)]
+        if numbers != sorted(numbers) or not all(time for time, _ in starts):
             return False
     return True
 

@@ -19,6 +19,11 @@ from shardwise.words import counted, one_line, percent, seconds
 TIMELINES = "timelines"
 """The beginning of the names of these charts."""
 TEXT_COLUMNS = ("Cell", "Schedule", "Split: layers per stage")
+CAPTION = (
+    "What each rank did in the timed step of median length, in the round whose step is the median. "
+    "All cells share one time axis, and those that differ only in their split stand together. The "
+    "number in a bar is that of its micro-batch."
+)
 NUMBER_COLUMNS = ("Step predicted", "Step measured", "Error", "Bubble predicted", "Bubble measured")
 SPLITS = ("uniform", "parameters", "balanced")
 """The splits in the order in which cells stand in a chart.
@@ -101,6 +106,11 @@ def charts(bench: Bench, rows: Sequence[Row]) -> list[Chart]:
     return drawn
 
 
+def costs(drawn: Sequence[Chart]) -> list[str]:
+    """Return the costs from which the splits of these pipelines were made, once each."""
+    return sorted({run.pipeline.costs for chart in drawn for run in chart.runs})
+
+
 def _run(row: Row) -> Run | None:
     """Return a cell's pipeline, or None where it has none to show."""
     content = row.record.pipeline if row.record and row.measured else None
@@ -113,13 +123,13 @@ def _run(row: Row) -> Run | None:
 def _in_order(runs: Sequence[Run]) -> list[Run]:
     """Return the runs in the order of SPLITS, those together that differ in their split alone."""
     families: list[dict[str, object]] = []
-    keys = []
-    for place, run in enumerate(runs):
+
+    def place(run: Run) -> tuple[int, int]:
         assert run.row.record is not None
         settings = run_settings(run.row.record)
         family = {key: value for key, value in settings.items() if key != "parallel.split"}
         if family not in families:
             families.append(family)
-        split_place = SPLITS.index(run.split) if run.split in SPLITS else 1
-        keys.append((families.index(family), split_place, place))
-    return [run for _, run in sorted(zip(keys, runs, strict=True), key=lambda pair: pair[0])]
+        return families.index(family), SPLITS.index(run.split) if run.split in SPLITS else 1
+
+    return sorted(runs, key=place)

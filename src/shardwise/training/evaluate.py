@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from shardwise.config import RunConfig, UserError
+from shardwise.config import RunConfig, UserError, require
 from shardwise.interfaces import IGNORED, Batch, Evaluation, Mesh, ParallelModel
 from shardwise.parallel.reduce import sum_over
 from shardwise.process.watchdog import beat
@@ -16,13 +16,17 @@ from shardwise.training.not_finite import explain, look_through
 from shardwise.training.step import LOSS_AXES, count_targets
 
 SAMPLE_TOKENS = 48
-"""How far `training.sample` is continued."""
+"""The number of new tokens in a sample."""
 
 
 def evaluate(
     pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, step: int
 ) -> Evaluation:
-    """Evaluate without gradients or dropout, and without the router loss."""
+    """Return the loss on `batches`, one list of micro-batches for each global batch.
+
+    It is the mean over their target tokens on all ranks, without gradients, dropout and the router
+    loss. Raises UserError where it is not finite.
+    """
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     tokens = 0
     for microbatches in batches:
@@ -40,54 +44,53 @@ def evaluate(
 def encode_prompt(
     cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, positions: int | None
 ) -> list[int] | None:
-    """The tokens of `training.sample`, if one is asked for: called before training, so that no mistake costs a run.
+    """Return the tokens of `training.sample`, None where it is not given.
 
-    Where the data are chats, the prompt is what a user says, as the chat template writes it, and the assistant answers.
-    UserError where there is none, or they and those to come are more than the `positions` that a model has learned.
+    With `data.format: chat` the prompt is a user's message, as the chat template writes it, for the
+    assistant to answer. Raises UserError, before training so that a mistake does not cost a run,
+    where there is no token, or where prompt and new tokens exceed the `positions` that the model
+    has learned (None: any number).
     """
     prompt = cfg.training.sample
     if prompt is None:
         return None
-    ids = list(
-        _chat_tokens(tokenizer, prompt)
-        if cfg.data.format == "chat"
-        else tokenizer(prompt)["input_ids"]
+    is_chat = cfg.data.format == "chat"
+    ids = _chat_tokens(tokenizer, prompt) if is_chat else list(tokenizer(prompt)["input_ids"])
+    require(
+        bool(ids), f"training.sample {prompt!r} has no tokens; give at least a word to continue"
     )
-    if not ids:
-        raise UserError(
-            f"training.sample {prompt!r} has no tokens; give at least a word to continue"
-        )
-    if (
-        positions is not None and len(ids) + SAMPLE_TOKENS - 1 > positions
-    ):  # the last new token is not read any more
-        raise UserError(
-            f"training.sample has {len(ids)} tokens and is continued by {SAMPLE_TOKENS}, but the model has learned "
-            f"only {positions} positions; shorten it, or leave it out"
-        )
+    num_read = len(ids) + SAMPLE_TOKENS - 1  # the model does not read the last new token
+    require(
+        positions is None or num_read <= positions,
+        f"training.sample has {len(ids)} tokens and is continued by {SAMPLE_TOKENS}, but the model "
+        f"has learned only {positions} positions; shorten it, or leave it out",
+    )
     return ids
 
 
 def _chat_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    import jinja2  # a chat template needs it, nothing else here does
+    import jinja2  # only chat templates need it
 
     messages = [{"role": "user", "content": prompt}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise UserError(
-            f"training.sample: the tokenizer's chat template refuses a user's message alone ({error}); leave it out"
+            "training.sample: the tokenizer's chat template refuses a user's message alone "
+            f"({error}); leave it out"
         ) from None
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @torch.no_grad()
 def greedy_sample(
     pm: ParallelModel, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], mesh: Mesh
 ) -> str:
-    """The text of `prompt` and of the most likely next tokens, SAMPLE_TOKENS of them or up to the end of text.
+    """Return the text of `prompt` and its most likely continuation.
 
-    Every rank computes the same sample, since a sharded model's forward is a collective. Each token costs a whole
-    forward: there is no cache, so that the path is the trained one.
+    It has SAMPLE_TOKENS new tokens, or ends at the end of text. Every rank computes the same
+    sample, since the forward of a sharded model is a collective. Each token costs a whole forward:
+    without a cache, the code is the one that is trained.
     """
     for part in pm.parts:
         part.eval()

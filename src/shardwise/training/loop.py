@@ -19,7 +19,7 @@ from shardwise.models import load
 from shardwise.parallel.compile import uncompiled
 from shardwise.planner.timeline import Recorder, record_timeline
 from shardwise.process.ending import Stopped
-from shardwise.process.stop import StopRequest
+from shardwise.process.stop import agreed_signal, on_signals
 from shardwise.process.watchdog import beat, paused
 from shardwise.records.record import RunRecord
 from shardwise.training.evaluate import encode_prompt, evaluate, greedy_sample
@@ -29,11 +29,14 @@ from shardwise.training.step import NonFiniteLossError, training_step
 
 
 def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
-    """Run the whole of `cfg` on this rank, with the process group up; rank 0 gets the record, which is on disk too."""
+    """Run `cfg` on this rank, whose process group is up; on rank 0 return the record.
+
+    The record is in the output folder too.
+    """
     hf_config = load.read_config(cfg.model)
     tokenizer = load_tokenizer(cfg.model)
     load.check_vocabulary(hf_config, tokenizer.get_vocab())
-    with paused():  # checksums of a whole checkpoint; an index of all files
+    with paused():  # reads a whole checkpoint for its checksums, and all files for their index
         start = find_start(cfg)
         loaders = build_loaders(
             cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader
@@ -43,12 +46,13 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     restore(start, job, cfg)
     meter, recorder = Meter(cfg.measure.warmup_steps), Recorder(cfg.measure.warmup_steps)
     steps, eval_every = cfg.training.steps, cfg.training.eval_every
+    signals: list[int] = []
     with (
         writing(cfg),
         closing(loaders.train),
         Reporter(cfg, mesh, job, start) as reporter,
         Checkpointer(cfg, job, loaders, start) as checkpointer,
-        StopRequest() as stop,
+        on_signals(signals.append),
     ):
 
         def run_evaluation(step: int) -> Evaluation | None:
@@ -59,7 +63,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         if start.step == 0:
             run_evaluation(0)
         for step in range(start.step + 1, steps + 1):
-            meter.start()  # what a run waits for its data counts
+            meter.start()  # the wait for data counts
             microbatches = [batch.to(mesh.device) for batch in next(loaders.train)]
             if cfg.measure.reverse_microbatches:
                 microbatches.reverse()
@@ -74,14 +78,13 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             evaluated = step == steps or (eval_every and step % eval_every == 0)
             checkpointer.after_step(step, run_evaluation(step) if evaluated else None)
             beat()
-            if step < steps and (signalled := stop.agreed(mesh)):
-                raise Stopped(signalled, step, checkpointer.stop(step))
+            if step < steps and (signal := agreed_signal(signals, mesh)):
+                raise Stopped(signal, step, checkpointer.stop(step))
         checkpointer.wait()
         reporter.data(documents_read(loaders))
-        save_result(
-            job, cfg, mesh, Path(cfg.training.output_dir), tokenizer
-        )  # it and the record are there
-        record = write_record(cfg, mesh, job, reporter, meter)  # before what may fail
+        # The result and the record come before what may fail.
+        save_result(job, cfg, mesh, Path(cfg.training.output_dir), tokenizer)
+        record = write_record(cfg, mesh, job, reporter, meter)
         record = add_to_record(cfg, record, **record_timeline(cfg, mesh, job, recorder))
         if prompt is not None:
             with uncompiled(cfg):
@@ -89,7 +92,6 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             record = add_to_record(cfg, record, sample=sample)
         if cfg.measure.memory:
             reporter.measuring_memory()
-            record = add_to_record(
-                cfg, record, **measure_memory(job, next(loaders.train), mesh, cfg).fields()
-            )
+            memory = measure_memory(job, next(loaders.train), mesh, cfg)
+            record = add_to_record(cfg, record, **memory.fields())
         return record

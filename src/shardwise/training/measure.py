@@ -1,4 +1,4 @@
-"""What a finished run is measured by: memory in a step of its own, FLOPs, and the record."""
+"""The record of a finished run: memory, measured in a step of its own, FLOPs, and what was read."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from shardwise.training.step import forward_backward
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of every rank, in rank order."""
+    """Bytes on each rank, in the order of ranks."""
 
     peak_bytes: list[int]
-    parts: list[dict[str, int]]  # of the peak
+    parts: list[dict[str, int]]  # of the peak, by `memory_parts.PARTS`
     state_bytes: list[dict[str, int]]
 
     def fields(self) -> dict[str, Any]:
-        """As the record has them."""
+        """Return the fields of the record."""
         return {
             "peak_memory_bytes": self.peak_bytes,
             "memory_parts": self.parts,
@@ -52,7 +52,10 @@ class Memory:
 
 
 def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: RunConfig) -> Memory:
-    """Peak and state bytes of a whole step, which changes the model: call it when everything is saved and timed."""
+    """Return the peak and state bytes of one step, a collective of all ranks.
+
+    The step changes the model, so everything has to be saved before.
+    """
     microbatches = [batch.to(mesh.device) for batch in microbatches]
     with PeakMemory(mesh.device, lambda: state_tensors(job.pm.stored(), job.optimizer)) as peak:
         hooks = [hook for part in job.pm.parts for hook in _mark_forwards(part, peak)]
@@ -69,14 +72,17 @@ def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: Run
 
 
 def _mark_forwards(part: Part, peak: PeakMemory) -> tuple[RemovableHandle, RemovableHandle]:
-    # Outside of the hooks of wrappers, so that what they allocate for a forward lies between the two.
+    # Outside of the hooks of wrappers: what they allocate for a forward lies between these two.
     begin = part.register_forward_pre_hook(lambda *_: peak.mark(), prepend=True)
     return begin, part.register_forward_hook(lambda *_: peak.mark(ends_forward=True))
 
 
 def documents_read(loaders: Loaders) -> dict[str, Counts]:
-    """Return what was read for training, from step 1 on, and for the last evaluation; on every rank the same."""
-    # A few numbers for each slot, from every rank to all.
+    """Return what was read for training since step 1, and for the last evaluation.
+
+    It is the same on every rank.
+    """
+    # An all-gather of a few numbers for each micro-batch row, from every rank to all.
     read = {"train": counts(merge_states(of_every_rank(loaders.state())))}
     return read if loaders.validation is None else {**read, "validation": loaders.validation.read}
 
@@ -84,16 +90,20 @@ def documents_read(loaders: Loaders) -> dict[str, Counts]:
 def write_record(
     cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter
 ) -> RunRecord | None:
-    """Put together what was measured and write `record.json`; on rank 0, which gets it, while the others wait."""
-    return _on_disk(cfg, _record(cfg, mesh, job, reporter, meter) if dist.get_rank() == 0 else None)
+    """Write `record.json` and return the record on rank 0; the other ranks wait and return None."""
+    record = _record(cfg, mesh, job, reporter, meter) if dist.get_rank() == 0 else None
+    return _write(cfg, record)
 
 
 def add_to_record(cfg: RunConfig, record: RunRecord | None, **fields: Any) -> RunRecord | None:
-    """Write the record again, with what came after it: that may fail, which does not take anything from the rest."""
-    return _on_disk(cfg, None if record is None else replace(record, **fields))
+    """Write the record again with fields that came later, and return it on rank 0.
+
+    What came later may have failed, so the record was written before it.
+    """
+    return _write(cfg, None if record is None else replace(record, **fields))
 
 
-def _on_disk(cfg: RunConfig, record: RunRecord | None) -> RunRecord | None:
+def _write(cfg: RunConfig, record: RunRecord | None) -> RunRecord | None:
     if record is not None:
         record.write(Path(cfg.training.output_dir) / "record.json")
     dist.barrier()
@@ -102,13 +112,8 @@ def _on_disk(cfg: RunConfig, record: RunRecord | None) -> RunRecord | None:
 
 def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Meter) -> RunRecord:
     seconds = meter.step_seconds()
-    # Positions, not targets: the device computes the filled ones too.
-    positions = (
-        cfg.training.global_batch_size * cfg.data.sequence_length / seconds["mean"]
-        if seconds
-        else None
-    )
-    figures = _flops(cfg, mesh, job.counts, positions) if job.counts else {}
+    mean_seconds = seconds["mean"] if seconds else None
+    figures = _flops(cfg, mesh, job.counts, mean_seconds) if job.counts else {}
     start = reporter.start
     return RunRecord(
         status="ok",
@@ -132,21 +137,25 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
 
 
 def _flops(
-    cfg: RunConfig, mesh: Mesh, counts: ModelCounts, positions_per_second: float | None
+    cfg: RunConfig, mesh: Mesh, counts: ModelCounts, step_seconds: float | None
 ) -> dict[str, Any]:
-    """The fields of the record that come from counting the model's FLOPs."""
+    """Return the fields of the record that come from counting the model's FLOPs.
+
+    `step_seconds` is the mean time of a step, None where no step was timed.
+    """
     length, micro_batch = cfg.data.sequence_length, cfg.training.micro_batch_size
     model = model_flops_per_token(counts, length)
     hardware = hardware_flops_per_token(counts, length, micro_batch, cfg.training.checkpointing)
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
     peak = peak_flops(mesh.device, torch.bfloat16 if in_16_bits else torch.float32)
+    # All positions of a row count, not only targets: the device computes padding too.
+    positions = cfg.training.global_batch_size * length
 
     def share(flops_per_token: float) -> float | None:
-        if positions_per_second is None:
+        if not step_seconds:
             return None
-        return utilization(
-            flops_per_token, positions_per_second, peak.flops_per_second, dist.get_world_size()
-        )
+        rate, num_ranks = positions / step_seconds, dist.get_world_size()
+        return utilization(flops_per_token, rate, peak.flops_per_second, num_ranks)
 
     return {
         "mfu": share(model),

@@ -1,22 +1,21 @@
-"""What a person sees of a run while it goes on: a live bar in a terminal, a few plain lines anywhere else."""
+"""The progress of a run on the screen: a live bar in a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 from typing import TextIO
 
 from rich import progress as bars
 from rich.console import Console
 
-GIB = 2**30
+from shardwise.words import size
 
 
 class Progress:
-    """Reports on a run of `total_steps` steps; with `show` False (every rank but 0) it is silent.
+    """Shows a run of `total_steps` steps; with `show` False (on every rank except 0) it is silent.
 
-    In a terminal one line at the bottom follows the steps and stays when the run ends. Elsewhere `update` prints
-    nothing, and the last state is printed once, at the end.
+    In a terminal one line at the bottom follows the steps and stays when the run ends. Elsewhere
+    `update` prints nothing, and the last state is printed once, at the end.
     """
 
     def __init__(self, total_steps: int, show: bool = True, stream: TextIO | None = None) -> None:
@@ -24,7 +23,7 @@ class Progress:
         self._console = Console(file=stream, quiet=not show)
         self._total_steps = total_steps
         self._last = ""
-        # The stream is asked, not rich: rich takes FORCE_COLOR, which many CI systems set, for a terminal.
+        # Not rich's own answer: FORCE_COLOR, which many CI systems set, is a terminal to rich.
         self._live = show and stream.isatty() and not self._console.is_dumb_terminal
         self._bar = bars.Progress(
             bars.TextColumn("step {task.completed}/{task.total}"),
@@ -33,7 +32,7 @@ class Progress:
             bars.TextColumn("· time left"),
             bars.TimeRemainingColumn(),
             console=self._console,
-            speed_estimate_period=3600,  # seconds: the default of 30 forgets steps that take minutes
+            speed_estimate_period=3600,  # seconds; 30, the default, is less than a long step
         )
         self._task = self._bar.add_task("", total=total_steps)
 
@@ -44,12 +43,15 @@ class Progress:
         tokens_per_second: float | None = None,
         memory_bytes: int | None = None,
     ) -> None:
-        """Show that `step` (from 1) is done: mean loss, tokens per second over all ranks, memory of this rank."""
+        """Show that `step` (from 1) is done.
+
+        `loss` is its mean loss, `tokens_per_second` that of all ranks, `memory_bytes` this rank's.
+        """
         parts = [f"loss {loss:.4f}"]
         if tokens_per_second is not None:
             parts.append(f"{tokens_per_second:,.0f} tokens/s")
         if memory_bytes is not None:
-            parts.append(f"{memory_bytes / GIB:.2f} GiB")
+            parts.append(size(memory_bytes))
         state = " · ".join(parts)
         self._last = f"step {step}/{self._total_steps}  {state}"
         if self._live:
@@ -62,15 +64,10 @@ class Progress:
     def __enter__(self) -> Progress:
         if self._live:
             self._bar.start()
-            self._console.show_cursor()  # rich hides it, and a process that is killed would leave the terminal without
+            self._console.show_cursor()  # rich hides it, and a killed process could not restore it
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._bar.stop()
         elif self._last:

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: the screen, `metrics.jsonl` and the trackers, all on rank 0; and its history."""
+"""The reports of a run: its history, and on rank 0 the screen, `metrics.jsonl` and trackers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
 
@@ -20,14 +19,14 @@ from shardwise.interfaces import Batch, Evaluation, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
 from shardwise.records.record import MetricsFile, dumps
-from shardwise.training.loggers import Logger, open_loggers
 from shardwise.training.not_finite import explain
 from shardwise.training.progress import Progress
 from shardwise.training.step import NonFiniteLossError, StepResult
+from shardwise.training.trackers import Log, open_trackers
 
 
 class Reporter:
-    """Collects what happens on every rank; shows and writes it on rank 0."""
+    """Keeps the history of a run on every rank; shows and writes it on rank 0."""
 
     def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start) -> None:
         self.cfg = cfg
@@ -44,68 +43,60 @@ class Reporter:
         self._output_dir = Path(cfg.training.output_dir)
         self._progress = Progress(cfg.training.steps, show=self._main)
         self._metrics: MetricsFile | None = None
-        self._loggers: list[Logger] = []
+        self._logs: list[Log] = []
         self._stack = contextlib.ExitStack()
         trainable, total = job.parameters["trainable"], job.parameters["total"]
         self._progress.message(
             f"{job.spec.family} on {mesh}: {trainable:,} of {total:,} parameters are trained"
-            f"\na step reads {cfg.training.global_batch_size:,} rows of {cfg.data.sequence_length:,} tokens"
-            + (f"\n{job.coverage}" if job.coverage else "")
-            + (f"\n{job.cut}" if job.cut else "")
-            + f"\nkernels: {', '.join(f'{name} {kernel}' for name, kernel in job.kernels.items())}"
         )
+        rows, length = cfg.training.global_batch_size, cfg.data.sequence_length
+        self._progress.message(f"a step reads {rows:,} rows of {length:,} tokens")
+        for report in (job.coverage, job.cut):
+            if report:
+                self._progress.message(str(report))
+        kernels = ", ".join(f"{name} {kernel}" for name, kernel in job.kernels.items())
+        self._progress.message(f"kernels: {kernels}")
         for note in job.notes:
             self._progress.message(f"note: {note}")
         for line in start.passed_over:
             self._progress.message(line)
         if start.folder is not None:
-            self._progress.message(f"going on after step {start.step}, from {start.folder}")
+            self._progress.message(f"resuming after step {start.step}, from {start.folder}")
 
     def __enter__(self) -> Reporter:
-        if self._main:
-            if self.start.folder is not None:
-                output_dir.go_on(self.cfg, self.start.folder / METRICS)
-            self._metrics = self._stack.enter_context(
-                MetricsFile(self._output_dir / "metrics.jsonl")
-            )
-            self._loggers = open_loggers(
-                self.cfg.measure.trackers, self._output_dir, self.cfg.to_dict()
-            )
-            for logger in self._loggers:
-                self._stack.callback(logger.close)
-        self._stack.enter_context(self._progress)
+        with contextlib.ExitStack() as stack:  # closes what is open where one of these fails
+            if self._main:
+                if self.start.folder is not None:
+                    output_dir.go_on(self.cfg, self.start.folder / METRICS)
+                self._metrics = stack.enter_context(MetricsFile(self._output_dir / METRICS))
+                names, config = self.cfg.measure.trackers, self.cfg.to_dict()
+                self._logs = open_trackers(names, self._output_dir, config, stack)
+            stack.enter_context(self._progress)
+            self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def step(self, step: int, result: StepResult, lr: float, meter: Meter) -> None:
-        """A step is done: its loss and norm, at this learning rate, in the meter's last seconds."""
+        """Report that a step is done, with learning rate `lr`, in the last seconds of `meter`."""
         self.losses.append(result.loss)
         self.grad_norms.append(result.grad_norm)
         rate = meter.tokens_per_second()
         self._progress.update(step, result.loss, rate, memory_in_use(self.mesh.device))
         self.skipped_steps += result.skipped
+        seconds = meter.seconds[-1]
         values = {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": lr,
-            "seconds": meter.seconds[-1],
+            "seconds": seconds,
+            "tokens_per_second": result.tokens / seconds,
         }
-        self._write(
-            step,
-            {**values, "tokens_per_second": result.tokens / meter.seconds[-1]},
-            tokens=result.tokens,
-            skipped_steps=self.skipped_steps,
-        )
+        self._write(step, values, tokens=result.tokens, skipped_steps=self.skipped_steps)
 
     def evaluation(self, evaluation: Evaluation) -> Evaluation:
-        """The validation set was evaluated; returns what it was given."""
+        """Report an evaluation of the validation set, and return it."""
         self.evaluations.append(evaluation)
         self._progress.message(
             f"validation after step {evaluation.step}: loss {evaluation.loss:.4f}, "
@@ -116,18 +107,18 @@ class Reporter:
         return evaluation
 
     def data(self, documents: Mapping[str, Counts]) -> None:
-        """The last step is done, and this was read for it all."""
+        """Report what the run has read up to its last step."""
         self.documents = documents
         for name, read in documents.items():
             self._progress.message(f"data.{name}: {read}")
 
     def sample(self, text: str) -> str:
-        """The model has continued `training.sample`; returns what it was given."""
+        """Report the continuation of `training.sample`, and return it."""
         self._progress.message(f"sample: {text}")
         return text
 
     def measuring_memory(self) -> None:
-        """What follows the last step is no part of the training, and takes about as long as a few steps."""
+        """Report that the memory is now measured, which takes about as long as a few steps."""
         self._progress.message(
             "measuring memory: one more step, which changes nothing that was saved"
         )
@@ -135,26 +126,24 @@ class Reporter:
     def non_finite(
         self, step: int, microbatches: Sequence[Batch], error: NonFiniteLossError
     ) -> UserError:
-        """Leave the rows of the step in a file per rank, and say where; to be raised."""
+        """Write the rows of a step whose loss is not finite, and return the error to raise.
+
+        Each rank writes a file of its own. This is a collective of all ranks.
+        """
         path = self._output_dir / f"non-finite-step-{step}-rank-{dist.get_rank()}.json"
         rows = [
-            {
-                "slot": slot,
-                "input_ids": batch.input_ids[i].tolist(),
-                "labels": batch.labels[i].tolist(),
-            }
+            {"slot": slot, "input_ids": input_ids.tolist(), "labels": labels.tolist()}
             for batch in microbatches
-            for i, slot in enumerate(batch.slots)
+            for slot, input_ids, labels in zip(batch.slots, batch.input_ids, batch.labels)
         ]
-        path.write_text(
-            dumps({"step": step, "error": str(error), "rows": rows}) + "\n", encoding="utf-8"
-        )
-        # Every rank is here, and none ends before all have written.
+        content = dumps({"step": step, "error": str(error), "rows": rows})
+        path.write_text(f"{content}\n", encoding="utf-8")
+        # `explain` waits for every rank, so none ends before all have written.
         explained = explain(error.found, just_loaded=step == self.start.step + 1, trained=step > 1)
         return UserError(f"step {step}: {error}; this rank's rows are in {path}; {explained}")
 
     def _recall(self, metrics: Path) -> None:
-        """Take up the history that a checkpoint keeps."""
+        """Read the history of the run up to the checkpoint, whose metrics these are."""
         for line in metrics.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if "loss" in row:
@@ -170,5 +159,5 @@ class Reporter:
     def _write(self, step: int, values: dict[str, float], **counts: int) -> None:
         if self._metrics is not None:
             self._metrics.write(step=step, **values, **counts)
-        for logger in self._loggers:
-            logger.log(step, values)
+        for log in self._logs:
+            log(values, step=step)

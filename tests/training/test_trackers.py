@@ -1,18 +1,19 @@
-"""Trackers, offline: TensorBoard for real, the others against packages that write down how they are called."""
+"""Trackers, offline: TensorBoard itself, and for the others packages that record their calls."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import ExitStack
 
 import pytest
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError
-from shardwise.training.loggers import open_loggers
+from shardwise.training.trackers import check_installed, open_trackers
 
 CONFIG = {"model": {"path": "tiny"}, "optimizer": {"lr": 0.5, "betas": (0.9, 0.95)}, "lora": None}
 
-# One source for the three: every call of the module, or of the run that `init` returns, is one entry of `calls`.
+# `calls` has an entry for each call of the module, or of the run that `init` returns.
 FAKE = """
 calls = []
 
@@ -52,10 +53,10 @@ def fake(monkeypatch, tmp_path):
 
 
 def log_two_steps(name, output_dir):
-    (logger,) = open_loggers([name], output_dir, CONFIG)
-    logger.log(1, {"loss": 2.5, "lr": 0.25})
-    logger.log(2, {"loss": 1.5})
-    logger.close()
+    with ExitStack() as stack:
+        (log,) = open_trackers([name], output_dir, CONFIG, stack)
+        log({"loss": 2.5, "lr": 0.25}, step=1)
+        log({"loss": 1.5}, step=2)
 
 
 def test_tensorboard_event_files_hold_what_was_logged(tmp_path):
@@ -72,8 +73,8 @@ def test_tensorboard_event_files_hold_what_was_logged(tmp_path):
 
 def test_tensorboard_takes_a_resolved_run_file(tmp_path):
     cfg = RunConfig(Model("m"), Data("d"), Training(str(tmp_path)))
-    for logger in open_loggers(["tensorboard"], tmp_path, cfg.to_dict()):
-        logger.close()
+    with ExitStack() as stack:
+        open_trackers(["tensorboard"], tmp_path, cfg.to_dict(), stack)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
 
 
@@ -126,17 +127,18 @@ def test_a_trackers_own_variable_names_the_project(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "ours")
     wandb, mlflow = fake("wandb"), fake("mlflow")
-    open_loggers(["wandb", "mlflow", "wandb"], tmp_path, CONFIG)
-    assert [call[2]["project"] for call in wandb()] == ["mine"]  # asked for twice, opened once
+    with ExitStack() as stack:
+        open_trackers(["wandb", "mlflow", "wandb"], tmp_path, CONFIG, stack)
+    projects = [options["project"] for name, _, options in wandb() if name == "init"]
+    assert projects == ["mine"]  # a run in each tracker, even where its name is given twice
     assert mlflow()[0] == ("set_experiment", ("ours",), {})
 
 
-def test_a_tracker_that_is_not_installed_is_the_users_mistake(fake, tmp_path):
-    calls = fake("wandb")
-    message = r"measure\.trackers names trackio, which is not installed; pip install trackio, or leave it out"
-    with pytest.raises(UserError, match=message):
-        open_loggers(["wandb", "trackio"], tmp_path, CONFIG)
-    assert calls() == []
+def test_a_tracker_that_is_not_installed_is_the_users_mistake(fake):
+    fake("wandb")
+    with pytest.raises(UserError, match=r"pip install trackio"):
+        check_installed(["wandb", "trackio"])
+    assert "wandb" not in sys.modules
 
 
 def test_a_tracker_that_does_not_start_closes_those_before_it(fake, tmp_path):
@@ -144,11 +146,11 @@ def test_a_tracker_that_does_not_start_closes_those_before_it(fake, tmp_path):
     (tmp_path / "packages" / "mlflow.py").write_text(
         "def set_experiment(name):\n    raise OSError('no server')\n"
     )
-    with pytest.raises(OSError, match="no server"):
-        open_loggers(["wandb", "mlflow"], tmp_path, CONFIG)
+    with pytest.raises(OSError, match="no server"), ExitStack() as stack:
+        open_trackers(["wandb", "mlflow"], tmp_path, CONFIG, stack)
     assert [call[0] for call in calls()] == ["init", "finish"]
 
 
 def test_no_tracker_no_import(tmp_path):
-    assert open_loggers([], tmp_path, CONFIG) == []
+    assert open_trackers([], tmp_path, CONFIG, ExitStack()) == []
     assert not list(tmp_path.iterdir())

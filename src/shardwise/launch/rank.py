@@ -1,0 +1,164 @@
+"""One rank of a run: its process group comes up, it trains, its process group goes down."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.checkpoint.output_dir import record_failure
+from shardwise.checkpoint.output_lock import Lock
+from shardwise.config import RunConfig
+from shardwise.launch.group import leave_ending, take_signals
+from shardwise.process import watchdog
+from shardwise.process.ending import FAILED, PATIENCE_SECONDS, Ending, explain, report_ending
+from shardwise.process.world import World, on_loopback, pick_device, threads_each
+
+# torch is imported inside functions: a user's mistake is reported before that takes its seconds.
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.interfaces import Mesh
+
+Train = Callable[[RunConfig, "Mesh"], object]
+"""What each rank runs while its process group is up."""
+Report = Callable[[Ending], object]
+"""What a rank does with its ending."""
+
+
+def run_rank(
+    cfg: RunConfig, world: World, train: Train | None = None, report: Report = report_ending
+) -> Ending | None:
+    """Run `train` (default: the training loop) as one rank; return its ending, None for success.
+
+    The ending is recorded in the output folder and reported. Requests to exit (KeyboardInterrupt,
+    SystemExit) are raised again. A rank that hangs cannot return: its process ends with exit
+    code 1.
+    """
+    if world.size == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        # So the run is recorded. With peers, Python may never come to run a handler: it may wait
+        # in a collective.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    train = import_all(train)
+    import torch.distributed as dist
+
+    stacks = Path(cfg.training.output_dir, f"stacks-rank-{world.rank}.txt")
+    at_timeout = partial(_report_hang, cfg, world, stacks, report)
+    try:
+        with watchdog.watch(cfg.training.timeout_seconds, stacks, at_timeout), on_loopback(world):
+            device = pick_device(cfg, world)
+            _init_process_group(cfg, device, world)
+            watchdog.beat()
+            from shardwise.parallel.mesh import build_mesh
+
+            train(cfg, build_mesh(cfg, device))
+    except (KeyboardInterrupt, SystemExit) as error:
+        record(cfg, explain(error))
+        raise
+    except BaseException as error:  # torch has errors that are no Exception
+        ending = explain(error, world.where)
+        if world.size > 1 and ending.exit_code == FAILED:
+            # A rank that loses a peer fails too. Each one waits with its connections open, so that
+            # the launcher sees the cause first and ends the others before they fail.
+            time.sleep(PATIENCE_SECONDS)
+        record(cfg, ending)
+        # A rank that has failed would wait here for its peers; after a stop all of them come.
+        if dist.is_initialized() and (world.size == 1 or ending.status == "stopped"):
+            dist.destroy_process_group()
+        report(ending)
+        return ending
+    dist.destroy_process_group()
+    return None
+
+
+def rank_process(
+    cfg: RunConfig, nproc: int, train: Train | None, lock: Lock | None, rank: int, folder: str
+) -> None:
+    """Be the process of one of `nproc` ranks of this machine; see `Group.run` for `folder`.
+
+    While this process lives it holds `lock`, which it has inherited or received.
+    """
+    take_signals()
+    import torch
+
+    from shardwise.metrics.live_tensors import freeze_imports
+
+    freeze_imports()  # this process's garbage collections need not look through what it inherited
+    torch.set_num_threads(threads_each(nproc))
+    world = World(rank, nproc, rank, init_method=None, store=str(Path(folder, "store")))
+    ending = run_rank(cfg, world, train, partial(leave_ending, folder, rank))
+    if ending is not None and ending.status != "stopped":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # An orderly exit could wait on the device for a collective that no peer joins.
+        os._exit(ending.exit_code)
+
+
+def import_all(train: Train | None) -> Train:
+    """Import what a rank needs and return `train`, or the training loop where it is None.
+
+    The garbage collector is off meanwhile, and later ignores what was imported: it would look
+    through all modules again and again, which takes a quarter of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        importlib.import_module("shardwise.parallel.mesh")
+        if train is None:
+            from shardwise.training.loop import train
+    finally:
+        if was_enabled:
+            gc.enable()
+    gc.freeze()
+    return train
+
+
+def record(cfg: RunConfig, ending: Ending) -> None:
+    """Record an ending in the output folder, unless another rank has recorded one before."""
+    record_failure(cfg, ending.status, ending.reason)
+
+
+def _init_process_group(cfg: RunConfig, device: torch.device, world: World) -> None:
+    import torch
+    import torch.distributed as dist
+
+    # Longer than the watchdog waits: its end comes with stacks, a collective's own does not.
+    timeout = timedelta(seconds=2 * cfg.training.timeout_seconds)
+    options: dict[str, Any] = {"init_method": world.init_method}
+    if world.init_method is None:
+        store = dist.HashStore() if world.store is None else dist.FileStore(world.store, world.size)
+        store.set_timeout(timeout)
+        options = {"store": store}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, rank=world.rank, world_size=world.size, timeout=timeout, **options
+    )
+    dist.barrier()  # nobody writes into the output folder before everybody has claimed it
+
+
+def _report_hang(cfg: RunConfig, world: World, stacks: Path, report: Report) -> None:
+    """Print the stacks of this rank, which hangs or waits for one that does; record and report."""
+    # The stacks of every rank go to the log: the rank that hangs is at another place in the code
+    # than those that wait for it.
+    with contextlib.suppress(OSError):  # the folder may be gone
+        text = f"stacks{world.where}:\n{stacks.read_text(encoding='utf-8')}"
+        print(text, file=sys.stderr, flush=True)
+    seconds = cfg.training.timeout_seconds
+    reason = f"nothing was finished for {seconds:g} seconds (training.timeout_seconds)"
+    text = f"error: {reason}; see the stacks of every rank in {stacks.parent}"
+    ending = Ending(FAILED, reason, text, "timeout")
+    record(cfg, ending)
+    report(ending)
+    time.sleep(PATIENCE_SECONDS)  # the others are as late as this rank, and print their stacks too

@@ -1,0 +1,79 @@
+"""The columns of a report's tables: what they show of a cell, on the page and in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.report.tables import Row
+from shardwise.words import NOTHING, number, percent, ratio, scientific, seconds, size, span
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of numbers."""
+
+    heading: str
+    read: Callable[[Row], Any]  # a number, a pair of numbers, or None
+    write: Callable[[Any], str]
+    remark: Callable[[Row], str] = lambda row: ""  # the cell that a ratio is relative to
+
+    def text(self, row: Row) -> str:
+        """Return the text of a cell."""
+        return self.write(self.read(row))
+
+    def sort_value(self, row: Row) -> str:
+        """Return the number by which the page sorts, or nothing where it is missing or NaN."""
+        value = self.read(row)
+        if isinstance(value, tuple):
+            value = value[0]
+        return "" if value is None or value != value else repr(value)
+
+
+def _loss(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.4f}"
+
+
+def _relative(word: str, name: str) -> Callable[[Row], str]:
+    """Return a function that names the other cell of a ratio."""
+    return lambda row: f"{word} {row.relative_to[name]}" if name in row.relative_to else ""
+
+
+def _last_loss(row: Row) -> float | None:
+    return row.record.losses[-1] if row.record and row.record.losses else None
+
+
+def _between_rounds(row: Row) -> float | None:
+    if row.record is None or row.num_good_rounds < 2:
+        return None
+    return row.record.largest_round_difference
+
+
+PROCESSES = Column("Processes", lambda row: row.plan.nproc, str)
+SPEED = Column("Tokens/s", lambda row: row.tokens_per_second, number)
+SPEED_RANGE = Column("Min – max", lambda row: row.tokens_range, span)
+STEP = Column("Median step", lambda row: row.step_seconds.get("p50"), seconds)
+PEAK = Column("Peak memory", lambda row: row.peak_memory_bytes, size)
+MFU = Column("MFU", lambda row: row.figures.mfu if row.figures else None, percent)
+
+SPEEDUP = Column("Speed-up", lambda row: row.speedup, ratio, _relative("over", "speedup"))
+OVER_SLOWEST = Column("Over slowest", lambda row: row.over_slowest, ratio)
+EFFICIENCY = Column(
+    "Efficiency", lambda row: row.efficiency, percent, _relative("of", "efficiency")
+)
+SAVING = Column("Memory saved", lambda row: row.saving, percent, _relative("of", "saving"))
+
+LAST_LOSS = Column("Last loss", _last_loss, _loss)
+DIFFERENCE = Column("Largest difference", lambda row: row.difference, scientific)
+TOLERANCE = Column("Tolerance", lambda row: row.tolerance, scientific)
+BETWEEN_ROUNDS = Column("Between rounds", _between_rounds, scientific)
+
+DIFFERENCES = (LAST_LOSS, DIFFERENCE, TOLERANCE, BETWEEN_ROUNDS)
+"""How the losses of a cell compare with those of its reference."""
+RATIOS = (PROCESSES, SPEEDUP, OVER_SLOWEST, EFFICIENCY, SAVING)
+"""How a cell compares with others of its group."""
+FIGURES = (PROCESSES, SPEED, SPEED_RANGE, STEP, PEAK, MFU)
+"""What was measured of a cell."""
+MARKDOWN = (PROCESSES, SPEED, SPEED_RANGE, SPEEDUP, PEAK, SAVING, DIFFERENCE)
+"""The numbers of the one table that a Markdown report has of a group."""

@@ -1,0 +1,101 @@
+"""Experiment trackers: a table of functions, each of which begins a run in one tracker.
+
+A tracker's package is imported only when a run asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.config import UserError, flat
+
+PROJECT = "shardwise"
+"""The project of a run, unless the tracker's own environment variable names another one."""
+
+Log = Callable[..., object]
+"""`log(values, step=step)` adds the values of a step; steps come in order."""
+Close = Callable[[], object]
+"""Sends or writes what is left, and ends the run."""
+
+
+def _tensorboard(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
+    """Write event files to `output_dir`/tensorboard."""
+    tensorboard = importlib.import_module("torch.utils.tensorboard")
+    writer = tensorboard.SummaryWriter(str(output_dir / "tensorboard"))
+    plain = json.loads(json.dumps(config))  # lists for tuples, which YAML would tag
+    writer.add_text("config", f"```yaml\n{yaml.safe_dump(plain, sort_keys=False)}```")
+
+    def log(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return log, writer.close
+
+
+def _wandb(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
+    """Begin a run of Weights & Biases; WANDB_MODE=offline keeps it in `output_dir`/wandb."""
+    run = importlib.import_module("wandb").init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=_run_name(output_dir),
+        dir=str(output_dir),
+        config=config,
+    )
+    return run.log, run.finish
+
+
+def _mlflow(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
+    """Begin a run of MLflow, at MLFLOW_TRACKING_URI or in MLflow's own local default."""
+    mlflow = importlib.import_module("mlflow")
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+    mlflow.start_run(run_name=_run_name(output_dir))
+    mlflow.log_params(flat(config))
+    return mlflow.log_metrics, mlflow.end_run
+
+
+def _trackio(output_dir: Path, config: dict[str, Any]) -> tuple[Log, Close]:
+    """Begin a run in Trackio's local database."""
+    trackio = importlib.import_module("trackio")
+    run = trackio.init(project=PROJECT, name=_run_name(output_dir), config=config)
+    return run.log, run.finish
+
+
+def _run_name(output_dir: Path) -> str:
+    return output_dir.resolve().name
+
+
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
+"""By the names in `measure.trackers`, which are those of the packages too."""
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Raise UserError where the package of a tracker is not installed; import nothing."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(
+                f"measure.trackers names {name}, which is not installed; "
+                f"pip install {name}, or leave it out"
+            )
+
+
+def open_trackers(
+    names: Sequence[str], output_dir: Path, config: dict[str, Any], stack: ExitStack
+) -> list[Log]:
+    """Begin a run in each tracker, on one rank only; `stack` ends them.
+
+    `config` is the resolved run file as plain data.
+    """
+    logs = []
+    for name in dict.fromkeys(names):
+        log, close = TRACKERS[name](output_dir, config)
+        stack.callback(close)
+        logs.append(log)
+    return logs
