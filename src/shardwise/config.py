@@ -132,6 +132,9 @@ class Data(Section):
     written as they are at inference. It is meant for templates that leave out earlier thinking."""
     text_field: str = "text"
     """The field that holds the document (format `text`)."""
+    fields: dict[str, str] | None = None
+    """Names of the fields in the data that stand for `prompt`, `completion` or `messages`, such as
+    `{prompt: instruction, completion: output}`."""
     on_error: Literal["fail", "skip"] = "fail"
     """A document that cannot be used ends the run, or is skipped and counted."""
     sequence_length: int = 512
@@ -147,6 +150,10 @@ class Data(Section):
     documents, or skipped. The record counts these documents."""
     workers: int = 0
     """Worker processes per rank that tokenise; the batches do not depend on their number."""
+
+    def column(self, name: str) -> str:
+        """Return the name in the data of `prompt`, `completion` or `messages`."""
+        return (self.fields or {}).get(name, name)
 
     @property
     def packed(self) -> Literal["none", "concat", "isolated", "documents"]:
@@ -171,6 +178,12 @@ class Data(Section):
             )
             positive = all(0 < weight < math.inf for weight in self.weights)
             require(positive, f"data.weights is {shown(self.weights)}; give positive numbers")
+        unknown = sorted(set(self.fields or {}) - {"prompt", "completion", "messages"})
+        require(
+            not unknown,
+            f"data.fields names {', '.join(unknown)}; give names for prompt, completion or messages, "
+            "and for a text data.text_field",
+        )
         if isinstance(self.validation, int | float):
             in_range = 0.0 <= self.validation < 1.0
             require(in_range, f"data.validation is {self.validation}; give a share in [0, 1)")

@@ -331,7 +331,7 @@ def test_what_the_assistant_says_is_what_is_learnt(
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             "not text",
-            "message 1 has a part of type 'image'; ",
+            "message 1 has a part of type 'image'",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]},
@@ -517,6 +517,27 @@ def test_a_call_that_the_template_does_not_write_is_no_silent_loss(
     record = {"messages": [{"role": "user", "content": "a"}, call]}
     with pytest.raises(BadDocument, match="leaves out what the assistant says in message 2"):
         marked(chat_tokenizer(tokenizer, CHATML), record)
+
+
+def test_fields_by_other_names(tokenizer: PreTrainedTokenizerFast) -> None:
+    record = {"instruction": "2+2=", "output": " 4"}
+    names = {"prompt": "instruction", "completion": "output"}
+    text = marked(tokenizer, record, "completion", fields=names)
+    assert text == "2+2=« 4<eos>»"
+    with pytest.raises(UserError, match=r"data\.fields names answer; .*completion"):
+        Data(train="unused", fields={"answer": "output"})
+
+
+def test_dialogues_in_the_form_of_sharegpt(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [
+        {"from": "system", "value": "be brief"},
+        {"from": "human", "value": "hi"},
+        {"from": "gpt", "value": "yes"},
+    ]
+    fields = {"messages": "conversations"}
+    tokenizer = chat_tokenizer(tokenizer, CHATML)
+    text = marked(tokenizer, {"conversations": turns}, fields=fields)
+    assert text == marked(tokenizer, dialogue("hi", "yes", system="be brief"))
 
 
 def test_a_document_longer_than_a_row(tokenizer: PreTrainedTokenizerFast) -> None:

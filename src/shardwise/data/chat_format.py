@@ -31,6 +31,9 @@ Encoded = tuple[list[int], list[bool]]
 LIST_TOKENS = ("string", "comma")
 """The tokens of a list of strings in a template, by the names of Jinja's lexer."""
 
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""The role of each speaker that ShareGPT's form, with `from` and `value`, calls otherwise."""
+
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names under which messages have what the assistant thought."""
 
@@ -69,7 +72,7 @@ class ChatFormat:
         Call it once before dialogues are rendered without these limits. UserError where the chat
         template exceeds one; BadDocument as from `encode`.
         """
-        messages = _messages(record, known_roles(self.template))
+        messages = self.messages(record)
         with bounded("the chat template"):
             try:
                 text = self._renderer(self._tools_of(record))(messages, False)
@@ -87,12 +90,34 @@ class ChatFormat:
         With `data.turns: separate` there is one result for each turn that is trained on. It ends
         with this turn, and the turns before it are written as at inference.
         """
-        messages = _messages(record, known_roles(self.template))
+        messages = self.messages(record)
         trained = self._trained(messages)
         tools = self._tools_of(record)
         if self.data.turns == "together":
             return [self._encode(messages, trained, tools)]
         return [self._encode(messages[: turn + 1], [turn], tools) for turn in trained]
+
+    def messages(self, record: Record) -> list[Message]:
+        """Return the messages of a dialogue in one form; BadDocument where they cannot be used."""
+        field = self.data.column("messages")
+        if field not in record:
+            names = ", ".join(record)
+            way_out = f"its fields are {names}; {CORRECT_LINE}, or set data.fields or data.format"
+            raise BadDocument("missing field", f"no field {field!r}; {way_out}")
+        messages = record[field]
+        is_list = isinstance(messages, list) and len(messages) > 0
+        if not is_list or not all(isinstance(message, dict) for message in messages):
+            raise _bad_chat(f"field {field!r} is not a list of objects")
+        read = [_message(message, number) for number, message in enumerate(messages, 1)]
+        roles = known_roles(self.template)
+        if unknown := sorted({message["role"] for message in read} - set(roles)):
+            names = ", ".join(repr(role[:40]) for role in unknown[:5])
+            raise BadDocument(
+                "unknown role",
+                f"unknown role {names}, whose words the model would never learn; "
+                f"rename it to one of {', '.join(roles)}; or {CORRECT_LINE}",
+            )
+        return read
 
     def _trained(self, messages: Sequence[Message]) -> list[int]:
         """Return the numbers of the messages that are trained on."""
@@ -237,31 +262,13 @@ def _with_text_arguments(call: Message) -> Message:
     return {**call, "function": function}
 
 
-def _messages(record: Record, roles: Sequence[str]) -> list[Message]:
-    """Return the messages of a dialogue in one form; BadDocument where they cannot be used."""
-    if "messages" not in record:
-        names = ", ".join(record)
-        way_out = f"its fields are {names}; {CORRECT_LINE}, or set data.format"
-        raise BadDocument("missing field", f"no field 'messages'; {way_out}")
-    messages = record["messages"]
-    is_list = isinstance(messages, list) and len(messages) > 0
-    if not is_list or not all(isinstance(message, dict) for message in messages):
-        raise _bad_chat("field 'messages' is not a list of objects")
-    read = [_message(message, number) for number, message in enumerate(messages, 1)]
-    if unknown := sorted({message["role"] for message in read} - set(roles)):
-        names = ", ".join(repr(role[:40]) for role in unknown[:5])
-        raise BadDocument(
-            "unknown role",
-            f"unknown role {names}, whose words the model would never learn; "
-            f"rename it to one of {', '.join(roles)}; or {CORRECT_LINE}",
-        )
-    return read
-
-
 def _message(message: Record, number: int) -> Message:
     """Return a message whose content is a text, and whose tool calls have objects as arguments."""
     # A table has null for a field that only other rows have. A template would take it as given.
     read = {key: value for key, value in message.items() if value is not None}
+    if "role" not in read and isinstance(read.get("from"), str):  # in the form of ShareGPT
+        speaker, words = read.pop("from"), read.pop("value", None)
+        read |= {"role": SHAREGPT_ROLES.get(speaker, speaker), "content": words}
     if read.get("role") is None:
         raise _bad_chat(f"message {number} has no field 'role'")
     string(read["role"], f"field 'role' of message {number}")

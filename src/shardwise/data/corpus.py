@@ -83,7 +83,7 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
     `key`, for an entry without a file, and where there is no document at all.
     """
     entries = [entries] if isinstance(entries, str) else entries
-    fields = FIELDS.get(data.format, (data.text_field,))
+    fields = tuple(map(data.column, FIELDS.get(data.format, ()))) or (data.text_field,)
     if data.format == "chat" and data.tools is not None and not data.tools.endswith(".json"):
         fields = (*fields, data.tools)
     for entry in entries:

@@ -110,7 +110,9 @@ class Encoder:
         if self.chat is not None:
             return self.chat.encode(record)
         if self.data.format == "completion":
-            return [encode_completion(self.tokenizer, record)]
+            columns = map(self.data.column, ("prompt", "completion"))
+            prompt, completion = (text_of(record, column) for column in columns)
+            return [encode_completion(self.tokenizer, prompt, completion)]
         text = text_of(record, self.data.text_field)
         begin, end = (len(text) * (piece[0] + i) // piece[1] for i in (0, 1))
         return [encode_text(self.tokenizer, text[begin:end])]
@@ -129,7 +131,7 @@ class Encoder:
         if not documents and self.data.packed == "documents" and self.data.long == "skip":
             return TOO_LONG
         if self.chat is not None:
-            roles = {message["role"] for message in record["messages"]}
+            roles = {message["role"] for message in self.chat.messages(record)}
             if "assistant" not in roles:
                 return f"no assistant turn, only {' and '.join(sorted(roles))}"
         return NO_TARGET
@@ -155,14 +157,13 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
     return tokens, [True] * len(tokens)
 
 
-def encode_completion(tokenizer: PreTrainedTokenizerBase, record: Record) -> Encoded:
+def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Encoded:
     """Encode prompt and completion as one text.
 
     The targets are the tokens with characters of the completion. A completion ends with the
     end-of-text token, whatever the packing. That is a target too: from it a model learns to stop.
     An empty completion has no target.
     """
-    prompt, completion = text_of(record, "prompt"), text_of(record, "completion")
     encoded = _tokenize(tokenizer, prompt + completion, return_offsets_mapping=True)
     tokens, end = encoded["input_ids"], tokenizer.eos_token_id
     targets = [stop > len(prompt) for _, stop in encoded["offset_mapping"]]

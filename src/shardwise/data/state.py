@@ -197,6 +197,7 @@ def read_from(
         "data.turns": cfg.data.turns,
         "data.template_arguments": cfg.data.template_arguments,
         "data.tools": cfg.data.tools,
+        "data.fields": cfg.data.fields,
         "data.text_field": cfg.data.text_field,
         "data.weights": cfg.data.weights,
         "the order of the documents": METHOD,
