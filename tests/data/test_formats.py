@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.config import Data, UserError
+from shardwise.config import Data, Model, UserError
 from shardwise.data import bounds
 from shardwise.data.chat_format import known_roles
 from shardwise.data.formats import Encoder
 from shardwise.data.packing import Document, to_batch
 from shardwise.data.record import BadDocument
 from shardwise.data.state import SlotState
+from shardwise.data.tokenizer import load_tokenizer
 from shardwise.interfaces import IGNORED
 from tests.data.templates import CHATML, HEADERS, INST, LAST_TURN_DIFFERS, MARKED
 
@@ -446,12 +447,16 @@ def test_a_turn_whose_end_the_template_does_not_mark_ends_with_eos(
 def test_a_template_file_and_its_arguments(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    file = tmp_path / "chat.jinja"
+    chat_tokenizer(tokenizer, CHATML).save_pretrained(tmp_path)
+    file = tmp_path / "other.jinja"
     file.write_text("{{ greeting }} " + CHATML)
+    loaded = load_tokenizer(Model(path=str(tmp_path)), str(file))
     keys = {"chat_template": str(file), "template_arguments": {"greeting": "Good day!"}}
-    text = marked(chat_tokenizer(tokenizer, None), dialogue("hi", "yes"), **keys)
+    text = marked(loaded, dialogue("hi", "yes"), **keys)
     assert text.startswith("Good day! <|im_start|>user")
     assert "«yes<|im_end|>»" in text
+    with pytest.raises(UserError, match=r"^data\.chat_template: .*absent is not a file"):
+        load_tokenizer(Model(path=str(tmp_path)), str(tmp_path / "absent"))
 
 
 CALLS = (

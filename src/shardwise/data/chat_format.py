@@ -7,14 +7,13 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Data, UserError
 from shardwise.data.bounds import bounded
 from shardwise.data.chats import Message, Refused, Render, Turn, Undecidable, find_turns
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
-from shardwise.data.text import expanded
+from shardwise.data.text import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,9 +51,7 @@ class ChatFormat:
     def of(cls, tokenizer: PreTrainedTokenizerBase, data: Data) -> ChatFormat:
         """Read the template and the tools of a run; UserError where there are none to read."""
         template: Any = tokenizer.chat_template
-        if data.chat_template is not None:
-            template = _read(data.chat_template, "data.chat_template")
-        elif isinstance(template, dict):
+        if isinstance(template, dict):
             name = "tool_use" if data.tools and "tool_use" in template else "default"
             template = template.get(name)
         if not isinstance(template, str):
@@ -63,7 +60,7 @@ class ChatFormat:
         _template_tokens(template)
         tools = None
         if data.tools is not None and data.tools.endswith(".json"):
-            tools = _tools(_read(data.tools, "data.tools"), "data.tools", UserError)
+            tools = _tools(read_text(data.tools, "data.tools"), "data.tools", UserError)
         return cls(tokenizer, data, template, tools)
 
     def check(self, record: Record) -> None:
@@ -344,17 +341,6 @@ def _tools(value: Any, name: str, error: Callable[[str], Exception]) -> list[Any
 
 def _bad_chat(problem: str) -> BadDocument:
     return BadDocument("bad chat", f"{problem}; {CORRECT_LINE}")
-
-
-def _read(name: str, key: str) -> str:
-    """Return the text of a file that a key of the run file names."""
-    path: Path = expanded(name)
-    try:
-        if not path.is_file():
-            raise UserError(f"{key}: {path} is not a file; give an existing one")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise UserError(f"{key}: {path} cannot be read ({error}); give another file") from None
 
 
 def _guarded(render: Callable[[], Any]) -> Any:

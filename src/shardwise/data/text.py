@@ -44,6 +44,17 @@ def expanded(entry: str) -> Path:
     return Path(os.path.expanduser(entry))
 
 
+def read_text(name: str, key: str) -> str:
+    """Return the text of a file that a key of the run file names; UserError, which names the key."""
+    path = expanded(name)
+    try:
+        if not path.is_file():
+            raise UserError(f"{key}: {path} is not a file; give an existing one")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{key}: {path} cannot be read ({error}); give another file") from None
+
+
 def suffix(path: Path) -> str:
     """Return the suffix of a file's name in lower case, which decides how the file is read."""
     return path.suffix.lower()
