@@ -115,21 +115,57 @@ class Data(Section):
     """The share of the documents that is held out, or separate files."""
     format: Literal["text", "completion", "chat"] = "text"
     """`text`: every token is a target. `completion`: fields `prompt` and `completion`; the tokens
-    of the completion are targets. `chat`: field `messages`, written by the tokenizer's chat
-    template; the tokens of the assistant's messages are targets."""
+    of the completion are targets. `chat`: field `messages`, written by a chat template; `train_on`
+    says which tokens are targets."""
+    chat_template: str | None = None
+    """Chat: a file with the Jinja template; null: the tokenizer's own."""
+    template_arguments: dict[str, Any] | None = None
+    """Chat: variables of the template, such as `enable_thinking: false`."""
+    tools: str | None = None
+    """Chat: the tools that a dialogue offers: a `.json` file, the same for all dialogues, or the
+    field of each document that has them."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Chat: the targets are all turns of the assistant, its last one, or every token. A message
+    with `"train": false` or `"weight": 0` is no target."""
+    turns: Literal["together", "separate"] = "together"
+    """Chat: `separate` makes a document of each turn that is trained on, with the turns before it
+    written as they are at inference. It is meant for templates that leave out earlier thinking."""
     text_field: str = "text"
     """The field that holds the document (format `text`)."""
+    fields: dict[str, str] | None = None
+    """Names of the fields in the data that stand for `prompt`, `completion` or `messages`, such as
+    `{prompt: instruction, completion: output}`."""
     on_error: Literal["fail", "skip"] = "fail"
     """A document that cannot be used ends the run, or is skipped and counted."""
     sequence_length: int = 512
     """Tokens in a row; with the label of its last token, a row reads one token more."""
-    packing: Literal["none", "concat", "isolated"] = "concat"
+    packing: Literal["auto", "none", "concat", "isolated", "documents"] = "auto"
     """`none`: a row holds one document (a long one continues in the next row). `concat`: documents
     are joined by the end-of-text token and cut into full rows; a document sees the one before it
     in its row. `isolated`: rows as with `concat`, but no layer of any kind carries anything from
-    one document into the next."""
+    one document into the next. `documents`: a row holds whole documents, isolated in the same way.
+    `auto`: `concat` for texts, else `documents`."""
+    long: Literal["cut", "split", "skip"] = "cut"
+    """Packing `documents`: a document longer than a row is cut to its beginning, split into several
+    documents, or skipped. The record counts these documents."""
     workers: int = 0
     """Worker processes per rank that tokenise; the batches do not depend on their number."""
+
+    def column(self, name: str) -> str:
+        """Return the name in the data of `prompt`, `completion` or `messages`."""
+        return (self.fields or {}).get(name, name)
+
+    @property
+    def packed(self) -> Literal["none", "concat", "isolated", "documents"]:
+        """How rows are packed: `packing`, where `auto` goes by the format."""
+        if self.packing == "auto":
+            return "concat" if self.format == "text" else "documents"
+        return self.packing
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether no layer carries anything from one document of a row into the next."""
+        return self.packed in ("isolated", "documents")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,6 +178,12 @@ class Data(Section):
             )
             positive = all(0 < weight < math.inf for weight in self.weights)
             require(positive, f"data.weights is {shown(self.weights)}; give positive numbers")
+        unknown = sorted(set(self.fields or {}) - {"prompt", "completion", "messages"})
+        require(
+            not unknown,
+            f"data.fields names {', '.join(unknown)}; give names for prompt, completion or messages, "
+            "and for a text data.text_field",
+        )
         if isinstance(self.validation, int | float):
             in_range = 0.0 <= self.validation < 1.0
             require(in_range, f"data.validation is {self.validation}; give a share in [0, 1)")

@@ -2,6 +2,7 @@ import json
 import re
 import resource
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from shardwise.config import Data, UserError
+from shardwise.config import Data, Model, UserError
 from shardwise.data import bounds
-from shardwise.data.formats import Encoder, known_roles
-from shardwise.data.packing import to_batch
+from shardwise.data.chat_format import known_roles
+from shardwise.data.formats import Encoder
+from shardwise.data.packing import Document, to_batch
+from shardwise.data.record import BadDocument
 from shardwise.data.state import SlotState
-from shardwise.data.text import BadDocument
+from shardwise.data.tokenizer import load_tokenizer
 from shardwise.interfaces import IGNORED
 from tests.data.templates import CHATML, HEADERS, INST, LAST_TURN_DIFFERS, MARKED
 
@@ -36,10 +39,27 @@ def marked(
     record: dict[str, Any],
     data_format: str = "chat",
     packing: str = "none",
+    **keys: Any,
 ) -> str:
     """The document as text, with « and » around the runs of tokens that are targets."""
-    data = Data(train="unused", format=data_format, packing=packing)
-    document = Encoder.of(tokenizer, data).document(record, SlotState())
+    (text,) = all_marked(tokenizer, record, data_format, packing, **keys)
+    return text
+
+
+def all_marked(
+    tokenizer: PreTrainedTokenizerFast,
+    record: dict[str, Any],
+    data_format: str = "chat",
+    packing: str = "none",
+    **keys: Any,
+) -> list[str]:
+    """All documents of a record, as `marked` writes them."""
+    data = Data(train="unused", format=data_format, packing=packing, **keys)
+    documents = Encoder.of(tokenizer, data).documents(record, SlotState())
+    return [mark_targets(tokenizer, document) for document in documents]
+
+
+def mark_targets(tokenizer: PreTrainedTokenizerFast, document: Document) -> str:
     text, inside = "", False
     for token, target in zip(document.tokens, document.targets):
         if target != inside:
@@ -128,15 +148,14 @@ def test_dialogue_without_the_assistant_has_no_target(
     assert "«" not in marked(chat_tokenizer(tokenizer, template), dialogue("hi"))
 
 
-def test_template_that_rewrites_the_beginning_is_refused(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    message = "assistant's turns cannot be found; .*{% generation %} and {% endgeneration %}$"
-    with pytest.raises(UserError, match=message) as caught:
-        marked(chat_tokenizer(tokenizer, LAST_TURN_DIFFERS), dialogue("hi", "yes", "and?", "no"))
-    assert not isinstance(
-        caught.value, BadDocument
-    )  # no document is to blame, so none may be left out for it
+def test_a_template_may_write_the_last_turn_differently(tokenizer: PreTrainedTokenizerFast) -> None:
+    expected = (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yes<|im_end|>»\n"
+        "<|im_start|>user\nand?<|im_end|>\n"
+        "<|im_start|>assistant\n«<think></think>no<|im_end|>»\n"
+    )
+    record = dialogue("hi", "yes", "and?", "no")
+    assert marked(chat_tokenizer(tokenizer, LAST_TURN_DIFFERS), record) == expected
 
 
 @pytest.mark.parametrize(
@@ -150,11 +169,13 @@ def test_template_that_rewrites_the_beginning_is_refused(
     ],
 )
 def test_marks_are_found_as_jinja_reads_them(tokenizer: PreTrainedTokenizerFast, mark: str) -> None:
-    # Without the mark this template is refused: it renders a beginning differently from the whole.
+    # Without the mark the end of the turn would be a target too.
     words = "{{ message.content }}"
-    template = LAST_TURN_DIFFERS.replace(words, mark + words + "{% endgeneration %}")
+    condition = "{% if message.role == 'assistant' %}"
+    marks = f"{condition}{mark}{words}{{% endgeneration %}}{{% else %}}{words}{{% endif %}}"
+    template = CHATML.replace(words, marks)
     text = marked(chat_tokenizer(tokenizer, template), dialogue("hi", "yes", "and?", "no"))
-    assert re.findall("«([^»]*)»", text) == ["hi", "yes", "and?", "no"]
+    assert re.findall("«([^»]*)»", text) == ["yes", "no"]
 
 
 @pytest.mark.parametrize(
@@ -219,14 +240,12 @@ def test_whatever_a_template_raises_is_of_the_document(
         marked(chat_tokenizer(tokenizer, words + CHATML), {"messages": messages})
 
 
-def test_a_header_that_would_be_learnt_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    template = CHATML.replace(
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", ""
-    )
-    message = r"'<\|im_start\|>assistant' .* add_generation_prompt, .*{% generation %}"
-    with pytest.raises(UserError, match=message) as caught:
-        marked(chat_tokenizer(tokenizer, template), dialogue("hi", "yes"))
-    assert not isinstance(caught.value, BadDocument)
+def test_a_header_that_no_generation_prompt_writes_is_not_learnt(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    text = marked(chat_tokenizer(tokenizer, CHATML.replace(prompt, "")), dialogue("hi", "yes"))
+    assert text.endswith("<|im_start|>assistant\n«yes<|im_end|>»\n")
 
 
 def test_template_that_is_not_jinja(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -242,7 +261,7 @@ def test_long_dialogue_is_cut_into_rows(tokenizer: PreTrainedTokenizerFast) -> N
     encoder = Encoder.of(
         tokenizer, Data(train="unused", format="chat", packing="none", sequence_length=6)
     )
-    document = encoder.document(dialogue("hi", "yes"), SlotState())
+    (document,) = encoder.documents(dialogue("hi", "yes"), SlotState())
     assert len(document) == 23
     batches = [to_batch(row[None], [0], 1) for row, _ in encoder.rows([document])]
     shown = [
@@ -306,14 +325,29 @@ def test_what_the_assistant_says_is_what_is_learnt(
         ({"messages": []}, "bad chat", "'messages' is not a list of objects; "),
         ({"messages": [{"role": "user"}]}, "bad chat", "message 1 has no field 'content'; "),
         (
-            {"messages": [{"role": "user", "content": ["hi"]}]},
+            {"messages": [{"role": "user", "content": 3}]},
             "wrong type",
-            "'content' of message 1 .*list, not a string; ",
+            "'content' of message 1 .*int, not a string; ",
         ),
         (
-            {"messages": [{"role": "assistant", "content": "a"}]},
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+            "not text",
+            "message 1 has a part of type 'image'",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]},
             "bad chat",
-            "begins with the assistant; ",
+            "tool call of message 1 has no function with a name; ",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "train": "no"}]},
+            "bad chat",
+            "'train' of message 1 is not true or false",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
+            "bad chat",
+            "'weight' of message 1 is not 0 or 1",
         ),
     ],
 )
@@ -365,6 +399,161 @@ def test_fields_that_only_other_rows_have_are_left_out(tokenizer: PreTrainedToke
     assert marked(chat_tokenizer(tokenizer, template), record) == "user:a;assistant«(c):b;»"
 
 
+TURNS = dialogue("hi", "yes", "and?", "no")
+HEADER = "<|im_start|>assistant\n"
+
+
+def test_only_the_last_turn(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = marked(chat_tokenizer(tokenizer, CHATML), TURNS, train_on="last")
+    assert re.findall("«([^»]*)»", text) == ["no<|im_end|>"]
+
+
+def test_every_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = marked(chat_tokenizer(tokenizer, CHATML), TURNS, train_on="all")
+    assert text.startswith("«<|im_start|>user")
+    assert text.endswith("no<|im_end|>»\n")
+    assert text.count("«") == 1
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}])
+def test_a_message_that_is_not_to_be_trained_on(
+    tokenizer: PreTrainedTokenizerFast, template: str, mark: dict[str, Any]
+) -> None:
+    first, answer, *rest = TURNS["messages"]
+    record = {"messages": [first, {**answer, **mark}, *rest]}
+    text = marked(chat_tokenizer(tokenizer, template), record)
+    assert re.findall("«([^»]*)»", text) == ["no<|im_end|>"]
+
+
+def test_each_turn_as_its_own_document(tokenizer: PreTrainedTokenizerFast) -> None:
+    # As at inference: the thinking of the turn itself is written, that of earlier turns is not.
+    user = "<|im_start|>user\n"
+    assert all_marked(chat_tokenizer(tokenizer, LAST_TURN_DIFFERS), TURNS, turns="separate") == [
+        f"{user}hi<|im_end|>\n{HEADER}«<think></think>yes<|im_end|>»\n",
+        f"{user}hi<|im_end|>\n{HEADER}yes<|im_end|>\n{user}and?<|im_end|>\n"
+        f"{HEADER}«<think></think>no<|im_end|>»\n",
+    ]
+
+
+def test_a_turn_whose_end_the_template_does_not_mark_ends_with_eos(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    template = CHATML.replace("<|im_end|>\n", "\n")
+    text = marked(chat_tokenizer(tokenizer, template), TURNS)
+    assert re.findall("«([^»]*)»", text) == ["yes", "no", "<eos>"]
+
+
+def test_a_template_file_and_its_arguments(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    chat_tokenizer(tokenizer, CHATML).save_pretrained(tmp_path)
+    file = tmp_path / "other.jinja"
+    file.write_text("{{ greeting }} " + CHATML)
+    loaded = load_tokenizer(Model(path=str(tmp_path)), str(file))
+    keys = {"chat_template": str(file), "template_arguments": {"greeting": "Good day!"}}
+    text = marked(loaded, dialogue("hi", "yes"), **keys)
+    assert text.startswith("Good day! <|im_start|>user")
+    assert "«yes<|im_end|>»" in text
+    with pytest.raises(UserError, match=r"^data\.chat_template: .*absent is not a file"):
+        load_tokenizer(Model(path=str(tmp_path)), str(tmp_path / "absent"))
+
+
+CALLS = (
+    "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = '{"name": "add", "arguments": {"to": "two"}}'
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+@pytest.mark.parametrize("arguments", ['{"to": "two"}', {"to": "two"}])
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_tool_call_without_content(
+    tokenizer: PreTrainedTokenizerFast, arguments: Any, content: str | None, tmp_path: Path
+) -> None:
+    function = {"name": "add", "arguments": arguments}
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "add "}, {"type": "text", "text": "it"}],
+        },
+        {"role": "assistant", "content": content, "tool_calls": [{"function": function}]},
+        {"role": "tool", "content": "four"},
+        {"role": "assistant", "content": "Four."},
+    ]
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps([TOOL]))
+    expected = (
+        f"<tool>add</tool><|im_start|>user\nadd it<|im_end|>\n{HEADER}«{CALL}<|im_end|>»\n"
+        f"<|im_start|>tool\nfour<|im_end|>\n{HEADER}«Four.<|im_end|>»\n"
+    )
+    tokenizer = chat_tokenizer(tokenizer, CALLS)
+    assert marked(tokenizer, {"messages": messages}, tools=str(tools)) == expected
+    record = {"messages": messages, "offered": json.dumps([TOOL])}
+    assert marked(tokenizer, record, tools="offered") == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # arguments as text, and a content in parts
+        CALLS.replace("c.function | tojson", "'call:' + c.function.arguments"),
+        CALLS.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}"),
+    ],
+)
+def test_a_template_gets_a_dialogue_in_the_form_that_it_can_write(
+    tokenizer: PreTrainedTokenizerFast, template: str
+) -> None:
+    function = {"name": "add", "arguments": {"to": "two"}}
+    call = {"role": "assistant", "content": "Now.", "tool_calls": [{"function": function}]}
+    text = marked(
+        chat_tokenizer(tokenizer, template), {"messages": [{"role": "user", "content": "a"}, call]}
+    )
+    assert re.findall("«([^»]*)»", text)[0].startswith("Now.")
+
+
+def test_a_call_that_the_template_does_not_write_is_no_silent_loss(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+    record = {"messages": [{"role": "user", "content": "a"}, call]}
+    with pytest.raises(BadDocument, match="leaves out what the assistant says in message 2"):
+        marked(chat_tokenizer(tokenizer, CHATML), record)
+
+
+def test_fields_by_other_names(tokenizer: PreTrainedTokenizerFast) -> None:
+    record = {"instruction": "2+2=", "output": " 4"}
+    names = {"prompt": "instruction", "completion": "output"}
+    text = marked(tokenizer, record, "completion", fields=names)
+    assert text == "2+2=« 4<eos>»"
+    with pytest.raises(UserError, match=r"data\.fields names answer; .*completion"):
+        Data(train="unused", fields={"answer": "output"})
+
+
+def test_dialogues_in_the_form_of_sharegpt(tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = [
+        {"from": "system", "value": "be brief"},
+        {"from": "human", "value": "hi"},
+        {"from": "gpt", "value": "yes"},
+    ]
+    fields = {"messages": "conversations"}
+    tokenizer = chat_tokenizer(tokenizer, CHATML)
+    text = marked(tokenizer, {"conversations": turns}, fields=fields)
+    assert text == marked(tokenizer, dialogue("hi", "yes", system="be brief"))
+
+
+def test_a_document_longer_than_a_row(tokenizer: PreTrainedTokenizerFast) -> None:
+    record = {"text": "abcdefghij"}
+    keys = {"data_format": "text", "packing": "documents", "sequence_length": 4}
+    assert all_marked(tokenizer, record, **keys) == ["a«bcde»"]
+    parts = ["a«bcde»", "e«fghi»", "i«j<eos>»"]
+    assert all_marked(tokenizer, record, **keys, long="split") == parts
+    assert all_marked(tokenizer, record, **keys, long="skip") == []
+
+
 def test_what_a_format_takes_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(UserError, match=r"^data\.format chat .* chat_template"):
+    with pytest.raises(UserError, match=r"^data\.format chat .* data\.chat_template"):
         Encoder.of(chat_tokenizer(tokenizer, None), Data(train="unused", format="chat"))

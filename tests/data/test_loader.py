@@ -82,13 +82,14 @@ def divisors(number: int) -> st.SearchStrategy[int]:
 
 
 packings = st.sampled_from(["none", "concat"])
+all_packings = st.sampled_from(["none", "concat", "documents"])
 lengths = st.integers(1, 12)
 
 
 @given(
     data=st.data(),
     case=corpora(),
-    packing=packings,
+    packing=all_packings,
     sequence_length=lengths,
     seed=st.integers(-3, 3),
 )
@@ -121,7 +122,9 @@ def test_ranks_and_micro_batches_share_one_global_batch(
     assert [[row for part in parts for row in part[step]] for step in range(4)] == expected
 
 
-@given(case=corpora(), packing=packings, sequence_length=lengths, num_ranks=st.sampled_from([1, 2]))
+@given(
+    case=corpora(), packing=all_packings, sequence_length=lengths, num_ranks=st.sampled_from([1, 2])
+)
 @settings(deadline=None, max_examples=6)
 def test_workers_do_not_change_the_batches(
     tokenizer: PreTrainedTokenizerFast,

@@ -120,7 +120,7 @@ def test_encoder_ends_documents_where_they_are_joined(
         ("the<eos>", [the, 1]),  # a document that ends with the token itself gets no second one
         ("", []),
     ):
-        document = encoder.document({"text": text}, SlotState())
+        document = encoder.documents({"text": text}, SlotState())[0]
         assert document.tokens.tolist() == tokens
         assert document.targets.tolist() == [True] * len(tokens)
 
@@ -134,7 +134,7 @@ def test_long_document_gives_no_warning(
         tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", model_max_length=4
     )
     encoder = Encoder.of(short, Data(train="unused"))
-    assert len(encoder.document({"text": "abcdefgh"}, SlotState())) == 9
+    assert len(encoder.documents({"text": "abcdefgh"}, SlotState())[0]) == 9
     assert (caplog.records, capfd.readouterr().err) == ([], "")
 
 
@@ -162,7 +162,7 @@ def test_isolated_documents_do_not_predict_one_anothers_first_token(
     encoder = Encoder.of(tokenizer, Data(train="unused", packing="isolated", sequence_length=2))
     a, b, c, d, e, f = tokenizer("abcdef")["input_ids"]
     documents = [
-        encoder.document({"text": text}, SlotState(place=place))
+        encoder.documents({"text": text}, SlotState(place=place))[0]
         for place, text in enumerate(("ab", "cd", "ef"))
     ]
     batch = batch_of([row for row, _ in encoder.rows(documents)])
@@ -182,7 +182,7 @@ def test_isolated_rows_are_those_of_concat(
             tokenizer, Data(train="unused", packing=packing, sequence_length=sequence_length)
         )
         documents = [
-            encoder.document({"text": text}, SlotState(place=place))
+            encoder.documents({"text": text}, SlotState(place=place))[0]
             for place, text in enumerate(texts)
         ]
         rows[packing] = [(batch_of([row]), at) for row, at in encoder.rows(documents)]

@@ -1,7 +1,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from itertools import count, islice
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
-from shardwise.data.state import LoaderState, counts, merge_states, starts
+from shardwise.data.state import LoaderState, SlotState, counts, merge_states, starts
 from tests.data.test_loader import Row, corpora, divisors, in_order, lengths, over_ranks, rows_of
 
 WriteCorpus = Callable[[Sequence[str]], str]
@@ -45,7 +45,8 @@ def read(
 @given(
     data=st.data(),
     case=corpora(),
-    packing=st.sampled_from(["none", "concat", "isolated"]),
+    packing=st.sampled_from(["none", "concat", "isolated", "documents"]),
+    long=st.sampled_from(["cut", "split"]),
     sequence_length=lengths,
     before=st.integers(0, 5),
 )
@@ -57,6 +58,7 @@ def test_resume_goes_on_exactly_on_any_number_of_ranks(
     data: st.DataObject,
     case: tuple[list[str], int],
     packing: str,
+    long: str,
     sequence_length: int,
     before: int,
 ) -> None:
@@ -65,6 +67,7 @@ def test_resume_goes_on_exactly_on_any_number_of_ranks(
     cfg = run_config(
         train,
         packing=packing,
+        long=long,
         sequence_length=max(sequence_length, 2),
         global_batch_size=batch_size,
     )
@@ -120,10 +123,7 @@ def test_state_before_the_first_step_is_the_beginning(
 ) -> None:
     cfg = run_config(write_corpus(["abc" * 20, "the cat"]), global_batch_size=2, sequence_length=4)
     _, state = read(cfg, tokenizer, 2, 0)
-    assert state["slots"] == {
-        slot: {"epoch": 1, "place": 0, "token": 0, "documents": 0, "skipped": {}}
-        for slot in ("0", "1")
-    }
+    assert state["slots"] == dict.fromkeys(("0", "1"), json.loads(json.dumps(asdict(SlotState()))))
     assert read(cfg, tokenizer, 1, 3, state)[0] == read(cfg, tokenizer, 1, 3)[0]
 
 

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, Model, UserError
 from shardwise.data.corpus import open_corpus
-from shardwise.data.text import BLOCK, SAMPLES, STRIDE, BadDocument, find_files, index_files
+from shardwise.data.record import BadDocument
+from shardwise.data.text import BLOCK, SAMPLES, STRIDE, find_files, index_files
 from shardwise.data.tokenizer import load_tokenizer
 
 

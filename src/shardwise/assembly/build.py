@@ -172,7 +172,7 @@ def _parts(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> t
 def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
     """Why FLOPs cannot be counted; empty where they can."""
     notes = () if spec.family in FAMILIES else (unproven_note(spec.family),)
-    if cfg.data.packing == "isolated":
+    if cfg.data.keeps_documents_apart:
         notes += (
             "data.packing isolated: no FLOPs are counted (mfu and hfu are null), since attention's depend on where the "
             "documents end",

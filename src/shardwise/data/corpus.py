@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.config import Data, UserError
+from shardwise.data.record import Record
 from shardwise.data.tables import (
     Table,
     is_dataset_folder,
@@ -18,7 +19,6 @@ from shardwise.data.tables import (
     open_parquet,
 )
 from shardwise.data.text import (
-    Record,
     TextFiles,
     expanded,
     find_files,
@@ -83,7 +83,9 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
     `key`, for an entry without a file, and where there is no document at all.
     """
     entries = [entries] if isinstance(entries, str) else entries
-    fields = FIELDS.get(data.format, (data.text_field,))
+    fields = tuple(map(data.column, FIELDS.get(data.format, ()))) or (data.text_field,)
+    if data.format == "chat" and data.tools is not None and not data.tools.endswith(".json"):
+        fields = (*fields, data.tools)
     for entry in entries:
         path_exists(expanded(entry), key)
     datasets = [e for e in entries if is_dataset_folder(expanded(e)) or is_dataset_name(e)]

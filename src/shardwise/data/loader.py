@@ -33,6 +33,7 @@ from shardwise.data.corpus import Corpus, join, open_corpus
 from shardwise.data.formats import ALL, Encoder, Piece
 from shardwise.data.order import Order, split
 from shardwise.data.packing import Document, Row, empty_row, to_batch
+from shardwise.data.record import BadDocument
 from shardwise.data.state import (
     Counts,
     LoaderState,
@@ -42,7 +43,6 @@ from shardwise.data.state import (
     read_from,
     starts,
 )
-from shardwise.data.text import BadDocument
 from shardwise.interfaces import Batch
 
 if TYPE_CHECKING:
@@ -149,21 +149,25 @@ def _check_first(corpus: Corpus, encoder: Encoder) -> None:
                 raise UserError(f"{corpus.where(number)}: {error}") from None
 
 
-def read_document(
+def read_documents(
     corpus: Corpus, number: int, encoder: Encoder, start: SlotState, piece: Piece = ALL
-) -> Document | str:
-    """Return a document of the corpus (`Encoder.document`), or the reason why it is left out.
+) -> list[Document] | str:
+    """Return the documents of a record that have a target, or the reason why there is none.
 
-    UserError, with its place, for a document that cannot be used, unless `data.on_error` is skip.
+    UserError, with its place, for a record that cannot be used, unless `data.on_error` is skip.
     """
     try:
         record = corpus[number]
-        document = encoder.document(record, start, piece)
+        documents = encoder.documents(record, start, piece)
     except BadDocument as error:
         if encoder.data.on_error == "fail":
             raise UserError(f"{corpus.where(number)}: {error}") from None
         return error.reason
-    return document if document.targets[1:].any() else encoder.why_no_target(record)
+    with_targets = [document for document in documents if document.targets[1:].any()]
+    if not with_targets:
+        return encoder.why_none(record, documents)
+    with_targets[:-1] = [replace(document, is_last=False) for document in with_targets[:-1]]
+    return with_targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,23 +197,39 @@ class TrainStream(IterableDataset):
             yield error
 
     def _documents(self, slot: int) -> Iterator[Document]:
-        """Yield the documents of a slot that have a target; of the first one, the rest of it."""
+        """Yield the documents of a slot that have a target, from where it begins.
+
+        First come those that were read before and still wait for a row. Of the next record come the
+        documents from `begin.part` on, and of this one the tokens from `begin.token` on.
+        """
         begin = self.begin[slot]
-        skipped, cut = Counter(begin.skipped), begin.token
-        # Documents that were left out one after the other. Without a limit a slot could search for
-        # ever.
+        for epoch, place, part in begin.waiting:
+            _, _, number, piece = next(self._places(slot, epoch, place))
+            at = SlotState(epoch, place)
+            read = read_documents(self.corpus, number, self.encoder, at, piece)
+            assert not isinstance(read, str), "a document that waits has a target"
+            yield next(document for document in read if document.start.part == part)
+        skipped, num_long = Counter(begin.skipped), begin.long
+        # Records that were left out one after the other. Without a limit a slot could search
+        # for ever.
         left_out = Counter[str]()
-        places = self._places(slot, begin)
+        places = self._places(slot, begin.epoch, begin.place)
         for count, (epoch, place, number, piece) in enumerate(places, begin.documents):
-            start = SlotState(epoch, place, 0, count, dict(skipped))
-            document = read_document(self.corpus, number, self.encoder, start, piece)
-            if isinstance(document, Document):
-                yield document.after(cut)
-                cut = 0
+            start = SlotState(epoch, place, documents=count, skipped=dict(skipped), long=num_long)
+            read = read_documents(self.corpus, number, self.encoder, start, piece)
+            if not isinstance(read, str):
                 left_out.clear()
+                is_rest = count == begin.documents and begin.part + begin.token > 0
+                num_long += any(document.is_long for document in read) and not is_rest
+                for document in read:
+                    if is_rest and document.start.part < begin.part:
+                        continue
+                    cut = begin.token if is_rest and document.start.part == begin.part else 0
+                    start = replace(document.start, long=num_long)
+                    yield replace(document, start=start).after(cut)
                 continue
-            left_out[document] += 1
-            skipped[document] += 1
+            left_out[read] += 1
+            skipped[read] += 1
             if left_out.total() > len(self.order) + 100:
                 raise UserError(
                     f"data.train: slot {slot} of training.global_batch_size "
@@ -218,8 +238,12 @@ class TrainStream(IterableDataset):
                     "give longer documents, other ones or more of them, or a smaller batch"
                 )
 
-    def _places(self, slot: int, begin: SlotState) -> Iterator[tuple[int, int, int, Piece]]:
-        """Yield the documents of a slot, without end: (epoch, place in its share, document, piece).
+    def _places(
+        self, slot: int, first_epoch: int, first_place: int
+    ) -> Iterator[tuple[int, int, int, Piece]]:
+        """Yield the records of a slot, without end: (epoch, place in its share, record, piece).
+
+        They begin with `first_place` of `first_epoch`.
 
         With fewer documents than slots (n of them), the slots p, p + n, p + 2n, ... share the
         document at place p. Each reads one of as many equal pieces of its characters, so that an
@@ -228,8 +252,8 @@ class TrainStream(IterableDataset):
         n = len(self.order)
         places = range(slot % n, n, self.global_batch_size)
         piece = slot // n, len(range(slot % n, self.global_batch_size, n))
-        for epoch in itertools.count(begin.epoch):
-            first = begin.place if epoch == begin.epoch else 0
+        for epoch in itertools.count(first_epoch):
+            first = first_place if epoch == first_epoch else 0
             for place, document in enumerate(self.order.read(epoch, places[first:]), first):
                 yield epoch, place, document, piece
 
@@ -344,7 +368,7 @@ class Validation:
         num_rows, end = 0, SlotState()
         while taken := list(itertools.islice(rows, batch_size)):
             num_rows, end = num_rows + len(taken), taken[-1][1]
-            self.read = Counts(num_rows, end.begun, end.documents, end.skipped)
+            self.read = Counts(num_rows, end.begun, end.finished, end.skipped, end.long)
             batch = [row for row, _ in taken] + [padding] * (batch_size - len(taken))
             yield _microbatches([batch[slot] for slot in self.slots], self.slots, size, step=0)
         if num_rows != limit:
@@ -356,12 +380,16 @@ class Validation:
             raise UserError(f"{what}; give more text")
 
     def _documents(self) -> Iterator[Document]:
-        skipped, count = Counter[str](), 0
+        skipped, count, num_long = Counter[str](), 0, 0
         for count, number in enumerate(self.documents(), 1):
-            start = SlotState(documents=count - 1, skipped=dict(skipped))
-            document = read_document(self.corpus, number, self.encoder, start)
-            if isinstance(document, Document):
-                yield document
-            else:
-                skipped[document] += 1
-        self._all = Counts(0, count, count, dict(skipped))
+            start = SlotState(
+                place=count - 1, documents=count - 1, skipped=dict(skipped), long=num_long
+            )
+            read = read_documents(self.corpus, number, self.encoder, start)
+            if isinstance(read, str):
+                skipped[read] += 1
+                continue
+            num_long += any(document.is_long for document in read)
+            for document in read:
+                yield replace(document, start=replace(document.start, long=num_long))
+        self._all = Counts(0, count, count, dict(skipped), num_long)

@@ -31,6 +31,8 @@ class Document:
     tokens: np.ndarray  # [tokens] int32
     targets: np.ndarray  # [tokens] bool
     start: SlotState
+    is_last: bool = True  # of those that its record gives
+    is_long: bool = False  # a part of what did not fit into a row
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -38,12 +40,15 @@ class Document:
     def after(self, count: int) -> Document:
         """Return the document without its first `count` tokens."""
         start = replace(self.start, token=self.start.token + count)
-        return Document(self.tokens[count:], self.targets[count:], start)
+        return replace(self, tokens=self.tokens[count:], targets=self.targets[count:], start=start)
 
     def end(self) -> SlotState:
         """Return the state of the slot at the next document."""
         start = self.start
-        return replace(start, place=start.place + 1, token=0, documents=start.documents + 1)
+        if not self.is_last:
+            return replace(start, part=start.part + 1, token=0)
+        place, documents = start.place + 1, start.documents + 1
+        return replace(start, place=place, part=0, token=0, documents=documents)
 
 
 Row = tuple[np.ndarray, SlotState]
@@ -54,7 +59,7 @@ def pack_none(documents: Iterable[Document], sequence_length: int, fill: int) ->
     """Yield rows of one document each. A long document takes several; its last one is padded."""
     for document in documents:
         while len(document) > 1:
-            row, rest = _row([document], sequence_length, fill), document.after(sequence_length)
+            row, rest = row_of([document], sequence_length, fill), document.after(sequence_length)
             if row[2, 1:].any():
                 yield row, rest.start if len(rest) > 1 else document.end()
             document = rest
@@ -68,12 +73,12 @@ def pack_joined(documents: Iterable[Document], sequence_length: int, fill: int) 
         waiting.append(document)
         num_tokens += len(document)
         while num_tokens > sequence_length:
-            row = _row(waiting, sequence_length, fill)
+            row = row_of(waiting, sequence_length, fill)
             waiting = _without(waiting, sequence_length)
             num_tokens -= sequence_length
             if row[2, 1:].any():
                 yield row, waiting[0].start
-    row = _row(waiting, sequence_length, fill)
+    row = row_of(waiting, sequence_length, fill)
     if row[2, 1:].any():
         yield row, waiting[-1].end()
 
@@ -87,7 +92,7 @@ def _without(documents: list[Document], count: int) -> list[Document]:
     raise AssertionError("a row leaves its last token to the next one")
 
 
-def _row(documents: list[Document], sequence_length: int, fill: int) -> np.ndarray:
+def row_of(documents: list[Document], sequence_length: int, fill: int) -> np.ndarray:
     """Return the first T+1 tokens of these documents as a row [3, T+1]."""
     row, end = empty_row(sequence_length, fill), 0
     for number, document in enumerate(documents):

@@ -8,7 +8,7 @@ import json
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import RunConfig, UserError
@@ -34,19 +34,36 @@ class SlotState:
 
     epoch: int = 1
     place: int = 0
+    part: int = 0
+    """Which of the documents that the record at this place gives."""
     token: int = 0
     documents: int = 0
-    """The number of documents that the slot has finished, over all epochs.
+    """The number of records before this place that the slot has read, over all epochs.
 
-    Documents that were left out count too.
+    Records that were left out count too.
     """
+    waiting: tuple[tuple[int, int, int], ...] = ()
+    """(epoch, place, part) of documents that were read, and are in no row yet."""
+    long: int = 0
+    """How many of the records have a document that did not fit into a row, and was cut or split."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """How many of them were left out, by reason."""
 
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> SlotState:
+        """Return a state from its fields as JSON has them."""
+        waiting = tuple((epoch, place, part) for epoch, place, part in fields.get("waiting", ()))
+        return replace(cls(**fields), waiting=waiting)
+
+    @property
+    def finished(self) -> int:
+        """The number of records of which no document is left to be put into a row."""
+        return self.documents - len({(epoch, place) for epoch, place, _ in self.waiting})
+
     @property
     def begun(self) -> int:
-        """The number of documents that the slot has finished or begun."""
-        return self.documents + (self.token > 0)
+        """The number of records that are finished, and the one in whose middle the slot is."""
+        return self.finished + (self.token > 0 or self.part > 0)
 
 
 @dataclass(frozen=True)
@@ -60,6 +77,8 @@ class Counts:
     """Documents that were read to their end, or left out."""
     skipped: Mapping[str, int]
     """How many documents were left out, by reason."""
+    long: int = 0
+    """How many documents did not fit into a row, and were cut or split."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts in the form of a run's record."""
@@ -67,12 +86,15 @@ class Counts:
             "rows": self.rows,
             "documents_begun": self.begun,
             "documents_finished": self.finished,
+            "documents_long": self.long,
             "documents_skipped": sum(self.skipped.values()),
             "skipped_by_reason": dict(self.skipped),
         }
 
     def __str__(self) -> str:
         text = f"{self.rows:,} rows; documents: {self.begun:,} begun, {self.finished:,} finished"
+        if self.long:
+            text = f"{text}, {self.long:,} longer than a row"
         if not self.skipped:
             return text
         return f"{text}, {sum(self.skipped.values()):,} left out ({describe(self.skipped)})"
@@ -93,7 +115,7 @@ def counts(state: LoaderState) -> Counts:
     sharing: dict[int, list[SlotState]] = {}
     for slot, fields in state["slots"].items():
         document = int(slot) % state["read_from"][NUM_DOCUMENTS]
-        sharing.setdefault(document, []).append(SlotState(**fields))
+        sharing.setdefault(document, []).append(SlotState.read(fields))
     skipped = Counter[str]()
     for slots in sharing.values():
         # `&` takes the smaller count of each reason.
@@ -101,8 +123,9 @@ def counts(state: LoaderState) -> Counts:
     return Counts(
         state["step"] * len(state["slots"]),
         sum(max(slot.begun for slot in slots) for slots in sharing.values()),
-        sum(min(slot.documents for slot in slots) for slots in sharing.values()),
+        sum(min(slot.finished for slot in slots) for slots in sharing.values()),
         dict(skipped),
+        sum(max(slot.long for slot in slots) for slots in sharing.values()),
     )
 
 
@@ -148,7 +171,7 @@ def starts(
             f"the checkpoint has no position in the data for slot {missing[0]} of the batch; use "
             "another checkpoint, or start a new run"
         )
-    return state["step"], {slot: SlotState(**state["slots"][str(slot)]) for slot in slots}
+    return state["step"], {slot: SlotState.read(state["slots"][str(slot)]) for slot in slots}
 
 
 def read_from(
@@ -167,8 +190,14 @@ def read_from(
         "training.seed": cfg.training.seed,
         "training.global_batch_size": cfg.training.global_batch_size,
         "data.sequence_length": cfg.data.sequence_length,
-        "data.packing": cfg.data.packing,
+        "data.packing": cfg.data.packed,
+        "data.long": cfg.data.long,
         "data.format": cfg.data.format,
+        "data.train_on": cfg.data.train_on,
+        "data.turns": cfg.data.turns,
+        "data.template_arguments": cfg.data.template_arguments,
+        "data.tools": cfg.data.tools,
+        "data.fields": cfg.data.fields,
         "data.text_field": cfg.data.text_field,
         "data.weights": cfg.data.weights,
         "the order of the documents": METHOD,

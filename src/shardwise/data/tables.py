@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import UserError
-from shardwise.data.text import SUFFIXES, Record, expanded, suffix
+from shardwise.data.record import Record
+from shardwise.data.text import SUFFIXES, expanded, suffix
 
 SPLIT = "train"
 """The split that is read of a dataset that has several."""

@@ -13,11 +13,12 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from shardwise.config import UserError
+from shardwise.data.record import BadDocument, Record
 from shardwise.ranges import shown
 
 STRIDE = 32
@@ -25,21 +26,6 @@ STRIDE = 32
 
 SAMPLES, BLOCK = 18, 4096
 """A fingerprint reads so many blocks of so many bytes of a file: all of it up to 72 KiB."""
-
-Record = dict[str, Any]
-"""A document as it is stored: its fields by name."""
-
-
-class BadDocument(UserError):
-    """A document that cannot be used. `data.on_error` decides whether it stops the run.
-
-    `reason` names the kind of mistake; documents that are left out are counted by it.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
 
 # fmt: off
 SUFFIXES = frozenset({
@@ -56,6 +42,17 @@ _EXISTING = "give existing files, folders or glob patterns"
 def expanded(entry: str) -> Path:
     """Return an entry as a path, with `~` expanded. A `~name` that is no user's stays as it is."""
     return Path(os.path.expanduser(entry))
+
+
+def read_text(name: str, key: str) -> str:
+    """Return the text of a file that a key of the run file names; UserError, which names the key."""
+    path = expanded(name)
+    try:
+        if not path.is_file():
+            raise UserError(f"{key}: {path} is not a file; give an existing one")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{key}: {path} cannot be read ({error}); give another file") from None
 
 
 def suffix(path: Path) -> str:

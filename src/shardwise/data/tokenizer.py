@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Model, UserError
+from shardwise.data.text import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model.tokenizer`, or else of `model.path`.
 
-    A local folder is read without a request to the hub. UserError where there is no tokenizer, or
+    The file `chat_template` replaces its own chat template: it is saved with what is trained. A
+    local folder is read without a request to the hub. UserError where there is no tokenizer, or
     one without a vocabulary, which transformers makes from a `config.json` alone.
     """
     from transformers import AutoTokenizer
@@ -35,6 +37,8 @@ def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
         raise UserError(message) from None
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise UserError(f"{source}: no tokenizer files, or an empty vocabulary; {way_out}")
+    if chat_template is not None:
+        tokenizer.chat_template = read_text(chat_template, "data.chat_template")
     return tokenizer
 
 

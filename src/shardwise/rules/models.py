@@ -114,7 +114,7 @@ RULES = (
     ),
     _rule(
         "isolated documents with added positions",
-        lambda cfg, model: cfg.data.packing == "isolated" and model.adds_positions,
+        lambda cfg, model: cfg.data.keeps_documents_apart and model.adds_positions,
         lambda cfg, model: (
             f"data.packing isolated: {model.family} adds positions before its first layer, where they run on from one "
             "document to the next; use concat or none"
@@ -123,7 +123,7 @@ RULES = (
     ),
     _rule(
         "isolated documents in kinds without proof",
-        lambda cfg, model: cfg.data.packing == "isolated" and bool(model.kinds_without_isolation),
+        lambda cfg, model: cfg.data.keeps_documents_apart and bool(model.kinds_without_isolation),
         lambda cfg, model: (
             f"data.packing isolated: no test shows that {model.family}'s layers "
             f"({', '.join(sorted(model.kinds_without_isolation))}) keep documents apart; use concat or none"

@@ -100,7 +100,7 @@ RULES = (
     ),
     Rule(
         "compile with isolated documents",
-        lambda cfg, facts: cfg.data.packing == "isolated" and cfg.training.compile != "none",
+        lambda cfg, facts: cfg.data.keeps_documents_apart and cfg.training.compile != "none",
         lambda cfg, facts: (
             f"training.compile is {cfg.training.compile}, but with data.packing isolated layers meet new shapes in "
             "every micro-batch and would be compiled for each; set compile to none, or packing to concat or none"

@@ -55,7 +55,7 @@ def encode_prompt(
     if prompt is None:
         return None
     is_chat = cfg.data.format == "chat"
-    ids = _chat_tokens(tokenizer, prompt) if is_chat else list(tokenizer(prompt)["input_ids"])
+    ids = _chat_tokens(cfg, tokenizer, prompt) if is_chat else list(tokenizer(prompt)["input_ids"])
     require(
         bool(ids), f"training.sample {prompt!r} has no tokens; give at least a word to continue"
     )
@@ -68,12 +68,17 @@ def encode_prompt(
     return ids
 
 
-def _chat_tokens(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+def _chat_tokens(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
     import jinja2  # only chat templates need it
 
     messages = [{"role": "user", "content": prompt}]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=True,
+            **(cfg.data.template_arguments or {}),
+        )
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise UserError(
             "training.sample: the tokenizer's chat template refuses a user's message alone "

@@ -34,7 +34,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     The record is in the output folder too.
     """
     hf_config = load.read_config(cfg.model)
-    tokenizer = load_tokenizer(cfg.model)
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
     load.check_vocabulary(hf_config, tokenizer.get_vocab())
     with paused():  # reads a whole checkpoint for its checksums, and all files for their index
         start = find_start(cfg)

@@ -93,7 +93,7 @@ def documents_of(document_ids: torch.Tensor) -> Documents | None:
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     """Keep documents apart in every mixer of a part, with `data.packing: isolated`."""
-    if cfg.data.packing == "isolated":
+    if cfg.data.keeps_documents_apart:
         part.isolated = True
         isolate(part.hf, part.spec, part.dropout)
 

@@ -1,0 +1,393 @@
+"""From a dialogue to tokens and targets, by any chat template (`data.format: chat`)."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwise.config import Data, UserError
+from shardwise.data.bounds import bounded
+from shardwise.data.chats import Message, Refused, Render, Turn, Undecidable, find_turns
+from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
+from shardwise.data.text import read_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The roles that every chat template may handle. A template can have others (`known_roles`)."""
+
+MOST_CHARACTERS = 1_000_000
+"""A chat template may write so many characters more than a hundred times those of the dialogue."""
+
+Encoded = tuple[list[int], list[bool]]
+"""Tokens, and whether each is a target."""
+
+LIST_TOKENS = ("string", "comma")
+"""The tokens of a list of strings in a template, by the names of Jinja's lexer."""
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""The role of each speaker that ShareGPT's form, with `from` and `value`, calls otherwise."""
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names under which messages have what the assistant thought."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """The chat template of a run, and which of the assistant's turns are trained on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    data: Data
+    template: str
+    tools: list[Any] | None
+    """The tools of every dialogue, from the file that `data.tools` names."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, data: Data) -> ChatFormat:
+        """Read the template and the tools of a run; UserError where there are none to read."""
+        template: Any = tokenizer.chat_template
+        if isinstance(template, dict):
+            name = "tool_use" if data.tools and "tool_use" in template else "default"
+            template = template.get(name)
+        if not isinstance(template, str):
+            need = "data.format chat needs a chat template, which the tokenizer lacks"
+            raise UserError(f"{need}; set data.chat_template to a file with one")
+        _template_tokens(template)
+        tools = None
+        if data.tools is not None and data.tools.endswith(".json"):
+            tools = _tools(read_text(data.tools, "data.tools"), "data.tools", UserError)
+        return cls(tokenizer, data, template, tools)
+
+    def check(self, record: Record) -> None:
+        """Render one dialogue within limits on time, memory and size.
+
+        Call it once before dialogues are rendered without these limits. UserError where the chat
+        template exceeds one; BadDocument as from `encode`.
+        """
+        messages = self.messages(record)
+        with bounded("the chat template"):
+            try:
+                text = self._renderer(self._tools_of(record))(messages, False)
+            except Refused:
+                return  # it may take the dialogue in another form, and says so if not
+        if len(text) > MOST_CHARACTERS + 100 * len(str(messages)):
+            raise UserError(
+                f"the chat template writes {len(text):,} characters for one row; change it, or use "
+                "another one"
+            )
+
+    def encode(self, record: Record) -> list[Encoded]:
+        """Return the tokens of a dialogue, and which of them are targets.
+
+        With `data.turns: separate` there is one result for each turn that is trained on. It ends
+        with this turn, and the turns before it are written as at inference.
+        """
+        messages = self.messages(record)
+        trained = self._trained(messages)
+        tools = self._tools_of(record)
+        if self.data.turns == "together":
+            return [self._encode(messages, trained, tools)]
+        return [self._encode(messages[: turn + 1], [turn], tools) for turn in trained]
+
+    def messages(self, record: Record) -> list[Message]:
+        """Return the messages of a dialogue in one form; BadDocument where they cannot be used."""
+        field = self.data.column("messages")
+        if field not in record:
+            names = ", ".join(record)
+            way_out = f"its fields are {names}; {CORRECT_LINE}, or set data.fields or data.format"
+            raise BadDocument("missing field", f"no field {field!r}; {way_out}")
+        messages = record[field]
+        is_list = isinstance(messages, list) and len(messages) > 0
+        if not is_list or not all(isinstance(message, dict) for message in messages):
+            raise _bad_chat(f"field {field!r} is not a list of objects")
+        read = [_message(message, number) for number, message in enumerate(messages, 1)]
+        roles = known_roles(self.template)
+        if unknown := sorted({message["role"] for message in read} - set(roles)):
+            names = ", ".join(repr(role[:40]) for role in unknown[:5])
+            raise BadDocument(
+                "unknown role",
+                f"unknown role {names}, whose words the model would never learn; "
+                f"rename it to one of {', '.join(roles)}; or {CORRECT_LINE}",
+            )
+        return read
+
+    def _trained(self, messages: Sequence[Message]) -> list[int]:
+        """Return the numbers of the messages that are trained on."""
+        numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.data.train_on == "last":
+            numbers = numbers[-1:]
+        return [
+            i for i in numbers if messages[i].get("train", True) and messages[i].get("weight", 1)
+        ]
+
+    def _tools_of(self, record: Record) -> list[Any] | None:
+        if self.tools is not None or self.data.tools is None:
+            return self.tools
+        return _tools(record.get(self.data.tools), f"field {self.data.tools!r}", _bad_chat)
+
+    def _encode(
+        self, messages: Sequence[Message], trained: Sequence[int], tools: list[Any] | None
+    ) -> Encoded:
+        text, turns = self._turns(messages, tools)
+        if self.data.train_on == "all":
+            spans = [(0, len(text.rstrip()))]
+        else:
+            spans = [(turn.start, turn.end) for turn in turns if turn.message in trained]
+        encoded = self.tokenizer(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        tokens = encoded["input_ids"]
+        targets = [
+            any(start < span_end and span_start < end for span_start, span_end in spans)
+            for start, end in encoded["offset_mapping"]
+        ]
+        last = turns[-1] if turns else None
+        eos = self.tokenizer.eos_token_id
+        ends_open = last is not None and last.message == len(messages) - 1 and not last.has_end_mark
+        if ends_open and last.message in trained and eos is not None and tokens[-1:] != [eos]:
+            # The template marks no end, from which the model could learn to stop.
+            tokens, targets = [*tokens, eos], [*targets, True]
+        return tokens, targets
+
+    def _turns(
+        self, messages: Sequence[Message], tools: list[Any] | None
+    ) -> tuple[str, list[Turn]]:
+        """Find the turns of a dialogue, in the first of its forms that the template can write.
+
+        Templates differ in whether a call has its arguments as an object or as text, and a content
+        as text or as a list of parts.
+        """
+        problems: list[Exception] = []
+        found: list[tuple[str, list[Turn]]] = []
+        for form in _forms(messages):
+            try:
+                if _marks_turns(self.template):
+                    text, turns = self._marked_turns(form, tools)
+                else:
+                    text, turns = find_turns(self._renderer(tools), form)
+            except (Refused, Undecidable) as problem:
+                problems.append(problem)
+                continue
+            found.append((text, turns))
+            contents = {turn.message: messages[turn.message]["content"] for turn in turns}
+            if all(contents[turn.message].strip() in text[turn.start : turn.end] for turn in turns):
+                return text, turns
+        if found:  # the template changes contents, or leaves out that of a tool call
+            return found[0]
+        if isinstance(problems[0], Refused):
+            problem = f"the chat template refuses it ({problems[0]})"
+            raise BadDocument("bad chat", f"{problem}; {CORRECT_LINE}")
+        raise BadDocument(
+            "no turns found",
+            f"the assistant's turns cannot be found: {problems[0]}; {CORRECT_LINE}, or mark them "
+            "in the template with {% generation %} and {% endgeneration %}",
+        )
+
+    def _marked_turns(
+        self, messages: Sequence[Message], tools: list[Any] | None
+    ) -> tuple[str, list[Turn]]:
+        """Return the turns that a template with `{% generation %}` marks itself."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        (text,), (marks,) = _guarded(
+            lambda: render_jinja_template(
+                [list(messages)],
+                tools=tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **self._variables(),
+            )
+        )
+        speakers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(marks) != len(speakers):
+            raise Undecidable(
+                f"the chat template marks {len(marks)} turns of {len(speakers)} as generated"
+            )
+        return text, [Turn(i, start, end, True) for i, (start, end) in zip(speakers, marks)]
+
+    def _variables(self) -> dict[str, Any]:
+        return {**self.tokenizer.special_tokens_map, **(self.data.template_arguments or {})}
+
+    def _renderer(self, tools: list[Any] | None) -> Render:
+        def render(messages: Sequence[Message], prompt: bool) -> str:
+            return _guarded(
+                lambda: self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=tools,
+                    chat_template=self.template,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    **(self.data.template_arguments or {}),
+                )
+            )
+
+        return render
+
+
+def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the forms in which a template may want the messages."""
+    calls = any(message.get("tool_calls") for message in messages)
+    for as_parts, as_text in itertools.product((False, True), (False, True)):
+        if as_text and not calls:
+            continue
+        yield [_in_form(message, as_parts, as_text) for message in messages]
+
+
+def _in_form(message: Message, as_parts: bool, as_text: bool) -> Message:
+    changed = dict(message)
+    if as_parts:
+        changed["content"] = [{"type": "text", "text": message["content"]}]
+    if as_text and message.get("tool_calls"):
+        changed["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+    return changed
+
+
+def _with_text_arguments(call: Message) -> Message:
+    function = dict(call.get("function", {}))
+    if not isinstance(function.get("arguments"), str):
+        function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+    return {**call, "function": function}
+
+
+def _message(message: Record, number: int) -> Message:
+    """Return a message whose content is a text, and whose tool calls have objects as arguments."""
+    # A table has null for a field that only other rows have. A template would take it as given.
+    read = {key: value for key, value in message.items() if value is not None}
+    if "role" not in read and isinstance(read.get("from"), str):  # in the form of ShareGPT
+        speaker, words = read.pop("from"), read.pop("value", None)
+        read |= {"role": SHAREGPT_ROLES.get(speaker, speaker), "content": words}
+    if read.get("role") is None:
+        raise _bad_chat(f"message {number} has no field 'role'")
+    string(read["role"], f"field 'role' of message {number}")
+    calls = read.get("tool_calls") or None
+    if calls is None:
+        read.pop("tool_calls", None)
+    else:
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise _bad_chat(f"field 'tool_calls' of message {number} is not a list of objects")
+        read["tool_calls"] = [_call(call, number) for call in calls]
+    content = read.get("content")
+    if content is None:
+        if calls is None and not any(read.get(name) for name in REASONING):
+            raise _bad_chat(f"message {number} has no field 'content'")
+        content = ""
+    if isinstance(content, list):
+        content = "".join(_part(part, number) for part in content)
+    read["content"] = string(content, f"field 'content' of message {number}")
+    for name in REASONING:
+        if name in read:
+            string(read[name], f"field {name!r} of message {number}")
+    for name, kinds in (("train", (bool,)), ("weight", (bool, int, float))):
+        if name in read and not isinstance(read[name], kinds):
+            raise _bad_chat(f"field {name!r} of message {number} is not true or false, or 1 or 0")
+    if read.get("weight", 1) not in (0, 1):
+        raise _bad_chat(f"field 'weight' of message {number} is not 0 or 1")
+    return read
+
+
+def _part(part: Any, number: int) -> str:
+    """Return the text of one part of a content; BadDocument for an image or the like."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+        kind = part.get("type", "object") if isinstance(part, dict) else type(part).__name__
+        raise BadDocument(
+            "not text",
+            f"message {number} has a part of type {kind!r}, and only text is trained on; "
+            f"{CORRECT_LINE}",
+        )
+    return part["text"]
+
+
+def _call(call: Record, number: int) -> Message:
+    """Return a tool call with an object as arguments, where its text is one in JSON."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _bad_chat(f"a tool call of message {number} has no function with a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except json.JSONDecodeError:
+            parsed = None
+        if isinstance(parsed, dict):
+            arguments = parsed
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _tools(value: Any, name: str, error: Callable[[str], Exception]) -> list[Any] | None:
+    """Return a list of tools, which may be given as text in JSON."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as problem:
+            raise error(f"{name} is not JSON ({problem})") from None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise error(f"{name} is not a list of objects that describe tools")
+    return value or None
+
+
+def _bad_chat(problem: str) -> BadDocument:
+    return BadDocument("bad chat", f"{problem}; {CORRECT_LINE}")
+
+
+def _guarded(render: Callable[[], Any]) -> Any:
+    """Return the result of a chat template; Refused or UserError where it raises."""
+    try:
+        return render()
+    except (MemoryError, OverflowError) as error:  # Jinja raises the latter for a long range
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise UserError(
+            f"the chat template needs too much ({what}); change it, or use another one"
+        ) from None
+    except Exception as error:  # a template can raise anything in Jinja
+        raise Refused(str(error)) from None
+
+
+@functools.cache
+def _marks_turns(template: str) -> bool:
+    """Return whether a chat template has `{% generation %}` outside of comments and raw text."""
+    for token, after in itertools.pairwise(_template_tokens(template)):
+        if token.type == "block_begin" and (after.type, after.value) == ("name", "generation"):
+            return True
+    return False
+
+
+@functools.cache
+def known_roles(template: str) -> tuple[str, ...]:
+    """Return ROLES, and the strings with which a chat template compares by `==` or `in` a list.
+
+    A template writes any other role into the text as it is, and its words are never targets.
+    """
+    compared: list[str] = []
+    before, in_list = "", False
+    for token in _template_tokens(template):
+        if token.type == "string" and (in_list or before == "eq"):
+            compared.append(token.value)
+        opens_list = before == "in" and token.type in ("lbracket", "lparen")
+        in_list = opens_list or (in_list and token.type in LIST_TOKENS)
+        before = token.value if token.type == "name" else token.type
+    return (*ROLES, *sorted(set(compared) - set(ROLES)))
+
+
+def _template_tokens(template: str) -> list[Any]:
+    """Return Jinja's tokens of a chat template; UserError where it is not valid Jinja."""
+    import jinja2
+
+    try:
+        return list(jinja2.Environment().lexer.tokenize(template))
+    except jinja2.TemplateSyntaxError as error:
+        what = f"the chat template is not valid Jinja ({error})"
+        raise UserError(f"{what}; correct it") from None

@@ -1,0 +1,344 @@
+"""Where in a rendered dialogue the assistant speaks, for any chat template.
+
+A chat template is a program. It may trim words, leave out the thinking of earlier turns, merge the
+system message into the first user turn, or write something for the last turn only. So the rendered
+beginning of a dialogue need not be the beginning of the rendered dialogue. Turns are found by
+tracing instead. The first and the last word of each text are put between two characters that
+Unicode keeps for private use, and the template renders these marked messages. If this gives the
+text of the plain messages once the marks are removed, the marks say where each message lies in it.
+A second rendering, in which other words stand between the marks, must differ in these words only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+Message = dict[str, Any]
+Render = Callable[[Sequence[Message], bool], str]
+"""(messages, whether the text ends with the generation prompt) -> text; raises Refused."""
+
+BEGIN, END = 0xF0000, 0x100000
+"""Message i is marked with the characters BEGIN + i and END + i."""
+MOST_MESSAGES = 0xFFFD
+_WRITTEN = ("reasoning_content", "reasoning", "thinking", "content", "tool_calls")
+"""The fields of a message in which words of the assistant stand."""
+
+_A_BEGIN = f"[{chr(BEGIN)}-{chr(BEGIN + MOST_MESSAGES)}]"
+_AN_END = f"[{chr(END)}-{chr(END + MOST_MESSAGES)}]"
+_MARK = re.compile(f"{_A_BEGIN}|{_AN_END}")
+_MARKED_WORD = re.compile(f"({_A_BEGIN})([^{_A_BEGIN[1:-1]}{_AN_END[1:-1]}]*)({_AN_END})")
+_TAG_OR_WORD = re.compile(r"<[^<>\s]*>|\w+")
+_TAG = re.compile(r"<[^<>\s]+>")
+_WORD = re.compile(r"\w")
+
+NEXT: Message = {
+    "role": "user",
+    "content": f"{chr(BEGIN + MOST_MESSAGES)}x{chr(END + MOST_MESSAGES)}",
+}
+"""A message that is put after the last one, to see what ends a turn."""
+
+
+class Refused(Exception):
+    """The chat template does not render these messages."""
+
+
+class Undecidable(Exception):
+    """Nobody can tell where the assistant speaks; the text names the message and the reason."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The characters [start, end) of a rendered dialogue that one assistant message stands for.
+
+    They begin after the header, which the generation prompt writes, and include the mark that ends
+    the turn. `has_end_mark` is False where the template writes no such mark after it.
+    """
+
+    message: int
+    start: int
+    end: int
+    has_end_mark: bool
+
+
+def find_turns(render: Render, messages: Sequence[Message]) -> tuple[str, list[Turn]]:
+    """Render a dialogue, and find the characters of each message of the assistant.
+
+    A message without words is its end mark; it is left out where the template treats it unlike
+    others.
+
+    Undecidable where the template reacts to the marked words, writes a message twice, leaves out
+    one of the assistant, or writes others into it.
+    """
+    text = render(messages, False)
+    if len(messages) > MOST_MESSAGES or _MARK.search(text):
+        raise Undecidable("it contains characters for private use, by which turns are found")
+    dialogue = _traced(render, messages, text)
+    return text, [
+        _turn(dialogue, number)
+        for number, message in enumerate(messages)
+        if message["role"] == "assistant" and number in dialogue.places
+    ]
+
+
+@dataclass(frozen=True)
+class _Dialogue:
+    """A dialogue whose messages have been found in its text."""
+
+    render: Render
+    messages: Sequence[Message]
+    marked: Sequence[Message]
+    text: str
+    places: Mapping[int, tuple[int, int]]
+    """By message the characters of `text` from its first to its last marked word."""
+
+    def gap_before(self, number: int) -> str:
+        """Return the text between a message's first word and the message before it."""
+        first, _ = self.places[number]
+        before = [end for i, (_, end) in self.places.items() if i != number and end <= first]
+        return self.text[max(before, default=0) : first]
+
+    def gap_after(self, number: int) -> str:
+        """Return the text between a message's last word and the message after it."""
+        _, last = self.places[number]
+        after = [start for i, (start, _) in self.places.items() if i != number and start >= last]
+        return self.text[last : min(after, default=len(self.text))]
+
+
+# Marks around words.
+
+
+def _traced(render: Render, messages: Sequence[Message], text: str) -> _Dialogue:
+    """Mark the messages in a way that the template does not react to, and find them in the text."""
+    problem = "the chat template treats words differently by what they are"
+    for empty, first, names in itertools.product((True, False), repeat=3):
+        marked = [
+            _mapped(message, partial(_mark, message=i, first=first, empty=empty), names)
+            for i, message in enumerate(messages)
+        ]
+        exchanged = [_mapped(message, _exchange, True) for message in marked]
+        traced, other = (_try(render, m, False) for m in (marked, exchanged))
+        if traced is None or other is None or _MARK.sub("", traced) != text:
+            continue
+        if other != _exchange(traced):
+            continue
+        places = _places(traced)
+        problem = _mixture(marked, traced, places)
+        if not problem:
+            return _Dialogue(render, messages, marked, text, places)
+    raise Undecidable(problem)
+
+
+def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[int, int]]) -> str:
+    """Return why the words of an assistant message do not stand in the text once and together.
+
+    Undecidable where they do not stand in it at all.
+    """
+    for number, message in enumerate(marked):
+        if message["role"] != "assistant":
+            continue
+        name = f"message {number + 1}"
+        in_text = Counter(m[2] for m in _MARKED_WORD.finditer(traced) if _is_of(m, number))
+        in_message = Counter(m[2] for s in _strings(message) for m in _MARKED_WORD.finditer(s))
+        if any(in_message) and not any(in_text):
+            raise Undecidable(f"the chat template leaves out what the assistant says in {name}")
+        if number not in places:
+            continue
+        if in_text - in_message:
+            return f"the chat template writes {name} twice"
+        start, end = places[number]
+        for other, (other_start, other_end) in places.items():
+            if other != number and other_start < end and start < other_end:
+                return f"the chat template mixes {name} with message {other + 1}"
+    return ""
+
+
+def _mark(string: str, message: int, first: bool, empty: bool) -> str:
+    """Put marks around the last word of a string, and around its first word if `first`.
+
+    Tags such as `<think>` stay unmarked, since templates look for them. A string without words is
+    marked as a whole, except for white space at its ends; one of white space only if `empty`.
+    """
+    words = [m.span() for m in _TAG_OR_WORD.finditer(string) if m[0][0] != "<"]
+    core = string.strip()
+    if not words and (core or empty):
+        start = string.find(core)
+        words = [(start, start + len(core))]
+    chosen = [words[0], words[-1]] if first and len(words) > 1 else words[-1:]
+    for start, end in reversed(chosen):
+        begin_mark, end_mark = chr(BEGIN + message), chr(END + message)
+        string = f"{string[:start]}{begin_mark}{string[start:end]}{end_mark}{string[end:]}"
+    return string
+
+
+def _exchange(string: str) -> str:
+    """Replace each marked word by another one, and remove the marks."""
+    return _MARKED_WORD.sub(lambda m: f"{m[2][::-1]}q", string)
+
+
+def _mapped(message: Message, change: Callable[[str], str], names: bool) -> Message:
+    """Return a message with its texts changed; those of tool calls are names and string values."""
+
+    def mapped(value: Any, key: str) -> Any:
+        if isinstance(value, str):
+            is_fixed = key in ("id", "type") or (key == "name" and not names)
+            return value if is_fixed else change(value)
+        if isinstance(value, Mapping):
+            return {k: mapped(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [mapped(v, key) for v in value]
+        return value
+
+    return {k: mapped(v, k) if k in _WRITTEN else v for k, v in message.items()}
+
+
+def _places(traced: str) -> dict[int, tuple[int, int]]:
+    """Return by message the characters, without marks, from its first to its last marked word."""
+    places: dict[int, tuple[int, int]] = {}
+    for number, mark in enumerate(_MARK.finditer(traced)):
+        position = mark.start() - number
+        code = ord(mark[0])
+        message = code - (END if code >= END else BEGIN)
+        start, end = places.get(message, (position, position))
+        places[message] = (start, max(end, position))
+    return places
+
+
+def _is_of(word: re.Match[str], message: int) -> bool:
+    return ord(word[1]) == BEGIN + message
+
+
+def _strings(message: Message) -> Iterator[str]:
+    """Yield the texts of a message."""
+    strings: list[str] = []
+
+    def keep(string: str) -> str:
+        strings.append(string)
+        return string
+
+    _mapped(message, keep, True)
+    yield from strings
+
+
+# From marked words to turns.
+
+
+def _turn(dialogue: _Dialogue, number: int) -> Turn:
+    """Extend the words of an assistant message to its header and to the mark of its end."""
+    _, last = dialogue.places[number]
+    length, has_mark = _end(dialogue, number)
+    return Turn(number, _start(dialogue, number), last + length, has_mark)
+
+
+def _start(dialogue: _Dialogue, number: int) -> int:
+    """Return where the header before an assistant's first word ends.
+
+    The header is the generation prompt, or as much of it as the template has written here: of a
+    prompt that ends with `<think>`, an earlier turn may have only the part before. What the headers
+    of other roles have too is not enough.
+    """
+    first, _ = dialogue.places[number]
+    text, gap = dialogue.text, dialogue.gap_before(number)
+    prompted, prompt = _prompt(dialogue.render, dialogue.messages[:number])
+    usual_prompt = _prompt(dialogue.render, [NEXT])[1]
+    is_beginning = prompted is not None and text.startswith(prompted)
+    rest = text[len(prompted or "") : first] if is_beginning else ""
+    if is_beginning and prompt and len(rest) <= len(gap):
+        return first - len(rest)
+    prompt = prompt or usual_prompt
+    length, at = _longest(prompt, gap)
+    others = [
+        _longest(prompt, dialogue.gap_before(other))[0]
+        for other in dialogue.places
+        if dialogue.messages[other]["role"] != "assistant"
+    ]
+    if length > max(others, default=0) and _WORD.search(prompt[:length]):
+        return first - len(gap) + at + length
+    own = max((len(s) for s in _around(dialogue, number)[0]), default=0)
+    is_bare = not rest[: max(len(rest) - own, 0)].strip()
+    if is_beginning and len(rest) <= len(gap) and (usual_prompt or is_bare):
+        return first - len(rest)
+    return first - own
+
+
+def _prompt(render: Render, messages: Sequence[Message]) -> tuple[str | None, str]:
+    """Return a dialogue with the generation prompt, and the prompt alone."""
+    plain, prompted = (_try(render, messages, prompt) for prompt in (False, True))
+    if plain is None or prompted is None or not prompted.startswith(plain):
+        return prompted, ""
+    return prompted, prompted[len(plain) :]
+
+
+def _longest(prompt: str, gap: str) -> tuple[int, int]:
+    """Return the length of the longest beginning of a prompt that a gap has, and where."""
+    starts = [at for at in range(len(gap)) if prompt and gap[at] == prompt[0]]
+    return max(((len(_common(prompt, gap[at:])), at) for at in starts), default=(0, 0))
+
+
+def _end(dialogue: _Dialogue, number: int) -> tuple[int, bool]:
+    """Return how many characters after its last word a turn has, and whether a mark is in them.
+
+    The mark is what the template writes both where the dialogue ends with this turn and where
+    another message follows. Where these begin with different marks, it is the one that stands here.
+    """
+    here = dialogue.gap_after(number)
+    own = max((len(s) for s in _around(dialogue, number)[1] if here.startswith(s)), default=0)
+    if number + 1 < len(dialogue.messages):
+        at_end, followed = _tail(dialogue, dialogue.marked[: number + 1], number), here
+    else:
+        at_end, followed = here, _tail(dialogue, [*dialogue.marked, NEXT], number)
+    if at_end is None:
+        return own, False
+    at_end = at_end.rstrip()
+    common = at_end if followed is None else _common(at_end, followed).rstrip()
+    first_tag = _TAG.match(here, own)
+    if len(common) <= own < len(at_end) and first_tag:
+        return first_tag.end(), True
+    return max(len(common), own), len(common) > own
+
+
+def _around(dialogue: _Dialogue, number: int) -> tuple[list[str], list[str]]:
+    """Return what the message itself has before its first marked word, and after its last one.
+
+    Each text of the message gives one of each; only those that the text of the dialogue has too.
+    """
+    first, last = dialogue.places[number]
+    before, after = [], []
+    for string in _strings(dialogue.marked[number]):
+        words = list(_MARKED_WORD.finditer(string))
+        if not words:
+            continue
+        prefix, suffix = string[: words[0].start()], string[words[-1].end() :]
+        before += [p for p in (prefix, prefix.lstrip()) if dialogue.text.endswith(p, 0, first)]
+        after += [s for s in (suffix, suffix.rstrip()) if dialogue.text.startswith(s, last)]
+    return before, after
+
+
+def _tail(dialogue: _Dialogue, marked: Sequence[Message], number: int) -> str | None:
+    """Return the text after the last word of a message in another, marked dialogue."""
+    traced = _try(dialogue.render, marked, False) or ""
+    marks = [m for m in _MARKED_WORD.finditer(traced) if _is_of(m, number)]
+    return _MARK.split(traced[marks[-1].end() :])[0] if marks else None
+
+
+def _try(render: Render, messages: Sequence[Message], prompt: bool) -> str | None:
+    try:
+        return render(messages, prompt)
+    except Refused:
+        return None
+
+
+def _common(one: str, other: str) -> str:
+    """Return the longest common beginning of two texts that does not end within a tag."""
+    pairs = enumerate(zip(one, other))
+    length = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    is_whole = length == len(one) or length == len(other)
+    open_tag = one.rfind("<", 0, length)
+    if not is_whole and open_tag > one.rfind(">", 0, length):
+        length = open_tag
+    return one[:length]

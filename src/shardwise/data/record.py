@@ -1,0 +1,37 @@
+"""A document as it is stored, and the error of one that cannot be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.config import UserError
+
+Record = dict[str, Any]
+"""A document as it is stored: its fields by name."""
+
+CORRECT_LINE = "correct or remove the line"
+"""The way out of an error in a document."""
+
+
+class BadDocument(UserError):
+    """A document that cannot be used. `data.on_error` decides whether it stops the run.
+
+    `reason` names the kind of mistake; documents that are left out are counted by it.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def string(value: Any, name: str) -> str:
+    """Return a field that is a string for a tokenizer; BadDocument, which names it, if not."""
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        raise BadDocument("wrong type", f"{name} is a {kind}, not a string; {CORRECT_LINE}")
+    try:
+        value.encode()  # JSON can escape half of a surrogate pair, which no tokenizer accepts
+    except UnicodeEncodeError:
+        problem = f"{name} escapes half of a surrogate pair; {CORRECT_LINE}"
+        raise BadDocument("not UTF-8", problem) from None
+    return value
