@@ -46,19 +46,14 @@ def _add_sharded(
     """Add the bytes of a weight of which data ranks have shards.
 
     zero1 and zero2 keep all of the weight, and the gradient and states of a shard. fsdp2 keeps a
-    shard of all three; that of weight and gradient has as many rows on each rank, those of the last
-    ones being padding. With `offload: optimizer` the optimizer works on a copy of the shard, which
-    counts with its states, and the copy's gradient has no padding.
+    shard of all three; weight and gradient have as many rows on each rank, the last ones padding.
     """
     shard = weight.shard_numel(num_shards, rank)
-    if cfg.parallel.data != "fsdp2":
+    if cfg.parallel.data == "fsdp2":
+        padded = weight.padded_numel(num_shards) // num_shards
+        _add(total, cfg, weight, padded, padded, shard)
+    else:
         _add(total, cfg, weight, weight.numel, shard, shard)
-        return
-    padded = weight.padded_numel(num_shards) // num_shards
-    has_copy = cfg.parallel.offload == "optimizer"
-    _add(total, cfg, weight, padded, shard if has_copy else padded, shard)
-    if has_copy and weight.is_trained:
-        total["optimizer"] += shard * weight.itemsize
 
 
 def _add_flat(
@@ -86,8 +81,16 @@ def _add_flat(
 def _add(
     total: Counter[str], cfg: RunConfig, weight: Weight, numel: int, gradient: int, state: int
 ) -> None:
-    """Add a weight of which a rank has these elements, of gradient and states if it is trained."""
+    """Add a weight of which a rank has so many elements, of its gradient and of each state.
+
+    With `offload: optimizer` the optimizer works on copies of what it updates. They count with its
+    states, and their gradients have no padding.
+    """
     total["weights"] += numel * weight.itemsize
-    if weight.is_trained:
-        total["gradients"] += gradient_bytes(cfg, gradient, weight.itemsize)
-        total["optimizer"] += optimizer_bytes(cfg, state * weight.itemsize)
+    if not weight.is_trained:
+        return
+    if cfg.parallel.offload == "optimizer":
+        gradient = state
+        total["optimizer"] += state * weight.itemsize
+    total["gradients"] += gradient_bytes(cfg, gradient, weight.itemsize)
+    total["optimizer"] += optimizer_bytes(cfg, state * weight.itemsize)
