@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise import __version__
 from shardwise.assembly.costs import choose_split, costs_of
 from shardwise.assembly.describe import describe
 from shardwise.config import Data, Lora, Model, RunConfig, Training
@@ -57,8 +56,8 @@ first bucket of ddp: 1 MiB) take one call per bucket. Each number is that of the
 most, with a target at every position.
 
 `tools/communication.py` has written this page and [`communication.json`](communication.json) with
-the formulas of shardwise {version}. `tests/parallel/test_communication.py` counts the calls and
-bytes of real steps, on gloo, under every layout, and they are equal.
+the formulas of `shardwise.planner.communication`. `tests/parallel/test_communication.py` counts the
+calls and bytes of real steps, on gloo, under every layout, and they are equal.
 
 ## One strategy
 
@@ -96,7 +95,6 @@ def compute() -> dict[str, Any]:
     rows = [row_of(layout, mode) for layout in (*ALONE, *TOGETHER) for mode in ("full", "lora")]
     sizes = {mode: trained_bytes(config("ddp", mode)) for mode in ("full", "lora")}
     return {
-        "shardwise": __version__,
         "model": MODEL,
         "num_ranks": NUM_RANKS,
         "global_batch_size": ROWS,
@@ -182,7 +180,6 @@ def page(result: Mapping[str, Any]) -> str:
         together.append(f"| {layout} | {both[0]['processes']} | {' | '.join(cells)} |")
     unit = result["all_bytes"] * (result["num_ranks"] - 1) / result["num_ranks"]
     return PAGE_TEMPLATE.format(
-        version=result["shardwise"],
         model=result["model"],
         num_ranks=result["num_ranks"],
         rows=result["global_batch_size"],

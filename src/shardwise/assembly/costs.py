@@ -76,7 +76,7 @@ def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int)
 
 
 def memory_caveat(spec: ModelSpec, source: CostSource) -> str | None:
-    """Return, for users, why the memory of a split by these costs is too low; None where it is not."""
+    """Return for users why the memory of a split by these costs is too low; None if it is not."""
     keeping_more = [
         layer.kind for layer in spec.layers if any(block.kind.keeps_more for block in layer.mixers)
     ]
@@ -145,7 +145,7 @@ def _hidden_bytes(cfg: RunConfig, hf: PreTrainedModel) -> int:
 
 
 def gradient_bytes(cfg: RunConfig, numel: int, itemsize: int) -> int:
-    """Return the bytes of gradients of so many elements, whose weights have `itemsize` bytes each."""
+    """Return the bytes of gradients of so many elements, of weights of `itemsize` bytes each."""
     return numel * (4 if cfg.training.accumulation == "float32" else itemsize)
 
 

@@ -38,9 +38,9 @@ def model_flops_per_token(counts: ModelCounts, sequence_length: int) -> float:
     without.
 
     In the unit of the lowest trainable weight, a gradient counts where something at an earlier
-    stage of the unit is trainable (`LayerSpec.stage_of`). Parallel branches share a stage there, and a
-    core has one backward for all of its inputs. So an adapter on one branch alone counts too high,
-    by a few products of one layer at most.
+    stage of the unit is trainable (`LayerSpec.stage_of`). Parallel branches share a stage there,
+    and a core has one backward for all of its inputs. So an adapter on one branch alone counts too
+    high, by a few products of one layer at most.
     """
     total = 0.0
     for unit in counts.units:

@@ -1,9 +1,9 @@
 """The bytes of weights, gradients and optimizer states on a rank, by closed formulas.
 
 They are those between the last backward of a step and the next step, under every layout. Gradients
-take the dtype of their weight, or float32 under `training.accumulation: float32`. What a step needs
-beside them is not in here: activations, gathered weights, buckets. tests/parallel/test_state_bytes.py
-counts the tensors that real ranks hold.
+take the dtype of their weight, or float32 under `training.accumulation: float32`. What a step
+needs beside them is not counted: activations, gathered weights, buckets.
+tests/parallel/test_state_bytes.py counts the tensors that real ranks hold.
 """
 
 from __future__ import annotations
