@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,8 @@ from shardwise.assembly.build import build as build_run
 from shardwise.assembly.costs import costs_of
 from shardwise.assembly.describe import describe
 from shardwise.assembly.profiles import Measured, Profile, needs_gradient, path_of, unit_keys
-from shardwise.config import Lora, Parallel, RunConfig, UserError, known_keys
-from shardwise.interfaces import Mesh, Part
+from shardwise.config import Lora, RunConfig, UserError, known_keys
+from shardwise.interfaces import Mesh
 from shardwise.models.counts import count_model
 from shardwise.models.patches.experts import ONE_BY_ONE
 from shardwise.parallel.mesh import build_mesh
@@ -108,35 +107,6 @@ def test_a_head_without_the_chunked_loss_has_its_products_in_the_backward():
     else:
         pytest.fail(f"{head.backward_seconds} s, of {head.input_seconds} and {head.weight_seconds}")
     assert head.activation_bytes > 4 * 2 * LENGTH * 256  # probabilities
-
-
-def replaced_forwards(parts: Iterable[Part]) -> dict[str, str]:
-    """By module, what has taken the place of its class's forward."""
-    named = (item for part in parts for item in part.named_modules())
-    return {
-        name: vars(module)["forward"].__qualname__
-        for name, module in named
-        if "forward" in vars(module)
-    }
-
-
-def forwards_of_profile_and_run(cfg: RunConfig) -> tuple[dict[str, str], dict[str, str]]:
-    one_process = replace(cfg, parallel=Parallel())
-    mesh = build_mesh(one_process, torch.device("cpu"))
-    facts = describe(cfg, cfg.parallel.pp)
-    timed = profile.make_bench(cfg, mesh, facts, list(range(len(facts.spec.layers) + 2))).stages
-    return replaced_forwards(timed), replaced_forwards(build_run(one_process, mesh).pm.parts)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "training"),
-    [("torch", {}), ("peft", {"loss": "plain"}), ("auto", {"checkpointing": "full"})],
-)
-def test_a_profile_runs_the_forwards_that_a_run_does(kernel, training):
-    cfg = config(tiny("qwen3_5"), Lora(kernel=kernel), training)
-    ((timed, run),) = run_ranks(1, forwards_of_profile_and_run, cfg)
-    assert timed == run
-    assert any("_Shared" in forward for forward in run.values()) == (kernel != "peft")
 
 
 class Clocked:
