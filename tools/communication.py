@@ -86,7 +86,8 @@ One micro-batch per step, in units of r Φ.
 | Rajbhandari et al., section 7 | {published} |
 | full training here | {here} |
 
-The last unit's backward follows its forward at once, so fsdp2 gathers it once: hence 2.94 and not 3.
+The last unit's backward follows its forward at once, so fsdp2 gathers it once: hence 2.94 and not
+3.
 """
 
 

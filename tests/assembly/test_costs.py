@@ -84,7 +84,8 @@ def test_a_frozen_weight_has_no_gradient_and_the_chunked_loss_takes_its_own_in_t
     assert (frozen[-1].forward_seconds, frozen[-1].backward_seconds) == (2 * head, 0.0)
     plain = costs(config(tiny("llama"), training={"loss": "plain"}))[-1]
     assert (plain.forward_seconds, plain.input_seconds, plain.weight_seconds) == (head, head, head)
-    # Kept: the hidden states and their gradient; trained, the head's gradient, until the backward has come.
+    # Kept: the hidden states and their gradient; trained, the head's gradient, until the backward
+    # has come.
     assert frozen[-1].activation_bytes == 2 * 4 * 64 * 2 * LENGTH
     assert full[-1].activation_bytes == frozen[-1].activation_bytes + 4 * 64 * 256
 
@@ -112,13 +113,15 @@ def test_a_layer_computed_again_keeps_its_input_and_costs_its_forward_once_more(
 
 def test_kernels_that_a_layer_generates_are_kept_as_what_comes_out_of_a_product():
     cfg = config(tiny("jet_nemotron"))
-    # In and out of q and k, v and g, a and b, the generator's w1 and w2 (4 taps of 128 channels), o, and the MLP.
+    # In and out of q and k, v and g, a and b, the generator's w1 and w2 (4 taps of 128 channels),
+    # o, and the MLP.
     generator = (64 + 16) + (16 + 512)
     linears = (
         2 * (64 + 48) + 2 * (64 + 128) + 2 * (64 + 4) + generator + (128 + 64) + 3 * (64 + 172)
     )
     assert costs(cfg)[1].activation_bytes == 4 * linears * 2 * LENGTH
-    # What the convolution does keep: that, its values with 3 tokens of padding, and what its activation is given.
+    # What the convolution does keep: that, its values with 3 tokens of padding, and what its
+    # activation is given.
     convolution = load.load_whole(cfg.model, load.read_config(cfg.model)).get_submodule(
         "model.layers.0.self_attn.dynamic_conv1d"
     )
@@ -212,8 +215,12 @@ def test_fsdp2_shares_optimizer_states_but_no_gradients():
 
 
 def test_adapters_on_the_upper_half_are_worth_a_third(tmp_path):
-    """24 equal layers, forward 1 each and a backward of 1 where trained: 24 on the upper half of an even cut, 18 each
-    of a balanced one. Head, embedding, attention's core (8 tokens) and adapters are under 2 % of a layer together."""
+    """Cut 24 equal layers of which the upper half is trained.
+
+    A forward takes 1 and a backward 1 where trained: 24 on the upper half of an even cut, 18 on
+    each of a balanced one. Head, embedding, attention's core (8 tokens) and adapters are under 2 %
+    of a layer together.
+    """
     LlamaConfig(
         hidden_size=512,
         intermediate_size=2048,

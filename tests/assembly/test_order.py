@@ -1,4 +1,4 @@
-"""A profile's stages get from ORDER what a run's model gets: the same replaced forwards and hooks."""
+"""ORDER replaces the same forwards in the stages of a profile as in the model of a run."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ SHOWN_BY = {
     "LoRA kernel": "dense, lora by torch",
     "activation checkpointing": "hybrid, kinds",
 }
-"""A case in which each row of ORDER that is no strategy of `parallel` does something. A forward that
-is compiled shows nothing of itself, and experts of these models need not run one by one."""
+"""A case in which a row of ORDER does something, for each row that is no strategy of `parallel`.
+
+A compiled forward does not show what it runs, and no experts of these models run one by one."""
 
 
 def replaced(parts: Iterable[Part]) -> Replaced:

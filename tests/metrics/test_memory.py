@@ -161,8 +161,9 @@ def test_backward():
     x = nn.Parameter(kib(4))
     with PeakMemory(CPU) as peak:
         x.exp().sum().backward()
-    # exp is saved, 4 KiB; its sum and the gradient of one, 4 bytes each; the sum's gradient is expanded, not copied;
-    # the gradient of x, 4 KiB, made of exp times that, while exp is alive. It stays.
+    # exp is saved, 4 KiB; its sum and the gradient of one, 4 bytes each; the sum's gradient is
+    # expanded, not copied; the gradient of x, 4 KiB, made of exp times that, while exp is alive. It
+    # stays.
     assert 8 * KIB <= rise(peak) <= 8 * KIB + 8
     assert growth(peak) == 4 * KIB
 
@@ -192,8 +193,8 @@ def test_other_threads_count():
         thread.start()
         thread.join()
         del inside
-    # Seen in this thread's next event: 3 + 2 while `inside` is still alive. The other thread's own peak, 3 + 4 + 2, is
-    # seen only if this one allocates meanwhile.
+    # Seen in this thread's next event: 3 + 2 while `inside` is still alive. The other thread's own
+    # peak, 3 + 4 + 2, is seen only if this one allocates meanwhile.
     assert growth(peak) == 2 * KIB
     assert 3 * KIB <= rise(peak) <= 9 * KIB
 

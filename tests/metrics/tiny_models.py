@@ -177,7 +177,7 @@ def add_lora(
 def linears(model: nn.Module, *within: str) -> list[str]:
     """Linears whose name holds one of `within`; all but the head without.
 
-    Not those that take no adapter: PEFT refuses Mamba2's `out_proj`, and Jamba never calls its `dt_proj`.
+    Some take no adapter: PEFT refuses Mamba2's `out_proj`, and Jamba never calls its `dt_proj`.
     """
     refused = ("lm_head", "mixer.out_proj", "mamba.out_proj", "dt_proj")
     names = [

@@ -68,7 +68,8 @@ def test_two_ranks_measure_each_kind_of_unit_once():
         ):
             assert 0 < seconds < PATIENCE
         assert layer.activation_bytes > HIDDEN
-    # Its input, the norm's and the hidden states' gradient; and the head's gradient, which the loss keeps.
+    # Its input, the norm's and the hidden states' gradient; and the head's gradient, which the loss
+    # keeps.
     assert 2 * HIDDEN + 4 * 64 * 256 <= head.activation_bytes < 5 * HIDDEN + 4 * 64 * 256
     assert 0 < result.stage_seconds < PATIENCE
     assert 0 < result.output_seconds < PATIENCE
@@ -110,7 +111,7 @@ def test_a_head_without_the_chunked_loss_has_its_products_in_the_backward():
 
 
 class Clocked:
-    """A stage whose forward takes its own seconds, and around them the more, the less alike what ran before is."""
+    """A stage whose forward takes seconds of its own, and some that depend on what ran before."""
 
     after = "a backward"
     clock = 0.0
@@ -143,7 +144,8 @@ def clocked_means() -> list[dict[str, float]]:
 
 
 def test_what_is_around_a_unit_is_taken_off_as_warm_as_it_was_there():
-    # Each unit's forward has 1 s in it that is not its own; a stage in a run, which comes after a backward, 4 s.
+    # Each unit's forward has 1 s in it that is not its own; a stage in a run, which comes after a
+    # backward, 4 s.
     for nothing, *layers in run_ranks(2, clocked_means):
         assert (nothing["around"], nothing["F"]) == (4.0, 1.0)
         assert layers == [{"F": 5.0 + 1.0}, {"F": 8.0 + 1.0}]
@@ -182,7 +184,8 @@ def test_a_run_finds_its_profile_and_another_does_not(tmp_path, monkeypatch):
     assert (layer.forward_seconds, layer.input_seconds, layer.weight_seconds) == (2.0, 4.0, 1.0)
     assert layer.split_seconds == 2.0  # 4 + 3 apart, 5 together
     assert (layer.activation_bytes, layer.state_bytes) == (1000, counted[2].state_bytes)
-    # Two stages with 0.5 s each around their three units, 0.25 s from one to the other, forwards of 2 s.
+    # Two stages with 0.5 s each around their three units, 0.25 s from one to the other, forwards of
+    # 2 s.
     timeline = predict(units, (0, 3, 6), Pipeline("1f1b", 2, 2)).timeline
     (first,) = (
         event
@@ -199,7 +202,7 @@ def test_a_run_finds_its_profile_and_another_does_not(tmp_path, monkeypatch):
 
 TIMED: dict[str, Any] = {
     "model.router_aux_loss_coef": 0.01,
-    "model.trust_remote_code": True,  # another class than transformers' own may have the same config
+    "model.trust_remote_code": True,  # another class may have the same config
     "model.sdpa_backend": "math",
     "lora.dropout": 0.1,
     "lora.kernel": "peft",
@@ -272,7 +275,7 @@ def test_a_profile_is_for_as_many_busy_processes_as_measured_it(tmp_path, monkey
 
 
 def cut_by(cfg: RunConfig) -> int:
-    """How many processes the profile had that a run is cut by, where profiles of 2 and of 3 processes are kept."""
+    """Return the processes of the profile that cuts a run, of two profiles in the cache."""
     hf, spec = build(cfg)
     keys = unit_keys(hf, spec, "1f1b")
     if dist.get_rank() == 0:

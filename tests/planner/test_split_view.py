@@ -82,7 +82,7 @@ def test_what_is_written_says_that_layers_are_whole_where_ranks_share_them(folde
 
 
 def test_other_splits_that_break_the_limit_are_marked(folder, capsys):
-    """The first of three ranks keeps most micro-batches in flight: two layers are too much for it."""
+    """Of three ranks the first keeps most micro-batches in flight, too many for two layers."""
     arguments = ["split", "tiny.yaml", "-o", "cut", "--parallel.pp=3"]
     assert cli.main([*arguments, "--parallel.memory_limit_gib=1e-5"]) == 2
     least = capsys.readouterr().err.split()[-3]
@@ -187,7 +187,7 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
                 "--training.accumulation=float32",
                 "--parallel.schedule=zbv",
             ],
-            "training.accumulation is float32, but in a pipeline with fsdp2 or a zero-bubble schedule",
+            "training.accumulation is float32, but in a pipeline with fsdp2",
         ),
         (
             ["tiny.yaml", "--nproc=3"],

@@ -199,7 +199,8 @@ def test_a_large_model_is_quick():
 
 
 def test_a_heavy_head_costs_a_uniform_split_two_fifths():
-    # 24 layers, a head worth 9 of them, 4 ranks: 6 + 9 against the head alone, with 8 layers on each other rank.
+    # 24 layers, a head worth 9 of them, 4 ranks: 6 + 9 against the head alone, with 8 layers on
+    # each other rank.
     units, pipeline = model(*[1.0] * 24, head=9.0), Pipeline("1f1b", 4, 64)
     uniform, balanced = split("uniform", units, pipeline), split("balanced", units, pipeline)
     assert max(chunk.seconds for chunk in uniform.chunks) == 2 * 15
@@ -209,7 +210,8 @@ def test_a_heavy_head_costs_a_uniform_split_two_fifths():
 
 
 def test_adapters_on_the_upper_half_gain_a_third():
-    # 32 layers of 1 + 1, the upper 16 trained, so the lower 16 are 1 + 0. Uniform 16 and 32; 16 + 4 x 2 = 12 x 2 = 24.
+    # 32 layers of 1 + 1, the upper 16 trained, so the lower 16 are 1 + 0. Uniform 16 and 32; 16 + 4
+    # x 2 = 12 x 2 = 24.
     units = [
         unit(0.0, trainable=False),
         *(unit(1.0, trainable=i >= 16) for i in range(32)),
@@ -220,7 +222,8 @@ def test_adapters_on_the_upper_half_gain_a_third():
     assert [chunk.seconds for chunk in uniform.chunks] == [16, 32]
     assert [chunk.seconds for chunk in balanced.chunks] == [24, 24]
     assert bound_seconds(units, pipeline) == 300 * 24
-    # The first rank's forward before, and its backward of the last micro-batch after the last rank's.
+    # The first rank's forward before, and its backward of the last micro-batch after the last
+    # rank's.
     assert uniform.timeline.seconds == 16 + 300 * 32
     assert uniform.timeline.seconds / balanced.timeline.seconds == pytest.approx(4 / 3, rel=0.01)
     # Where the gradient goes down to the embedding, both halves cost the same.
@@ -257,7 +260,8 @@ def test_memory_counts_what_is_in_flight():
         130 + 10,
         260 + 10,
     )
-    # ZB-V: both of a rank's chunks count; and 8 outputs of the second, and as many gradients of what came to the first.
+    # ZB-V: both of a rank's chunks count; and 8 outputs of the second, and as many gradients of
+    # what came to the first.
     assert (
         split([1, 1, 1, 1], units, Pipeline("zbv", 2, 8, 2)).memory_bytes[1] == 260 + 5 * 4 + 2 * 8
     )
