@@ -68,9 +68,8 @@ def test_flops_of_the_units_are_those_of_the_model(model, adapters, checkpointin
     step = 2 * LENGTH * hardware_flops_per_token(counts, LENGTH, 2, checkpointing)
     assert sum(unit.seconds for unit in units) == pytest.approx(step / 10.0)
     assert (len(units), source) == (len(spec.layers) + 2, COUNTED)
-    assert (
-        costs_of(cfg, hf, spec, None, 2, flops_per_second=10.0)[0] == units
-    )  # where the run has no counts
+    # Where the run has no counts.
+    assert costs_of(cfg, hf, spec, None, 2, flops_per_second=10.0)[0] == units
 
 
 def test_a_frozen_weight_has_no_gradient_and_the_chunked_loss_takes_its_own_in_the_forward():
@@ -105,9 +104,8 @@ def test_a_layer_computed_again_keeps_its_input_and_costs_its_forward_once_more(
     operators = costs(config(tiny("llama"), training={"checkpointing": "operators"}))
     assert again[1].activation_bytes < operators[1].activation_bytes < kept[1].activation_bytes
     half = costs(config(tiny("llama"), training={"precision": "bfloat16"}))
-    weights = (
-        2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172
-    )  # autocast keeps its copies for the backward
+    # Autocast keeps its copies for the backward.
+    weights = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172
     assert half[1].activation_bytes == kept[1].activation_bytes // 2 + 2 * weights
 
 
@@ -147,9 +145,8 @@ def test_gradients_below_what_is_trained(schedule):
     units = costs(config(tiny("llama"), adapters, schedule=schedule))
     assert [unit.trainable for unit in units] == [False, False, False, True, False, False]
     below = [unit.input_seconds > 0 for unit in units[1:3]]
-    assert (
-        below == [schedule != "1f1b"] * 2
-    )  # a zero-bubble schedule takes the gradient down to the embedding
+    # A zero-bubble schedule takes the gradient down to the embedding.
+    assert below == [schedule != "1f1b"] * 2
     assert units[4].input_seconds > units[4].forward_seconds  # its attention's backward
 
 

@@ -201,9 +201,8 @@ def test_other_threads_count():
 
 def _fsdp2_steps() -> tuple[list[int], int, int]:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-    )  # 16 KiB each
+    # 16 KiB each.
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     mesh = init_device_mesh("cpu", (2,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -212,9 +211,8 @@ def _fsdp2_steps() -> tuple[list[int], int, int]:
     model(x).sum().backward()
     model.zero_grad()
     with torch.no_grad():
-        model(
-            x
-        )  # the last layer's weights stay gathered: the next block begins with memory that it frees
+        # The last layer's weights stay gathered: the next block begins with memory that it frees.
+        model(x)
     mistakes, weights = [], tensor_bytes(model.parameters())
     for _ in range(2):
         with PeakMemory(CPU) as peak:

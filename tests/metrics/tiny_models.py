@@ -168,9 +168,8 @@ def add_lora(
         **options,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # qwen3_next: PEFT takes dense linears for experts, and says so
+        # With qwen3_next PEFT takes dense linears for experts, and says so.
+        warnings.simplefilter("ignore", RuntimeWarning)
         inject_adapter_in_model(config, model, low_cpu_mem_usage=model.device.type == "meta")
 
 

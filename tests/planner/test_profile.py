@@ -86,10 +86,8 @@ def test_what_needs_no_backward_has_none_and_a_layer_computed_again_keeps_its_in
     assert (frozen.backward_seconds, frozen.activation_bytes) == (0.0, 0)
     assert frozen.forward_seconds > 0
     assert lowest.backward_seconds > 0
-    assert (lowest.input_seconds, lowest.weight_seconds) == (
-        0.0,
-        0.0,
-    )  # its input needs no gradient
+    # Its input needs no gradient.
+    assert (lowest.input_seconds, lowest.weight_seconds) == (0.0, 0.0)
     assert above.input_seconds > 0
     # Beside the input: where each token stands, and so on; nothing of the size of a hidden state.
     assert HIDDEN <= above.activation_bytes < 1.7 * HIDDEN
@@ -98,9 +96,8 @@ def test_what_needs_no_backward_has_none_and_a_layer_computed_again_keeps_its_in
 
 def test_a_head_without_the_chunked_loss_has_its_products_in_the_backward():
     cfg = config(tiny("llama"), training={"loss": "plain"})
-    for _ in range(
-        10
-    ):  # one of three rounds may be disturbed by another process, but not always the same
+    # One of three rounds may be disturbed by another process, but not always the same.
+    for _ in range(10):
         ((result, keys),) = run_ranks(1, measured, cfg)
         head = result.units[keys[-1]]
         if head.backward_seconds > 0.3 * (head.input_seconds + head.weight_seconds):

@@ -61,9 +61,8 @@ def test_costs_are_counted_where_nothing_is_measured(folder, capsys):
         "rank",
         "-o",
     ]
-    assert re.fullmatch(
-        r"  rank 1  ·[█▒·]+ +\d+\.\d% idle", chart[5]
-    )  # waits for rank 0's first forward
+    # Waits for rank 0's first forward.
+    assert re.fullmatch(r"  rank 1  ·[█▒·]+ +\d+\.\d% idle", chart[5])
     assert chart[6] == "-o DIR draws it, and writes it for Perfetto"
     assert "\x1b" not in told  # plain in a pipe
     assert "over the limit" not in told
@@ -142,9 +141,8 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
         for e in json.loads((folder / "cut" / "trace.json").read_text())["traceEvents"][:1]
     ]
     assert names == ["uniform"]
-    assert (
-        cli.main(["split", "tiny.yaml", "--parallel.split=[1, 3]"]) == 0
-    )  # found again, for another split
+    # Found again, for another split.
+    assert cli.main(["split", "tiny.yaml", "--parallel.split=[1, 3]"]) == 0
     told = capsys.readouterr().out
     assert f"costs: profile {kept.stem}" in told
     assert "split given" in told

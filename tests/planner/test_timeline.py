@@ -53,18 +53,12 @@ def _events(length: float, begin: float = 10.0) -> list[Event]:
 def _median() -> tuple[Timeline | None, Timeline | None, Timeline | None]:
     recorder = Recorder(warmup_steps=1)
     nothing = recorder.median_step()
-    for length in (
-        100.0,
-        3.0,
-        1.0,
-        4.0,
-        2.0,
-    ):  # the first is of the warm-up; of the others 2 is the lower median
+    # The first is of the warm-up; of the others 2 is the lower median.
+    for length in (100.0, 3.0, 1.0, 4.0, 2.0):
         recorder.step(_events(length))
     median = recorder.median_step()
-    for length in range(
-        5, 5 + MOST_STEPS - 1
-    ):  # with the 2 that makes 50, of which the 25th is a 28
+    # With the 2 that makes 50, of which the 25th is a 28.
+    for length in range(5, 5 + MOST_STEPS - 1):
         recorder.step(_events(float(length)))
     return nothing, median, recorder.median_step()
 
