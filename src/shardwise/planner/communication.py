@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-import torch
-
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import num_microbatches
+from shardwise.models.dtypes import hidden_dtype
 from shardwise.planner.share import Chunk, Share, Weight
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, shard_axis, units_of
 
@@ -49,24 +48,17 @@ class Step:
     share: Share
     sizes: Mapping[str, int]
     """Ranks along each axis of the mesh."""
+    num_microbatches: int
+    num_tokens: int
+    """Tokens of a micro-batch."""
     num_targets: int
     """Tokens with a label, in all micro-batches of the rank."""
 
     @property
-    def num_microbatches(self) -> int:
-        """Micro-batches of the rank."""
-        return num_microbatches(self.cfg, prod(self.sizes.values()))
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.cfg.training.micro_batch_size * self.cfg.data.sequence_length
-
-    @property
     def hidden_bytes(self) -> int:
-        """Bytes of a micro-batch's hidden states [B, T, D]."""
+        """The bytes of a micro-batch's hidden states [B, T, D]."""
         width = self.share.chunks[0].spec.hidden_size
-        return self.num_tokens * width * getattr(torch, self.cfg.model.dtype).itemsize
+        return self.num_tokens * width * hidden_dtype(self.cfg).itemsize
 
 
 def messages_of_step(
@@ -76,9 +68,11 @@ def messages_of_step(
 
     `num_targets`: tokens with a label, in all micro-batches of the rank; by default all tokens.
     """
-    step = Step(cfg, share, run.sizes, num_targets or 0)
+    m = num_microbatches(cfg, prod(run.sizes.values()))
+    num_tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
     if num_targets is None:
-        step = Step(cfg, share, run.sizes, step.num_microbatches * step.num_tokens)
+        num_targets = m * num_tokens
+    step = Step(cfg, share, run.sizes, m, num_tokens, num_targets)
     formulas = [_numbers, _pipeline, _tensor]
     if cfg.parallel.data != "single":
         formulas.append(DATA_FORMULAS[cfg.parallel.data])
@@ -118,10 +112,10 @@ def _numbers(step: Step) -> Iterator[Messages]:
     data = shard_axis(step.cfg)
     axis_sets: set[tuple[str, ...]] = set()
     for chunk in step.share.chunks:
-        whole = left_whole(step.cfg, chunk, step.sizes[data])
+        unsharded = left_whole(step.cfg, chunk, step.sizes[data])
         for weight in chunk.weights:
             if weight.is_trained:
-                axes = [] if weight in whole else [data]
+                axes = [] if weight in unsharded else [data]
                 if weight.tp_dim is not None:
                     axes.append("tp")
                 axis_sets.add(tuple(axes))
@@ -142,13 +136,13 @@ def _zero(step: Step) -> Iterator[Messages]:
     the all-gather of the updated weights.
     """
     n = step.sizes["dp_replicate"]
-    whole = [weight for weight in step.share.trained if weight.shard_dim(n) is None]
-    sharded = [weight for weight in step.share.trained if weight not in whole]
+    unsharded = [weight for weight in step.share.trained if weight.shard_dim(n) is None]
+    sharded = [weight for weight in step.share.trained if weight not in unsharded]
     times = 1 if step.cfg.parallel.data == "zero1" else step.num_microbatches
     yield Messages("reduce-scatter", "dp_replicate", times, times * _float32_bytes(sharded, n))
     yield Messages("all-gather", "dp_replicate", 1, _weight_bytes(sharded, n))
-    if whole:
-        yield Messages("all-reduce", "dp_replicate", 1, _float32_bytes(whole))
+    if unsharded:
+        yield Messages("all-reduce", "dp_replicate", 1, _float32_bytes(unsharded))
 
 
 def _fsdp1(step: Step) -> Iterator[Messages]:
@@ -168,8 +162,8 @@ def _fsdp1(step: Step) -> Iterator[Messages]:
             yield Messages("all-gather", "dp_shard", gathers, gathers * num_bytes)
             if any(weight.is_trained for weight in weights):
                 yield Messages("reduce-scatter", "dp_shard", m, m * 4 * numel)
-    if whole := [weight for weight in left_whole(step.cfg, chunk, n) if weight.is_trained]:
-        yield Messages("all-reduce", "dp_shard", 1, _float32_bytes(whole))
+    if trained := [weight for weight in left_whole(step.cfg, chunk, n) if weight.is_trained]:
+        yield Messages("all-reduce", "dp_shard", 1, _float32_bytes(trained))
 
 
 def _fsdp2(step: Step) -> Iterator[Messages]:
@@ -182,18 +176,18 @@ def _fsdp2(step: Step) -> Iterator[Messages]:
     n, m = step.sizes["dp_shard"], step.num_microbatches
     times = 1 if step.sizes["pp"] > 1 else m
     for chunk in step.share.chunks:
-        whole = left_whole(step.cfg, chunk, n)
+        unsharded = left_whole(step.cfg, chunk, n)
         for unit in units_of(chunk, "fsdp2"):
             is_freed = step.cfg.parallel.reshard_after_forward and not unit.is_kept
             gathers = times + m if is_freed else times
-            sharded = [weight for weight in unit.weights if weight not in whole]
+            sharded = [weight for weight in unit.weights if weight not in unsharded]
             num_bytes = _weight_bytes(sharded, n)
             yield Messages("all-gather", "dp_shard", gathers, gathers * num_bytes)
             if trained := [weight for weight in sharded if weight.is_trained]:
                 num_bytes = _float32_bytes(trained, n)
                 yield Messages("reduce-scatter", "dp_shard", times, times * num_bytes)
                 yield Messages("all-reduce", "dp_replicate", 1, num_bytes // n)
-        if trained := [weight for weight in whole if weight.is_trained]:
+        if trained := [weight for weight in unsharded if weight.is_trained]:
             for axis in ("dp_replicate", "dp_shard"):
                 yield Messages("all-reduce", axis, 1, _float32_bytes(trained))
 

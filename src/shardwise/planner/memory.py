@@ -28,14 +28,14 @@ def state_bytes(
     num_shards, rank = sizes[axis], coordinates[axis]
     total = Counter[str]({"weights": 0, "gradients": 0, "optimizer": 0})
     for chunk in share.chunks:
-        whole = left_whole(cfg, chunk, num_shards)
-        for weight in whole:
+        unsharded = left_whole(cfg, chunk, num_shards)
+        for weight in unsharded:
             _add(total, cfg, weight, weight.numel, weight.numel, weight.numel)
         if cfg.parallel.data == "fsdp1":
             _add_flat(total, cfg, chunk, num_shards, rank)
         else:
             for weight in chunk.weights:
-                if weight not in whole:
+                if weight not in unsharded:
                     _add_sharded(total, cfg, weight, num_shards, rank)
     return dict(total)
 
@@ -73,9 +73,9 @@ def _add_flat(
             if any(weight.is_trained for weight in weights):
                 total["gradients"] += gradient_bytes(cfg, piece, itemsize)
             for weight, (start, end) in zip(weights, spans, strict=True):
-                held = max(0, min(end, (rank + 1) * piece) - max(start, rank * piece))
+                overlap = min(end, (rank + 1) * piece) - max(start, rank * piece)
                 if weight.is_trained:
-                    total["optimizer"] += optimizer_bytes(cfg, held * itemsize)
+                    total["optimizer"] += optimizer_bytes(cfg, max(0, overlap) * itemsize)
 
 
 def _add(

@@ -205,8 +205,8 @@ class _Bench:
         start = self.now()
         if not (halves and self.needs_input_gradient[place]):
             # Given a tuple without gradients, torch would take it that there is nothing to do.
-            whole = outputs[0] if stage.spec.last else outputs
-            _backward.stage_backward(whole, gradients, [carried])
+            output_or_outputs = outputs[0] if stage.spec.last else outputs
+            _backward.stage_backward(output_or_outputs, gradients, [carried])
             self.seconds[place, "B"].append(self.now() - start)
             return
         with stage.backward_half.running("input"):

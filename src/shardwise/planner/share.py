@@ -144,7 +144,8 @@ def share_of(
         receives = not chunk.spec.first and pipeline.rank_of(index - 1) != rank
         sends = not chunk.spec.last and pipeline.rank_of(index + 1) != rank
         chunks.append(replace(chunk, receives=receives, sends=sends))
-        weights = [weight for weight in weights if weight not in chunk.weights]
+        taken = set(chunk.weights)
+        weights = [weight for weight in weights if weight not in taken]
     return Share(tuple(chunks), _tied(run.spec, chunks))
 
 
@@ -199,15 +200,15 @@ def _chunk(
     high: int,
 ) -> Chunk:
     """Return the chunk of units[low:high], as if no other rank had a part of the model."""
-    whole, head = run.spec, counts.units[-1]
+    model, head = run.spec, counts.units[-1]
     is_first, is_last = low == 0, high == len(counts.units)
-    layers = whole.layers[max(low - 1, 0) : high - 1]
-    spec = replace(whole, layers=layers, first=is_first, last=is_last)
-    foreign = tuple(f"{path}." for path in _foreign(whole, spec))
+    layers = model.layers[max(low - 1, 0) : high - 1]
+    spec = replace(model, layers=layers, first=is_first, last=is_last)
+    foreign = tuple(f"{path}." for path in _foreign(model, spec))
     blocks: list[Block] = []
     if cfg.parallel.tp > 1:
         for layer in layers:
-            unit = counts.units[1 + whole.layers.index(layer)]
+            unit = counts.units[1 + model.layers.index(layer)]
             blocks += _blocks(run, layer, unit, cfg.parallel.tp)
     return Chunk(
         spec=spec,
@@ -218,15 +219,15 @@ def _chunk(
     )
 
 
-def _foreign(whole: ModelSpec, stage: ModelSpec) -> Iterator[str]:
+def _foreign(model: ModelSpec, stage: ModelSpec) -> Iterator[str]:
     """Yield the modules that a stage leaves to others."""
-    yield from (layer.name for layer in whole.layers if layer not in stage.layers)
-    if not stage.first and not (stage.last and whole.tied):
-        yield whole.embed
-    if not stage.first and whole.positions is not None:
-        yield whole.positions
+    yield from (layer.name for layer in model.layers if layer not in stage.layers)
+    if not stage.first and not (stage.last and model.tied):
+        yield model.embed
+    if not stage.first and model.positions is not None:
+        yield model.positions
     if not stage.last:
-        yield from (whole.norm, whole.head)
+        yield from (model.norm, model.head)
 
 
 def _blocks(

@@ -1,4 +1,4 @@
-"""What fully sharded data parallelism gathers together: the units of a chunk, and their weights."""
+"""The units of a chunk that fully sharded data parallelism gathers together, and their weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Unit:
 
     weights: tuple[Weight, ...]
     is_kept: bool
-    """Whether it stays gathered between forward and backward, since it is the last one of both."""
+    """Whether it stays gathered from the forward to the backward, which follows at once."""
 
     @property
     def trained(self) -> tuple[Weight, ...]:
-        """Those that the optimizer updates."""
+        """The weights that the optimizer updates."""
         return tuple(weight for weight in self.weights if weight.is_trained)
 
 
@@ -45,7 +45,7 @@ def units_of(chunk: Chunk, data: Literal["fsdp1", "fsdp2"]) -> list[Unit]:
     for path in paths:
         is_kept = has_ends and path is paths[-1]
         weights = tuple(weight for weight in left if weight.name.startswith(path))
-        left = [weight for weight in left if weight not in weights]
+        left = [weight for weight in left if not weight.name.startswith(path)]
         units.append(Unit(weights, is_kept))
     units.append(Unit(tuple(left), is_kept=spec.tied or data == "fsdp1"))
     return [unit for unit in units if unit.weights]
@@ -56,21 +56,22 @@ def shard_axis(cfg: RunConfig) -> str:
     return "dp_replicate" if cfg.parallel.data in ("zero1", "zero2") else "dp_shard"
 
 
-def left_whole(cfg: RunConfig, chunk: Chunk, num_shards: int) -> list[Weight]:
+def left_whole(cfg: RunConfig, chunk: Chunk, num_shards: int) -> frozenset[Weight]:
     """Return the weights of which every data rank holds all, with their gradients and states.
 
     Where weights are sharded at all, they are those that have no dim to shard (see
     fsdp2.left_whole) and, as a collective has one dtype, those of an odd one.
     """
     if cfg.parallel.data in ("single", "ddp"):
-        return list(chunk.weights)
+        return frozenset(chunk.weights)
     if cfg.parallel.data == "fsdp1":
         units = units_of(chunk, "fsdp1")
         flat = [f for unit in units for f in flat_parameters(unit, cfg.parallel.fsdp1_wrap)]
-        return [weight for weight in chunk.weights if not any(weight in f for f in flat)]
-    trained = [weight for weight in chunk.weights if weight.is_trained]
-    odd = _odd_dtype(trained) if cfg.parallel.data == "fsdp2" else []
-    return [w for w in chunk.weights if w in odd or w.shard_dim(num_shards) is None]
+        return frozenset(chunk.weights).difference(*flat)
+    undivided = {weight for weight in chunk.weights if weight.shard_dim(num_shards) is None}
+    if cfg.parallel.data == "fsdp2":
+        undivided |= _odd_dtype([weight for weight in chunk.weights if weight.is_trained])
+    return frozenset(undivided)
 
 
 def flat_parameters(unit: Unit, wrap: Literal["separate", "naive"]) -> list[tuple[Weight, ...]]:
@@ -81,7 +82,12 @@ def flat_parameters(unit: Unit, wrap: Literal["separate", "naive"]) -> list[tupl
     """
     frozen = tuple(weight for weight in unit.weights if not weight.is_trained)
     groups = [unit.trained, frozen] if wrap == "separate" else [unit.weights]
-    return [tuple(w for w in group if w not in _odd_dtype(group)) for group in groups if group]
+    return [_of_one_dtype(group) for group in groups if group]
+
+
+def _of_one_dtype(weights: Sequence[Weight]) -> tuple[Weight, ...]:
+    odd = _odd_dtype(weights)
+    return tuple(weight for weight in weights if weight not in odd)
 
 
 def flat_spans(weights: Sequence[Weight]) -> list[tuple[int, int]]:
@@ -95,9 +101,9 @@ def flat_spans(weights: Sequence[Weight]) -> list[tuple[int, int]]:
     return spans
 
 
-def _odd_dtype(weights: Sequence[Weight]) -> list[Weight]:
+def _odd_dtype(weights: Sequence[Weight]) -> set[Weight]:
     """Return the weights of another dtype than most of the elements have."""
     numels = Counter[int]()
     for weight in weights:
         numels[weight.itemsize] += weight.numel
-    return [w for w in weights if w.itemsize != numels.most_common(1)[0][0]]
+    return {w for w in weights if w.itemsize != numels.most_common(1)[0][0]}
