@@ -66,6 +66,16 @@ CELLS = [
     ),
     *(cell("llama", layout, mode, processes(layout)) for layout, mode in TOGETHER.items()),
     cell("llama", "fsdp1", "lora", 2, "naive"),
+    # With adapters in the upper layers only, the backward ends there.
+    *(cell("llama", layout, "lora", 2, "upper") for layout in ("tp", "tp-sp", "fsdp2", "pp")),
+    cell("llama", "fsdp2", "full", 2, "keep-gathered"),
+    # A recomputation repeats what its forward sends, except after its last product, which a norm
+    # follows in olmo2. Autocast halves what blocks return, unless experts are added up.
+    *(cell("llama", "tp-sp", mode, 2, "checkpointing") for mode in ("lora", "full")),
+    cell("llama", "tp", "full", 2, "operators"),
+    cell("olmo2", "tp", "full", 2, "checkpointing"),
+    cell("llama", "tp-sp", "full", 2, "bfloat16"),
+    cell("jamba", "tp", "lora", 2, "bfloat16"),
     # A recurrent layer's block sends what an attention layer's does: nothing is summed for its
     # states, gates or norms.
     *(

@@ -12,7 +12,7 @@ from shardwise.assembly.optimizer import STATES
 from shardwise.assembly.profiles import path_of, read, unit_keys, with_measured
 from shardwise.config import RunConfig
 from shardwise.layouts import HALVING, V_SHAPED
-from shardwise.metrics.flops import unit_flops_per_token
+from shardwise.metrics.flops import is_rerun, unit_flops_per_token
 from shardwise.models.counts import ModelCounts, Unit, Weight, count_model, unit_modules
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.spec import ModelSpec
@@ -195,14 +195,13 @@ def _kept_bytes(cfg: RunConfig, hf: PreTrainedModel, unit: Unit) -> int:
             return 2 * hidden + 4 * tokens * hf.config.vocab_size
         gradient = weight.numel if weight.trainable else 0
         return hidden + 4 * (tokens * hf.config.hidden_size + gradient)
-    rerun = cfg.training.checkpointing
-    if rerun == "full" or (isinstance(rerun, list) and unit.kind in rerun):
+    if is_rerun(unit, cfg.training.checkpointing):
         return hidden
     is_autocast = cfg.training.precision != "float32"
     itemsize = 2 if is_autocast else hidden_dtype(cfg).itemsize
     elements = [_elements(hf, weight) for weight in unit.weights]
     outputs = sum(num_out for _, num_out in elements) * tokens * itemsize
-    if rerun == "operators":
+    if cfg.training.checkpointing == "operators":
         return int(hidden + outputs)
     kept = sum(num_in for num_in, _ in elements) * tokens * itemsize + outputs
     if is_autocast and cfg.model.dtype == "float32":

@@ -5,9 +5,8 @@ few numbers of a step are summed in float32, weights are gathered in their own d
 those of the tensors that a collective is given; `bytes_leaving` says what a ring sends of them.
 
 Numbers of calls are exact as long as gradients that are summed together fit in one bucket (25 MiB
-under zero and ddp, whose first one has 1 MiB). The loss is the chunked one. Autocast halves the
-messages within and between blocks of `tp`, and checkpointing repeats those of the forward; neither
-is counted. tests/parallel/test_communication.py counts the collectives of real steps.
+under zero and ddp, whose first one has 1 MiB). The loss is the chunked one.
+tests/parallel/test_communication.py counts the collectives of real steps.
 """
 
 from __future__ import annotations
@@ -55,10 +54,14 @@ class Step:
     """Tokens with a label, in all micro-batches of the rank."""
 
     @property
+    def hidden_numel(self) -> int:
+        """The elements of a micro-batch's hidden states [B, T, D]."""
+        return self.num_tokens * self.share.chunks[0].spec.hidden_size
+
+    @property
     def hidden_bytes(self) -> int:
-        """The bytes of a micro-batch's hidden states [B, T, D]."""
-        width = self.share.chunks[0].spec.hidden_size
-        return self.num_tokens * width * hidden_dtype(self.cfg).itemsize
+        """Their bytes between blocks."""
+        return self.hidden_numel * hidden_dtype(self.cfg).itemsize
 
 
 def messages_of_step(
@@ -170,21 +173,28 @@ def _fsdp2(step: Step) -> Iterator[Messages]:
     """Yield, per micro-batch and unit, an all-gather for the forward, another one for the backward,
     and the reduce-scatter of trained gradients, whose shards are summed over replicas once a step.
 
-    In a pipeline gradients are reduce-scattered once a step, and a backward leaves the weights
-    gathered for what comes next: they are gathered at first, and after every forward.
+    The backward ends at the lowest unit with something trained, and has gathered the unit below it
+    ahead. In a pipeline gradients are reduce-scattered once a step, and a backward leaves the
+    weights gathered for what comes next: they are gathered at first, and after every forward.
     """
     n, m = step.sizes["dp_shard"], step.num_microbatches
-    times = 1 if step.sizes["pp"] > 1 else m
+    in_pipeline = step.sizes["pp"] > 1
     for chunk in step.share.chunks:
         unsharded = left_whole(step.cfg, chunk, n)
-        for unit in units_of(chunk, "fsdp2"):
+        units = units_of(chunk, "fsdp2")
+        lowest = 0
+        if not chunk.needs_input_gradient:
+            lowest = next((i for i, unit in enumerate(units) if unit.trained), len(units) + 1)
+        for i, unit in enumerate(units):
             is_freed = step.cfg.parallel.reshard_after_forward and not unit.is_kept
-            gathers = times + m if is_freed else times
+            backward_gathers = m if is_freed and i >= lowest - 1 else 0
+            stays_gathered = in_pipeline and (backward_gathers or not is_freed)
+            gathers = (1 if stays_gathered else m) + backward_gathers
             sharded = [weight for weight in unit.weights if weight not in unsharded]
             num_bytes = _weight_bytes(sharded, n)
             yield Messages("all-gather", "dp_shard", gathers, gathers * num_bytes)
             if trained := [weight for weight in sharded if weight.is_trained]:
-                num_bytes = _float32_bytes(trained, n)
+                times, num_bytes = 1 if in_pipeline else m, _float32_bytes(trained, n)
                 yield Messages("reduce-scatter", "dp_shard", times, times * num_bytes)
                 yield Messages("all-reduce", "dp_replicate", 1, num_bytes // n)
         if trained := [weight for weight in unsharded if weight.is_trained]:
@@ -195,26 +205,20 @@ def _fsdp2(step: Step) -> Iterator[Messages]:
 def _tensor(step: Step) -> Iterator[Messages]:
     """Yield what tensor parallelism sends per micro-batch, and its gradients once a step.
 
-    Each of these moves BTD: the sum of the embedding's rows; per block the sum of its output and,
-    in the backward, of its input's gradient; the sum of the gradient of the head's input. With
-    sequence parallelism a block's sums become reduce-scatters, and an all-gather comes before the
-    block and before the backward of what follows it; one more all-gather comes at the end of a
-    stage, and one in the backward of its start.
-
-    Besides, some blocks sum a few numbers per token within, and the loss sums three numbers per
-    target: the largest logit, then the sum of exponentials with the target's logit. Once a step
-    gradients are summed of which each rank has a partial sum, and those of rows that several ranks
-    hold, segment by segment.
+    Besides `_moves`, some blocks sum a few numbers per token within, and the loss sums three
+    numbers per target: the largest logit, then the sum of exponentials with the target's logit.
+    Once a step gradients are summed of which each rank has a partial sum, and those of rows that
+    several ranks hold, segment by segment.
     """
     m, n = step.num_microbatches, step.sizes["dp_shard"]
     for chunk in step.share.chunks:
-        for kind, number in _tensor_moves(chunk, step.cfg.parallel.sequence_parallel).items():
-            yield Messages(kind, "tp", m * number, m * number * step.hidden_bytes)
+        moves = _moves_with_tokens if step.cfg.parallel.sequence_parallel else _moves
+        for kind, number, itemsize in moves(chunk, hidden_dtype(step.cfg).itemsize):
+            yield Messages(kind, "tp", m * number, m * number * step.hidden_numel * itemsize)
         for block in chunk.blocks:
-            times = m * (1 + block.has_backward)
-            for numbers in block.numbers_within:
-                num_bytes = times * step.num_tokens * numbers * 4
-                yield Messages("all-reduce", "tp", times, num_bytes)
+            times = m * (1 + block.has_backward + block.is_rerun)
+            for num_bytes in block.bytes_within:
+                yield Messages("all-reduce", "tp", times, times * step.num_tokens * num_bytes)
         if chunk.spec.last:
             yield Messages("all-reduce", "tp", 2 * m, step.num_targets * 3 * 4)
     if partial := [weight for weight in step.share.trained if weight.has_partial_gradient]:
@@ -224,21 +228,39 @@ def _tensor(step: Step) -> Iterator[Messages]:
             yield Messages("all-reduce", "tp", 1, 4 * numel // n)
 
 
-def _tensor_moves(chunk: Chunk, sequence_parallel: bool) -> Counter[Kind]:
-    """Return how often a micro-batch's hidden states are moved, by kind."""
-    moves = Counter[Kind]({"all-reduce": int(chunk.spec.first)})
-    sharded = [block for block in chunk.blocks if block.is_sharded]
-    sums = len(sharded) + sum(block.needs_input_gradient for block in sharded)
-    if chunk.spec.last:
-        sums += chunk.needs_head_gradient
-    if not sequence_parallel:
-        moves["all-reduce"] += sums
-        return moves
-    moves["reduce-scatter"] += sums
-    moves["all-gather"] += sum(1 + block.has_backward for block in chunk.blocks)
+Moves = Iterator[tuple[Kind, int, int]]
+"""Kind and number of a micro-batch's messages [B, T, D], and bytes of an element."""
+
+
+def _moves(chunk: Chunk, itemsize: int) -> Moves:
+    """Yield the sums of the embedding's rows, of each block's output and, in the backward, of its
+    input's gradient, and of the gradient of the head's input.
+    """
+    yield "all-reduce", int(chunk.spec.first), itemsize
+    for block in chunk.blocks:
+        if block.is_sharded:
+            yield "all-reduce", 1 + block.reruns_output, block.output_itemsize
+            yield "all-reduce", int(block.needs_input_gradient), itemsize
+    yield "all-reduce", int(chunk.needs_head_gradient), itemsize
+
+
+def _moves_with_tokens(chunk: Chunk, itemsize: int) -> Moves:
+    """Yield the moves of sequence parallelism, where ranks have their tokens between blocks.
+
+    The sums of `_moves` around blocks and head are reduce-scatters. An all-gather comes before each
+    block and, in the backward, before what follows it. One more comes at the end of a stage, or
+    before the head, and one in the backward of a stage's start.
+    """
+    yield "all-reduce", int(chunk.spec.first), itemsize
+    for block in chunk.blocks:
+        yield "all-gather", 1 + block.is_rerun, itemsize
+        yield "all-gather", int(block.has_backward), block.output_itemsize
+        if block.is_sharded:
+            yield "reduce-scatter", 1 + block.reruns_output, block.output_itemsize
+            yield "reduce-scatter", int(block.needs_input_gradient), itemsize
+    yield "reduce-scatter", int(chunk.needs_head_gradient), itemsize
     if chunk.spec.layers or chunk.spec.last:
-        moves["all-gather"] += 1 + chunk.needs_input_gradient
-    return moves
+        yield "all-gather", 1 + chunk.needs_input_gradient, itemsize
 
 
 def _pipeline(step: Step) -> Iterator[Messages]:

@@ -16,8 +16,10 @@ from torch import nn
 from shardwise.assembly.costs import with_gradients
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
+from shardwise.metrics.flops import is_rerun
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.counts import Unit as CountedUnit
+from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut, unwrapped
 from shardwise.models.tensor_plan import cuts_of, split_blocks
@@ -79,8 +81,14 @@ class Block:
     """Whether each rank computes a partial sum of its output; otherwise all of it."""
     needs_input_gradient: bool
     has_backward: bool
-    numbers_within: tuple[int, ...]
-    """Numbers per token of each sum over ranks that lies within the block."""
+    is_rerun: bool
+    """Whether the backward runs its forward again."""
+    reruns_output: bool
+    """Whether that includes the sum of its output, as something after it in the layer runs too."""
+    output_itemsize: int
+    """Bytes of an element of its output, which autocast halves unless experts are added up."""
+    bytes_within: tuple[int, ...]
+    """Bytes per token of each sum over ranks that lies within the block."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +217,7 @@ def _chunk(
     if cfg.parallel.tp > 1:
         for layer in layers:
             unit = counts.units[1 + model.layers.index(layer)]
-            blocks += _blocks(run, layer, unit, cfg.parallel.tp)
+            blocks += _blocks(cfg, run, layer, unit)
     return Chunk(
         spec=spec,
         weights=tuple(weight for weight in weights if not weight.name.startswith(foreign)),
@@ -231,27 +239,43 @@ def _foreign(model: ModelSpec, stage: ModelSpec) -> Iterator[str]:
 
 
 def _blocks(
-    run: Description, layer: LayerSpec, unit: CountedUnit, num_ranks: int
+    cfg: RunConfig, run: Description, layer: LayerSpec, unit: CountedUnit
 ) -> Iterator[Block]:
-    for path, split in split_blocks(run.hf, layer, num_ranks).items():
+    splits = split_blocks(run.hf, layer, cfg.parallel.tp)
+    # `operators` saves what comes out of products, but nothing of a collective.
+    mode = cfg.training.checkpointing
+    reruns_layer = is_rerun(unit, "full" if mode == "operators" else mode)
+    product_dtype = autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
+    kinds = [block.kind for block in layer.blocks]
+    norm_after = f"{layer.name}.{layer.norms.after}."
+    ends_with_norm = any(name.startswith(norm_after) for name, _ in run.hf.named_parameters())
+    for kind, (path, split) in zip(kinds, splits.items(), strict=True):
+        output_dtype = hidden_dtype(cfg) if kind.experts else product_dtype
         prefix = f"{layer.name}.{path}."
         module = run.hf.get_submodule(prefix.removesuffix("."))
         products = [weight for weight in unit.weights if weight.name.startswith(prefix)]
         # What meets the input first has an input gradient only where the input has one.
         needs_input_gradient = all(weight.input_gradient for weight in products)
         is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        is_last = path == [*splits][-1]
         yield Block(
             is_sharded=split is not None,
             needs_input_gradient=needs_input_gradient,
             has_backward=needs_input_gradient or is_trained,
-            numbers_within=() if split is None else tuple(_numbers_within(module, split)),
+            is_rerun=reruns_layer,
+            # A recomputation ends with the last tensor that the backward needs.
+            reruns_output=reruns_layer and (not is_last or ends_with_norm),
+            output_itemsize=output_dtype.itemsize,
+            bytes_within=tuple(_bytes_within(module, split, product_dtype.itemsize)),
         )
 
 
-def _numbers_within(module: nn.Module, split: BlockSplit) -> Iterator[int]:
-    """Yield the numbers per token of each sum within a block: squares of norms, whole outputs."""
-    yield from (split.norm_groups for _ in split.norms)
-    yield from (unwrapped(module.get_submodule(name)).out_features for name in split.summed)
+def _bytes_within(module: nn.Module, split: BlockSplit | None, itemsize: int) -> Iterator[int]:
+    """Yield the bytes per token of each sum within a block: of squares, or of a linear's output."""
+    if split is not None:
+        yield from (4 * split.norm_groups for _ in split.norms)
+        for name in split.summed:
+            yield itemsize * unwrapped(module.get_submodule(name)).out_features
 
 
 def _tied(spec: ModelSpec, chunks: Iterable[Chunk]) -> Weight | None:
