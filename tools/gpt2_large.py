@@ -2,8 +2,8 @@
 
     python tools/gpt2_large.py [--out results/gpt2-large]
 
-States are exact: each of configs/gpt2-large/*.yaml is built as a run builds it, all strategies applied, on `meta` and
-in a process group that is only pretended; then gradients are set, AdamW does a step, and what rank 0 holds is counted.
+States are those of shardwise.planner.memory for rank 0 of each of configs/gpt2-large/*.yaml.
+tests/integration/test_gpt2_large.py compares them, on a small model, with what real ranks hold.
 
 The peak is predicted, and was not measured at this size: the most of five moments of a step on a GPU, each the states
 that are there and what lies beside them. B rows of T tokens, D wide, L layers, F = 4 D, V tokens, t = tp.
@@ -36,24 +36,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from shardwise.assembly import build
+from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig
 from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES
+from shardwise.layouts import AXES
 from shardwise.metrics.hardware import environment
-from shardwise.metrics.memory import state_bytes
 from shardwise.models.load import read_config
-from shardwise.parallel.mesh import build_mesh
+from shardwise.planner.memory import state_bytes
+from shardwise.planner.share import share_of
 from shardwise.run_file import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -95,25 +89,9 @@ def row_of(layout: str, rows: int) -> dict[str, Any]:
 
 
 def states_of(cfg: RunConfig, world_size: int) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer that rank 0 of a run holds after a step's update."""
-    with pretended(world_size):
-        mesh = replace(build_mesh(cfg, torch.device("cpu")), device=torch.device("meta"))
-        with mock.patch.object(build, "_fill_part"):  # there is nothing to fill
-            job = build.build(cfg, mesh)
-        for parameter in job.trainable():
-            parameter.grad = torch.empty_like(parameter)
-        job.optimizer.step()
-        return state_bytes(job.pm.stored(), job.optimizer)
-
-
-@contextmanager
-def pretended(world_size: int) -> Generator[None]:
-    """In here this process is rank 0 of so many, and whatever it sends goes nowhere."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    """Return the bytes of weights, gradients and optimizer that rank 0 of a run holds."""
+    run, first = describe(cfg, world_size), dict.fromkeys(AXES, 0)
+    return state_bytes(cfg, share_of(cfg, run, first), run.sizes, first)
 
 
 def moments(

@@ -68,9 +68,8 @@ def test_flops_of_the_units_are_those_of_the_model(model, adapters, checkpointin
     step = 2 * LENGTH * hardware_flops_per_token(counts, LENGTH, 2, checkpointing)
     assert sum(unit.seconds for unit in units) == pytest.approx(step / 10.0)
     assert (len(units), source) == (len(spec.layers) + 2, COUNTED)
-    assert (
-        costs_of(cfg, hf, spec, None, 2, flops_per_second=10.0)[0] == units
-    )  # where the run has no counts
+    # Where the run has no counts.
+    assert costs_of(cfg, hf, spec, None, 2, flops_per_second=10.0)[0] == units
 
 
 def test_a_frozen_weight_has_no_gradient_and_the_chunked_loss_takes_its_own_in_the_forward():
@@ -84,7 +83,8 @@ def test_a_frozen_weight_has_no_gradient_and_the_chunked_loss_takes_its_own_in_t
     assert (frozen[-1].forward_seconds, frozen[-1].backward_seconds) == (2 * head, 0.0)
     plain = costs(config(tiny("llama"), training={"loss": "plain"}))[-1]
     assert (plain.forward_seconds, plain.input_seconds, plain.weight_seconds) == (head, head, head)
-    # Kept: the hidden states and their gradient; trained, the head's gradient, until the backward has come.
+    # Kept: the hidden states and their gradient; trained, the head's gradient, until the backward
+    # has come.
     assert frozen[-1].activation_bytes == 2 * 4 * 64 * 2 * LENGTH
     assert full[-1].activation_bytes == frozen[-1].activation_bytes + 4 * 64 * 256
 
@@ -104,21 +104,22 @@ def test_a_layer_computed_again_keeps_its_input_and_costs_its_forward_once_more(
     operators = costs(config(tiny("llama"), training={"checkpointing": "operators"}))
     assert again[1].activation_bytes < operators[1].activation_bytes < kept[1].activation_bytes
     half = costs(config(tiny("llama"), training={"precision": "bfloat16"}))
-    weights = (
-        2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172
-    )  # autocast keeps its copies for the backward
+    # Autocast keeps its copies for the backward.
+    weights = 2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172
     assert half[1].activation_bytes == kept[1].activation_bytes // 2 + 2 * weights
 
 
 def test_kernels_that_a_layer_generates_are_kept_as_what_comes_out_of_a_product():
     cfg = config(tiny("jet_nemotron"))
-    # In and out of q and k, v and g, a and b, the generator's w1 and w2 (4 taps of 128 channels), o, and the MLP.
+    # In and out of q and k, v and g, a and b, the generator's w1 and w2 (4 taps of 128 channels),
+    # o, and the MLP.
     generator = (64 + 16) + (16 + 512)
     linears = (
         2 * (64 + 48) + 2 * (64 + 128) + 2 * (64 + 4) + generator + (128 + 64) + 3 * (64 + 172)
     )
     assert costs(cfg)[1].activation_bytes == 4 * linears * 2 * LENGTH
-    # What the convolution does keep: that, its values with 3 tokens of padding, and what its activation is given.
+    # What the convolution does keep: that, its values with 3 tokens of padding, and what its
+    # activation is given.
     convolution = load.load_whole(cfg.model, load.read_config(cfg.model)).get_submodule(
         "model.layers.0.self_attn.dynamic_conv1d"
     )
@@ -144,9 +145,8 @@ def test_gradients_below_what_is_trained(schedule):
     units = costs(config(tiny("llama"), adapters, schedule=schedule))
     assert [unit.trainable for unit in units] == [False, False, False, True, False, False]
     below = [unit.input_seconds > 0 for unit in units[1:3]]
-    assert (
-        below == [schedule != "1f1b"] * 2
-    )  # a zero-bubble schedule takes the gradient down to the embedding
+    # A zero-bubble schedule takes the gradient down to the embedding.
+    assert below == [schedule != "1f1b"] * 2
     assert units[4].input_seconds > units[4].forward_seconds  # its attention's backward
 
 
@@ -212,8 +212,12 @@ def test_fsdp2_shares_optimizer_states_but_no_gradients():
 
 
 def test_adapters_on_the_upper_half_are_worth_a_third(tmp_path):
-    """24 equal layers, forward 1 each and a backward of 1 where trained: 24 on the upper half of an even cut, 18 each
-    of a balanced one. Head, embedding, attention's core (8 tokens) and adapters are under 2 % of a layer together."""
+    """Cut 24 equal layers of which the upper half is trained.
+
+    A forward takes 1 and a backward 1 where trained: 24 on the upper half of an even cut, 18 on
+    each of a balanced one. Head, embedding, attention's core (8 tokens) and adapters are under 2 %
+    of a layer together.
+    """
     LlamaConfig(
         hidden_size=512,
         intermediate_size=2048,

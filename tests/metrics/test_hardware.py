@@ -91,8 +91,8 @@ def test_float32_with_tf32_is_measured(gpu_name):
 
 def test_a_cpu_is_measured(monkeypatch):
     clock = iter(range(10**6))
-    # A clock that gains a second with every look: each product takes one second, so 256 x 256 is 2 * 256^3 FLOP/s, and
-    # there is no time for a larger one.
+    # A clock that gains a second with every look: each product takes one second, so 256 x 256 is 2
+    # * 256^3 FLOP/s, and there is no time for a larger one.
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: float(next(clock)))
     peak = measured_flops(CPU, torch.float32, seconds=10)
     assert peak.flops_per_second == 2 * 256**3

@@ -161,8 +161,9 @@ def test_backward():
     x = nn.Parameter(kib(4))
     with PeakMemory(CPU) as peak:
         x.exp().sum().backward()
-    # exp is saved, 4 KiB; its sum and the gradient of one, 4 bytes each; the sum's gradient is expanded, not copied;
-    # the gradient of x, 4 KiB, made of exp times that, while exp is alive. It stays.
+    # exp is saved, 4 KiB; its sum and the gradient of one, 4 bytes each; the sum's gradient is
+    # expanded, not copied; the gradient of x, 4 KiB, made of exp times that, while exp is alive. It
+    # stays.
     assert 8 * KIB <= rise(peak) <= 8 * KIB + 8
     assert growth(peak) == 4 * KIB
 
@@ -192,17 +193,16 @@ def test_other_threads_count():
         thread.start()
         thread.join()
         del inside
-    # Seen in this thread's next event: 3 + 2 while `inside` is still alive. The other thread's own peak, 3 + 4 + 2, is
-    # seen only if this one allocates meanwhile.
+    # Seen in this thread's next event: 3 + 2 while `inside` is still alive. The other thread's own
+    # peak, 3 + 4 + 2, is seen only if this one allocates meanwhile.
     assert growth(peak) == 2 * KIB
     assert 3 * KIB <= rise(peak) <= 9 * KIB
 
 
 def _fsdp2_steps() -> tuple[list[int], int, int]:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-    )  # 16 KiB each
+    # 16 KiB each.
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     mesh = init_device_mesh("cpu", (2,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -211,9 +211,8 @@ def _fsdp2_steps() -> tuple[list[int], int, int]:
     model(x).sum().backward()
     model.zero_grad()
     with torch.no_grad():
-        model(
-            x
-        )  # the last layer's weights stay gathered: the next block begins with memory that it frees
+        # The last layer's weights stay gathered: the next block begins with memory that it frees.
+        model(x)
     mistakes, weights = [], tensor_bytes(model.parameters())
     for _ in range(2):
         with PeakMemory(CPU) as peak:

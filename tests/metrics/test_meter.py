@@ -34,7 +34,8 @@ def test_warmup_is_left_out_of_every_figure(run):
 
 
 def test_throughput_is_tokens_over_seconds_and_no_mean_of_rates(run):
-    # 100 tokens in 1 s and 100 in 4 s: 200 / 5, where the mean of the rates 100 and 25 would be 62.5.
+    # 100 tokens in 1 s and 100 in 4 s: 200 / 5, where the mean of the rates 100 and 25 would be
+    # 62.5.
     assert run(0, [1.0, 4.0], [100, 100]).tokens_per_second() == 40.0
 
 

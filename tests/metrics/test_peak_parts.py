@@ -22,7 +22,7 @@ def sines(x: torch.Tensor) -> torch.Tensor:
 
 
 def step(microbatches: int, checkpointing: bool = False, spare: int = 0) -> PeakMemory:
-    """A weight of 4 KiB through six sines, and AdamW, which has its two moments and a step counter before."""
+    """Run a weight of 4 KiB through six sines, with an AdamW that has its states already."""
     run = (
         partial(checkpoint, sines, use_reentrant=False, preserve_rng_state=False)
         if checkpointing

@@ -168,16 +168,15 @@ def add_lora(
         **options,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # qwen3_next: PEFT takes dense linears for experts, and says so
+        # With qwen3_next PEFT takes dense linears for experts, and says so.
+        warnings.simplefilter("ignore", RuntimeWarning)
         inject_adapter_in_model(config, model, low_cpu_mem_usage=model.device.type == "meta")
 
 
 def linears(model: nn.Module, *within: str) -> list[str]:
     """Linears whose name holds one of `within`; all but the head without.
 
-    Not those that take no adapter: PEFT refuses Mamba2's `out_proj`, and Jamba never calls its `dt_proj`.
+    Some take no adapter: PEFT refuses Mamba2's `out_proj`, and Jamba never calls its `dt_proj`.
     """
     refused = ("lm_head", "mixer.out_proj", "mamba.out_proj", "dt_proj")
     names = [

@@ -16,6 +16,7 @@ from shardwise import cli
 from shardwise.config import RunConfig
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner import profile, split_view
+from shardwise.words import size
 from tests.assembly.test_costs import tiny
 from tests.distributed import run_ranks
 
@@ -60,9 +61,8 @@ def test_costs_are_counted_where_nothing_is_measured(folder, capsys):
         "rank",
         "-o",
     ]
-    assert re.fullmatch(
-        r"  rank 1  ·[█▒·]+ +\d+\.\d% idle", chart[5]
-    )  # waits for rank 0's first forward
+    # Waits for rank 0's first forward.
+    assert re.fullmatch(r"  rank 1  ·[█▒·]+ +\d+\.\d% idle", chart[5])
     assert chart[6] == "-o DIR draws it, and writes it for Perfetto"
     assert "\x1b" not in told  # plain in a pipe
     assert "over the limit" not in told
@@ -71,19 +71,17 @@ def test_costs_are_counted_where_nothing_is_measured(folder, capsys):
 
 def test_what_is_written_says_that_layers_are_whole_where_ranks_share_them(folder, capsys):
     assert cli.main(["split", "tiny.yaml", "-o", "cut", "--parallel.tp=2"]) == 0
-    whole = "seconds and memory are those of whole layers, before 2 tensor-parallel ranks share them out"
-    assert whole in capsys.readouterr().out
-    assert whole in json.loads((folder / "cut" / "split.json").read_text())["notes"]
-    titles = [
-        f"{name}, of whole layers, not yet shared out by tp" for name in ("uniform", "balanced")
-    ]
+    note = "are those of whole layers, before 2 tensor-parallel ranks"
+    assert note in capsys.readouterr().out
+    assert note in "".join(json.loads((folder / "cut" / "split.json").read_text())["notes"])
+    titles = [f"{name}, of whole layers, before tp shards them" for name in ("uniform", "balanced")]
     assert all(f">{title}</text>" in (folder / "cut" / "split.svg").read_text() for title in titles)
     events = json.loads((folder / "cut" / "trace.json").read_text())["traceEvents"]
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == titles
 
 
 def test_other_splits_that_break_the_limit_are_marked(folder, capsys):
-    """Of three ranks the first keeps most micro-batches in flight, so two layers are too much for it alone."""
+    """Of three ranks the first keeps most micro-batches in flight, too many for two layers."""
     arguments = ["split", "tiny.yaml", "-o", "cut", "--parallel.pp=3"]
     assert cli.main([*arguments, "--parallel.memory_limit_gib=1e-5"]) == 2
     least = capsys.readouterr().err.split()[-3]
@@ -91,8 +89,8 @@ def test_other_splits_that_break_the_limit_are_marked(folder, capsys):
     told = capsys.readouterr().out
     splits = json.loads((folder / "cut" / "split.json").read_text())["splits"]
     assert (splits["uniform"]["layers"], splits["balanced"]["layers"][0]) == ([2, 1, 1], 1)
-    over = f"(over the limit: {max(splits['uniform']['memory_bytes']) / 2**20:.1f} MiB on a rank)"
-    assert re.search(rf"^uniform: .* {re.escape(over)}$", told, flags=re.MULTILINE)
+    over = size(max(splits["uniform"]["memory_bytes"]))
+    assert re.search(rf"^uniform: .*\(over the limit: {over} .*\)$", told, flags=re.MULTILINE)
     assert max(splits["balanced"]["memory_bytes"]) <= float(least) * 2**30
 
 
@@ -143,9 +141,8 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
         for e in json.loads((folder / "cut" / "trace.json").read_text())["traceEvents"][:1]
     ]
     assert names == ["uniform"]
-    assert (
-        cli.main(["split", "tiny.yaml", "--parallel.split=[1, 3]"]) == 0
-    )  # found again, for another split
+    # Found again, for another split.
+    assert cli.main(["split", "tiny.yaml", "--parallel.split=[1, 3]"]) == 0
     told = capsys.readouterr().out
     assert f"costs: profile {kept.stem}" in told
     assert "split given" in told
@@ -188,7 +185,7 @@ def test_a_profile_is_measured_kept_and_used(folder, capsys, monkeypatch):
                 "--training.accumulation=float32",
                 "--parallel.schedule=zbv",
             ],
-            "training.accumulation is float32, but in a pipeline with fsdp2 or a zero-bubble schedule",
+            "training.accumulation is float32, but in a pipeline with fsdp2",
         ),
         (
             ["tiny.yaml", "--nproc=3"],

@@ -44,7 +44,7 @@ def late(timeline: Timeline) -> Timeline:
 
 
 def _events(length: float, begin: float = 10.0) -> list[Event]:
-    """Of this rank in a step of this length: rank 0 begins it and rank 1, half a second later, ends it."""
+    """Return this rank's events in a step: rank 0 begins it, and rank 1 ends it."""
     rank = dist.get_rank()
     start, end = (begin, begin + length / 2) if rank == 0 else (begin + 0.5, begin + length)
     return [Event(rank, rank, 0, "F", start, end)]
@@ -53,18 +53,12 @@ def _events(length: float, begin: float = 10.0) -> list[Event]:
 def _median() -> tuple[Timeline | None, Timeline | None, Timeline | None]:
     recorder = Recorder(warmup_steps=1)
     nothing = recorder.median_step()
-    for length in (
-        100.0,
-        3.0,
-        1.0,
-        4.0,
-        2.0,
-    ):  # the first is of the warm-up; of the others 2 is the lower median
+    # The first is of the warm-up; of the others 2 is the lower median.
+    for length in (100.0, 3.0, 1.0, 4.0, 2.0):
         recorder.step(_events(length))
     median = recorder.median_step()
-    for length in range(
-        5, 5 + MOST_STEPS - 1
-    ):  # with the 2 that makes 50, of which the 25th is a 28
+    # With the 2 that makes 50, of which the 25th is a 28.
+    for length in range(5, 5 + MOST_STEPS - 1):
         recorder.step(_events(float(length)))
     return nothing, median, recorder.median_step()
 
@@ -102,8 +96,8 @@ def test_what_is_said_of_a_step(tmp_path):
         [0, 3, 5],
         [2, 1],
     )
-    # Rank 0 has 4 micro-batches of 6 seconds, two forwards of which end at 4; rank 1 has 3 seconds of the first one,
-    # from 2 on, so rank 0 waits for a second then, and never again.
+    # Rank 0 has 4 micro-batches of 6 seconds, two forwards of which end at 4; rank 1 has 3 seconds
+    # of the first one, from 2 on, so rank 0 waits for a second then, and never again.
     assert told.simulated.seconds == 25.0
     assert told.simulated.busy_seconds == [24.0, 12.0]
     assert told.simulated.idle_seconds == [1.0, 13.0]

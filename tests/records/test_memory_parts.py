@@ -50,7 +50,8 @@ NOTHING_NEW = BEGIN
             106,
             parts(10, 0, 20, 1),
         ),
-        # The first instant with the most; a gradient that a later mark finds was there already, 5 not yet.
+        # The first instant with the most; a gradient that a later mark finds was there already, 5
+        # not yet.
         ((+4, -4, +4, +1, -1, +5, -4, Mark({5: ("gradients", 5)})), 109, parts(10, 5, 20)),
         ((+4, +1, -1, Mark({4: ("gradients", 4)})), 105, parts(10, 4, 20)),
         (

@@ -110,7 +110,8 @@ def _first_stages(schedule: str, p: int, m: int, v: int) -> tuple[Any, int]:
 
 
 def test_torchs_own_list_for_1f1b_leaves_out_a_forward():
-    # The list that torch draws 1F1B from is off by one on the last rank (it runs right), so `from_torch` runs it.
+    # The list that torch draws 1F1B from is off by one on the last rank (it runs right), so
+    # `from_torch` runs it.
     pipeline = Pipeline("1f1b", 2, 4)
     listed = torch_schedules.Schedule1F1B(Stage(1, 1, pipeline), 4).pipeline_order[1]
     assert [a.microbatch_index for a in listed if a and a.computation_type.value == "F"] == [

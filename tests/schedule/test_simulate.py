@@ -40,7 +40,8 @@ def test_bubble_of_gpipe_and_1f1b(schedule, p, m):
 @pytest.mark.parametrize("v", [1, 2, 4])
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs"])
 def test_more_chunks_per_rank_make_the_bubble_smaller(schedule, v, p, m):
-    # arXiv 2104.04473, section 2.2: the ends cost p - 1 slots of one chunk instead of one rank's whole share.
+    # arXiv 2104.04473, section 2.2: the ends cost p - 1 slots of one chunk instead of one rank's
+    # whole share.
     assert equal(schedule, p, m, v, 1.0, 1.5, 0.5).seconds == pytest.approx(
         (v * m + p - 1) * 3.0, rel=EXACT
     )
@@ -48,7 +49,8 @@ def test_more_chunks_per_rank_make_the_bubble_smaller(schedule, v, p, m):
 
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_without_weight_gradients_zero_bubble_is_1f1b(p, m):
-    # Also for unequal stages: the two orders differ only in where the weight gradients stand, and these take no time.
+    # Also for unequal stages: the two orders differ only in where the weight gradients stand, and
+    # these take no time.
     stages = [cost(1.0 + i % 3, 2.0 - i % 2, 0.0) for i in range(p)]
     zero_bubble = simulate(Pipeline("interleaved-zero-bubble", p, m), stages).seconds
     assert zero_bubble == simulate(Pipeline("1f1b", p, m), stages).seconds
@@ -70,12 +72,14 @@ def test_in_flight(p, m):
     assert in_flight(Pipeline("interleaved-zero-bubble", p, m)) == (p,) * p
     for v in (1, 2, 3):
         for rank in range(p):
-            # The forwards that go ahead (one round for each chunk but the last, and two for each rank above), and one.
+            # The forwards that go ahead (one round for each chunk but the last, and two for each
+            # rank above), and one.
             together = (
                 kept_microbatches(Pipeline("interleaved-1f1b", p, m, v), rank).sum(axis=1).max()
             )
             assert together == min((v - 1) * p + 2 * (p - 1 - rank) + 1, v * m)
-    # ZB-V keeps what 1F1B keeps at the most, p micro-batches of a rank's share: 2p chunks of half the size.
+    # ZB-V keeps what 1F1B keeps at the most, p micro-batches of a rank's share: 2p chunks of half
+    # the size.
     assert max(kept_microbatches(Pipeline("zbv", p, m, 2), 0).sum(axis=1)) == 2 * p
 
 
@@ -119,7 +123,8 @@ def test_running_the_backward_in_two_halves_costs_more():
 
 
 def test_a_pair_sends_only_when_both_are_done():
-    # DualPipe-V, last rank (1), chunks 1 and 2: torch posts the sends of a joined forward after the backward in it.
+    # DualPipe-V, last rank (1), chunks 1 and 2: torch posts the sends of a joined forward after the
+    # backward in it.
     pipeline = Pipeline("dualpipe-v", 2, 4, 2)
     ends = {event[1:4]: event.end for event in simulate(pipeline, [cost(1.0, 1.0, 1.0)] * 4).events}
     joined = [

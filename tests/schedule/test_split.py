@@ -85,9 +85,8 @@ def test_the_contents_of_a_chunk_in_words():
 def test_bottleneck_is_exact(values, data):
     num_chunks = data.draw(st.integers(1, len(values)))
     sums = np.concatenate([[0], np.cumsum(values)])
-    factors = data.draw(
-        st.lists(st.integers(1, 3), min_size=num_chunks, max_size=num_chunks)
-    )  # a chunk's own cost
+    # A chunk's own cost.
+    factors = data.draw(st.lists(st.integers(1, 3), min_size=num_chunks, max_size=num_chunks))
     tables = []
     for factor in factors:
         table = (sums[None] - sums[:, None]) * float(factor)
@@ -115,9 +114,8 @@ def test_balanced_is_the_shortest_step_of_all(case, seed):
         predict(units, cut, pipeline).timeline.seconds for cut in every_split(len(units), p * v)
     ]
     best = split("balanced", units, pipeline)
-    assert best.timeline.seconds == pytest.approx(
-        min(steps), rel=1e-8
-    )  # the search rounds at 1e-9 of all work
+    # The search rounds at 1e-9 of all work.
+    assert best.timeline.seconds == pytest.approx(min(steps), rel=1e-8)
     assert best.timeline.seconds >= bound_seconds(units, pipeline)
 
 
@@ -132,9 +130,8 @@ def test_the_memory_limit_is_met_or_the_smallest_one_named(case, seed):
     if least:
         with pytest.raises(UserError, match="no split") as error:
             split("balanced", units, pipeline, limit_bytes=least - 1)
-        assert (
-            least <= named_limit(error.value) * 2**30 < least + 1074
-        )  # a millionth of a GiB, rounded up
+        # A millionth of a GiB, rounded up.
+        assert least <= named_limit(error.value) * 2**30 < least + 1074
     limit = least + seed % 20 * MIB
     best = split("balanced", units, pipeline, limit_bytes=limit)
     fitting = [one.timeline.seconds for one in all_splits if max(one.memory_bytes) <= limit]
@@ -199,7 +196,8 @@ def test_a_large_model_is_quick():
 
 
 def test_a_heavy_head_costs_a_uniform_split_two_fifths():
-    # 24 layers, a head worth 9 of them, 4 ranks: 6 + 9 against the head alone, with 8 layers on each other rank.
+    # 24 layers, a head worth 9 of them, 4 ranks: 6 + 9 against the head alone, with 8 layers on
+    # each other rank.
     units, pipeline = model(*[1.0] * 24, head=9.0), Pipeline("1f1b", 4, 64)
     uniform, balanced = split("uniform", units, pipeline), split("balanced", units, pipeline)
     assert max(chunk.seconds for chunk in uniform.chunks) == 2 * 15
@@ -209,7 +207,8 @@ def test_a_heavy_head_costs_a_uniform_split_two_fifths():
 
 
 def test_adapters_on_the_upper_half_gain_a_third():
-    # 32 layers of 1 + 1, the upper 16 trained, so the lower 16 are 1 + 0. Uniform 16 and 32; 16 + 4 x 2 = 12 x 2 = 24.
+    # 32 layers of 1 + 1, the upper 16 trained, so the lower 16 are 1 + 0. Uniform 16 and 32; 16 + 4
+    # x 2 = 12 x 2 = 24.
     units = [
         unit(0.0, trainable=False),
         *(unit(1.0, trainable=i >= 16) for i in range(32)),
@@ -220,7 +219,8 @@ def test_adapters_on_the_upper_half_gain_a_third():
     assert [chunk.seconds for chunk in uniform.chunks] == [16, 32]
     assert [chunk.seconds for chunk in balanced.chunks] == [24, 24]
     assert bound_seconds(units, pipeline) == 300 * 24
-    # The first rank's forward before, and its backward of the last micro-batch after the last rank's.
+    # The first rank's forward before, and its backward of the last micro-batch after the last
+    # rank's.
     assert uniform.timeline.seconds == 16 + 300 * 32
     assert uniform.timeline.seconds / balanced.timeline.seconds == pytest.approx(4 / 3, rel=0.01)
     # Where the gradient goes down to the embedding, both halves cost the same.
@@ -235,12 +235,8 @@ def test_adapters_on_the_upper_half_gain_a_third():
 def test_uniform_parameters_and_explicit():
     units = [unit(0.0, parameters=n) for n in (90, 10, 10, 10, 10, 10, 10, 10, 60)]
     pipeline = Pipeline("1f1b", 3, 4)
-    assert split("uniform", units, pipeline).boundaries == (
-        0,
-        4,
-        6,
-        9,
-    )  # 3, 2 and 2 layers; embedding; head
+    # 3, 2 and 2 layers; embedding; head.
+    assert split("uniform", units, pipeline).boundaries == (0, 4, 6, 9)
     assert max(chunk.parameters for chunk in split("parameters", units, pipeline).chunks) == 90
     explicit = split([2, 5, 0], units, pipeline)
     assert (explicit.boundaries, explicit.layers) == ((0, 3, 8, 9), (2, 5, 0))
@@ -257,7 +253,8 @@ def test_memory_counts_what_is_in_flight():
         130 + 10,
         260 + 10,
     )
-    # ZB-V: both of a rank's chunks count; and 8 outputs of the second, and as many gradients of what came to the first.
+    # ZB-V: both of a rank's chunks count; and 8 outputs of the second, and as many gradients of
+    # what came to the first.
     assert (
         split([1, 1, 1, 1], units, Pipeline("zbv", 2, 8, 2)).memory_bytes[1] == 260 + 5 * 4 + 2 * 8
     )

@@ -1,4 +1,4 @@
-"""Check a run by its run file, its model's config and the number of its ranks, before any rank starts.
+"""Check a run by its run file, its model's config and its number of ranks, before it starts.
 
 The check needs no process group and no memory for weights: a launcher calls it before it starts
 ranks, `shardwise split` before it draws a plan, and `build` before it takes memory. What only a
@@ -38,21 +38,21 @@ class Description:
     sizes: Mapping[str, int]
     """Ranks along each axis of the mesh."""
     positions: int | None
-    """How many positions the model has learned; None: it takes any number."""
+    """Positions that the model has learned an embedding for; None: it takes any number."""
     coverage: lora.Coverage | None
     """What LoRA adapts; None without LoRA."""
     kernels: Mapping[str, str]
-    """What `training.loss` and `lora.kernel` come to on the device; empty where none was given."""
+    """The kernels that `training.loss` and `lora.kernel` choose on the device; {} without one."""
     pipeline: Pipeline | None
     notes: tuple[str, ...]
-    """What whoever reads the result must know."""
+    """What a reader of the run's figures must know."""
 
 
 def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None) -> Description:
-    """Describe a run of `num_ranks` ranks; raise UserError with the first reason for which it may not begin.
+    """Describe a run of `num_ranks` ranks; UserError with the first reason why it may not begin.
 
-    `device`: a rank's. Without one, a GPU is left alone, so that a process that forks ranks does not
-    start CUDA; the ranks then find out whether `training.loss` and `lora.kernel` can run there.
+    `device`: that of a rank. Without one no GPU is touched, so that a process that forks ranks does
+    not start CUDA; the ranks then check whether `training.loss` and `lora.kernel` can run there.
     """
     if device is None and device_type(cfg) == "cpu":
         device = torch.device("cpu")
@@ -93,13 +93,17 @@ def _kernels(
 
 
 def _beyond_positions(
-    cfg: RunConfig, hf_config: PretrainedConfig, learned: int | None
+    cfg: RunConfig, hf_config: PretrainedConfig, num_learned: int | None
 ) -> tuple[str, ...]:
-    """That rows are longer than the model was made for, if they are: with rotary positions they train all the same."""
+    """Return a note where rows are longer than the model was made for.
+
+    With rotary positions it trains all the same.
+    """
     most = getattr(hf_config, "max_position_embeddings", None)
-    if learned is not None or not isinstance(most, int) or cfg.data.sequence_length <= most:
+    length = cfg.data.sequence_length
+    if num_learned is not None or not isinstance(most, int) or length <= most:
         return ()
     return (
-        f"data.sequence_length: rows of {cfg.data.sequence_length} tokens are longer than the model was made for "
+        f"data.sequence_length: rows of {length} tokens are longer than the model was made for "
         f"(max_position_embeddings {most} in config.json)",
     )

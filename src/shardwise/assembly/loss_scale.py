@@ -1,10 +1,13 @@
-"""Loss scaling: float16 gradients below 6e-8 would be 0, so the loss is multiplied before the backward."""
+"""Loss scaling: the loss is multiplied before the backward, or float16 gradients below 6e-8 are 0.
+
+Method: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740. The numbers are those of
+torch.amp.GradScaler.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-# Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, give the method; these are torch.amp.GradScaler's.
 INITIAL_SCALE = 2.0**16
 GROWTH_STEPS = 2000
 """Steps in a row without an overflow after which the scale is doubled."""
@@ -12,9 +15,9 @@ GROWTH_STEPS = 2000
 
 @dataclass
 class LossScale:
-    """The factor of the loss; powers of two, so that to divide it out again rounds nothing.
+    """The factor of the loss: a power of two, so that to divide it out again rounds nothing.
 
-    Equal on every rank, since it follows the global gradient norm: no rank decides by what it alone sees.
+    It is equal on every rank, since it follows the global gradient norm.
     """
 
     dynamic: bool = False
@@ -23,13 +26,14 @@ class LossScale:
 
     @classmethod
     def of(cls, precision: str) -> LossScale:
-        """For `training.precision`: dynamic in float16, and 1 throughout in others, whose range needs no help."""
+        """Return the scale for `training.precision`: dynamic in float16, otherwise always 1."""
         return cls(dynamic=True, scale=INITIAL_SCALE) if precision == "float16" else cls()
 
     def update(self, finite: bool) -> bool:
-        """After a step whose gradients were all `finite` or not; whether training can go on.
+        """Update the scale after a step, and return whether training can continue.
 
-        An overflow halves the scale and its step must be skipped. Below a scale of 1 nothing is left to lower.
+        `finite`: whether all gradients were. An overflow halves the scale, and its step must be
+        skipped. A scale below 1 is of no use.
         """
         if not finite:
             self.scale, self.good_steps = self.scale / 2, 0
@@ -40,9 +44,9 @@ class LossScale:
         return True
 
     def state_dict(self) -> dict[str, float | int | bool]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float | int | bool]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Resume from what `state_dict` has returned."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shardwise.config import RunConfig
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     """Something that is done to a model."""
 
     name: str
-    is_asked: Callable[[RunConfig], bool]
+    is_requested: Callable[[RunConfig], bool]
     apply: Apply
 
 
@@ -50,9 +50,9 @@ def _data(*names: str) -> Callable[[RunConfig], bool]:
 
 
 BEFORE_LOADING = (
-    # What replaces forwards comes first: the strategies wrap or share what it has left.
+    # What replaces forwards comes first: the strategies wrap or shard what it has left.
     *(Entry(name, lambda cfg: True, _patched(patch)) for name, patch in PATCHES),
-    # Cuts the weights that all others then wrap.
+    # Shards the weights that all others then wrap.
     Entry("tensor", lambda cfg: cfg.parallel.tp > 1, tensor_parallel.apply),
     # Inside checkpointing, which runs compiled layers again.
     Entry("compile", lambda cfg: cfg.training.compile != "none", compile.apply),
@@ -64,7 +64,7 @@ BEFORE_LOADING = (
     ),
     # Gives memory to one unit of a model on meta after the other, and shards it.
     Entry("fsdp1", _data("fsdp1"), fsdp1.apply),
-    # Shards a model on meta: no rank ever holds it whole.
+    # Shards a model on meta, so that no rank ever holds all of it.
     Entry("fsdp2", _data("fsdp2"), fsdp2.apply),
 )
 AFTER_LOADING = (
@@ -74,25 +74,30 @@ AFTER_LOADING = (
     Entry("ddp", _data("ddp"), ddp.apply),
     # The optimizer's shards are views into real weights.
     Entry("zero", _data("zero1", "zero2"), zero.apply),
-    # Changes what the wrappers hand over, and to whom.
+    # Changes which gradients the wrappers give to the optimizer.
     Entry(
         "float32 accumulation", lambda cfg: cfg.training.accumulation == "float32", accumulate.apply
     ),
-    # Runs the stages that all others have made ready.
+    # Runs the stages that all others have prepared.
     Entry("pipeline", lambda cfg: cfg.parallel.pp > 1, pipeline_parallel.apply),
 )
 ORDER = (*BEFORE_LOADING, *AFTER_LOADING)
-"""Weights go into whatever each rank holds between the two."""
+"""Weights are loaded, into what each rank holds, between the two."""
 
 
 def apply(
     pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: Load
 ) -> ParallelModel:
-    """Do to a model on `meta` everything that the run asks for, in ORDER, and load its weights on the way."""
-    for entries, then in ((BEFORE_LOADING, load), (AFTER_LOADING, None)):
-        for entry in entries:
-            if entry.is_asked(cfg):
-                pm = entry.apply(pm, mesh, cfg, spec)
-        if then is not None:
-            then(pm)
+    """Do to a model on `meta` everything that the run requests, in ORDER, and load its weights."""
+    pm = _apply_each(BEFORE_LOADING, pm, mesh, cfg, spec)
+    load(pm)
+    return _apply_each(AFTER_LOADING, pm, mesh, cfg, spec)
+
+
+def _apply_each(
+    entries: Sequence[Entry], pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec
+) -> ParallelModel:
+    for entry in entries:
+        if entry.is_requested(cfg):
+            pm = entry.apply(pm, mesh, cfg, spec)
     return pm

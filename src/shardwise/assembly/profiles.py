@@ -1,4 +1,7 @@
-"""Measured costs of a model's units, kept in the user's cache folder under all that they depend on."""
+"""Measured costs of a model's units, in files of the user's cache.
+
+The name of a file is a digest of all that the costs depend on.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
@@ -26,49 +30,28 @@ SCHEMA_VERSION = 3
 KERNEL_PACKAGES = ("triton", "fla-core", "mamba-ssm", "causal-conv1d", "kernels")
 """Packages that layers take kernels from where they are installed."""
 
-_VALUES = "the time of a product does not depend on the numbers in it"
-_UNITS = "it is in the names, shapes and dtypes of the units' parameters, and in which of them are trained"
-_TOKENS = "a profile runs random tokens"
-_AROUND = "it happens around a step's forwards and backwards, which alone are measured"
-NOT_TIMED: Mapping[str, str] = {
-    "model.path": "the model is known by its config and its units' parameters, wherever it lies",
-    "model.init": _VALUES,
-    "model.dtype": _UNITS,
-    "model.tokenizer": _TOKENS,
-    "lora.r": _UNITS,
-    "lora.alpha": _VALUES,
-    "lora.targets": _UNITS,
-    "lora.rslora": _VALUES,
-    "lora.modules_to_save": _UNITS,
-    "lora.dtype": _UNITS,
-    "data.train": _TOKENS,
-    "data.weights": _TOKENS,
-    "data.validation": _TOKENS,
-    "data.format": _TOKENS,
-    "data.text_field": _TOKENS,
-    "data.on_error": _TOKENS,
-    "data.workers": _TOKENS,
-    "parallel": "a unit is measured whole, in a process of its own; the schedule's part in it is in the units' names",
-    "optimizer": _AROUND,
-    "training.output_dir": _AROUND,
-    "training.steps": _AROUND,
-    "training.global_batch_size": "one micro-batch is measured",
-    "training.seed": _VALUES,
-    "training.eval_every": _AROUND,
-    "training.eval_batches": _AROUND,
-    "training.save_every": _AROUND,
-    "training.keep_last": _AROUND,
-    "training.keep_best": _AROUND,
-    "training.async_save": _AROUND,
-    "training.resume": _AROUND,
-    "training.max_restarts": _AROUND,
-    "training.timeout_seconds": _AROUND,
-    "training.sample": _AROUND,
-    "training.device": "the device's name is looked at",
-    "training.overwrite": _AROUND,
-    "measure": _AROUND,
+_NOT_TIMED_BECAUSE: Mapping[str, str] = {
+    "the model is known by its config and its units' parameters, wherever it lies": "model.path",
+    "the time of a product does not depend on the numbers in it": (
+        "model.init lora.alpha lora.rslora training.seed"
+    ),
+    "it is in the units' keys": ("model.dtype lora.r lora.targets lora.modules_to_save lora.dtype"),
+    "a profile runs random tokens": (
+        "model.tokenizer data.train data.weights data.validation data.format data.text_field "
+        "data.on_error data.workers"
+    ),
+    "a unit is measured whole, in one process; the schedule's part is in its key": "parallel",
+    "one micro-batch is measured": "training.global_batch_size",
+    "the device's name is looked at": "training.device",
+    "it happens around a step's forwards and backwards, which alone are measured": (
+        "optimizer measure training.output_dir training.steps training.eval_every "
+        "training.eval_batches training.save_every training.keep_last training.keep_best "
+        "training.async_save training.resume training.max_restarts training.timeout_seconds "
+        "training.sample training.overwrite"
+    ),
 }
-"""Sections and keys that a profile does not depend on, and why; it depends on all others, new ones too."""
+NOT_TIMED = frozenset(" ".join(_NOT_TIMED_BECAUSE.values()).split())
+"""Sections and keys that a profile does not depend on. It depends on all others, new ones too."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +60,25 @@ class Measured:
 
     forward_seconds: float
     backward_seconds: float
-    """In one go."""
+    """The whole backward, in one go."""
     input_seconds: float
     """Of a backward in two halves, the gradient of the stage's input; 0 where it has none."""
     weight_seconds: float
-    """And the gradients of its weights."""
+    """Of a backward in two halves, the gradients of the stage's weights."""
     activation_bytes: int
     """What its forward leaves alive: its input, but not its output."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured on one machine, by `unit_keys`."""
+    """The measured costs of a model's units on one machine."""
 
     units: dict[str, Measured]
+    """By `unit_keys`."""
     stage_seconds: float
-    """What every stage does around its layers in a forward, such as masks and positions, after a backward."""
+    """What every stage does around its layers, such as masks and positions, after a backward."""
     output_seconds: float
-    """What it takes until hidden states are on another rank; 0 if one process measured."""
+    """Time to send hidden states to another rank; 0 if one process measured."""
     num_processes: int
     slowdown: float
     """Seconds of one among `num_processes` that are busy, over those of one alone."""
@@ -104,72 +88,64 @@ class Profile:
 
 
 def unit_keys(hf: PreTrainedModel, spec: ModelSpec, schedule: str) -> tuple[str, ...]:
-    """A name for each unit, bottom up; units of equal names cost the same.
+    """Return a key for each unit, bottom up; units of equal keys cost the same.
 
-    In it: the kind of layer, the parameters with their shapes and dtypes and which of them are trained, and whether
-    the unit's input needs a gradient.
+    A key has the kind of layer, the names, shapes and dtypes of the parameters, which of them are
+    trained, and whether the unit's input needs a gradient.
     """
     kinds = ["embedding", *(f"{layer.kind}, {layer.feed_forward}" for layer in spec.layers), "head"]
-    units = zip(kinds, _parameters(hf, spec), needs_gradient(hf, spec, schedule), strict=True)
-    facts = (
-        (kind, [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in named], needed)
-        for kind, named, needed in units
-    )
-    return tuple(f"{kind}, {_digest([named, needed])[:8]}" for kind, named, needed in facts)
+    keys = []
+    for kind, parameters, is_needed in zip(
+        kinds, _parameters(hf, spec), needs_gradient(hf, spec, schedule), strict=True
+    ):
+        facts = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in parameters]
+        keys.append(f"{kind}, {_digest([facts, is_needed])[:8]}")
+    return tuple(keys)
 
 
 def needs_gradient(hf: PreTrainedModel, spec: ModelSpec, schedule: str) -> list[bool]:
-    """Whether each unit's input needs a gradient: something below is trained, or the schedule wants it all the way."""
-    trained = [any(p.requires_grad for _, p in named) for named in _parameters(hf, spec)]
-    return [
-        place > 0 and (schedule in HALVING or any(trained[:place])) for place in range(len(trained))
-    ]
+    """Return whether the input of each unit needs a gradient, bottom up."""
+    trained = [any(p.requires_grad for _, p in unit) for unit in _parameters(hf, spec)]
+    halves = schedule in HALVING
+    return [place > 0 and (halves or any(trained[:place])) for place in range(len(trained))]
 
 
-def _parameters(hf: PreTrainedModel, spec: ModelSpec) -> list[list[tuple[str, torch.nn.Parameter]]]:
-    return [
-        [
-            (f"{i}.{n}", p)
-            for i, module in enumerate(modules)
-            for n, p in hf.get_submodule(module).named_parameters()
-        ]
-        for modules in unit_modules(spec)
-    ]
+def _parameters(hf: PreTrainedModel, spec: ModelSpec) -> list[list[tuple[str, nn.Parameter]]]:
+    """Return the parameters of each unit by their names in it, bottom up."""
+    units = []
+    for paths in unit_modules(spec):
+        modules = [hf.get_submodule(path).named_parameters() for path in paths]
+        units.append([(f"{i}.{n}", p) for i, named in enumerate(modules) for n, p in named])
+    return units
 
 
 def num_busy(cfg: RunConfig, num_processes: int) -> int:
-    """How many of a run's processes keep this machine busy: no more than there are cores or GPUs."""
-    return min(
-        num_processes, torch.cuda.device_count() if device_type(cfg) == "cuda" else num_cores()
-    )
+    """Return how many of a run's processes keep this machine busy: at most its cores or GPUs."""
+    num_devices = torch.cuda.device_count() if device_type(cfg) == "cuda" else num_cores()
+    return min(num_processes, num_devices)
 
 
 def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_processes: int) -> Path:
-    """The file of the profile of this run of so many processes on this machine."""
+    """Return the file of the profile of this run of so many processes on this machine."""
     facts = environment(torch.device(device_type(cfg)))
     machine = ("shardwise", "python", "torch", "cuda", "transformers", "peft", "device", "threads")
-    sections = cfg.to_dict().items()
-    values = {
+    run = {
         f"{section}.{key}": value
-        for section, content in sections
-        for key, value in (content or {}).items()
+        for section, values in cfg.to_dict().items()
+        for key, value in (values or {}).items()
+        if section not in NOT_TIMED and f"{section}.{key}" not in NOT_TIMED
     }
+    model = hf.config.to_dict()
+    for key in ("_name_or_path", "transformers_version"):
+        model.pop(key, None)
     depends = {
         "schema": SCHEMA_VERSION,
         "units": sorted(set(keys)),
-        "model": {
-            k: v
-            for k, v in hf.config.to_dict().items()
-            if k not in ("_name_or_path", "transformers_version")
-        },
-        # By models/patches/experts.py, which may choose another product for a tensor-parallel rank's share.
+        "model": model,
+        # models/patches/experts.py may choose another product for a tensor-parallel rank's share.
         "experts": hf.config._experts_implementation,
-        "run": {
-            key: v
-            for key, v in values.items()
-            if key not in NOT_TIMED and key.partition(".")[0] not in NOT_TIMED
-        },
-        "machine": {k: facts[k] for k in machine}
+        "run": run,
+        "machine": {key: facts[key] for key in machine}
         | {name: version(name) for name in KERNEL_PACKAGES},
         "busy": num_busy(cfg, num_processes),
     }
@@ -178,7 +154,7 @@ def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_proces
 
 
 def write(profile: Profile, path: Path) -> None:
-    """Write the file, whole or not at all."""
+    """Write the file, all or nothing, also where another process writes it at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(profile)}, indent=2)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
@@ -187,7 +163,7 @@ def write(profile: Profile, path: Path) -> None:
 
 
 def read(path: Path) -> Profile | None:
-    """The profile in the file; None if there is no such file. UserError if it is damaged."""
+    """Return the profile in the file, or None if there is no such file; UserError if damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         assert content.pop("schema_version") == SCHEMA_VERSION
@@ -196,28 +172,28 @@ def read(path: Path) -> Profile | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError, KeyError, TypeError, AssertionError) as error:
-        raise UserError(
-            f"{path}: not a whole profile ({type(error).__name__}: {error}); remove the file, or measure again with "
-            "shardwise split --profile"
-        ) from None
+        what = f"{path}: not a complete profile ({type(error).__name__}: {error})"
+        way_out = "remove the file, or measure again with shardwise split --profile"
+        raise UserError(f"{what}; {way_out}") from None
 
 
 def with_measured(costs: Sequence[Cost], keys: Sequence[str], profile: Profile) -> tuple[Cost, ...]:
-    """The costs with times and activation bytes as measured."""
-    return tuple(
-        _with(cost, profile.units[key], profile) for cost, key in zip(costs, keys, strict=True)
-    )
+    """Return the costs with the profile's seconds and activation bytes."""
+    pairs = zip(costs, keys, strict=True)
+    return tuple(_with_measured(cost, profile.units[key], profile) for cost, key in pairs)
 
 
-def _with(cost: Cost, unit: Measured, profile: Profile) -> Cost:
-    apart = unit.input_seconds + unit.weight_seconds
-    inputs = min(unit.input_seconds, unit.backward_seconds) if apart else unit.backward_seconds
+def _with_measured(cost: Cost, unit: Measured, profile: Profile) -> Cost:
+    halves_seconds = unit.input_seconds + unit.weight_seconds
+    inputs_seconds = unit.backward_seconds
+    if halves_seconds:
+        inputs_seconds = min(unit.input_seconds, unit.backward_seconds)
     return replace(
         cost,
         forward_seconds=unit.forward_seconds,
-        input_seconds=inputs,
-        weight_seconds=unit.backward_seconds - inputs,
-        split_seconds=max(0.0, apart - unit.backward_seconds),
+        input_seconds=inputs_seconds,
+        weight_seconds=unit.backward_seconds - inputs_seconds,
+        split_seconds=max(0.0, halves_seconds - unit.backward_seconds),
         activation_bytes=unit.activation_bytes,
         stage_seconds=profile.stage_seconds,
         output_seconds=profile.output_seconds,

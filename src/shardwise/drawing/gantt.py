@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shardwise.drawing.svg import colour, drawing, svg_of
 from shardwise.schedule.orders import KIND_NAMES, Kind
 from shardwise.schedule.timeline import Event, Timeline
+from shardwise.words import second_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,9 +43,8 @@ class _Scale:
     def of(cls, timelines: Mapping[str, Timeline]) -> _Scale:
         """Choose the unit in which the longest step is read best."""
         longest = max(timeline.seconds for timeline in timelines.values())
-        units = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-        name = next((name for name, seconds in units.items() if longest >= seconds), "µs")
-        return cls(units[name], name, longest / units[name] or 1.0)
+        unit_seconds, name = second_unit(longest)
+        return cls(unit_seconds, name, longest / unit_seconds or 1.0)
 
     def text(self, seconds: float) -> str:
         """Return a time with its unit."""

@@ -38,9 +38,9 @@ def model_flops_per_token(counts: ModelCounts, sequence_length: int) -> float:
     without.
 
     In the unit of the lowest trainable weight, a gradient counts where something at an earlier
-    stage of the unit is trainable (`LayerSpec.stage_of`). Parallel branches share a stage there, and a
-    core has one backward for all of its inputs. So an adapter on one branch alone counts too high,
-    by a few products of one layer at most.
+    stage of the unit is trainable (`LayerSpec.stage_of`). Parallel branches share a stage there,
+    and a core has one backward for all of its inputs. So an adapter on one branch alone counts too
+    high, by a few products of one layer at most.
     """
     total = 0.0
     for unit in counts.units:
@@ -99,16 +99,21 @@ class UnitFlops:
         return self.forward + self.input_gradient + self.weight_gradient + self.recomputed
 
 
+def is_rerun(unit: Unit, checkpointing: Checkpointing) -> bool:
+    """Return whether the backward runs the forward of a unit again, from its input."""
+    if not unit.backward or unit.kind in ("embed", "head"):
+        return False
+    return (
+        unit.kind in checkpointing if isinstance(checkpointing, list) else checkpointing == "full"
+    )
+
+
 def unit_flops_per_token(
     unit: Unit, sequence_length: int, micro_batch_size: int, checkpointing: Checkpointing
 ) -> UnitFlops:
     """Return the part of one unit in `hardware_flops_per_token`."""
-    is_layer = unit.backward and unit.kind not in ("embed", "head")
-    if isinstance(checkpointing, list):
-        rerun = is_layer and unit.kind in checkpointing
-    else:
-        rerun = is_layer and checkpointing == "full"
-    low_rank_rerun = rerun or (is_layer and checkpointing == "operators")
+    rerun = is_rerun(unit, checkpointing)
+    low_rank_rerun = rerun or (checkpointing == "operators" and is_rerun(unit, "full"))
     tokens = sequence_length * micro_batch_size
     passes = [_executed(weight, rerun, low_rank_rerun, tokens) for weight in unit.weights]
     passes.append(_executed_core(unit, rerun, sequence_length))

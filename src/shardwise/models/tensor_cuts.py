@@ -160,6 +160,9 @@ class BlockSplit:
     anyway.)"""
     norms: Mapping[str, SplitNorm] = field(default_factory=dict)
     """Modules that normalise over features that are cut."""
+    norm_groups: int = 1
+    """Groups of features that each of these norms is over, and so numbers that it adds up per
+    token."""
     summed: tuple[str, ...] = ()
     """Linears within the block that multiply features that are cut, and whose whole output every
     rank needs."""

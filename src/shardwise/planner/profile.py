@@ -1,10 +1,14 @@
-"""What the units of a model cost on this machine: each distinct one is run with its weights, and timed.
+"""Measure what the units of a model cost on this machine.
 
-Each is a pipeline stage of its own, and all are run as a pipeline runs its stages: forwards upwards, backwards down, so
-that caches are as cold as there, in as many processes at a time as a run has, each at another unit, as there. A stage
-with nothing but the embedding does what every stage does around its layers. That takes twice as long after a backward,
-which is where a run does it, as after a forward, which is where most units stand here: so it is run once more before
-every unit, and what it takes right after itself is taken off.
+Each distinct unit becomes a pipeline stage of its own, with its weights. The bench runs these
+stages as a pipeline does, forwards upwards and backwards down, so that caches are as cold as in a
+run. It runs in as many processes as a run keeps busy, each of them at another unit at a time.
+
+A stage does something around its layers too, such as masks and positions. The stage of the
+embedding alone does nothing else, so its seconds are taken off those of every other stage. They
+depend on what ran before: after a backward, which is where a run's forwards stand, they are about
+twice those after a forward, which is where the forwards of most units stand here. So the bench runs
+that stage once more right before every unit, and takes off what it takes there.
 """
 
 from __future__ import annotations
@@ -46,29 +50,29 @@ from shardwise.parallel.reduce import of_every_rank
 from shardwise.process.watchdog import beat
 from shardwise.process.world import threads_each
 
-BUDGET_SECONDS, FEWEST, MOST = 20.0, 9, 41
-"""Rounds go on for about so long, and are so many at least and at most."""
-
+BUDGET_SECONDS = 20.0
+"""About as long rounds are repeated, within FEWEST and MOST."""
+FEWEST, MOST = 9, 41
 
 Start = Callable[[RunConfig, int, Callable[[RunConfig, Mesh], None]], int]
-"""(run, number of processes, what each of them does with the mesh up) -> exit code."""
+"""Starts so many processes of a run, each of which calls the function, and returns an exit code."""
 
 
 def measure(cfg: RunConfig, num_processes: int, start: Start) -> int:
     """Measure the units of a run's model on this machine, and keep the profile in the cache.
 
-    As many new processes measure at a time as the run has, but no more than there are cores or GPUs. Returns their exit
-    code; `start` has printed what went wrong then.
+    As many new processes measure at a time as the run has, but no more than there are cores or
+    GPUs. Returns their exit code; `start` has printed what went wrong.
     """
     num = num_busy(cfg, num_processes)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        batch = num * cfg.training.micro_batch_size
-        training = replace(cfg.training, output_dir=folder, global_batch_size=batch, max_restarts=0)
+        rows = num * cfg.training.micro_batch_size
+        training = replace(cfg.training, output_dir=folder, global_batch_size=rows, max_restarts=0)
         alike = replace(cfg, parallel=Parallel(data="ddp"), training=training)
-        return start(alike, num, partial(_rank, cfg, num_processes))
+        return start(alike, num, partial(_measure_on_rank, cfg, num_processes))
 
 
-def _rank(cfg: RunConfig, num_processes: int, _: RunConfig, mesh: Mesh) -> None:
+def _measure_on_rank(cfg: RunConfig, num_processes: int, _: RunConfig, mesh: Mesh) -> None:
     torch.set_num_threads(threads_each(num_processes))
     facts = describe(cfg, num_processes, mesh.device)
     keys = unit_keys(facts.hf, facts.spec, cfg.parallel.schedule)
@@ -79,38 +83,38 @@ def _rank(cfg: RunConfig, num_processes: int, _: RunConfig, mesh: Mesh) -> None:
 
 
 def profile_units(cfg: RunConfig, mesh: Mesh, facts: Description, keys: Sequence[str]) -> Profile:
-    """Measure one unit of each key, on every rank at a time; the same on every rank."""
+    """Measure one unit of each key, on every rank at a time; return the same on every rank."""
     distinct = {key: place for place, key in reversed(list(enumerate(keys)))}
     places = sorted(distinct.values())
     bench = make_bench(cfg, mesh, facts, places)
     for _ in range(2):
         bench.round()
-    kept = [bench.kept_bytes(place) for place in range(len(places))]
-    rounds = int(BUDGET_SECONDS / max(of_every_rank(bench.round())))
+    kept_bytes = [bench.kept_bytes(place) for place in range(len(places))]
+    num_rounds = int(BUDGET_SECONDS / max(of_every_rank(bench.round())))
     alone = bench.means(FEWEST, together=False) if dist.get_rank() == 0 else None
-    means = bench.means(min(max(rounds, FEWEST), MOST), together=True)
-    slowdown = _total(means) / _total(alone) if alone else 1.0
+    together = bench.means(min(max(num_rounds, FEWEST), MOST), together=True)
+    slowdown = _total(together) / _total(alone) if alone else 1.0
     # Some numbers for each stage, from every rank to all.
-    ranks = of_every_rank(means)
-    mean = [
-        {kind: statistics.mean(rank[i][kind] for rank in ranks) for kind in unit}
-        for i, unit in enumerate(means)
+    ranks = of_every_rank(together)
+    means = [
+        {kind: statistics.mean(rank[i][kind] for rank in ranks) for kind in stage}
+        for i, stage in enumerate(together)
     ]
-    around = mean[0]["F"]
+    around_seconds = means[0]["F"]
     units = {
         keys[place]: Measured(
-            forward_seconds=max(0.0, seconds["F"] - around),
+            forward_seconds=max(0.0, seconds["F"] - around_seconds),
             backward_seconds=seconds.get("B", 0.0),
             input_seconds=seconds.get("I", 0.0),
             weight_seconds=seconds.get("W", 0.0),
             activation_bytes=num_bytes,
         )
-        for place, seconds, num_bytes in zip(places, mean, kept, strict=True)
+        for place, seconds, num_bytes in zip(places, means, kept_bytes, strict=True)
     }
     return Profile(
         units=units,
-        stage_seconds=mean[0]["around"],
-        output_seconds=_message_seconds(bench.carried),
+        stage_seconds=means[0]["around"],
+        output_seconds=_message_seconds(bench.hidden),
         num_processes=len(ranks),
         slowdown=of_every_rank(slowdown)[0],
         spread=of_every_rank(bench.spread())[0],
@@ -118,8 +122,8 @@ def profile_units(cfg: RunConfig, mesh: Mesh, facts: Description, keys: Sequence
     )
 
 
-def _total(units: list[dict[str, float]]) -> float:
-    return sum(unit["F"] + unit.get("B", 0.0) for unit in units)
+def _total(stages: list[dict[str, float]]) -> float:
+    return sum(seconds["F"] + seconds.get("B", 0.0) for seconds in stages)
 
 
 @dataclass
@@ -127,17 +131,20 @@ class _Bench:
     """Stages of one unit each, from the embedding up, and what they are run on."""
 
     stages: list[Stage]
-    below: list[bool]  # the stage's input needs a gradient
-    carried: torch.Tensor  # hidden states
-    scale: float
+    needs_input_gradient: list[bool]  # of each stage
+    hidden: torch.Tensor  # hidden states [B, T, D], the input of every stage but the first
+    loss_scale: float
     number: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     seconds: dict[tuple[int, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By stage and kind: F forward, B backward, I and W its halves, `around` and `again` the first
+    stage after a backward and right before another stage."""
     rounds: list[float] = field(default_factory=list)
 
     def means(self, rounds: int, together: bool) -> list[dict[str, float]]:
-        """Of each stage, the seconds of its forward, of its backward in one go, and in two halves.
+        """Return the mean seconds of each stage by kind, over so many rounds.
 
-        Means, as a step is a sum: what now and then holds up one of them holds up a step of many more often.
+        Means, not medians, as a step is a sum: what disturbs one action now and then disturbs a
+        step of many actions more often.
         """
         self.seconds.clear()
         self.rounds = []
@@ -153,35 +160,34 @@ class _Bench:
         return means
 
     def spread(self) -> float:
-        """Half the distance of the latest rounds' quartiles, over their median."""
+        """Return half the distance of the latest rounds' quartiles, over their median."""
         first, median, third = statistics.quantiles(self.rounds, n=4)
         return (third - first) / 2 / median
 
     def round(self, first: int = 0) -> float:
-        """Seconds of all forwards and all backwards, once with backwards in one go and once in two halves.
+        """Run all forwards and all backwards twice, and return the seconds of both together.
 
-        The first forward is that of the stage at place `first`, after the last one comes the lowest.
+        Backwards run in one go, then in two halves. The first forward is that of stage `first`;
+        after the highest stage comes the lowest.
         """
         start = self.now()
         places = [(first + place) % len(self.stages) for place in range(len(self.stages))]
         for halves in (False, True):
             self.forward(0, "around")
-            done = {}
+            outputs = {}
             for place in places:
                 self.forward(0, "again")
-                done[place] = self.forward(place)
+                outputs[place] = self.forward(place)
             for place in reversed(places):
-                self.backward(place, *done.pop(place), halves)
+                self.backward(place, *outputs.pop(place), halves)
         return self.now() - start
 
     def forward(self, place: int, kind: str = "F") -> tuple[torch.Tensor, torch.Tensor]:
-        """The stage's input and output."""
+        """Run the forward of a stage and return its input and output."""
         stage = self.stages[place]
-        carried = (
-            self.number
-            if stage.spec.first
-            else self.carried.detach().requires_grad_(self.below[place])
-        )
+        carried = self.number
+        if not stage.spec.first:
+            carried = self.hidden.detach().requires_grad_(self.needs_input_gradient[place])
         start = self.now()
         output = stage(carried, self.number)
         self.seconds[place, kind].append(self.now() - start)
@@ -190,18 +196,17 @@ class _Bench:
     def backward(
         self, place: int, carried: torch.Tensor, output: torch.Tensor, halves: bool
     ) -> None:
-        """As torch's schedules do it; nothing where no gradient is needed."""
+        """Run the backward of a stage as torch's schedules do, unless no gradient is needed."""
         stage = self.stages[place]
         if not output.requires_grad:
             return
-        outputs = [output * self.scale] if stage.spec.last else [output]
-        gradients = None if stage.spec.last else [self.carried]
+        outputs = [output * self.loss_scale] if stage.spec.last else [output]
+        gradients = None if stage.spec.last else [self.hidden]
         start = self.now()
-        if not (halves and self.below[place]):
+        if not (halves and self.needs_input_gradient[place]):
             # Given a tuple without gradients, torch would take it that there is nothing to do.
-            _backward.stage_backward(
-                outputs[0] if stage.spec.last else outputs, gradients, [carried]
-            )
+            output_or_outputs = outputs[0] if stage.spec.last else outputs
+            _backward.stage_backward(output_or_outputs, gradients, [carried])
             self.seconds[place, "B"].append(self.now() - start)
             return
         with stage.backward_half.running("input"):
@@ -215,8 +220,11 @@ class _Bench:
         self.seconds[place, "W"].append(self.now() - between)
 
     def kept_bytes(self, place: int) -> int:
-        """What a forward leaves alive, with its input and without its output; nothing where there is no backward."""
-        with PeakMemory(self.carried.device) as memory:
+        """Return what a stage's forward leaves alive: its input, but not its output.
+
+        Without a backward nothing is kept for one.
+        """
+        with PeakMemory(self.hidden.device) as memory:
             carried, output = self.forward(place)
         if not output.requires_grad:
             return 0
@@ -226,61 +234,71 @@ class _Bench:
         return memory.exit_bytes - memory.entry_bytes - output.nbytes + received
 
     def now(self) -> float:
-        """The moment at which the device has done what it was given."""
-        if self.carried.is_cuda:
-            torch.cuda.synchronize(self.carried.device)
+        """Return the time, once the device has done what it was given."""
+        if self.hidden.is_cuda:
+            torch.cuda.synchronize(self.hidden.device)
         return time.perf_counter()
 
 
 def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]) -> _Bench:
-    """The stages with their weights, treated as in the run, except what data parallelism does."""
+    """Return a bench of the units at `places`, with weights, made as in the run.
+
+    Only the strategies of `parallel` are left out.
+    """
     hf, spec = facts.hf, facts.spec
-    top = len(spec.layers) + 1
-    made: list[Stage] = []
+    num_units = len(spec.layers) + 2
+    parts: list[Stage] = []
     for place in places:
-        boundaries = sorted({0, place, place + 1, top + 1})
-        made += stages(hf, spec, boundaries, [boundaries.index(place)], cfg)
+        boundaries = sorted({0, place, place + 1, num_units})
+        parts += stages(hf, spec, boundaries, [boundaries.index(place)], cfg)
 
     def load_parts(pm: ParallelModel) -> None:
-        for part in made:
-            wanted = {hf_name(name) for name in part.hf.state_dict() if not is_adapter(name)}
-            weights = load.weights(part.hf, cfg.model, cfg.training.seed, wanted)
+        for part in parts:
+            names = {hf_name(name) for name in part.hf.state_dict() if not is_adapter(name)}
+            weights = load.weights(part.hf, cfg.model, cfg.training.seed, names)
             load.fill(part.hf, chain(weights, lora.adapter_weights(part.hf, cfg.training.seed)))
             part.to(mesh.device)
             beat()
 
     pm = ParallelModel(
-        tuple(made),
+        tuple(parts),
         run_in_turn,
         torch.optim.SGD,
-        from_portable=lambda name, held, full: fill(held, full),
+        from_portable=lambda name, held, portable: fill(held, portable),
     )
     order.apply(pm, mesh, replace(cfg, parallel=Parallel()), spec, load_parts)
-    shape = (cfg.training.micro_batch_size, cfg.data.sequence_length)
-    generator = torch.Generator().manual_seed(cfg.training.seed)
-    tokens = torch.randint(spec.vocab_size, shape, generator=generator)
-    batch = Batch(tokens, tokens, torch.zeros_like(tokens), tuple(range(shape[0])), step=1).to(
-        mesh.device
-    )
-    for part in made:
+    batch = _random_batch(cfg, spec.vocab_size).to(mesh.device)
+    loss_scale = 1.0 / batch.input_ids.numel()
+    for part in parts:
         part.train()
-        part.microbatches, part.loss_scale = [batch], 1.0 / tokens.numel()
+        part.microbatches, part.loss_scale = [batch], loss_scale
         part.gradient_below = cfg.parallel.schedule in HALVING
     number = torch.zeros(1, dtype=torch.int64)
-    embedded = made[0](number, number).detach()
-    below = needs_gradient(hf, spec, cfg.parallel.schedule)
-    return _Bench(made, [below[place] for place in places], embedded, 1.0 / tokens.numel())
+    hidden = parts[0](number, number).detach()
+    needed = needs_gradient(hf, spec, cfg.parallel.schedule)
+    return _Bench(parts, [needed[place] for place in places], hidden, loss_scale)
+
+
+def _random_batch(cfg: RunConfig, vocab_size: int) -> Batch:
+    """Return a micro-batch of random tokens, with a target at every position."""
+    shape = (cfg.training.micro_batch_size, cfg.data.sequence_length)
+    generator = torch.Generator().manual_seed(cfg.training.seed)
+    tokens = torch.randint(vocab_size, shape, generator=generator)
+    return Batch(tokens, tokens, torch.zeros_like(tokens), tuple(range(shape[0])), step=1)
 
 
 def _message_seconds(hidden: torch.Tensor) -> float:
-    """From rank 0 to rank 1: half of the way there and back, the median of some; 0 with one process."""
+    """Return the seconds of sending hidden states [B, T, D] from rank 0 to rank 1.
+
+    It is half of a median round trip; 0 with one process.
+    """
     rank = dist.get_rank()
     if dist.get_world_size() == 1:
         return 0.0
     seconds: list[float] = []
     for _ in range(21 if rank < 2 else 0):
         start = time.perf_counter()
-        # As pipelines do: [B, T, D] hidden states from rank 0 to 1, and back.
+        # As pipelines do: hidden states from rank 0 to 1, and back.
         for operation in (dist.isend, dist.irecv) if rank == 0 else (dist.irecv, dist.isend):
             for work in dist.batch_isend_irecv([dist.P2POp(operation, hidden, 1 - rank)]):
                 work.wait()

@@ -1,4 +1,4 @@
-"""What `shardwise split` shows and writes: a run's pipeline, stage by stage, beside other ways to cut it."""
+"""What `shardwise split` prints and writes: a run's pipeline by stage, beside other splits."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from shardwise.schedule.costs import Cost, CostSource
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split, bound_seconds
 from shardwise.schedule.timeline import Timeline
+from shardwise.words import seconds as seconds_text
+from shardwise.words import size as size_text
 
 FILES = ("split.json", "split.svg", "trace.json")
 
@@ -46,62 +48,80 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Of the chosen split."""
+        """The name of the chosen split."""
         return self.cfg.parallel.split if isinstance(self.cfg.parallel.split, str) else "given"
 
     @property
+    def splits(self) -> dict[str, Split]:
+        """All splits, the chosen one last."""
+        return {**self.others, self.name: self.chosen}
+
+    @property
     def drawn(self) -> dict[str, Timeline]:
-        """The uniform split's timeline above the chosen one's."""
-        splits = {**self.others, self.name: self.chosen}
-        whole = ", of whole layers, not yet shared out by tp" * (self.cfg.parallel.tp > 1)
-        return {
-            f"{name}{whole}": splits[name].timeline
-            for name in dict.fromkeys(("uniform", self.name))
-        }
+        """The timelines to draw, by title: the uniform split above the chosen one."""
+        detail = ", of whole layers, before tp shards them" if self.cfg.parallel.tp > 1 else ""
+        names = dict.fromkeys(("uniform", self.name))
+        return {f"{name}{detail}": self.splits[name].timeline for name in names}
 
     @property
     def notes(self) -> list[str]:
-        """What whoever reads the figures must know."""
-        ranks = self.cfg.parallel.tp
-        whole = f"seconds and memory are those of whole layers, before {ranks} tensor-parallel ranks share them out"
-        return list(filter(None, (whole * (ranks > 1), memory_caveat(self.spec, self.source))))
+        """What a reader of the figures must know."""
+        notes = []
+        if self.cfg.parallel.tp > 1:
+            notes.append(
+                "seconds and memory are those of whole layers, before "
+                f"{self.cfg.parallel.tp} tensor-parallel ranks shard them"
+            )
+        if caveat := memory_caveat(self.spec, self.source):
+            notes.append(caveat)
+        return notes
 
 
 def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
-    """Cut a run's model as `shardwise train` would on so many processes (default: as one copy of the model takes).
+    """Cut a run's model as `shardwise train` would on so many processes.
 
-    UserError as it would, and where there is no pipeline. Torch's threads in this process become those of a rank, for
-    which costs are measured and looked up.
+    By default there are as many as one copy of the model takes. UserError as from training, and
+    where there is no pipeline. Sets torch's threads of this process to those of a rank, for which
+    costs are measured and looked up.
     """
     if cfg.parallel.pp == 1:
         raise UserError(
             "parallel.pp is 1, so there is nothing to split; set it to 2 or more (--parallel.pp=2)"
         )
-    world = num_processes or cfg.parallel.pp * cfg.parallel.tp
+    num_ranks = num_processes or cfg.parallel.pp * cfg.parallel.tp
     device = torch.device(device_type(cfg))
-    facts = describe(cfg, world, device)
-    assert facts.pipeline is not None
-    hf, spec, pipeline = facts.hf, facts.spec, facts.pipeline
-    torch.set_num_threads(threads_each(world))
+    facts = describe(cfg, num_ranks, device)
+    pipeline = facts.pipeline
+    assert pipeline is not None
+    torch.set_num_threads(threads_each(num_ranks))
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
     peak = peak_flops(device, torch.bfloat16 if in_16_bits else torch.float32)
-    units, source = costs_of(
-        cfg, hf, spec, None, world, facts.sizes["dp_shard"], peak.flops_per_second
-    )
+    rate, num_shards = peak.flops_per_second, facts.sizes["dp_shard"]
+    units, source = costs_of(cfg, facts.hf, facts.spec, None, num_ranks, num_shards, rate)
     if not source.is_measured:
-        source = replace(source, rate=f"{peak.flops_per_second / 1e12:.3g} TFLOP/s ({peak.source})")
-    chosen = choose_split(cfg, units, pipeline.num_microbatches)
+        source = replace(source, rate=f"{rate / 1e12:.3g} TFLOP/s ({peak.source})")
 
-    def other(name: Any) -> Split:
+    def split_as(name: Any) -> Split:
         parallel = replace(cfg.parallel, split=name, memory_limit_gib=None)
         return choose_split(replace(cfg, parallel=parallel), units, pipeline.num_microbatches)
 
-    others = {name: other(name) for name in ("uniform", "parameters") if name != cfg.parallel.split}
-    return Plan(cfg, spec, pipeline, units, source, chosen, others)
+    names = [name for name in ("uniform", "parameters") if name != cfg.parallel.split]
+    return Plan(
+        cfg=cfg,
+        spec=facts.spec,
+        pipeline=pipeline,
+        units=units,
+        source=source,
+        chosen=choose_split(cfg, units, pipeline.num_microbatches),
+        others={name: split_as(name) for name in names},
+    )
 
 
 def stages_table(planned: Plan) -> Table:
-    """A row for each stage, bottom up; the memory of a rank stands in the row of its lowest stage."""
+    """Return a table with a row for each stage, bottom up.
+
+    The memory of a rank stands in the row of its lowest stage.
+    """
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=planned.spec.family, title_justify="left")
     for column in ("stage", "rank", "layers", "kinds"):
         table.add_column(column, no_wrap=True)
@@ -110,44 +130,47 @@ def stages_table(planned: Plan) -> Table:
     split = planned.chosen
     for chunk, cost in enumerate(split.chunks):
         rank = planned.pipeline.rank_of(chunk)
-        lowest = chunk == planned.pipeline.chunks_of(rank)[0]
+        is_lowest = chunk == planned.pipeline.chunks_of(rank)[0]
         table.add_row(
             str(chunk),
             str(rank),
             "\n".join(split.contents(chunk)),
             _kinds(planned, chunk),
-            _seconds(cost.forward_seconds + cost.stage_seconds),
-            _seconds(cost.backward_seconds),
-            _bytes(split.memory_bytes[rank]) if lowest else "",
+            seconds_text(cost.forward_seconds + cost.stage_seconds),
+            seconds_text(cost.backward_seconds),
+            size_text(split.memory_bytes[rank]) if is_lowest else "",
         )
     return table
 
 
 def summary(planned: Plan) -> Iterator[str]:
-    """Lines on the step: what it takes, beside other splits and what none can beat."""
+    """Yield lines on the step: what it takes, beside other splits and what none can beat."""
     parallel, chosen = planned.cfg.parallel, planned.chosen
     seconds = chosen.timeline.seconds
     yield (
-        f"{parallel.schedule}, {planned.pipeline.num_microbatches} micro-batches, split {planned.name}: step "
-        f"{_seconds(seconds)}, bubble {chosen.timeline.bubble():.1%}"
+        f"{parallel.schedule}, {planned.pipeline.num_microbatches} micro-batches, split "
+        f"{planned.name}: step {seconds_text(seconds)}, bubble {chosen.timeline.bubble():.1%}"
     )
     for name, other in planned.others.items():
+        ratio = _ratio(other.timeline.seconds / seconds)
+        line = f"{name}: {seconds_text(other.timeline.seconds)}, {ratio}"
         most, limit = max(other.memory_bytes), parallel.memory_limit_gib
-        told = (
-            f" (over the limit: {_bytes(most)} on a rank)" if limit and most > limit * 2**30 else ""
-        )
-        yield f"{name}: {_seconds(other.timeline.seconds)}, {_ratio(other.timeline.seconds / seconds)}{told}"
+        if limit and most > limit * 2**30:
+            line += f" (over the limit: {size_text(most)} on a rank)"
+        yield line
     bound = bound_seconds(planned.units, planned.pipeline)
-    yield f"no split can beat {_seconds(bound)} ({bound / seconds:.0%} of this step)"
+    yield f"no split can beat {seconds_text(bound)} ({bound / seconds:.0%} of this step)"
     yield f"costs: {planned.source}"
     if not planned.source.is_measured:
-        yield "shares are worth more than seconds here; shardwise split --profile measures this machine"
+        yield (
+            "only ratios of these seconds are reliable; shardwise split --profile measures this "
+            "machine"
+        )
     yield from planned.notes
 
 
 def write_files(planned: Plan, folder: Path) -> None:
     """Write FILES: the plan as data, the timelines drawn on one time axis, and as a trace."""
-    splits = {**planned.others, planned.name: planned.chosen}
     content = {
         "schedule": planned.cfg.parallel.schedule,
         "num_ranks": planned.pipeline.num_ranks,
@@ -157,7 +180,7 @@ def write_files(planned: Plan, folder: Path) -> None:
         "notes": planned.notes,
         "chosen": planned.name,
         "bound_seconds": bound_seconds(planned.units, planned.pipeline),
-        "splits": {name: _described(split) for name, split in splits.items()},
+        "splits": {name: _as_data(split) for name, split in planned.splits.items()},
         "units": [asdict(unit) for unit in planned.units],
     }
     texts = (dumps(content), gantt_file(planned.drawn), perfetto_trace(planned.drawn))
@@ -177,7 +200,7 @@ def make_folder(folder: Path) -> None:
         ) from None
 
 
-def _described(split: Split) -> dict[str, Any]:
+def _as_data(split: Split) -> dict[str, Any]:
     return {
         "boundaries": split.boundaries,
         "layers": split.layers,
@@ -189,22 +212,11 @@ def _described(split: Split) -> dict[str, Any]:
 
 
 def _kinds(planned: Plan, chunk: int) -> str:
+    """Return how many layers of each kind a chunk has, a kind per line."""
     low, high = planned.chosen.boundaries[chunk : chunk + 2]
-    own = planned.spec.layers[max(low - 1, 0) : high - 1]
-    return (
-        "\n".join(f"{n} x {kind}" for kind, n in Counter(layer.kind for layer in own).items())
-        or "-"
-    )
+    numbers = Counter(layer.kind for layer in planned.spec.layers[max(low - 1, 0) : high - 1])
+    return "\n".join(f"{number} x {kind}" for kind, number in numbers.items()) or "-"
 
 
 def _ratio(ratio: float) -> str:
     return f"{ratio:.3f} times as long" if ratio >= 1 else f"{1 / ratio:.3f} times as fast"
-
-
-def _bytes(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _seconds(seconds: float) -> str:
-    unit, name = (1.0, "s") if seconds >= 1.0 else (1e-3, "ms") if seconds >= 1e-3 else (1e-6, "µs")
-    return f"{seconds / unit:.3g} {name}"

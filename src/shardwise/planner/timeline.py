@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline did in a step: recorded, set beside what was predicted, and drawn."""
+"""What the ranks of a pipeline did in a step: recorded, compared with the prediction, and drawn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.schedule.split import Split
 from shardwise.schedule.timeline import Event, Timeline, pack
 
 MOST_STEPS = 50
-"""As many steps are kept, the last ones: some 10 kB each."""
+"""Of so many steps, the last ones, events are kept: some 10 kB each."""
 SCHEMA_VERSION = 1
 
 
@@ -31,55 +31,52 @@ class Recorder:
     """Keeps what this rank did in the last timed steps."""
 
     def __init__(self, warmup_steps: int) -> None:
-        self._untimed = warmup_steps
+        self._num_untimed = warmup_steps
         self._steps: deque[tuple[Event, ...]] = deque(maxlen=MOST_STEPS)
 
     def step(self, events: Sequence[Event]) -> None:
-        """A step is done, and these are this rank's events in it, in seconds since a moment that all ranks share."""
-        if self._untimed:
-            self._untimed -= 1
+        """Keep this rank's events of a step, in seconds from a moment common to all ranks."""
+        if self._num_untimed:
+            self._num_untimed -= 1
         else:
             self._steps.append(tuple(events))
 
     def median_step(self, group: dist.ProcessGroup | None = None) -> Timeline | None:
-        """What all ranks of a pipeline did in its step of median length, from its first event on; None without steps.
+        """Return what all ranks of a pipeline did in the step of median length; None without steps.
 
-        A collective over the pipeline's ranks; on each the same.
+        Times count from the step's first event. A collective over the pipeline's ranks, which all
+        get the same.
         """
+        spans = [(min(e.start for e in step), max(e.end for e in step)) for step in self._steps]
         # Two numbers for each step, then one step's events, from every rank to all.
-        mine = [
-            (min(e.start for e in events), max(e.end for e in events)) for events in self._steps
-        ]
-        by_step = zip(*of_every_rank(mine, group))
-        steps = [
-            (min(start for start, _ in spans), max(end for _, end in spans)) for spans in by_step
-        ]
+        by_step = [zip(*ranks) for ranks in zip(*of_every_rank(spans, group))]
+        steps = [(min(starts), max(ends)) for starts, ends in by_step]
         if not steps:
             return None
         lengths = [end - start for start, end in steps]
         median = lengths.index(statistics.median_low(lengths))
         begin = steps[median][0]
-        gathered = of_every_rank(self._steps[median], group)
-        events = (
-            e._replace(start=e.start - begin, end=e.end - begin)
-            for events in gathered
-            for e in events
-        )
-        return Timeline(
-            len(gathered), tuple(sorted(events, key=lambda event: (event.rank, event.start)))
-        )
+        ranks = of_every_rank(self._steps[median], group)
+        events = [
+            event._replace(start=event.start - begin, end=event.end - begin)
+            for rank_events in ranks
+            for event in rank_events
+        ]
+        events.sort(key=lambda event: (event.rank, event.start))
+        return Timeline(len(ranks), tuple(events))
 
 
 def record_timeline(cfg: RunConfig, mesh: Mesh, job: Job, recorder: Recorder) -> dict[str, Any]:
-    """The field `pipeline` of the record, whose step rank 0 also writes to files; nothing where there is no pipeline.
+    """Return the record's field `pipeline`, and write its step to files; {} without a pipeline.
 
-    A collective. Where data-parallel ranks have pipelines of their own, this is rank 0's.
+    A collective; rank 0 writes. Where data-parallel ranks have pipelines of their own, the step is
+    one of rank 0's.
     """
     if job.cut is None:
         return {}
     split, costs = job.cut.split, job.cut.source
     measured = recorder.median_step(mesh.dense.get_group("pp"))
-    # Costs that are no times of this machine, or of whole layers where ranks have shares, tell nothing about seconds.
+    # Seconds compare only where costs are times of this machine, and of what a rank computes.
     simulated = split.timeline if costs.is_measured and cfg.parallel.tp == 1 else None
     pipeline = describe(cfg.parallel, split, str(costs), measured, simulated)
     if dist.get_rank() == 0:
@@ -90,11 +87,14 @@ def record_timeline(cfg: RunConfig, mesh: Mesh, job: Job, recorder: Recorder) ->
 def describe(
     cfg: Parallel, split: Split, costs: str, measured: Timeline | None, simulated: Timeline | None
 ) -> PipelineRecord:
-    """A pipeline and its steps as a record has them.
+    """Return a pipeline and its steps as a record has them.
 
-    `costs` says where the units' costs come from. `simulated` is the step that they predict, None where they are no
-    times of this machine.
+    `costs` names the source of the units' costs. `simulated` is the step that they predict, None
+    where they are no times of this machine.
     """
+    error_percent = None
+    if measured and simulated:
+        error_percent = 100 * (simulated.seconds / measured.seconds - 1)
     return PipelineRecord(
         schedule=cfg.schedule,
         split=cfg.split,
@@ -103,18 +103,15 @@ def describe(
         costs=costs,
         measured=_figures(measured) if measured else None,
         simulated=_figures(simulated) if simulated else None,
-        simulator_error_percent=100 * (simulated.seconds / measured.seconds - 1)
-        if measured and simulated
-        else None,
+        simulator_error_percent=error_percent,
         events=pack(measured) if measured else None,
     )
 
 
 def _figures(timeline: Timeline) -> PipelineStep:
     idle = [timeline.idle_seconds(rank) for rank in range(timeline.num_ranks)]
-    return PipelineStep(
-        timeline.seconds, timeline.bubble(), [timeline.seconds - seconds for seconds in idle], idle
-    )
+    busy = [timeline.seconds - seconds for seconds in idle]
+    return PipelineStep(timeline.seconds, timeline.bubble(), busy, idle)
 
 
 def write_files(
@@ -122,14 +119,14 @@ def write_files(
 ) -> None:
     """Write TIMELINES into the folder, or nothing where there is neither timeline.
 
-    Without matplotlib, which training does not need, the picture is left out and a line says so.
+    Without matplotlib, which training does not need, a line says that the picture is left out.
     """
-    named = {"measured": measured, "simulated": simulated}
-    timelines = {name: timeline for name, timeline in named.items() if timeline is not None}
+    both = {"measured": measured, "simulated": simulated}
+    timelines = {name: timeline for name, timeline in both.items() if timeline is not None}
     if not timelines:
         return
     content: dict[str, Any] = {"schema_version": SCHEMA_VERSION, **asdict(record)}
-    del content["events"]  # packed; here they are whole
+    del content["events"]  # those of the record are packed
     for name, timeline in timelines.items():
         content[name]["events"] = timeline.events
     texts = [dumps(content), perfetto_trace(timelines)]

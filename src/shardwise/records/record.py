@@ -93,7 +93,7 @@ class RunRecord:
     schema_version: int = SCHEMA_VERSION
 
     def write(self, path: str | Path) -> None:
-        """Write strict JSON, all or nothing; NaN and infinities become the strings "nan", "inf" and "-inf"."""
+        """Write strict JSON, all or nothing; NaN and infinities become "nan", "inf" and "-inf"."""
         write_atomically(path, dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
@@ -150,7 +150,7 @@ class MetricsFile:
 
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """Write a text file (UTF-8) so that a reader meets either its old content or all of the new one.
+    """Write a text file (UTF-8) so that a reader sees its old content or all of the new one.
 
     Raises OSError where the file cannot be written.
     """

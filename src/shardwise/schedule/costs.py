@@ -109,8 +109,8 @@ def effective(units: Sequence[Cost], schedule: str) -> tuple[Cost, ...]:
     """Return the costs of the units, from the embedding up, under a schedule.
 
     Below the lowest trainable unit no gradient is needed, so there is no backward and nothing is
-    kept for one. Under a schedule that halves backwards the gradient goes down to the embedding, and
-    no cost changes.
+    kept for one. Under a schedule that halves backwards the gradient goes down to the embedding,
+    and no cost changes.
     """
     if schedule in HALVING:
         return tuple(units)

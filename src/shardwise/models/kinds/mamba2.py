@@ -118,6 +118,7 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
         weights,
         attributes,
         norms={"norm": partial(gated_rms_norm, normed)} if spread else {},
+        norm_groups=max(normed, 1),
         buffers={"mup_vector": Cut(2, way_in)} if hasattr(block, "mup_vector") else {},
         # mamba_ssm's training kernel ends with a norm over the features that this rank has of a
         # group.

@@ -1,0 +1,297 @@
+"""The bytes that a rank sends in one training step, by closed formulas, under every layout.
+
+m are the micro-batches of a step, BTD the bytes of a micro-batch's hidden states. Gradients and the
+few numbers of a step are summed in float32, weights are gathered in their own dtype. Sizes are
+those of the tensors that a collective is given; `bytes_leaving` says what a ring sends of them.
+
+Numbers of calls are exact as long as gradients that are summed together fit in one bucket (25 MiB
+under zero and ddp, whose first one has 1 MiB). The loss is the chunked one.
+tests/parallel/test_communication.py counts the collectives of real steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from shardwise.assembly.describe import Description
+from shardwise.config import RunConfig
+from shardwise.layouts import num_microbatches
+from shardwise.models.dtypes import hidden_dtype
+from shardwise.planner.share import Chunk, Share, Weight
+from shardwise.planner.units import flat_parameters, flat_spans, left_whole, shard_axis, units_of
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "send"]
+Total = dict[tuple[str, str], tuple[int, int]]
+"""(kind, mesh axis) -> calls, and bytes of their whole tensors together."""
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Collectives of one kind over one mesh axis, and the bytes of their whole tensors together."""
+
+    kind: Kind
+    axis: str
+    calls: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of one rank."""
+
+    cfg: RunConfig
+    share: Share
+    sizes: Mapping[str, int]
+    """Ranks along each axis of the mesh."""
+    num_microbatches: int
+    num_tokens: int
+    """Tokens of a micro-batch."""
+    num_targets: int
+    """Tokens with a label, in all micro-batches of the rank."""
+
+    @property
+    def hidden_numel(self) -> int:
+        """The elements of a micro-batch's hidden states [B, T, D]."""
+        return self.num_tokens * self.share.chunks[0].spec.hidden_size
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Their bytes between blocks."""
+        return self.hidden_numel * hidden_dtype(self.cfg).itemsize
+
+
+def messages_of_step(
+    cfg: RunConfig, run: Description, share: Share, num_targets: int | None = None
+) -> Total:
+    """Return what a rank with this share sends, along the axes that have more than one rank.
+
+    `num_targets`: tokens with a label, in all micro-batches of the rank; by default all tokens.
+    """
+    m = num_microbatches(cfg, prod(run.sizes.values()))
+    num_tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
+    if num_targets is None:
+        num_targets = m * num_tokens
+    step = Step(cfg, share, run.sizes, m, num_tokens, num_targets)
+    formulas = [_numbers, _pipeline, _tensor]
+    if cfg.parallel.data != "single":
+        formulas.append(DATA_FORMULAS[cfg.parallel.data])
+    messages = (message for formula in formulas for message in formula(step))
+    return add_up(message for message in messages if run.sizes[message.axis] > 1)
+
+
+def add_up(messages: Iterable[Messages]) -> Total:
+    """Return the sums of calls and bytes by kind and axis."""
+    calls, num_bytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for message in messages:
+        calls[message.kind, message.axis] += message.calls
+        num_bytes[message.kind, message.axis] += message.num_bytes
+    return {key: (number, num_bytes[key]) for key, number in calls.items() if number}
+
+
+def bytes_leaving(total: Total, sizes: Mapping[str, int]) -> int:
+    """Return the bytes that leave one rank where every collective runs around a ring of n ranks.
+
+    Of an all-reduced tensor that is 2 (n-1)/n, of a gathered or reduce-scattered one (n-1)/n.
+    """
+    rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+    leaving = 0.0
+    for (kind, axis), (_, num_bytes) in total.items():
+        n = sizes[axis]
+        leaving += num_bytes if kind == "send" else num_bytes * rounds[kind] * (n - 1) / n
+    return round(leaving)
+
+
+def _numbers(step: Step) -> Iterator[Messages]:
+    """Yield the few numbers of a step.
+
+    The number of targets (int64) is summed over the data axes, the loss over these and stages, and
+    the squares of the gradient norm over each set of axes that trained weights are sharded over,
+    then over stages.
+    """
+    data = shard_axis(step.cfg)
+    axis_sets: set[tuple[str, ...]] = set()
+    for chunk in step.share.chunks:
+        unsharded = left_whole(step.cfg, chunk, step.sizes[data])
+        for weight in chunk.weights:
+            if weight.is_trained:
+                axes = [] if weight in unsharded else [data]
+                if weight.tp_dim is not None:
+                    axes.append("tp")
+                axis_sets.add(tuple(axes))
+    for axis in ("dp_replicate", "dp_shard"):
+        yield Messages("all-reduce", axis, 1, 8)
+    for axes in (("pp", "dp_replicate", "dp_shard"), ("pp",), *axis_sets):
+        for axis in axes:
+            yield Messages("all-reduce", axis, 1, 4)
+
+
+def _ddp(step: Step) -> Iterator[Messages]:
+    """Yield the sum of all trained gradients, once a step."""
+    yield Messages("all-reduce", "dp_replicate", 1, _float32_bytes(step.share.trained))
+
+
+def _zero(step: Step) -> Iterator[Messages]:
+    """Yield the reduce-scatter of trained gradients, once a step or, in stage 2, a micro-batch, and
+    the all-gather of the updated weights.
+    """
+    n = step.sizes["dp_replicate"]
+    unsharded = [weight for weight in step.share.trained if weight.shard_dim(n) is None]
+    sharded = [weight for weight in step.share.trained if weight not in unsharded]
+    times = 1 if step.cfg.parallel.data == "zero1" else step.num_microbatches
+    yield Messages("reduce-scatter", "dp_replicate", times, times * _float32_bytes(sharded, n))
+    yield Messages("all-gather", "dp_replicate", 1, _weight_bytes(sharded, n))
+    if unsharded:
+        yield Messages("all-reduce", "dp_replicate", 1, _float32_bytes(unsharded))
+
+
+def _fsdp1(step: Step) -> Iterator[Messages]:
+    """Yield, per micro-batch, what fsdp2 sends, of flat parameters.
+
+    A unit with nothing trained in it or below is not gathered for a backward.
+    """
+    n, m = step.sizes["dp_shard"], step.num_microbatches
+    (chunk,) = step.share.chunks
+    has_backward = False
+    for unit in units_of(chunk, "fsdp1"):
+        has_backward = has_backward or bool(unit.trained)
+        gathers = 2 * m if has_backward and not unit.is_kept else m
+        for weights in flat_parameters(unit, step.cfg.parallel.fsdp1_wrap):
+            numel = -(-flat_spans(weights)[-1][1] // n) * n
+            num_bytes = numel * weights[0].itemsize
+            yield Messages("all-gather", "dp_shard", gathers, gathers * num_bytes)
+            if any(weight.is_trained for weight in weights):
+                yield Messages("reduce-scatter", "dp_shard", m, m * 4 * numel)
+    if trained := [weight for weight in left_whole(step.cfg, chunk, n) if weight.is_trained]:
+        yield Messages("all-reduce", "dp_shard", 1, _float32_bytes(trained))
+
+
+def _fsdp2(step: Step) -> Iterator[Messages]:
+    """Yield, per micro-batch and unit, an all-gather for the forward, another one for the backward,
+    and the reduce-scatter of trained gradients, whose shards are summed over replicas once a step.
+
+    The backward ends at the lowest unit with something trained, and has gathered the unit below it
+    ahead. In a pipeline gradients are reduce-scattered once a step, and a backward leaves the
+    weights gathered for what comes next: they are gathered at first, and after every forward.
+    """
+    n, m = step.sizes["dp_shard"], step.num_microbatches
+    in_pipeline = step.sizes["pp"] > 1
+    for chunk in step.share.chunks:
+        unsharded = left_whole(step.cfg, chunk, n)
+        units = units_of(chunk, "fsdp2")
+        lowest = 0
+        if not chunk.needs_input_gradient:
+            lowest = next((i for i, unit in enumerate(units) if unit.trained), len(units) + 1)
+        for i, unit in enumerate(units):
+            is_freed = step.cfg.parallel.reshard_after_forward and not unit.is_kept
+            backward_gathers = m if is_freed and i >= lowest - 1 else 0
+            stays_gathered = in_pipeline and (backward_gathers or not is_freed)
+            gathers = (1 if stays_gathered else m) + backward_gathers
+            sharded = [weight for weight in unit.weights if weight not in unsharded]
+            num_bytes = _weight_bytes(sharded, n)
+            yield Messages("all-gather", "dp_shard", gathers, gathers * num_bytes)
+            if trained := [weight for weight in sharded if weight.is_trained]:
+                times, num_bytes = 1 if in_pipeline else m, _float32_bytes(trained, n)
+                yield Messages("reduce-scatter", "dp_shard", times, times * num_bytes)
+                yield Messages("all-reduce", "dp_replicate", 1, num_bytes // n)
+        if trained := [weight for weight in unsharded if weight.is_trained]:
+            for axis in ("dp_replicate", "dp_shard"):
+                yield Messages("all-reduce", axis, 1, _float32_bytes(trained))
+
+
+def _tensor(step: Step) -> Iterator[Messages]:
+    """Yield what tensor parallelism sends per micro-batch, and its gradients once a step.
+
+    Besides `_moves`, some blocks sum a few numbers per token within, and the loss sums three
+    numbers per target: the largest logit, then the sum of exponentials with the target's logit.
+    Once a step gradients are summed of which each rank has a partial sum, and those of rows that
+    several ranks hold, segment by segment.
+    """
+    m, n = step.num_microbatches, step.sizes["dp_shard"]
+    for chunk in step.share.chunks:
+        moves = _moves_with_tokens if step.cfg.parallel.sequence_parallel else _moves
+        for kind, number, itemsize in moves(chunk, hidden_dtype(step.cfg).itemsize):
+            yield Messages(kind, "tp", m * number, m * number * step.hidden_numel * itemsize)
+        for block in chunk.blocks:
+            times = m * (1 + block.has_backward + block.is_rerun)
+            for num_bytes in block.bytes_within:
+                yield Messages("all-reduce", "tp", times, times * step.num_tokens * num_bytes)
+        if chunk.spec.last:
+            yield Messages("all-reduce", "tp", 2 * m, step.num_targets * 3 * 4)
+    if partial := [weight for weight in step.share.trained if weight.has_partial_gradient]:
+        yield Messages("all-reduce", "tp", 1, _float32_bytes(partial, n) // n)
+    for weight in step.share.trained:
+        for numel in weight.shared_numels:
+            yield Messages("all-reduce", "tp", 1, 4 * numel // n)
+
+
+Moves = Iterator[tuple[Kind, int, int]]
+"""Kind and number of a micro-batch's messages [B, T, D], and bytes of an element."""
+
+
+def _moves(chunk: Chunk, itemsize: int) -> Moves:
+    """Yield the sums of the embedding's rows, of each block's output and, in the backward, of its
+    input's gradient, and of the gradient of the head's input.
+    """
+    yield "all-reduce", int(chunk.spec.first), itemsize
+    for block in chunk.blocks:
+        if block.is_sharded:
+            yield "all-reduce", 1 + block.reruns_output, block.output_itemsize
+            yield "all-reduce", int(block.needs_input_gradient), itemsize
+    yield "all-reduce", int(chunk.needs_head_gradient), itemsize
+
+
+def _moves_with_tokens(chunk: Chunk, itemsize: int) -> Moves:
+    """Yield the moves of sequence parallelism, where ranks have their tokens between blocks.
+
+    The sums of `_moves` around blocks and head are reduce-scatters. An all-gather comes before each
+    block and, in the backward, before what follows it. One more comes at the end of a stage, or
+    before the head, and one in the backward of a stage's start.
+    """
+    yield "all-reduce", int(chunk.spec.first), itemsize
+    for block in chunk.blocks:
+        yield "all-gather", 1 + block.is_rerun, itemsize
+        yield "all-gather", int(block.has_backward), block.output_itemsize
+        if block.is_sharded:
+            yield "reduce-scatter", 1 + block.reruns_output, block.output_itemsize
+            yield "reduce-scatter", int(block.needs_input_gradient), itemsize
+    yield "reduce-scatter", int(chunk.needs_head_gradient), itemsize
+    if chunk.spec.layers or chunk.spec.last:
+        yield "all-gather", 1 + chunk.needs_input_gradient, itemsize
+
+
+def _pipeline(step: Step) -> Iterator[Messages]:
+    """Yield BTD per micro-batch and cut between ranks: hidden states up, and their gradient down.
+
+    Once a step the first and the last stage exchange their gradients of a tied weight.
+    """
+    calls = 0
+    for chunk in step.share.chunks:
+        calls += chunk.sends + (chunk.receives and chunk.needs_input_gradient)
+    calls *= step.num_microbatches
+    yield Messages("send", "pp", calls, calls * step.hidden_bytes)
+    if step.share.tied is not None:
+        n = step.sizes["dp_shard"]
+        yield Messages("send", "pp", 1, _weight_bytes([step.share.tied], n) // n)
+
+
+DATA_FORMULAS: Mapping[str, Callable[[Step], Iterator[Messages]]] = {
+    "ddp": _ddp,
+    "zero1": _zero,
+    "zero2": _zero,
+    "fsdp1": _fsdp1,
+    "fsdp2": _fsdp2,
+}
+
+
+def _weight_bytes(weights: Iterable[Weight], num_shards: int = 1) -> int:
+    """Return the bytes of weights, each padded to equal shards, in its dtype."""
+    return sum(weight.itemsize * weight.padded_numel(num_shards) for weight in weights)
+
+
+def _float32_bytes(weights: Iterable[Weight], num_shards: int = 1) -> int:
+    """Return the bytes of the weights' gradients in float32, each padded to equal shards."""
+    return sum(4 * weight.padded_numel(num_shards) for weight in weights)

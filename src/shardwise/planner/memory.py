@@ -1,0 +1,96 @@
+"""The bytes of weights, gradients and optimizer states on a rank, by closed formulas.
+
+They are those between the last backward of a step and the next step, under every layout. Gradients
+take the dtype of their weight, or float32 under `training.accumulation: float32`. What a step
+needs beside them is not counted: activations, gathered weights, buckets.
+tests/parallel/test_state_bytes.py counts the tensors that real ranks hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from shardwise.assembly.costs import gradient_bytes, optimizer_bytes
+from shardwise.config import RunConfig
+from shardwise.planner.share import Chunk, Share, Weight
+from shardwise.planner.units import flat_parameters, flat_spans, left_whole, shard_axis, units_of
+
+
+def state_bytes(
+    cfg: RunConfig, share: Share, sizes: Mapping[str, int], coordinates: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the bytes of `weights`, `gradients` and `optimizer` on one rank.
+
+    `sizes`: ranks along each axis of the mesh; `coordinates`: of the rank along each of them.
+    """
+    axis = shard_axis(cfg)
+    num_shards, rank = sizes[axis], coordinates[axis]
+    total = Counter[str]({"weights": 0, "gradients": 0, "optimizer": 0})
+    for chunk in share.chunks:
+        unsharded = left_whole(cfg, chunk, num_shards)
+        for weight in unsharded:
+            _add(total, cfg, weight, weight.numel, weight.numel, weight.numel)
+        if cfg.parallel.data == "fsdp1":
+            _add_flat(total, cfg, chunk, num_shards, rank)
+        else:
+            for weight in chunk.weights:
+                if weight not in unsharded:
+                    _add_sharded(total, cfg, weight, num_shards, rank)
+    return dict(total)
+
+
+def _add_sharded(
+    total: Counter[str], cfg: RunConfig, weight: Weight, num_shards: int, rank: int
+) -> None:
+    """Add the bytes of a weight of which data ranks have shards.
+
+    zero1 and zero2 keep all of the weight, and the gradient and states of a shard. fsdp2 keeps a
+    shard of all three; weight and gradient have as many rows on each rank, the last ones padding.
+    """
+    shard = weight.shard_numel(num_shards, rank)
+    if cfg.parallel.data == "fsdp2":
+        padded = weight.padded_numel(num_shards) // num_shards
+        _add(total, cfg, weight, padded, padded, shard)
+    else:
+        _add(total, cfg, weight, weight.numel, shard, shard)
+
+
+def _add_flat(
+    total: Counter[str], cfg: RunConfig, chunk: Chunk, num_shards: int, rank: int
+) -> None:
+    """Add the bytes of fsdp1's flat parameters, of each of which a rank has an equal piece.
+
+    The gradient of a flat parameter with something trained in it is as large as the piece. States
+    are those of the trained elements that lie in the piece, and a counter for each weight, also
+    where none of it does.
+    """
+    for unit in units_of(chunk, "fsdp1"):
+        for weights in flat_parameters(unit, cfg.parallel.fsdp1_wrap):
+            spans, itemsize = flat_spans(weights), weights[0].itemsize
+            piece = -(-spans[-1][1] // num_shards)
+            total["weights"] += piece * itemsize
+            if any(weight.is_trained for weight in weights):
+                total["gradients"] += gradient_bytes(cfg, piece, itemsize)
+            for weight, (start, end) in zip(weights, spans, strict=True):
+                overlap = min(end, (rank + 1) * piece) - max(start, rank * piece)
+                if weight.is_trained:
+                    total["optimizer"] += optimizer_bytes(cfg, max(0, overlap) * itemsize)
+
+
+def _add(
+    total: Counter[str], cfg: RunConfig, weight: Weight, numel: int, gradient: int, state: int
+) -> None:
+    """Add a weight of which a rank has so many elements, of its gradient and of each state.
+
+    With `offload: optimizer` the optimizer works on copies of what it updates. They count with its
+    states, and their gradients have no padding.
+    """
+    total["weights"] += numel * weight.itemsize
+    if not weight.is_trained:
+        return
+    if cfg.parallel.offload == "optimizer":
+        gradient = state
+        total["optimizer"] += state * weight.itemsize
+    total["gradients"] += gradient_bytes(cfg, gradient, weight.itemsize)
+    total["optimizer"] += optimizer_bytes(cfg, state * weight.itemsize)

@@ -1,0 +1,288 @@
+"""The share of a model that one rank holds along `pp` and `tp`, read off a model on meta.
+
+A pipeline gives a rank its chunks, tensor parallelism gives it its rows of each weight. What data
+parallelism then does with the share is in `communication.py` and `memory.py`. Nothing here needs a
+process group or memory for weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from torch import nn
+
+from shardwise.assembly.costs import with_gradients
+from shardwise.assembly.describe import Description
+from shardwise.config import RunConfig
+from shardwise.metrics.flops import is_rerun
+from shardwise.models.counts import ModelCounts, count_model
+from shardwise.models.counts import Unit as CountedUnit
+from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.spec import LayerSpec, ModelSpec
+from shardwise.models.tensor_cuts import BlockSplit, Cut, unwrapped
+from shardwise.models.tensor_plan import cuts_of, split_blocks
+from shardwise.parallel.place import shard_dim
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as a rank of tensor parallelism holds it, before data parallelism shards it."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    is_trained: bool
+    tp_dim: int | None = None
+    """The dim along which `tp` shards it; None: every rank of `tp` holds all of it."""
+    has_partial_gradient: bool = False
+    """Whether each rank of `tp` computes a partial sum of the gradient of all of it."""
+    shared_numels: tuple[int, ...] = ()
+    """Elements of each of its segments of which several ranks of `tp` hold the same rows."""
+
+    @property
+    def numel(self) -> int:
+        """Elements on a rank of `tp`."""
+        return prod(self.shape)
+
+    def shard_dim(self, num_shards: int) -> int | None:
+        """Return the dim that data parallelism shards, as `place.free_dim` chooses it.
+
+        None: no dim other than `tp_dim` divides evenly, so that each data rank holds all of it.
+        """
+        if self.tp_dim is None:
+            return shard_dim(self.shape, num_shards)
+        dims = (dim for dim in range(len(self.shape)) if dim != self.tp_dim)
+        return next((dim for dim in dims if self.shape[dim] % num_shards == 0), None)
+
+    def padded_numel(self, num_shards: int) -> int:
+        """Return the elements of `num_shards` equal shards, of which the last may be padded."""
+        dim = self.shard_dim(num_shards)
+        if dim is None:
+            return self.numel
+        rows = -(-self.shape[dim] // num_shards) * num_shards
+        return self.numel // self.shape[dim] * rows
+
+    def shard_numel(self, num_shards: int, rank: int) -> int:
+        """Return the elements that data rank `rank` holds, without padding."""
+        dim = self.shard_dim(num_shards)
+        if dim is None:
+            return self.numel
+        rows = -(-self.shape[dim] // num_shards)
+        return self.numel // self.shape[dim] * max(0, min(rows, self.shape[dim] - rank * rows))
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a mixer or a feed-forward makes tensor parallelism send."""
+
+    is_sharded: bool
+    """Whether each rank computes a partial sum of its output; otherwise all of it."""
+    needs_input_gradient: bool
+    has_backward: bool
+    is_rerun: bool
+    """Whether the backward runs its forward again."""
+    reruns_output: bool
+    """Whether that includes the sum of its output, as something after it in the layer runs too."""
+    output_itemsize: int
+    """Bytes of an element of its output, which autocast halves unless experts are added up."""
+    bytes_within: tuple[int, ...]
+    """Bytes per token of each sum over ranks that lies within the block."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A pipeline stage, or the whole model."""
+
+    spec: ModelSpec
+    weights: tuple[Weight, ...]
+    """Without a tied weight that a lower chunk of the same rank has."""
+    blocks: tuple[Block, ...]
+    needs_input_gradient: bool
+    """Whether the backward goes on to the chunk, or the embedding, below."""
+    needs_head_gradient: bool
+    """Whether the backward needs the gradient of the head's input."""
+    receives: bool = False
+    """Whether its input comes from another rank."""
+    sends: bool = False
+    """Whether its output goes to another rank."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds of a model."""
+
+    chunks: tuple[Chunk, ...]
+    tied: Weight | None
+    """The trained tied weight, where the stage at the other end of the pipeline has it too."""
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights of all chunks."""
+        return tuple(weight for chunk in self.chunks for weight in chunk.weights)
+
+    @property
+    def trained(self) -> tuple[Weight, ...]:
+        """The weights that the optimizer updates."""
+        return tuple(weight for weight in self.weights if weight.is_trained)
+
+
+def share_of(
+    cfg: RunConfig,
+    run: Description,
+    coordinates: Mapping[str, int],
+    boundaries: Sequence[int] | None = None,
+) -> Share:
+    """Return what the rank at these coordinates of the mesh holds.
+
+    `boundaries` are those of a pipeline's split: chunk c has the units boundaries[c] to
+    boundaries[c + 1] - 1.
+    """
+    weights, counts = _weights(cfg, run, coordinates["tp"]), count_model(run.hf, run.spec)
+    if run.pipeline is None:
+        return Share((_chunk(cfg, run, counts, weights, 0, len(counts.units)),), tied=None)
+    assert boundaries is not None
+    counts = with_gradients(counts, cfg.parallel.schedule)
+    pipeline, rank = run.pipeline, coordinates["pp"]
+    chunks: list[Chunk] = []
+    for index in pipeline.chunks_of(rank):
+        low, high = boundaries[index : index + 2]
+        chunk = _chunk(cfg, run, counts, weights, low, high)
+        receives = not chunk.spec.first and pipeline.rank_of(index - 1) != rank
+        sends = not chunk.spec.last and pipeline.rank_of(index + 1) != rank
+        chunks.append(replace(chunk, receives=receives, sends=sends))
+        taken = set(chunk.weights)
+        weights = [weight for weight in weights if weight not in taken]
+    return Share(tuple(chunks), _tied(run.spec, chunks))
+
+
+def _weights(cfg: RunConfig, run: Description, rank: int) -> list[Weight]:
+    """Return all weights of the model, as rank `rank` of `tp` holds them."""
+    hf, spec, num_ranks = run.hf, run.spec, cfg.parallel.tp
+    weights = [
+        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad)
+        for name, p in hf.named_parameters()
+    ]
+    if num_ranks == 1:
+        return weights
+    cuts = cuts_of(hf, spec, num_ranks)
+    splits = {
+        f"{layer.name}.{path}.": split
+        for layer in spec.layers
+        for path, split in split_blocks(hf, layer, num_ranks).items()
+    }
+    # With sequence parallelism a rank has its share of the tokens between blocks.
+    between = [layer.name for layer in spec.layers] + [spec.norm]
+    shared_tokens = tuple(f"{path}." for path in between if cfg.parallel.sequence_parallel)
+
+    def of_rank(weight: Weight) -> Weight:
+        if weight.name.startswith((f"{spec.embed}.", f"{spec.head}.")):
+            most = -(-weight.shape[0] // num_ranks)
+            rows = min(most, weight.shape[0] - rank * most)
+            return replace(weight, shape=(rows, *weight.shape[1:]), tp_dim=0)
+        if weight.name in cuts:
+            return _cut(weight, cuts[weight.name], rank)
+        block = next(filter(weight.name.startswith, splits), None)
+        is_between = block is None and weight.name.startswith(shared_tokens)
+        is_inside = block is not None and splits[block] is not None
+        return replace(weight, has_partial_gradient=is_between or is_inside)
+
+    return [of_rank(weight) for weight in weights]
+
+
+def _cut(weight: Weight, cut: Cut, rank: int) -> Weight:
+    shape = list(weight.shape)
+    shape[cut.dim] = cut.rows.local_size
+    per_row = weight.numel // weight.shape[cut.dim]
+    shared = tuple(segment.size * per_row for segment, *_ in cut.rows.shared_segments(rank))
+    return replace(weight, shape=tuple(shape), tp_dim=cut.dim, shared_numels=shared)
+
+
+def _chunk(
+    cfg: RunConfig,
+    run: Description,
+    counts: ModelCounts,
+    weights: Sequence[Weight],
+    low: int,
+    high: int,
+) -> Chunk:
+    """Return the chunk of units[low:high], as if no other rank had a part of the model."""
+    model, head = run.spec, counts.units[-1]
+    is_first, is_last = low == 0, high == len(counts.units)
+    layers = model.layers[max(low - 1, 0) : high - 1]
+    spec = replace(model, layers=layers, first=is_first, last=is_last)
+    foreign = tuple(f"{path}." for path in _foreign(model, spec))
+    blocks: list[Block] = []
+    if cfg.parallel.tp > 1:
+        for layer in layers:
+            unit = counts.units[1 + model.layers.index(layer)]
+            blocks += _blocks(cfg, run, layer, unit)
+    return Chunk(
+        spec=spec,
+        weights=tuple(weight for weight in weights if not weight.name.startswith(foreign)),
+        blocks=tuple(blocks),
+        needs_input_gradient=counts.units[max(low - 1, 0)].backward,
+        needs_head_gradient=is_last and all(weight.input_gradient for weight in head.weights),
+    )
+
+
+def _foreign(model: ModelSpec, stage: ModelSpec) -> Iterator[str]:
+    """Yield the modules that a stage leaves to others."""
+    yield from (layer.name for layer in model.layers if layer not in stage.layers)
+    if not stage.first and not (stage.last and model.tied):
+        yield model.embed
+    if not stage.first and model.positions is not None:
+        yield model.positions
+    if not stage.last:
+        yield from (model.norm, model.head)
+
+
+def _blocks(
+    cfg: RunConfig, run: Description, layer: LayerSpec, unit: CountedUnit
+) -> Iterator[Block]:
+    splits = split_blocks(run.hf, layer, cfg.parallel.tp)
+    # `operators` saves what comes out of products, but nothing of a collective.
+    mode = cfg.training.checkpointing
+    reruns_layer = is_rerun(unit, "full" if mode == "operators" else mode)
+    product_dtype = autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
+    kinds = [block.kind for block in layer.blocks]
+    norm_after = f"{layer.name}.{layer.norms.after}."
+    ends_with_norm = any(name.startswith(norm_after) for name, _ in run.hf.named_parameters())
+    for kind, (path, split) in zip(kinds, splits.items(), strict=True):
+        output_dtype = hidden_dtype(cfg) if kind.experts else product_dtype
+        prefix = f"{layer.name}.{path}."
+        module = run.hf.get_submodule(prefix.removesuffix("."))
+        products = [weight for weight in unit.weights if weight.name.startswith(prefix)]
+        # What meets the input first has an input gradient only where the input has one.
+        needs_input_gradient = all(weight.input_gradient for weight in products)
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        is_last = path == [*splits][-1]
+        yield Block(
+            is_sharded=split is not None,
+            needs_input_gradient=needs_input_gradient,
+            has_backward=needs_input_gradient or is_trained,
+            is_rerun=reruns_layer,
+            # A recomputation ends with the last tensor that the backward needs.
+            reruns_output=reruns_layer and (not is_last or ends_with_norm),
+            output_itemsize=output_dtype.itemsize,
+            bytes_within=tuple(_bytes_within(module, split, product_dtype.itemsize)),
+        )
+
+
+def _bytes_within(module: nn.Module, split: BlockSplit | None, itemsize: int) -> Iterator[int]:
+    """Yield the bytes per token of each sum within a block: of squares, or of a linear's output."""
+    if split is not None:
+        yield from (4 * split.norm_groups for _ in split.norms)
+        for name in split.summed:
+            yield itemsize * unwrapped(module.get_submodule(name)).out_features
+
+
+def _tied(spec: ModelSpec, chunks: Iterable[Chunk]) -> Weight | None:
+    """Return the tied weight of a rank with one end of the model, if it is trained."""
+    first = [chunk for chunk in chunks if chunk.spec.first]
+    last = [chunk for chunk in chunks if chunk.spec.last]
+    if not spec.tied or bool(first) == bool(last):
+        return None
+    weights = (first or last)[0].weights
+    return next((w for w in weights if w.name == f"{spec.embed}.weight" and w.is_trained), None)

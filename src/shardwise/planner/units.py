@@ -1,0 +1,109 @@
+"""The units of a chunk that fully sharded data parallelism gathers together, and their weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.config import RunConfig
+from shardwise.planner.share import Chunk, Weight
+
+ALIGNMENT_BYTES = 16
+"""Each parameter in one of fsdp1's flat parameters starts at a multiple of so many bytes."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that are gathered and freed together."""
+
+    weights: tuple[Weight, ...]
+    is_kept: bool
+    """Whether it stays gathered from the forward to the backward, which follows at once."""
+
+    @property
+    def trained(self) -> tuple[Weight, ...]:
+        """The weights that the optimizer updates."""
+        return tuple(weight for weight in self.weights if weight.is_trained)
+
+
+def units_of(chunk: Chunk, data: Literal["fsdp1", "fsdp2"]) -> list[Unit]:
+    """Return the units of a chunk, in forward order.
+
+    They are the embedding, each layer, and the rest: final norm, head, and a tied embedding, which
+    is used at both ends. fsdp2 has norm and head in a unit of their own, unless they are tied.
+    """
+    spec, left = chunk.spec, list(chunk.weights)
+    paths: list[tuple[str, ...]] = [(f"{layer.name}.",) for layer in spec.layers]
+    if not spec.tied:
+        paths.insert(0, (f"{spec.embed}.",))
+    has_ends = data == "fsdp2" and spec.last and not spec.tied
+    if has_ends:
+        paths.append((f"{spec.norm}.", f"{spec.head}."))
+    units: list[Unit] = []
+    for path in paths:
+        is_kept = has_ends and path is paths[-1]
+        weights = tuple(weight for weight in left if weight.name.startswith(path))
+        left = [weight for weight in left if not weight.name.startswith(path)]
+        units.append(Unit(weights, is_kept))
+    units.append(Unit(tuple(left), is_kept=spec.tied or data == "fsdp1"))
+    return [unit for unit in units if unit.weights]
+
+
+def shard_axis(cfg: RunConfig) -> str:
+    """Return the mesh axis over which weights, or only their optimizer states, are sharded."""
+    return "dp_replicate" if cfg.parallel.data in ("zero1", "zero2") else "dp_shard"
+
+
+def left_whole(cfg: RunConfig, chunk: Chunk, num_shards: int) -> frozenset[Weight]:
+    """Return the weights of which every data rank holds all, with their gradients and states.
+
+    Where weights are sharded at all, they are those that have no dim to shard (see
+    fsdp2.left_whole) and, as a collective has one dtype, those of an odd one.
+    """
+    if cfg.parallel.data in ("single", "ddp"):
+        return frozenset(chunk.weights)
+    if cfg.parallel.data == "fsdp1":
+        units = units_of(chunk, "fsdp1")
+        flat = [f for unit in units for f in flat_parameters(unit, cfg.parallel.fsdp1_wrap)]
+        return frozenset(chunk.weights).difference(*flat)
+    undivided = {weight for weight in chunk.weights if weight.shard_dim(num_shards) is None}
+    if cfg.parallel.data == "fsdp2":
+        undivided |= _odd_dtype([weight for weight in chunk.weights if weight.is_trained])
+    return frozenset(undivided)
+
+
+def flat_parameters(unit: Unit, wrap: Literal["separate", "naive"]) -> list[tuple[Weight, ...]]:
+    """Return the weights of each flat parameter that fsdp1 makes of a unit, without those of an odd
+    dtype, which stay whole.
+
+    `separate`: what a unit trains lies in a flat parameter of its own.
+    """
+    frozen = tuple(weight for weight in unit.weights if not weight.is_trained)
+    groups = [unit.trained, frozen] if wrap == "separate" else [unit.weights]
+    return [_of_one_dtype(group) for group in groups if group]
+
+
+def _of_one_dtype(weights: Sequence[Weight]) -> tuple[Weight, ...]:
+    odd = _odd_dtype(weights)
+    return tuple(weight for weight in weights if weight not in odd)
+
+
+def flat_spans(weights: Sequence[Weight]) -> list[tuple[int, int]]:
+    """Return where each weight lies in its flat parameter: (start, end), in elements."""
+    spans, end = [], 0
+    for weight in weights:
+        step = max(1, ALIGNMENT_BYTES // weight.itemsize)
+        start = -(-end // step) * step
+        end = start + weight.numel
+        spans.append((start, end))
+    return spans
+
+
+def _odd_dtype(weights: Sequence[Weight]) -> set[Weight]:
+    """Return the weights of another dtype than most of the elements have."""
+    numels = Counter[int]()
+    for weight in weights:
+        numels[weight.itemsize] += weight.numel
+    return {w for w in weights if w.itemsize != numels.most_common(1)[0][0]}

@@ -1,0 +1,157 @@
+"""ORDER replaces the same forwards in the stages of a profile as in the model of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.assembly import order
+from shardwise.assembly.build import build
+from shardwise.assembly.describe import describe
+from shardwise.config import Lora, Parallel, RunConfig
+from shardwise.interfaces import Part
+from shardwise.models.stage import Stage
+from shardwise.parallel.mesh import build_mesh
+from shardwise.planner.profile import make_bench
+from tests.assembly.test_costs import config, tiny
+from tests.distributed import run_ranks
+
+Replaced = dict[str, list[str]]
+"""Path of a module -> its class, the functions that its forward runs, its hooks, other settings."""
+
+
+def run_file(
+    model: str, adapters: Lora | None = None, training: dict[str, Any] | None = None, **others: Any
+) -> RunConfig:
+    """Return a run file; `others` are keys of `model`, and `packing` of `data`."""
+    cfg = config(tiny(model), adapters, training)
+    data = replace(cfg.data, packing=others.pop("packing", "concat"))
+    return replace(cfg, data=data, model=replace(cfg.model, **others))
+
+
+CASES = {
+    "dense, lora by torch": run_file("llama", Lora(kernel="torch"), packing="isolated"),
+    "dense, in full": run_file("llama", sdpa_backend="math", training={"loss": "plain"}),
+    "dense, dropouts of its own": run_file("gpt2", Lora(kernel="torch", dropout=0.1)),
+    "hybrid, lora by peft": run_file(
+        "qwen3_5", Lora(kernel="peft", dropout=0.1), packing="isolated"
+    ),
+    "hybrid, operators": run_file("qwen3_5", Lora(), {"checkpointing": "operators"}),
+    "hybrid, kinds": run_file("nemotron_h", Lora(dropout=0.1), {"checkpointing": ["mamba2"]}),
+    "hybrid, gates": run_file("kimi_linear", Lora(kernel="torch")),
+    "experts, router loss": run_file(
+        "qwen3_moe", None, {"checkpointing": "full"}, router_aux_loss_coef=0.01
+    ),
+    "experts, hybrid": run_file(
+        "qwen3_next", Lora(dropout=0.1), packing="isolated", router_aux_loss_coef=0.01
+    ),
+}
+SHOWN_BY = {
+    "dropout masks by row": "hybrid, lora by peft",
+    "attention kernel": "dense, in full",
+    "finite forget gates": "hybrid, gates",
+    "isolated documents": "dense, lora by torch",
+    "router loss": "experts, router loss",
+    "loss in the head": "hybrid, operators",
+    "LoRA kernel": "dense, lora by torch",
+    "activation checkpointing": "hybrid, kinds",
+}
+"""A case in which a row of ORDER does something, for each row that is no strategy of `parallel`.
+
+A compiled forward does not show what it runs, and no experts of these models run one by one."""
+
+
+def replaced(parts: Iterable[Part]) -> Replaced:
+    """Return what is replaced in each module of a model, or of the stages that have its modules."""
+    modules: Replaced = {}
+    for part in parts:
+        for path, module in part.hf.named_modules():
+            # What stands for the modules of other stages.
+            is_absent = type(module) in (nn.Module, nn.Identity) or (
+                type(module).__module__ == Stage.__module__
+            )
+            if not is_absent:
+                modules[path] = list(_traits(module))
+        modules[""].append(f"router loss: {part.router_loss is not None}")
+        modules[""].append(f"experts: {part.hf.config._experts_implementation}")
+    return modules
+
+
+def _traits(module: nn.Module) -> Iterator[str]:
+    yield type(module).__qualname__
+    if "forward" in vars(module):
+        yield from functions_in(vars(module)["forward"])
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if hook.__qualname__ != "Stage._require_gradient":  # all that a stage has beyond a model
+            yield f"hook {hook.__qualname__}"
+
+
+def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[str]:
+    """Yield the names of a function and of those that it closes over, and the constants in them."""
+    if id(value) in seen:
+        return
+    seen |= {id(value)}
+    if isinstance(value, str | int | float | None):
+        yield repr(value)
+    elif isinstance(value, partial):
+        for inner in (value.func, *value.args, *value.keywords.values()):
+            yield from functions_in(inner, seen)
+    elif isinstance(value, MethodType):
+        yield value.__func__.__qualname__
+    elif isinstance(value, FunctionType):
+        yield value.__qualname__
+        for cell in value.__closure__ or ():
+            yield from functions_in(cell.cell_contents, seen)
+
+
+def of_run_and_profile(cfg: RunConfig, left_out: str = "") -> tuple[Replaced, Replaced]:
+    """Return what is replaced in a run on one process and in a profile, which lacks one row."""
+    one_process = replace(cfg, parallel=Parallel())
+    mesh = build_mesh(one_process, torch.device("cpu"))
+    facts = describe(cfg, cfg.parallel.pp)
+    run = replaced(build(one_process, mesh).pm.parts)
+    rows = order.BEFORE_LOADING
+    order.BEFORE_LOADING = tuple(row for row in rows if row.name != left_out)  # ends with the rank
+    places = list(range(len(facts.spec.layers) + 2))
+    return run, replaced(make_bench(cfg, mesh, facts, places).stages)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_profile_and_a_run_replace_the_same_functions_of_the_same_modules(name):
+    ((run, profile),) = run_ranks(1, of_run_and_profile, CASES[name])
+    assert profile == run
+
+
+@pytest.mark.parametrize("row", SHOWN_BY)
+def test_a_row_of_the_order_that_a_profile_leaves_out_is_seen(row):
+    ((run, profile),) = run_ranks(1, of_run_and_profile, CASES[SHOWN_BY[row]], row)
+    assert profile != run
+
+
+def test_every_row_of_the_order_is_shown():
+    strategies = {"tensor", "fsdp1", "fsdp2"}
+    hidden = {"experts one by one", "compile"}
+    assert {row.name for row in order.BEFORE_LOADING} == {*SHOWN_BY, *strategies, *hidden}
+
+
+def around(function: Callable[[], None], name: str) -> Callable[[], None]:
+    def inner() -> None:
+        print(name)
+        function()
+
+    return inner
+
+
+def test_functions_are_told_apart_by_what_they_close_over():
+    def one() -> None: ...
+
+    names = list(functions_in(around(partial(one), "math")))
+    assert [name.rpartition(".")[2] for name in names] == ["inner", "one", "'math'"]
+    assert names != list(functions_in(around(around(one, "math"), "math")))
