@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.assembly.build import build
 from shardwise.parallel import zero
-from shardwise.parallel.fsdp2 import odd_dtype_parameters
+from shardwise.parallel.fsdp2 import left_replicated
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.training.step import forward_backward, training_step
@@ -77,9 +77,9 @@ def test_only_trained_parameters_of_the_lesser_dtype_are_odd():
     module.big = torch.nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))
     module.small = torch.nn.Parameter(torch.zeros(3))
     module.frozen = torch.nn.Parameter(torch.zeros(30), requires_grad=False)
-    assert [p is module.small for p in odd_dtype_parameters(module)] == [True]
+    assert [p is module.small for p in left_replicated(module, 2)] == [True]
     module.small.requires_grad_(False)
-    assert odd_dtype_parameters(module) == []
+    assert left_replicated(module, 2) == []
 
 
 def _reduced_in(layout: str) -> set[torch.dtype]:

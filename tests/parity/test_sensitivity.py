@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.assembly import build, order
 from shardwise.checkpoint import export
-from shardwise.interfaces import Mesh
+from shardwise.interfaces import Mesh, ParameterFacts
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.models import lora
 from shardwise.models.patches import dropout, isolation, lora_kernel, router_loss
@@ -80,14 +80,7 @@ def flat_mean_instead_of_sum():
 
 
 def norm_of_this_ranks_flat_pieces_only():
-    pieces = flat._pieces
-
-    def unmarked(pm, part, flat_parameters):
-        found = pieces(pm, part, flat_parameters)
-        pm.parameter_facts.clear()
-        return found
-
-    flat._pieces = unmarked
+    flat.ParameterFacts = lambda **_: ParameterFacts()
 
 
 def updated_shards_not_gathered():
