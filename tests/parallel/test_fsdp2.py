@@ -1,4 +1,4 @@
-"""Models of more than one dtype, and the dtype of reductions, under fsdp2 and the other strategies."""
+"""Models of more than one dtype, and the dtype of reductions, under fsdp2 and other strategies."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ def test_a_model_of_two_dtypes_is_not_cast_down(layout, nproc, mode):
     grads, dtypes, sharded, kept = outcomes[0]
     assert grads.keys() == reference.keys()
     for name, grad in grads.items():
-        # bfloat16 rounds by 2^-9; a gradient has been through the rounding of four layers and of the sum over rows. A
-        # gradient that was not summed over the ranks would be off by about a half.
+        # bfloat16 rounds by 2^-9; a gradient has been through the rounding of four layers and of
+        # the sum over rows. A gradient that was not summed over the ranks would be off by about a
+        # half.
         assert (grad - reference[name]).abs().max() <= 2**-4 * reference[name].abs().max(), name
     logs = [name for name in dtypes if name.endswith("A_log")]
     assert len(logs) == 3

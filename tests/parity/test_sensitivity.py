@@ -1,6 +1,8 @@
-"""Known bugs, planted into the project's own code one at a time: each must turn an unmodified parity cell red.
+"""Known bugs, planted into the project's own code one at a time: each must turn an unmodified
+parity cell red.
 
-A bug is planted inside the forked ranks only, so that the reference and every other test run the code as it is.
+A bug is planted inside the forked ranks only, so that the reference and every other test run the
+code as it is.
 """
 
 # No `from __future__ import annotations`: DDP checks a hook's annotations as objects.

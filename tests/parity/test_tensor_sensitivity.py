@@ -1,4 +1,5 @@
-"""Known bugs of tensor parallelism, planted one at a time as in test_sensitivity.py: each must turn a cell red."""
+"""Known bugs of tensor parallelism, planted one at a time as in test_sensitivity.py: each must turn
+a cell red."""
 
 from collections.abc import Callable
 from dataclasses import replace

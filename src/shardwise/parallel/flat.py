@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts, Part
-from shardwise.parallel.place import cut, full_tensor, shard_dim
+from shardwise.parallel.place import cut, full_tensor, placed, shard_dim
 from shardwise.parallel.reduce import sum_over
 
 
@@ -79,6 +79,4 @@ def _shard(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     dim = shard_dim(full.shape, mesh.size())
     # A copy, so that the rest is freed.
     local = cut(full, dim, mesh.size())[mesh.get_local_rank()].clone()
-    return DTensor.from_local(
-        local, mesh, [Shard(dim)], run_check=False, shape=full.shape, stride=full.stride()
-    )
+    return placed(local, mesh, [Shard(dim)], full.shape)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 
 def materialise(
@@ -95,11 +96,20 @@ def fill(target: torch.Tensor, full: torch.Tensor) -> None:
     target.copy_(full)
 
 
+def placed(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """Return a DTensor of this complete shape from this rank's part, without communication."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
 def placed_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor of this local tensor, on any device, that is sharded as `like` is."""
+    """Return a DTensor of this rank's part, on any device, that is sharded as `like` is."""
     assert isinstance(like, DTensor)
-    mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return placed(local, like.device_mesh, like.placements, like.shape)
 
 
 def axes_of(tensor: torch.Tensor) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from shardwise.models.names import in_use
 from shardwise.models.patches.dropout import SlotDropout
 from shardwise.models.tensor_cuts import BlockSplit, Rows
 from shardwise.models.tensor_plan import rows_in
-from shardwise.parallel.place import local
+from shardwise.parallel.place import local, placed
 from shardwise.parallel.tensor_axis import Move, TensorAxis
 
 
@@ -176,15 +176,11 @@ def _logits_or_loss(
     if labels is not None:
         return inner(hidden, labels)
     logits = inner(hidden)  # [B, T, V/n]
-    shape = torch.Size([*logits.shape[:-1], vocab_size])
-    stride = torch.empty(shape, device="meta").stride()
-    cut = DTensor.from_local(
-        logits, axis.mesh, [Shard(logits.dim() - 1)], run_check=False, shape=shape, stride=stride
-    )
-    # All [B, T, V/n] go to all ranks: (n-1) times their bytes reach each. A sample needs this for
-    # few rows, `training.loss: plain` for all. A copy, since fsdp2 warns of a head that returns a
-    # view.
-    return cut.full_tensor().clone()
+    shape = [*logits.shape[:-1], vocab_size]
+    sharded = placed(logits, axis.mesh, [Shard(len(shape) - 1)], shape)
+    # All [B, T, V/n] go to all ranks: (n-1) times their bytes reach each. A sample needs few rows,
+    # `training.loss: plain` all. A copy, since fsdp2 warns of a head that returns a view.
+    return sharded.full_tensor().clone()
 
 
 def _share_dropout(block: nn.Module, linear: str, rows: Rows, axis: TensorAxis) -> None:

@@ -31,7 +31,7 @@ from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
-from shardwise.parallel.place import axes_of, local
+from shardwise.parallel.place import axes_of, local, placed
 from shardwise.parallel.reduce import sum_gradients
 from shardwise.parallel.tensor_axis import TensorAxis
 from shardwise.parallel.tensor_modules import (
@@ -161,15 +161,7 @@ class _Splitter:
         if full not in self.result.shares:
             shape, local_shape = [*full.shape], [*full.shape]
             shape[dim], local_shape[dim] = total, min(size, total - self.axis.rank * size)
-            joined = full.new_empty(shape)
-            share = DTensor.from_local(
-                full.new_empty(local_shape),
-                self.axis.mesh,
-                [Shard(dim)],
-                run_check=False,
-                shape=joined.shape,
-                stride=joined.stride(),
-            )
+            share = placed(full.new_empty(local_shape), self.axis.mesh, [Shard(dim)], shape)
             self.result.shares[full] = nn.Parameter(share, full.requires_grad)
         owner, _, attribute = name.rpartition(".")
         self.part.hf.get_submodule(owner)._parameters[attribute] = self.result.shares[full]
@@ -212,8 +204,8 @@ def _with_rows(like: torch.Tensor, joined: torch.Tensor) -> DTensor:
 
 
 def _replicated_over_tp(like: DTensor) -> list[Placement]:
-    placed = zip(axes_of(like), like.placements, strict=True)
-    return [Replicate() if axis == "tp" else placement for axis, placement in placed]
+    by_axis = zip(axes_of(like), like.placements, strict=True)
+    return [Replicate() if axis == "tp" else placement for axis, placement in by_axis]
 
 
 def _add_up_shared(parameter: nn.Parameter, cut: Cut, axis: TensorAxis) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.place import cut, free_dim, local, placed_like
+from shardwise.parallel.place import cut, free_dim, local, placed, placed_like
 from shardwise.parallel.reduce import all_gather, reduce_scatter, sum_gradients
 
 BUCKET_BYTES = 25 * 2**20
@@ -193,11 +193,8 @@ def _trained(whole: nn.Parameter, dim: int, mesh: Mesh) -> Trained:
     if isinstance(whole, DTensor):  # Tensor parallelism has sharded it along another dim.
         axes, placements = [mesh.replicas, "tp"], [Shard(dim), *whole.placements]
     shard = cut(local(whole.detach()), dim, mesh.size(mesh.replicas))[mesh.rank(mesh.replicas)]
-    shape, stride = whole.shape, whole.stride()
-    placed = DTensor.from_local(
-        shard, mesh.along(*axes), placements, run_check=False, shape=shape, stride=stride
-    )
-    return Trained(whole, nn.Parameter(placed), dim)
+    sharded = placed(shard, mesh.along(*axes), placements, whole.shape)
+    return Trained(whole, nn.Parameter(sharded), dim)
 
 
 def _buckets(trained: Iterable[Trained], group: dist.ProcessGroup) -> list[Bucket]:

@@ -22,8 +22,8 @@ def sharded_axes(parameter: torch.Tensor, facts: ParameterFacts) -> tuple[str, .
         return facts.sharded_axes
     names = parameter.device_mesh.mesh_dim_names
     assert names is not None
-    placed = zip(names, parameter.placements, strict=True)
-    return tuple(name for name, placement in placed if isinstance(placement, Shard))
+    by_axis = zip(names, parameter.placements, strict=True)
+    return tuple(name for name, placement in by_axis if isinstance(placement, Shard))
 
 
 def counted(parameter: nn.Parameter, facts: ParameterFacts) -> list[torch.Tensor]:
