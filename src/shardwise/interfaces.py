@@ -44,8 +44,7 @@ class Batch:
     step: int
     """The optimizer step, from 1. With the slot it seeds dropout, whatever the layout."""
     positions: torch.Tensor | None = field(default=None, kw_only=True)
-    """[B, T] int64: the place of each token in its complete row, where the rank has only some
-    tokens of its rows; None: the rows are complete, so that the places are 0 to T-1."""
+    """[B, T] int64: the places of the tokens in their rows; None: 0 to T-1, a complete row."""
 
     def num_target_tokens(self) -> int:
         """Return the number of positions that have a target."""
@@ -224,8 +223,8 @@ class ParameterFacts:
     sharded_axes: tuple[str, ...] = ()
     """Mesh axes over which a plain tensor is sharded."""
     counted: tuple[tuple[int, int, int], ...] | None = None
-    """Where several ranks hold the same rows, the ranges (dim, start, length) that this rank counts
-    in the norm; None: all."""
+    """The ranges (dim, start, length) that this rank counts in the norm, where several ranks hold
+    the same rows; None: all."""
     is_copy: bool = False
     """Whether another rank holds the same parameter and counts it."""
 
@@ -256,8 +255,7 @@ class ParallelModel:
     """(parameter name, what this rank holds, a portable tensor placed as `to_portable` gives it, or
     a complete plain one): copies it, or this rank's share of it, into what this rank holds."""
     next_token: Callable[[ParallelModel, Batch], int] = next_token
-    """Returns the most likely token after one row [1, T], the same on every rank; a collective
-    where weights are split."""
+    """Returns the most likely token after one row [1, T], on every rank: a collective."""
     events: Callable[[], Sequence[Event]] = tuple
     """Returns what this rank of a pipeline did in the latest training step, and when."""
     parameter_facts: dict[nn.Parameter, ParameterFacts] = field(default_factory=dict)

@@ -63,3 +63,10 @@ def _with_context(cell: Cell, sizes: Sizes) -> Outcome:
 def test_losses_and_gradients_add_up_over_data_and_context(cell: Cell):
     outcomes = run_ranks(cell.nproc, _with_context, cell, CASES[cell])
     assert verdict(compare(outcomes, reference(cell.reference()))) == []
+
+
+def test_sums_over_data_alone_are_wrong(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Mesh, "_with_context", lambda self, axis: axis)
+    cell = Cell("llama", "hsdp", "full", 4)
+    errors = compare(run_ranks(4, _with_context, cell, CASES[cell]), reference(cell.reference()))
+    assert min(errors["loss"], errors["grad"], errors["norm"]) > 0.01

@@ -30,8 +30,7 @@ def portable(
 ) -> tuple[
     Callable[[str, torch.Tensor], torch.Tensor], Callable[[str, torch.Tensor, torch.Tensor], None]
 ]:
-    """Return `to_portable` and `from_portable` (see ParallelModel) for parameters that lie in
-    `flat`.
+    """Return `to_portable` and `from_portable` of ParallelModel for parameters that lie in `flat`.
 
     The portable form is a DTensor along `mesh.shards`, as under fsdp2.
     """

@@ -12,7 +12,6 @@ Source: Zhao et al., "PyTorch FSDP", arXiv 2304.11277.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.flat import portable
-from shardwise.parallel.place import is_in, materialise, odd_dtype
+from shardwise.parallel.place import materialise, odd_dtype
 from shardwise.parallel.reduce import sum_gradients
 
 
@@ -60,10 +59,11 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         for together in _flat_parameters(module, separate, ignored):
             # A flat parameter has one dtype, so these few numbers per head stay on every rank.
             ignored += odd_dtype(together)
-            others = [p for p in module.parameters() if not is_in(p, together)]
+            taken = set(together)
+            others = [p for p in module.parameters() if p not in taken]
             unit = Unit(module, list(wrappers) if module is part else [])
             wrappers.append(_wrap(unit, mesh, [*ignored, *others]))
-            module.forward = _through(wrappers[-1])
+            module.forward = wrappers[-1].__call__
     root = wrappers[-1]
     flat = [wrapper._handle.flat_param for wrapper in wrappers if wrapper._handle is not None]
 
@@ -104,11 +104,9 @@ def _flat_parameters(
 
     Two lists for one module are two wrappers around its calls, that of frozen ones outside.
     """
-    new = [
-        p
-        for p in module.parameters()
-        if not getattr(p, "_fsdp_flattened", False) and not is_in(p, ignored)
-    ]
+    taken = set(ignored)
+    rest = (p for p in module.parameters() if not getattr(p, "_fsdp_flattened", False))
+    new = [p for p in rest if p not in taken]
     if not separate:
         return [new]
     trained, frozen = ([p for p in new if p.requires_grad == kind] for kind in (True, False))
@@ -128,7 +126,3 @@ def _wrap(unit: Unit, mesh: Mesh, others: list[nn.Parameter]) -> FullyShardedDat
     # Gradients are sums, not means.
     wrapper._gradient_predivide_factor = wrapper._gradient_postdivide_factor = 1
     return wrapper
-
-
-def _through(wrapper: FullyShardedDataParallel) -> Callable[..., Any]:
-    return lambda *args, **kwargs: wrapper(*args, **kwargs)

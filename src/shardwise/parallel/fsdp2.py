@@ -1,5 +1,4 @@
-"""Fully sharded data parallel on DTensor: 1/n of every weight, gradient and optimizer state per
-rank.
+"""Fully sharded data parallel on DTensor: each rank holds 1/n of weights, gradients and states.
 
 There is one unit per decoder layer, one for the embedding, and one for the final norm and the head.
 A unit's weights are gathered before its forward and again before its backward (2 (n-1)/n of all
@@ -24,7 +23,7 @@ from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.place import axes_of, free_dim, is_in, materialise, odd_dtype
+from shardwise.parallel.place import axes_of, free_dim, materialise, odd_dtype
 from shardwise.parallel.reduce import sum_gradients
 
 
@@ -125,4 +124,4 @@ def left_replicated(part: nn.Module, num_shards: int) -> list[nn.Parameter]:
     """
     odd = odd_dtype([p for p in part.parameters() if p.requires_grad])
     without_dim = [p for p in part.parameters() if free_dim(p, num_shards) is None]
-    return [*odd, *(p for p in without_dim if not is_in(p, odd))]
+    return list(dict.fromkeys([*odd, *without_dim]))

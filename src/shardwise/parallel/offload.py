@@ -1,5 +1,4 @@
-"""CPU offload under fsdp2: the optimizer's states and step, or the sharded weights and gradients
-too.
+"""CPU offload under fsdp2: the optimizer, or also the sharded weights and gradients.
 
 `optimizer`: the optimizer works on copies of this rank's shards in CPU memory. Per step the
 gradients of the shards are copied down and the updated shards are copied up, their bytes each way;

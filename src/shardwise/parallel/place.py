@@ -34,11 +34,6 @@ def materialise(
                 owner._buffers[name] = buffer.to(device)
 
 
-def is_in(parameter: nn.Parameter, parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether a parameter is one of these; `in` would compare elements."""
-    return any(parameter is other for other in parameters)
-
-
 def odd_dtype(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters of another dtype than most elements have, such as float32 `A_log`.
 

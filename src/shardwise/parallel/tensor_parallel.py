@@ -1,5 +1,4 @@
-"""Tensor parallelism: weights of each layer, of the embedding and of the head are sharded over
-ranks.
+"""Tensor parallelism: weights of layers, of the embedding and of the head are sharded over ranks.
 
 Memory per rank: 1/n of the sharded weights, of their gradients and optimizer states, and of the
 activations within blocks; with sequence parallelism also of those between blocks. Communication per
@@ -102,8 +101,7 @@ class SplitResult:
     partial_sums: set[str] = field(default_factory=set)
     """Names of replicated parameters of whose gradient each rank has a partial sum."""
     shares: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    """This rank's shares, by what they are shares of. A tied parameter stays one, also where it is
-    in the first and in the last stage."""
+    """This rank's shares, by what they are shares of: a tied parameter stays one, in two stages."""
 
 
 @dataclass
