@@ -154,7 +154,7 @@ def test_a_token_of_each_rank_is_joined_in_memory_of_its_own():
 def through_a_block(
     num_ranks: int, sequence_parallel: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x + up down of an MLP whose hidden features are dealt out: output, and the gradients of x and
+    """x + up down of an MLP whose hidden features are sharded: output, and the gradients of x and
     of up's share."""
     axis = axis_of_this_rank(num_ranks, sequence_parallel)
     x, up, down = (t.requires_grad_() for t in mlp_tensors())
