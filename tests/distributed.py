@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 PATIENCE = 300
 """Seconds until something is called hung: far more than it takes on a machine that does much else."""
@@ -91,6 +93,7 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    _forget_meshes()
     gc.freeze()  # what was inherited is not looked through whenever a test collects its own garbage
     try:
         dist.init_process_group(
@@ -111,3 +114,14 @@ def _rank_main(
         sender.send((False, traceback.format_exc()))
     finally:
         sender.close()
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor has cached in the parent, which a forked rank inherits.
+
+    A mesh equals another of the same ranks and names, so the result of an operator that the parent has
+    run as rank 0 of a fake group would be this rank's, with rank 0's process groups and place in it.
+    """
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()

@@ -1,17 +1,20 @@
 """The nouns that the packages pass to one another.
 
-Shape legend for the whole project: B batch, T tokens, D model width, N query heads, K key/value heads, H head size,
-S state size, V vocabulary, F feed-forward width, E experts, R LoRA rank, C chunk. Mesh dimensions are *axes*, tensor
-dimensions are *dims*.
+Shape legend for the whole project: B batch, T tokens, D model width, N query heads, K key/value
+heads, H head size, S state size, V vocabulary, F feed-forward width, E experts, R LoRA rank, C
+chunk. Mesh dimensions are *axes*, tensor dimensions are *dims*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,80 +31,167 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on this rank; its labels were shifted before any split, so a slice along T stays right."""
+    """One micro-batch on this rank. Its labels are shifted, so that a slice along T is right."""
 
-    input_ids: torch.Tensor  # [B, T] int64
-    labels: torch.Tensor  # [B, T] int64: the token after input_ids[b, t], or IGNORED
-    document_ids: (
-        torch.Tensor
-    )  # [B, T] int64: equal within a document; -1 where the row is filled up
-    slots: tuple[
-        int, ...
-    ]  # B slots of the global batch: row b is the next row of slot slots[b]'s own stream
-    step: int  # optimizer step, from 1: with the slot it seeds dropout, so masks do not depend on the layout
+    input_ids: torch.Tensor
+    """[B, T] int64."""
+    labels: torch.Tensor
+    """[B, T] int64: the token after input_ids[b, t], or IGNORED."""
+    document_ids: torch.Tensor
+    """[B, T] int64: equal within a document, -1 where the row is padded."""
+    slots: tuple[int, ...]
+    """B slots of the global batch: row b is the next row of the stream of slot slots[b]."""
+    step: int
+    """The optimizer step, from 1. With the slot it seeds dropout, whatever the layout."""
+    positions: torch.Tensor | None = field(default=None, kw_only=True)
+    """[B, T] int64: the places of the tokens in their rows; None: 0 to T-1, a complete row."""
 
     def num_target_tokens(self) -> int:
-        """Positions that have a target."""
+        """Return the number of positions that have a target."""
         return int((self.labels != IGNORED).sum())
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with its tensors on `device`."""
-        moved = {
-            k: getattr(self, k).to(device, non_blocking=True)
-            for k in ("input_ids", "labels", "document_ids")
-        }
+        """Return the same batch with its tensors on `device`."""
+        tensors = {n: t for n, t in vars(self).items() if isinstance(t, torch.Tensor)}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return replace(self, **moved)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks as a grid with the axes AXES (size 1 where one is not used), and the device of this rank."""
+    """All ranks as a grid with the axes AXES (of size 1 where one is not used).
+
+    Ranks along `dp_replicate` and `dp_shard` read different rows. Ranks along `cp` read the same
+    rows and compute different tokens of them, so that their gradients are partial sums, as those of
+    other rows are. A data-parallel strategy therefore works over data and context together: `cp` is
+    flattened into the axis of the strategy, `replicas` or `shards`. These are the ranks 0 to 7 with
+    dp_shard 2, cp 2 and tp 2:
+
+                              tp 0   tp 1
+        dp_shard 0   cp 0       0      1      half of the rows, some of their tokens
+                     cp 1       2      3      the same rows, the other tokens
+        dp_shard 1   cp 0       4      5      the other rows
+                     cp 1       6      7
+
+    The groups of `shards` are 0 2 4 6 and 1 3 5 7: fsdp2 leaves a quarter of a weight on each rank.
+    With `ep` 2, each of the pairs 0 2, 4 6, 1 3 and 5 7 has all experts once; 0 4, 2 6, 1 5 and 3 7
+    have the same experts (`dp_expert`).
+    """
 
     AXES = AXES
+    ROW_AXES = ("dp_replicate", "dp_shard")
+    """The axes whose ranks read different rows of a global batch."""
 
     dense: DeviceMesh
+    """The axes AXES, in this order."""
     device: torch.device
+    """The device of this rank."""
+    context_joins: str = "dp_shard"
+    """The axis of ROW_AXES that `cp` is flattened into."""
+    ep: int = 1
+    """Ranks that the experts of a layer are spread over; a divisor of the axis that `cp` joins."""
 
     def __str__(self) -> str:
         used = [f"{axis}={self.size(axis)}" for axis in self.AXES if self.size(axis) > 1]
         return f"{self.device.type}, {' x '.join(used) or 'one process'}"
 
+    @property
+    def replicas(self) -> str:
+        """The axis whose ranks hold copies of weights under ddp, ZeRO and HSDP."""
+        return self._with_context("dp_replicate")
+
+    @property
+    def shards(self) -> str:
+        """The axis that FSDP shards weights over."""
+        return self._with_context("dp_shard")
+
+    @property
+    def gradient_axes(self) -> tuple[str, str]:
+        """Data x context: their ranks hold partial sums of the gradient of a copied weight."""
+        return self.replicas, self.shards
+
+    def _with_context(self, axis: str) -> str:
+        joined = axis == self.context_joins and self.size("cp") > 1
+        return f"{axis}_cp" if joined else axis
+
+    def _parts(self, axis: str) -> tuple[str, ...]:
+        return (axis,) if axis in self.AXES else (axis.removesuffix("_cp"), "cp")
+
     def size(self, *axes: str) -> int:
-        """Ranks along these axes together."""
-        total = 1
-        for axis in axes:
-            total *= self.dense.size(self.AXES.index(axis))
-        return total
+        """Return the number of ranks along these axes together."""
+        parts = [part for axis in axes for part in self._parts(axis)]
+        return prod(self.dense.size(self.AXES.index(part)) for part in parts)
+
+    def along(self, *axes: str) -> DeviceMesh:
+        """Return the ranks along these axes, the slowest first, as a DeviceMesh of as many dims.
+
+        Its process groups are those of `dense`. A flattened axis gets one at its first use, which
+        all ranks must make together.
+        """
+        if set(axes) <= {*self.AXES}:
+            return self.dense[axes]
+        meshes = [
+            self.dense[axis] if axis in self.AXES else self.dense[self._parts(axis)]._flatten(axis)
+            for axis in axes
+        ]
+        return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """Return the process group of this rank along an axis."""
+        mesh = self.dense if axis in self.AXES else self.along(axis)
+        return mesh.get_group(axis)
+
+    def rank(self, axis: str) -> int:
+        """Return the place of this rank along an axis."""
+        return dist.get_rank(self.group(axis))
+
+    @cached_property
+    def experts(self) -> DeviceMesh:
+        """All ranks with `ep` taken out of data x context, as the innermost part of it: neighbours.
+
+        The axes are pp, the two of `gradient_axes` and tp, of which the one that `cp` joins is
+        replaced by `dp_expert`, whose ranks hold the same experts, and `ep`, whose ranks hold
+        different ones. The first use makes the process groups of these two, so all ranks must make
+        it together.
+        Source: torchtitan's sparse mesh.
+        """
+        axis = self._with_context(self.context_joins)
+        num_copies, rest = divmod(self.size(axis), self.ep)
+        assert rest == 0, f"ep {self.ep} does not divide the {self.size(axis)} ranks of {axis}"
+        dense = self.along("pp", *self.gradient_axes, "tp")
+        return dense._unflatten(axis, (num_copies, self.ep), ("dp_expert", "ep"))
 
     @property
     def data_size(self) -> int:
-        """Ranks that take different rows of a global batch."""
-        return self.size("dp_replicate", "dp_shard")
+        """The number of ranks that read different rows of a global batch."""
+        return self.size(*self.ROW_AXES)
 
     @property
     def data_rank(self) -> int:
         """The place of this rank among them."""
-        return self.dense.get_local_rank("dp_replicate") * self.size(
-            "dp_shard"
-        ) + self.dense.get_local_rank("dp_shard")
+        return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
     def slots(self, global_batch_size: int) -> range:
-        """The slots of a global batch whose rows this rank reads."""
+        """Return the slots of a global batch whose rows this rank reads."""
         share = global_batch_size // self.data_size
         return range(self.data_rank * share, (self.data_rank + 1) * share)
 
 
 class Part(nn.Module):
-    """What a strategy splits: a module that takes a Batch; the last part of a model returns the summed loss."""
+    """What a strategy splits: a module that takes a Batch.
 
-    hf: PreTrainedModel  # this rank's share of the transformers model, under transformers' names
+    The last part of a model returns the summed loss.
+    """
+
+    hf: PreTrainedModel
+    """This rank's share of the transformers model, under transformers' names."""
 
 
 class Run(Protocol):
     """Forward, and backward if `train`, of one optimizer step's micro-batches on this rank.
 
-    Returns the local sum over target tokens of the loss, detached, float32, no reduction over ranks. In training each
-    micro-batch's loss is multiplied by `loss_scale` before its backward.
+    Returns the local sum over target tokens of the loss, detached, float32, no reduction over
+    ranks. In training each micro-batch's loss is multiplied by `loss_scale` before its backward.
     """
 
     def __call__(
@@ -121,74 +211,89 @@ def next_token(pm: ParallelModel, row: Batch) -> int:
     return int(part(row, return_logits=True)[0, -1].argmax())
 
 
-def already_portable(name: str, held: torch.Tensor) -> torch.Tensor:
+def already_portable(name: str, local: torch.Tensor) -> torch.Tensor:
     """The `to_portable` of a model that holds plain tensors or DTensors."""
-    return held.detach()
+    return local.detach()
 
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """What a strategy tells others of a parameter that the optimizer holds, beside its placements as a DTensor."""
+    """What a strategy states of a parameter, beside its placements as a DTensor."""
 
     sharded_axes: tuple[str, ...] = ()
-    """Mesh axes over which a plain tensor is cut into disjoint parts."""
+    """Mesh axes over which a plain tensor is sharded."""
     counted: tuple[tuple[int, int, int], ...] | None = None
-    """Of rows that several ranks hold, the ranges (dim, start, length) that the norm counts on this rank; None: all."""
+    """The ranges (dim, start, length) that this rank counts in the norm, where several ranks hold
+    the same rows; None: all."""
     is_copy: bool = False
     """Whether another rank holds the same parameter and counts it."""
 
 
 @dataclass(frozen=True)
 class ParallelModel:
-    """A model as one rank sees it. Strategies replace or extend these fields; the loop has no branch on them."""
+    """A model as one rank sees it.
+
+    Strategies replace or extend its fields; the loop has no branch on them.
+    """
 
     parts: tuple[Part, ...]
     """One module, or this rank's pipeline stages. What wraps a module stays inside `run`."""
     run: Run
     make_optimizer: Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-    """From the named trainable parameters of this rank."""
+    """Makes the optimizer of the named trainable parameters of this rank."""
     set_sync: Callable[[bool], None] = no_sync_needed
-    """Gradient reduction on or off, called before each micro-batch: on for the last one of a step only."""
+    """Called before each micro-batch: whether its gradients are reduced, as a step's last are."""
     reduce_grads: tuple[Callable[[], None], ...] = ()
-    """Called in order after the last backward: gradients that no wrapper reduces."""
-    shard_batch: tuple[Callable[[Batch], Batch], ...] = field(default=())
-    """Applied in order to each micro-batch (context parallelism takes its share of T here)."""
+    """Called in order after the last backward, for gradients that no wrapper reduces."""
+    shard_batch: tuple[Callable[[Batch], Batch], ...] = ()
+    """Applied in order to each micro-batch. (Context parallelism takes its share of T here.)"""
     to_portable: Callable[[str, torch.Tensor], torch.Tensor] = already_portable
-    """(parameter name, what this rank holds under it: the weight, its gradient or an optimizer state of its size) ->
-    the same as a plain tensor, equal on every rank, or as a DTensor. A collective where a strategy replaces it."""
+    """(parameter name, what this rank holds under it: the weight, its gradient or an optimizer
+    state of its size) -> the same as a plain tensor, equal on every rank, or as a DTensor. A
+    collective where a strategy replaces it."""
     from_portable: Callable[[str, torch.Tensor, torch.Tensor], None] = field(kw_only=True)
-    """(parameter name, what this rank holds, a portable tensor placed as `to_portable` gives it, or a plain whole one):
-    copy it, or this rank's share of it, back."""
+    """(parameter name, what this rank holds, a portable tensor placed as `to_portable` gives it, or
+    a complete plain one): copies it, or this rank's share of it, into what this rank holds."""
     next_token: Callable[[ParallelModel, Batch], int] = next_token
-    """The most likely token after one row [1, T], the same on every rank; a collective where weights are split."""
+    """Returns the most likely token after one row [1, T], on every rank: a collective."""
     events: Callable[[], Sequence[Event]] = tuple
-    """What this rank of a pipeline did in the latest training step, in seconds from its start."""
+    """Returns what this rank of a pipeline did in the latest training step, and when."""
     parameter_facts: dict[nn.Parameter, ParameterFacts] = field(default_factory=dict)
-    """Of the parameters that have any; strategies add to it."""
+    """Facts of the parameters that have any; strategies add to it."""
     flat: tuple[nn.Parameter, ...] = ()
-    """What a strategy keeps the named parameters in, with their gradients, if they are views."""
+    """The parameters that the named ones are views into, as are their gradients, if they are."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank by their names in the transformers model (with PEFT's layers in it)."""
-        seen: set[nn.Parameter] = (
-            set()
-        )  # a tied weight may be in the first of this rank's stages and in the last
+        """Yield this rank's parameters with their names in the transformers model.
+
+        A tied weight may be in the first and in the last stage of this rank; it comes once.
+        """
+        seen: set[nn.Parameter] = set()
         for part in self.parts:
-            fresh = [(name, p) for name, p in part.hf.named_parameters() if p not in seen]
-            seen.update(p for _, p in fresh)
-            yield from fresh
+            new = [(name, p) for name, p in part.hf.named_parameters() if p not in seen]
+            seen.update(p for _, p in new)
+            yield from new
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return this rank's trained parameters by their names."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def stored(self) -> Iterator[nn.Parameter]:
-        """What takes this rank's memory for weights and, in their `.grad`, gradients; storages may come up twice."""
+        """Yield what takes this rank's memory for weights and, in `.grad`, gradients.
+
+        A storage may come twice.
+        """
         yield from (parameter for _, parameter in self.named_parameters())
         yield from self.flat
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss over a whole validation set: the mean over its target tokens, whatever batch they came in."""
+    """The mean loss over the target tokens of a validation set, however they are batched."""
 
-    step: int  # optimizer steps done before it
+    step: int
+    """Optimizer steps done before it."""
     loss: float
-    perplexity: float  # exp(loss); infinite where that overflows
+    perplexity: float
+    """exp(loss); infinite where that overflows."""
     tokens: int

@@ -64,6 +64,14 @@ def test_loss_is_the_sum_over_targets():
     torch.testing.assert_close(lm(one).double(), expected, rtol=1e-6, atol=0)
 
 
+def test_positions_are_given_to_the_model_where_rows_are_not_complete():
+    lm, one = model("gpt2").eval(), batch()
+    positions = torch.arange(4, 16).expand(2, 12)
+    later = lm(replace(one, positions=positions), return_logits=True)
+    assert torch.equal(later, lm.hf(one.input_ids, position_ids=positions).logits)
+    assert not torch.allclose(later, lm(one, return_logits=True))
+
+
 def test_router_loss_only_in_training_and_adds_up_over_rows():
     lm, whole = model("qwen3_next", coefficient=0.5), batch()
     plain = lm.eval()(whole)

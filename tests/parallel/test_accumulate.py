@@ -48,7 +48,8 @@ def _summed(layout: str, accumulation: str) -> tuple[Grads, set[torch.dtype], bo
 
 
 def _one_by_one() -> tuple[Grads, Grads]:
-    """The sum of each micro-batch's bfloat16 gradients, in float64, and that of their absolute values."""
+    """The sum of each micro-batch's bfloat16 gradients, in float64, and that of their absolute
+    values."""
     cfg = _config("single", "model")
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
@@ -138,7 +139,8 @@ def on_the_device() -> tuple[Grads, Grads, set[torch.dtype]]:
 def test_offload_keeps_every_bit_of_them(offload, on_the_device):
     grads, weights, dtypes = on_the_device
     assert dtypes == {torch.float32}
-    # The optimizer must have seen more than bfloat16 can say, or the comparison would prove nothing.
+    # The optimizer must have seen more than bfloat16 can say, or the comparison would prove
+    # nothing.
     assert any((g != g.bfloat16().float()).any() for g in grads.values())
     for found_grads, found_weights, found_dtypes in run_ranks(2, _offloaded, offload):
         assert found_dtypes == dtypes

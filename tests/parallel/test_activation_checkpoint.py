@@ -1,4 +1,5 @@
-"""Checkpointing changes no gradient by a bit, runs again what it says and no more, and saves memory."""
+"""Checkpointing changes no gradient by a bit, runs again what it says and no more, and saves
+memory."""
 
 from __future__ import annotations
 

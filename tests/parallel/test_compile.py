@@ -1,4 +1,4 @@
-"""Compiled layers: compiled once, the same masks and sums, and what cannot be compiled is refused."""
+"""Compiled layers: compiled once, with the same masks and sums; what cannot compile is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def _steps(compiled: str, checkpointing: str) -> tuple[list[float], list[float],
 def test_masks_are_drawn_anew_and_nothing_is_compiled_again(checkpointing):
     ((losses, norms, _),) = run_ranks(1, _steps, "none", "none")
     ((compiled, compiled_norms, graphs),) = run_ranks(1, _steps, "aot_eager", checkpointing)
-    # As one layout to another in the parity cells; a mask of step 1 in step 2 moves the loss by 1e-3.
+    # As one layout to another in the parity cells; a mask of step 1 in step 2 moves the loss by
+    # 1e-3.
     assert compiled == pytest.approx(losses, rel=1e-6)
     assert compiled_norms == pytest.approx(norms, rel=1e-5)
     assert (

@@ -1,4 +1,5 @@
-"""fsdp1 leaves the model's modules and names alone, holds pieces between forwards, and says what it cannot do."""
+"""fsdp1 leaves the model's modules and names alone, holds pieces between forwards, and says what it
+cannot do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of more than one dtype, and the dtype of reductions, under fsdp2 and the other strategies."""
+"""Models of more than one dtype, and the dtype of reductions, under fsdp2 and other strategies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.assembly.build import build
 from shardwise.parallel import zero
-from shardwise.parallel.fsdp2 import odd_dtype_parameters
+from shardwise.parallel.fsdp2 import left_replicated
 from shardwise.parallel.mesh import build_mesh
 from shardwise.parallel.place import full_tensor
 from shardwise.training.step import forward_backward, training_step
@@ -59,8 +59,9 @@ def test_a_model_of_two_dtypes_is_not_cast_down(layout, nproc, mode):
     grads, dtypes, sharded, kept = outcomes[0]
     assert grads.keys() == reference.keys()
     for name, grad in grads.items():
-        # bfloat16 rounds by 2^-9; a gradient has been through the rounding of four layers and of the sum over rows. A
-        # gradient that was not summed over the ranks would be off by about a half.
+        # bfloat16 rounds by 2^-9; a gradient has been through the rounding of four layers and of
+        # the sum over rows. A gradient that was not summed over the ranks would be off by about a
+        # half.
         assert (grad - reference[name]).abs().max() <= 2**-4 * reference[name].abs().max(), name
     logs = [name for name in dtypes if name.endswith("A_log")]
     assert len(logs) == 3
@@ -77,9 +78,9 @@ def test_only_trained_parameters_of_the_lesser_dtype_are_odd():
     module.big = torch.nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))
     module.small = torch.nn.Parameter(torch.zeros(3))
     module.frozen = torch.nn.Parameter(torch.zeros(30), requires_grad=False)
-    assert [p is module.small for p in odd_dtype_parameters(module)] == [True]
+    assert [p is module.small for p in left_replicated(module, 2)] == [True]
     module.small.requires_grad_(False)
-    assert odd_dtype_parameters(module) == []
+    assert left_replicated(module, 2) == []
 
 
 def _reduced_in(layout: str) -> set[torch.dtype]:

@@ -1,4 +1,5 @@
-"""Under fsdp no rank ever holds the whole model: weights go from safetensors straight into the shards."""
+"""Under fsdp no rank ever holds the whole model: weights go from safetensors straight into the
+shards."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(("layout", "copies"), [("fsdp2", 1), ("fsdp1", 2)])
 def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, layout, copies, capsys):
-    """fsdp1 holds a unit twice while it flattens it: as parameters and end to end, each from a multiple of 16 bytes."""
+    """fsdp1 holds a unit twice while it flattens it: as parameters and end to end, each from a
+    multiple of 16 bytes."""
     model = Model(str(folder))
     saved = dict(load.weights(load.build_meta(model, load.read_config(model)), model, seed=0))
     total = tensor_bytes(saved.values())
@@ -78,8 +80,9 @@ def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, layout, copies
     with capsys.disabled():
         peak, held, _, _ = outcomes[0]
         print(
-            f"\n  {layout} {'lora' if lora else 'full'}: peak while loading {peak:,} B of a model of {total:,} B on "
-            f"{NPROC} ranks; share + largest unit {total // NPROC + copies * largest:,} B; held after {held:,} B",
+            f"\n  {layout} {'lora' if lora else 'full'}: peak while loading {peak:,} B of a model "
+            f"of {total:,} B on {NPROC} ranks; share + largest unit "
+            f"{total // NPROC + copies * largest:,} B; held after {held:,} B",
             end="",
         )
     for peak, held, _, whole in outcomes:
@@ -91,7 +94,8 @@ def test_peak_while_loading_is_a_share_and_one_unit(folder, lora, layout, copies
 
 
 def _load_counting(cfg: RunConfig) -> tuple[dict[str, int], int, int, int]:
-    """Bytes that this rank reads, by key; peak while it does, the largest of its parameters, and all of them."""
+    """Bytes that this rank reads, by key; peak while it does, the largest of its parameters, and
+    all of them."""
     read: dict[str, int] = {}
     reader = load._Reader.__call__
 
@@ -120,8 +124,7 @@ def test_a_rank_of_a_pipeline_reads_its_own_stages_only(name, schedule, tmp_path
     with capsys.disabled():
         read = " and ".join(f"{sum(read.values()):,}" for read, *_ in outcomes)
         print(
-            f"\n  {name}, {schedule}: {read} B read of a file of {tensor_bytes(stored.values()):,} B",
-            end="",
+            f"\n  {name}, {schedule}: {read} B read of {tensor_bytes(stored.values()):,} B", end=""
         )
     for read, peak, largest, held in outcomes:
         assert sum(read.values()) == held
@@ -134,7 +137,7 @@ def test_a_rank_of_a_pipeline_reads_its_own_stages_only(name, schedule, tmp_path
 
 
 def test_a_cast_while_loading_takes_no_memory_for_the_whole(folder):
-    """float32 in the file, bfloat16 in the model: the shard is cast, not the weight it is cut from."""
+    """float32 in the file, bfloat16 in the model: the shard is cast, not the complete weight."""
     for peak, held, _, _ in run_ranks(NPROC, _load, _config(folder, lora=False, dtype="bfloat16")):
         assert peak <= held + 20_000  # what is held, and the rope tables
 
@@ -162,7 +165,8 @@ def _look(cfg: RunConfig, ids: torch.Tensor) -> tuple[dict[str, torch.Tensor], t
 
 @pytest.mark.parametrize("name", ["tiny-kimi_linear", "tiny-falcon_h1"])
 def test_shards_are_what_transformers_loads_whole(name, tmp_path):
-    """transformers' own sharded loading gets these two wrong: convolutions fused on load, a buffer in no file."""
+    """transformers' own sharded loading gets these two wrong: convolutions fused on load, a buffer
+    in no file."""
     model = Model(str(CONFIGS / name), init="random")
     load.load_whole(model, load.read_config(model), seed=3).save_pretrained(tmp_path)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path).eval()

@@ -1,4 +1,5 @@
-"""All logits of a micro-batch never lie on one rank: the peak of a whole training step with tensor parallelism."""
+"""All logits of a micro-batch never lie on one rank: the peak of a whole training step with tensor
+parallelism."""
 
 from __future__ import annotations
 
@@ -68,11 +69,13 @@ def test_a_step_takes_a_fraction_of_what_all_logits_would(large_vocabulary, caps
         }
         plain = measured("tp", "plain", large_vocabulary)
     for ranks in found.values():
-        # What a layer keeps for its backward is about 15 tensors of 512 x 64 and 4 of 512 x 172/2 floats, 2.7 MB; of
-        # four layers 11 MB, less with LoRA. With them, a chunk of 0.3 MB. (Of all logits there would be three at once:
-        # they, their logarithms of probabilities and their gradient.)
+        # What a layer keeps for its backward is about 15 tensors of 512 x 64 and 4 of 512 x 172/2
+        # floats, 2.7 MB; of four layers 11 MB, less with LoRA. With them, a chunk of 0.3 MB. (Of
+        # all logits there would be three at once: they, their logarithms of probabilities and their
+        # gradient.)
         assert all(CHUNK < taken < ALL_LOGITS / 3 for taken, *_ in ranks)
-    # The control: logits that torch's own cross entropy takes are seen, and each rank gathers all of them.
+    # The control: logits that torch's own cross entropy takes are seen, and each rank gathers all
+    # of them.
     assert all(taken > ALL_LOGITS for taken, *_ in plain)
     for (_, *chunked_result), (_, *plain_result) in zip(found["tp"], plain, strict=True):
         assert chunked_result == pytest.approx(plain_result, rel=1e-5)

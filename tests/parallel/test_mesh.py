@@ -1,13 +1,18 @@
-"""Axis sizes, slots, and sizes that do not fit."""
+"""Axis sizes, slots, sizes that do not fit, and which ranks are in which group."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import rules
+from shardwise import parallel, rules
 from shardwise.config import Data, Model, Parallel, RunConfig, Training, UserError
+from shardwise.interfaces import Mesh
 from shardwise.layouts import Facts, axis_sizes
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
@@ -54,7 +59,7 @@ def test_what_is_left_of_the_world(data, dp_replicate, world, expected):
         (
             config("fsdp2", 3),
             4,
-            r"parallel.dp_replicate is 3, which does not divide the 4 processes; use one of \[1, 2, 4\]",
+            r"dp_replicate is 3, which does not divide the 4 .* use one of \[1, 2, 4\]",
         ),
         (
             config("ddp", global_batch=6),
@@ -65,23 +70,23 @@ def test_what_is_left_of_the_world(data, dp_replicate, world, expected):
         (
             config(pp=3),
             4,
-            "parallel.pp is 3, which does not divide the 4 processes; use --nproc 3 or a multiple of it",
+            "parallel.pp is 3, which does not divide the 4 .* use --nproc 3 or a multiple",
         ),
         (config(pp=4), 2, "parallel.pp is 4, .* use --nproc 4 or a multiple"),
         (
             config(pp=2),
             4,
-            "parallel.data is single but there are 4 processes; use --nproc 2, or parallel.data ddp or",
+            "parallel.data is single but there are 4 .* use --nproc 2, or parallel.data ddp",
         ),
         (
             config("fsdp2", 3, pp=2),
             4,
-            r"dp_replicate is 3, .* the 2 processes that hold each of the 2 parts of the model; use one of \[1, 2\]",
+            r"dp_replicate is 3, .* each of the 2 parts .* use one of \[1, 2\]",
         ),
         (
             config(tp=4),
             2,
-            "parallel.tp is 4, which does not divide the 2 processes; use --nproc 4 or a multiple of it",
+            "parallel.tp is 4, which does not divide the 2 .* use --nproc 4 or a multiple",
         ),
         (
             config(pp=2, tp=2),
@@ -91,7 +96,7 @@ def test_what_is_left_of_the_world(data, dp_replicate, world, expected):
         (
             config(tp=2),
             4,
-            "parallel.data is single but there are 4 processes; use --nproc 2, or parallel.data ddp or",
+            "parallel.data is single but there are 4 .* use --nproc 2, or parallel.data ddp",
         ),
         (
             config("ddp", global_batch=6, pp=2),
@@ -141,3 +146,72 @@ def test_slots_are_shared_out_once():
     results = run_ranks(4, _slots)
     assert [slots for slots, _, _ in results] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert all(data_rank == rank for _, data_rank, rank in results)
+
+
+def _grid(sizes: tuple[int, ...], context_joins: str, ep: int) -> Mesh:
+    dense = init_device_mesh("cpu", sizes, mesh_dim_names=Mesh.AXES)
+    return Mesh(dense, torch.device("cpu"), context_joins, ep)
+
+
+def _groups(sizes: tuple[int, ...], context_joins: str, ep: int) -> dict[str, list[int]]:
+    """The ranks of every group of this rank, by the name of its axis."""
+    mesh = _grid(sizes, context_joins, ep)
+    groups = {axis: mesh.group(axis) for axis in (*mesh.gradient_axes, "cp", "tp")}
+    groups |= {axis: mesh.experts.get_group(axis) for axis in ("dp_expert", "ep")}
+    for axis in mesh.gradient_axes:
+        assert (mesh.rank(axis), mesh.size(axis)) == (groups[axis].rank(), groups[axis].size())
+    assert mesh.experts is mesh.experts
+    assert mesh.experts.get_group("tp") is mesh.group("tp")
+    return {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
+
+
+def test_groups_of_8_ranks_are_those_of_the_picture():
+    """Where ranks shard: dp_shard 2, cp 2, tp 2; see the docstring of Mesh."""
+    ranks = run_ranks(8, _groups, (1, 1, 2, 2, 2), "dp_shard", 2)
+    assert list(ranks[0]) == ["dp_replicate", "dp_shard_cp", "cp", "tp", "dp_expert", "ep"]
+    assert [rank["dp_replicate"] for rank in ranks] == [[n] for n in range(8)]
+    assert [rank["dp_shard_cp"] for rank in ranks] == [[0, 2, 4, 6], [1, 3, 5, 7]] * 4
+    assert [rank["cp"] for rank in ranks[::2]] == [[0, 2], [0, 2], [4, 6], [4, 6]]
+    assert [rank["ep"] for rank in ranks[1::2]] == [[1, 3], [1, 3], [5, 7], [5, 7]]
+    assert [rank["dp_expert"] for rank in ranks] == [[0, 4], [1, 5], [2, 6], [3, 7]] * 2
+
+
+def test_context_joins_the_replicas_where_ranks_hold_copies():
+    """A pipeline of 2 over dp_replicate 2, cp 2; all four ranks of a stage have other experts."""
+    ranks = run_ranks(8, _groups, (2, 2, 1, 2, 1), "dp_replicate", 4)
+    stages = [[0, 1, 2, 3]] * 4 + [[4, 5, 6, 7]] * 4
+    assert [rank["dp_replicate_cp"] for rank in ranks] == stages
+    assert [rank["ep"] for rank in ranks] == stages
+    assert [rank["dp_expert"] for rank in ranks] == [[n] for n in range(8)]
+    assert [rank["dp_shard"] for rank in ranks] == [[n] for n in range(8)]
+
+
+def _without_context() -> tuple[set[str], int]:
+    """The axes that gradients are added up over, and the groups made beyond those of `dense`."""
+    mesh = build_mesh(config("fsdp2", dp_replicate=2), torch.device("cpu"))
+    num_groups = len(dist.distributed_c10d._world.pg_map)
+    for axis in mesh.gradient_axes:
+        assert mesh.along(axis) == mesh.dense[axis]
+        assert mesh.group(axis) is mesh.dense.get_group(axis)
+    assert mesh.along(*mesh.gradient_axes) == mesh.dense["dp_replicate", "dp_shard"]
+    return set(mesh.gradient_axes), len(dist.distributed_c10d._world.pg_map) - num_groups
+
+
+def test_without_context_parallelism_axes_and_groups_are_those_of_the_grid():
+    assert run_ranks(4, _without_context) == [({"dp_replicate", "dp_shard"}, 0)] * 4
+
+
+def _ep_that_does_not_divide() -> None:
+    _ = _grid((1, 1, 2, 1, 1), "dp_shard", 3).experts
+
+
+def test_ep_divides_data_and_context():
+    with pytest.raises(RuntimeError, match="ep 3 does not divide the 2 ranks of dp_shard"):
+        run_ranks(2, _ep_that_does_not_divide)
+
+
+def test_no_strategy_names_the_axes_of_data_and_context():
+    files = [path for path in Path(parallel.__path__[0]).glob("*.py") if path.name != "mesh.py"]
+    assert len(files) > 10
+    for path in files:
+        assert not re.search(r"dp_replicate|dp_shard|\bcp\b", path.read_text()), path.name

@@ -1,4 +1,5 @@
-"""Offload: the optimizer's copies are distinct from the weights, and follow them when they are loaded."""
+"""Offload: the optimizer's copies are distinct from the weights, and follow them when they are
+loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A stage tells its LoRA linears which half of a backward runs, so that no half does the other's work."""
+"""A stage tells its LoRA linears which half of a backward runs, so that no half does the other's
+work."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def products(schedule: str, forgetful: bool) -> Counter[str]:
 def test_no_product_is_computed_in_both_halves(schedule):
     for calls in run_ranks(2, products, schedule, False):
         assert calls["output_gradients"] == calls["product"] > 0  # once per linear and micro-batch
-        # Once per node; the first layer's input needs no gradient, except where backwards run in halves.
+        # Once per node; the first layer's input needs no gradient, except where backwards run in
+        # halves.
         assert 0 < calls["input_gradient"] <= calls["factor_gradient"]
 
 

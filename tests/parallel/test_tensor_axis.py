@@ -1,4 +1,5 @@
-"""Each move along the tensor axis and its backward, against autograd over all ranks' tensors in one process."""
+"""Each move along the tensor axis and its backward, against autograd over all ranks' tensors in one
+process."""
 
 from __future__ import annotations
 
@@ -142,7 +143,8 @@ def one_token_of_each(num_ranks: int) -> tuple[torch.Tensor, bool, bool]:
 
 
 def test_a_token_of_each_rank_is_joined_in_memory_of_its_own():
-    """A pipeline sends it, which a tensor with gaps cannot be, and fsdp2 does not like a layer to return a view."""
+    """A pipeline sends it, which a tensor with gaps cannot be, and fsdp2 does not like a layer to
+    return a view."""
     expected = torch.cat([drawn((B, 1, D), rank) for rank in range(2)], 1)
     for joined, is_contiguous, is_view in run_ranks(2, one_token_of_each, 2):
         assert torch.equal(joined, expected)
@@ -152,7 +154,8 @@ def test_a_token_of_each_rank_is_joined_in_memory_of_its_own():
 def through_a_block(
     num_ranks: int, sequence_parallel: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x + up down of an MLP whose hidden features are dealt out: output, and the gradients of x and of up's share."""
+    """x + up down of an MLP whose hidden features are sharded: output, and the gradients of x and
+    of up's share."""
     axis = axis_of_this_rank(num_ranks, sequence_parallel)
     x, up, down = (t.requires_grad_() for t in mlp_tensors())
     rows = slice(axis.rank * 2, axis.rank * 2 + 2)
@@ -195,7 +198,8 @@ def without_gradients(num_ranks: int) -> list[torch.Tensor]:
 
 
 def test_an_evaluation_does_not_share_tokens():
-    """So a row of any length can be evaluated or continued. And the largest of all ranks, which has no backward."""
+    """So a row of any length can be evaluated or continued. And the largest of all ranks, which has
+    no backward."""
     xs = [drawn((B, T, D), rank) for rank in range(3)]
     for x, (entered, left, shared, gathered, largest) in zip(
         xs, run_ranks(3, without_gradients, 3), strict=True

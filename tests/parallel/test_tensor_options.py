@@ -1,4 +1,5 @@
-"""What a config may turn on or off, sizes that are no powers of two, and blocks left whole: against one process."""
+"""What a config may turn on or off, sizes that are no powers of two, and blocks left whole: against
+one process."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Tensor parallelism: what is refused before memory is taken, what is held whole, and an embedding's padding token."""
+"""Tensor parallelism: what is refused before memory is taken, what is held whole, and an
+embedding's padding token."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from tests.parity.harness import Cell, microbatches, run_config, start
 @pytest.mark.parametrize(
     ("name", "tp", "told"),
     [
-        # 8 heads of queries and 4 of keys and values, which neighbours may share; 172 feed-forward features.
+        # 8 heads of queries and 4 of keys and values, which neighbours may share; 172 feed-forward
+        # features.
         (
             "tiny-llama",
             3,
@@ -106,14 +108,16 @@ def notes_and_matrices(cell: Cell) -> tuple[tuple[str, ...], int]:
 
 
 TOLD = "parallel.tp: of these weights other ranks hold the same bytes: "
-# Of qwen3_next's tiny model, in float32, 64 wide: a router of 8 experts, and the gate of the one that all tokens pass.
+# Of qwen3_next's tiny model, in float32, 64 wide: a router of 8 experts, and the gate of the one
+# that all tokens pass.
 MIXTURE = (8 * 64 + 64) * 4
 
 
 def test_what_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
     assert run_ranks(2, notes_and_matrices, Cell("llama", "tp", "full", 2)) == [((), 0), ((), 0)]
     # In 3 of 4 layers.
-    parts = f"mlp.gate ({3 * 8 * 64 * 4:,}), mlp.shared_expert_gate ({3 * 64 * 4:,}); {3 * MIXTURE:,} in the whole model"
+    gates = f"mlp.gate ({3 * 8 * 64 * 4:,}), mlp.shared_expert_gate ({3 * 64 * 4:,})"
+    parts = f"{gates}; {3 * MIXTURE:,} in the whole model"
     expected = ((TOLD + parts,), 3 * MIXTURE)
     assert run_ranks(2, notes_and_matrices, Cell("qwen3_next", "tp", "lora", 2)) == [expected] * 2
     # Learned positions, outside of all layers: 1,024 of them.
@@ -132,7 +136,8 @@ def test_what_every_rank_holds_whole_is_told_with_its_bytes(monkeypatch):
 
 
 def test_what_stages_and_shards_hold_of_it_is_told():
-    """Stages of 2 layers: the one without a mixture is in the first. Of two shards of one row, one is empty."""
+    """Stages of 2 layers: the one without a mixture is in the first. Of two shards of one row, one
+    is empty."""
     notes, matrices = zip(
         *run_ranks(4, notes_and_matrices, Cell("qwen3_next", "pp-tp", "full", 4, schedule="1f1b"))
     )
@@ -158,11 +163,12 @@ def test_rows_that_some_ranks_share_are_told(tmp_path, monkeypatch):
         for notes, _ in run_ranks(4, notes_and_matrices, Cell("granitemoehybrid", "tp", "full", 4))
     }
     assert all(f"self_attn.{name} ({16 * 64 * 4:,})" in said for name in ("k_proj", "v_proj"))
-    # ... and the 2 groups of Mamba2's B and C, 16 rows each, of the way in and of the convolution (of 4 taps).
+    # ... and the 2 groups of Mamba2's B and C, 16 rows each, of the way in and of the convolution
+    # (of 4 taps).
     assert f"mamba.in_proj ({2 * 16 * 64 * 4:,})" in said
     assert f"mamba.conv1d ({2 * 16 * 4 * 4:,})" in said
-    # The one group of B and C, 16 rows each, on both ranks; of a mixture the router, and the ways to a width of 24 and
-    # back, of which the one back has a bias.
+    # The one group of B and C, 16 rows each, on both ranks; of a mixture the router, and the ways
+    # to a width of 24 and back, of which the one back has a bias.
     path = CONFIGS / "tiny-nemotron_h" / "config.json"
     changed = json.loads(path.read_text()) | {
         "mlp_bias": True,
@@ -187,7 +193,8 @@ def test_rows_that_some_ranks_share_are_told(tmp_path, monkeypatch):
 
 
 def looked_up(padding: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an embedding of 6 rows gives that 2 ranks hold, and this rank's gradient of the sum of its squares."""
+    """What an embedding of 6 rows gives that 2 ranks hold, and this rank's gradient of the sum of
+    its squares."""
     cfg = run_config(Cell("llama", "tp", "full", 2))
     axis = TensorAxis.of(build_mesh(cfg, torch.device("cpu")), False)
     rows = torch.arange(12.0).view(6, 2)

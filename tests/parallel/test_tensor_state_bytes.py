@@ -18,7 +18,7 @@ CUTS = {
     r"linear_attn\.(conv1d\.weight|A_log|dt_bias)": 0,
     r"layernorm|model\.norm|_norm|linear_attn\.norm": None,
 }
-"""Of qwen3_5_text, by pattern of a parameter's name: the dim that is dealt out; None: it is whole on every rank."""
+"""For qwen3_5_text, by pattern of a parameter's name: the dim that is sharded; None: no dim."""
 
 
 def tensor_dim(name: str) -> int | None:

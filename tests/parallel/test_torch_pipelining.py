@@ -1,7 +1,8 @@
-"""What `torch.distributed.pipelining` (2.13) does that shardwise refuses or works around, shown without shardwise.
+"""What `torch.distributed.pipelining` (2.13) does that shardwise refuses or works around, shown
+without shardwise.
 
-Each test passes while torch does it, and fails when torch mends it: then the refusal or detour that it names can go.
-The controls beside them are what shardwise does instead.
+Each test passes while torch does it, and fails when torch mends it: then the refusal or detour that
+it names can go. The controls beside them are what shardwise does instead.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ RANKS, MICROBATCHES, ROWS, WIDTH = (
     8,
 )  # DualPipe-V needs twice as many micro-batches as ranks
 RIGHT, WRONG = 1e-5, 1e-2
-"""Of a gradient, relative to its largest element: rounding of so short sums is far less, a lost term far more."""
+"""Of a gradient, relative to its largest element: rounding of so short sums is far less, a lost
+term far more."""
 
 
 class Chunk(nn.Sequential):
-    """A stage's part of the model; `asks`: its input is made to require a gradient, as an embedding's output can be."""
+    """A stage's part of the model; `asks`: its input is made to require a gradient, as an
+    embedding's output can be."""
 
     def __init__(self, index: int, frozen: bool, asks: bool) -> None:
         torch.manual_seed(index)
@@ -66,7 +69,8 @@ class Chunk(nn.Sequential):
 class Run:
     """This rank's stages, the lowest `frozen` of the model frozen, under a schedule of torch's.
 
-    `static`: the stages are told what passes between them; otherwise torch finds it out by a forward of its own.
+    `static`: the stages are told what passes between them; otherwise torch finds it out by a
+    forward of its own.
     """
 
     def __init__(
@@ -116,7 +120,8 @@ class Run:
         return [loss.item() for loss in losses]
 
     def errors(self) -> list[float]:
-        """One step; then of each trained parameter here, how far its gradient is off from the whole model's."""
+        """One step; then of each trained parameter here, how far its gradient is off from the whole
+        model's."""
         self.step(*rows(self.replica))
         for replica in range(self.mesh.size(0)):
             x, target = rows(replica)
@@ -199,7 +204,8 @@ def test_split_backwards_do_not_fire_the_hooks_of_ddp():
 
 
 def test_finding_out_shapes_arms_the_reducer_of_ddp():
-    """The same: after torch's own forward the first micro-batch is reduced twice. A mean hides it, a sum does not."""
+    """The same: after torch's own forward the first micro-batch is reduced twice. A mean hides it,
+    a sum does not."""
     assert wrong(errors(WHOLE, 2 * RANKS, wrap=in_ddp, static=False)) == set(WHOLE)
 
 
@@ -229,16 +235,19 @@ def _held(parameters: Iterable[nn.Parameter]) -> list[int]:
 
 
 def test_a_sharded_stage_keeps_whole_gradients_until_the_end_of_the_step():
-    """Until torch mends it, the memory of a pipeline of fsdp2 counts trainable gradients whole, not 1/n of them."""
+    """Until torch mends it, the memory of a pipeline of fsdp2 counts trainable gradients whole, not
+    1/n of them."""
     for sharded, whole, parameters in run_ranks(2 * RANKS, _held_before_reduction):
         assert (sharded, whole) == (0, parameters)
 
 
 def test_split_backwards_lose_the_gradients_of_a_stage_whose_input_asks_for_none():
-    """Until torch mends it, the embedding's output is made to require a gradient under these schedules."""
+    """Until torch mends it, the embedding's output is made to require a gradient under these
+    schedules."""
     found = errors(SCHEDULES, frozen=1)
     assert wrong(found) == set(SPLIT)
-    # Four parameters in the lowest trained stage; DualPipe-V takes some backwards whole, so it has part of each sum.
+    # Four parameters in the lowest trained stage; DualPipe-V takes some backwards whole, so it has
+    # part of each sum.
     lost = {"interleaved-zero-bubble": 4, "zbv": 4, "dualpipe-v": 0}
     assert {name: found[name].count(inf) for name in SPLIT} == lost
     for frozen in (1, 2):
@@ -266,7 +275,8 @@ def _gradients_passed(name: str, options: dict[str, Any]) -> dict[int, list[int]
     ("name", "frozen"), [(n, f) for n in WHOLE for f in ((0, 1) if n in SINGLE else (0, 1, 2))]
 )
 def test_no_gradient_goes_to_where_none_is_needed(name, frozen, static):
-    """What the skipped backward rests on: torch passes none below the lowest trained stage, and does not mind."""
+    """What the skipped backward rests on: torch passes none below the lowest trained stage, and
+    does not mind."""
     by_rank = run_ranks(RANKS, _gradients_passed, name, {"frozen": frozen, "static": static})
     top = (RANKS if name in SINGLE else 2 * RANKS) - 1
     for index, passed in {i: pair for found in by_rank for i, pair in found.items()}.items():
@@ -316,7 +326,8 @@ def _last_loss(name: str, counts: Sequence[int], train: bool) -> tuple[float, fl
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("count", [MICROBATCHES * ROWS // 2, MICROBATCHES * ROWS - 1])
 def test_fewer_rows_are_evaluated_with_what_is_left_of_earlier_ones(name, count):
-    """Until torch mends it, shardwise checks the shape of every micro-batch before: here nobody does."""
+    """Until torch mends it, shardwise checks the shape of every micro-batch before: here nobody
+    does."""
     _, (loss, expected) = run_ranks(RANKS, _last_loss, name, (MICROBATCHES * ROWS, count), False)
     assert abs(loss - expected) > WRONG * expected
 
@@ -353,9 +364,11 @@ def _forwards(name: str) -> int:
 
 
 def test_split_backwards_recompute_again_for_every_weight():
-    """Until torch mends it, no recomputation under these schedules: it is right, but takes many times as long.
+    """Until torch mends it, no recomputation under these schedules: it is right, but takes many
+    times as long.
 
-    The forward, and as often again as autograd is called: for the input, and for groups of weights (here a layer's).
+    The forward, and as often again as autograd is called: for the input, and for groups of weights
+    (here a layer's).
     """
     expected = {name: 2 if name in WHOLE else 4 for name in SCHEDULES}
     expected["dualpipe-v"] = (3 * 2 + 4) / 4  # halves the backward of one micro-batch of the four
@@ -370,7 +383,8 @@ def test_split_backwards_fail_where_only_some_operators_are_recomputed():
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_backwards_refuse_compiled_stages(name):
-    """Until torch mends it, so does shardwise: it compiles layers in a way that torch does not notice (test below)."""
+    """Until torch mends it, so does shardwise: it compiles layers in a way that torch does not
+    notice (test below)."""
     stage = SimpleNamespace(submod=torch.compile(nn.Linear(2, 2), backend="aot_eager"))
     with pytest.raises(
         RuntimeError, match=r"not supported with stage modules that have used torch\.compile"

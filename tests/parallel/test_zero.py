@@ -1,4 +1,5 @@
-"""ZeRO's shards are views into the weights, uneven ones too, and buckets of any size give the same sums."""
+"""ZeRO's shards are views into the weights, uneven ones too, and buckets of any size give the same
+sums."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def _held_with_shares_of_layers() -> dict[str, int]:
 
 
 def test_bytes_with_shares_of_layers():
-    """On 2 x 2 ranks: tensor parallelism halves all but norms, and zero1 what is not one per head."""
+    """2 x 2 ranks: tensor parallelism halves all except norms, zero1 what is not one per head."""
     held = {"weights": 0, "gradients": 0, "optimizer": 0}
     for name, parameter in on_meta(tiny("tiny-qwen3_5")).named_parameters():
         weights = parameter.numel() * 4 // (1 if "norm" in name else 2)

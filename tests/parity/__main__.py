@@ -1,7 +1,8 @@
 """`make parity`: the whole matrix, resumable; writes results/parity.json.
 
-Each row says on which code it was run: a hash of src/ and of this folder, and the commit. A cell that was run on this
-code is not run again; one that was run on other code keeps its row until its turn has come.
+Each row says on which code it was run: a hash of src/ and of this folder, and the commit. A cell
+that was run on this code is not run again; one that was run on other code keeps its row until its
+turn has come.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def main() -> int:
         write(options.out, environs, done)
     counts = Counter(row["status"] for row in done.values())
     print(
-        f"{options.out}: {dict(counts)}, {sum(row['code'] != code for row in done.values())} on other code"
+        f"{options.out}: {dict(counts)}, "
+        f"{sum(row['code'] != code for row in done.values())} on other code"
     )
     return 0 if set(counts) == {"ok"} else 1
 

@@ -1,4 +1,4 @@
-"""Which cells there are: the whole product (`make parity`), and the subset that `make test` runs."""
+"""Which cells there are: the full product (`make parity`), and the subset that `make test` runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LAYOUTS = tuple(
 )
 MODES = ("lora", "full")
 
-# One more thing that differs from the plain cell. `naive`: one flat parameter per layer under fsdp1; `offload-...`:
-# parallel.offload; `keep-gathered`: reshard_after_forward is false.
+# One more thing that differs from the plain cell. `naive`: one flat parameter per layer under
+# fsdp1; `offload-...`: parallel.offload; `keep-gathered`: reshard_after_forward is false.
 VARIANTS = (
     *(Cell(family, "fsdp2", "lora", 2, "checkpointing") for family in FAMILIES),
     *(
@@ -106,7 +106,8 @@ _FIXED = (
 
 
 def pairs(cell: Cell) -> set[tuple[str, ...]]:
-    """What a plain cell covers; a layout is of one of two kinds: weights whole on every rank, or sharded."""
+    """What a plain cell covers; a layout is of one of two kinds: weights whole on every rank, or
+    sharded."""
     if cell.variant or cell.split:
         return set()
     if cell.tp > 1:
@@ -125,7 +126,8 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
 
 
 def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:
-    """`chosen`, and plain cells until every pair is covered: each time one that covers most, of the rarest kind.
+    """`chosen`, and plain cells until every pair is covered: each time one that covers most, of the
+    rarest kind.
 
     Those of 2 processes; of layouts that take more, those of the model with the shortest step.
     """

@@ -1,7 +1,9 @@
-"""A few steps under any layout, and what must be equal to one process: the harness that every layout extends.
+"""A few steps under any layout, and what must be equal to one process: the harness that every
+layout extends.
 
-The rules are those of docs/concepts/parity.md: float32, SGD, LoRA's B drawn at random, no compared gradient zero,
-row lengths that give each rank another number of target tokens, two micro-batches per step, and clipping that acts.
+The rules are those of docs/concepts/parity.md: float32, SGD, LoRA's B drawn at random, no compared
+gradient zero, row lengths that give each rank another number of target tokens, two micro-batches
+per step, and clipping that acts.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ class Cell:
     layout: str  # as rules.offered_layouts has it
     mode: str  # lora | full
     nproc: int = 1
-    variant: str = ""  # "", or one more thing that differs from the plain cell: see `run_config` and `reference`
+    # One more thing that differs from the plain cell, or "": see `run_config` and `reference`.
+    variant: str = ""
     schedule: str = ""  # of a pipeline
     split: tuple[int, ...] = ()  # layers of a pipeline's stages; (): uniform
     deep: bool = False  # the model of DEEP
@@ -131,7 +134,8 @@ class Cell:
 
     @property
     def tp(self) -> int:
-        """Tensor-parallel ranks: all, those that a pipeline leaves, or 2 where others split the data."""
+        """Tensor-parallel ranks: all, those that a pipeline leaves, or 2 where others split the
+        data."""
         if "tp" not in self.layout.split("-"):
             return 1
         return self.nproc // self.pp if self.data == "single" else 2
@@ -142,7 +146,7 @@ class Cell:
         return self.nproc > 2 and self.data != "single"
 
     def reference(self) -> Cell:
-        """The same work on one process, plain where the variant must not change what is computed."""
+        """The same work on one process, plain where the variant must not change any number."""
         same = (
             "checkpointing",
             "operators",
@@ -153,8 +157,9 @@ class Cell:
             "offload-all",
         )
         variant = "" if self.variant in same else self.variant.removeprefix("checkpointing-")
-        # A micro-batch of another size rounds otherwise: on one process too it moves the smallest gradients of full
-        # training, those of A_log (3.5e-5), by 1e-5 of them. Adapters have none so small, and show that size is free.
+        # A micro-batch of another size rounds otherwise: on one process too it moves the smallest
+        # gradients of full training, those of A_log (3.5e-5), by 1e-5 of them. Adapters have none
+        # so small, and show that size is free.
         own = self.many and (self.mode == "full" or bool(self.schedule))
         micro_rows = 1 if own else 0
         return replace(
@@ -200,11 +205,13 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
         parallel=_parallel(cell),
         optimizer=Optimizer(
             name=optimizer,
-            # In bfloat16 a weight that is off by 1e-7 may be rounded the other way, which is 4e-3 of it.
+            # In bfloat16 a weight that is off by 1e-7 may be rounded the other way, which is 4e-3
+            # of it.
             lr=0.0 if cell.variant in ("bfloat16", STILL) else 1.0,
             lr_schedule="linear",
             weight_decay=0.01,
-            max_grad_norm=MAX_NORM,  # less than half of what the gradients come to, so that clipping always acts
+            # Less than half of what the gradients come to, so that clipping always acts.
+            max_grad_norm=MAX_NORM,
         ),
         training=Training(
             output_dir="unused",
@@ -265,7 +272,8 @@ Row = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def microbatches(cfg: RunConfig, mesh: Mesh, step: int, row: Row | None = None) -> list[Batch]:
-    """This rank's rows of step `step`; without `row` those of the matrix, which have 24, 5, 14, 23, ... targets."""
+    """This rank's rows of step `step`; without `row` those of the matrix, which have 24, 5, 14, 23,
+    ... targets."""
     size = cfg.training.micro_batch_size
     slots = list(mesh.slots(cfg.training.global_batch_size))
     batches = []
@@ -281,7 +289,8 @@ def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     tokens = torch.randint(0, 256, (SEQUENCE + 1,), generator=generator)
     labels = tokens[1:].clone()
     labels[SEQUENCE - (slot * 7 + step * 3) % 20 :] = IGNORED
-    # Three documents, of 1 to 12 tokens in the front and 1 to 7 at the end; only packing `isolated` looks at them.
+    # Three documents, of 1 to 12 tokens in the front and 1 to 7 at the end; only packing `isolated`
+    # looks at them.
     places = torch.arange(SEQUENCE)
     owners = (places >= 1 + (slot * 5 + step) % 12).long() + (
         places >= SEQUENCE - 1 - (slot * 3 + step) % 7
@@ -292,9 +301,10 @@ def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 def start(cfg: RunConfig) -> State:
     """Values at which gradients show what they are to show.
 
-    LoRA's B is drawn at random: at its usual zero every gradient of A is zero and proves nothing. Rates of decay are
-    drawn small, so that a recurrent state lives for some tokens: at their usual values it is forgotten at once, and
-    the rates' gradients are so small (1e-5) that they are rounding errors for a good part.
+    LoRA's B is drawn at random: at its usual zero every gradient of A is zero and proves nothing.
+    Rates of decay are drawn small, so that a recurrent state lives for some tokens: at their usual
+    values it is forgotten at once, and the rates' gradients are so small (1e-5) that they are
+    rounding errors for a good part.
     """
     hf_config = load.read_config(cfg.model)
     hf = load.build_meta(cfg.model, hf_config)
@@ -326,7 +336,8 @@ def run_cell(cell: Cell) -> Outcome:
 def run(
     cfg: RunConfig, batches_of: Callable[[Mesh, int], list[Batch]], loss_scale: float = 0.0
 ) -> Outcome:
-    """What this rank sees of a run on these micro-batches of each step; `loss_scale`: the first, 0 for its own."""
+    """What this rank sees of a run on these micro-batches of each step; `loss_scale`: the first, 0
+    for its own."""
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh, start(cfg))
     if loss_scale:
@@ -334,7 +345,8 @@ def run(
     losses, norms, grads = [], [], {}
     # The first step's gradients are looked at once; then all steps are done as a run does them.
     forward_backward(job.pm, batches_of(mesh, 1), mesh)
-    # Whole parameters without their optimizer's shards, frozen ones too: what else has got a gradient.
+    # Whole parameters without their optimizer's shards, frozen ones too: what else has got a
+    # gradient.
     named = [
         *job.pm.named_parameters(),
         *(pair for g in job.optimizer.param_groups for pair in _pairs(g)),
@@ -373,9 +385,11 @@ def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def compare(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, float]:
-    """Largest relative errors of all ranks; a tensor's is its largest absolute difference over its largest value.
+    """Largest relative errors of all ranks; a tensor's is its largest absolute difference over its
+    largest value.
 
-    The ranks need not hold the same parameters, but must hold all of the reference's between them, and no others.
+    The ranks need not hold the same parameters, but must hold all of the reference's between them,
+    and no others.
     """
     for name, grad in reference.grads.items():
         assert grad.abs().max() > 0, f"the gradient of {name} is zero and proves nothing"
@@ -402,9 +416,9 @@ def differences(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, di
 
 
 def control(cell: Cell) -> Cell | None:
-    """One process in float32, where a cell need not round as one process in 16 bits does: its products are sums of
-    rounded ones. What it may differ by is then three times what 16 bits change on one process: as much as that again
-    on its own way from float32, and as much to spare.
+    """One process in float32, where a cell need not round as one process in 16 bits does: its
+    products are sums of rounded ones. What it may differ by is then three times what 16 bits change
+    on one process: as much as that again on its own way from float32, and as much to spare.
     """
     return (
         replace(cell.reference(), variant=STILL)

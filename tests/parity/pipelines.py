@@ -69,7 +69,8 @@ def _plain() -> Iterator[Cell]:
 
 
 def _uneven() -> Iterator[Cell]:
-    """Stages with one layer and with three, with nothing but the embedding, and with nothing but the head."""
+    """Stages with one layer and with three, with nothing but the embedding, and with nothing but
+    the head."""
     for family, modes in (("llama", MODES), ("qwen3_next", ("lora",))):
         for mode in modes:
             for schedule in SINGLE:
@@ -96,7 +97,8 @@ def _few() -> Iterator[Cell]:
 
 
 def _partly_trained() -> Iterator[Cell]:
-    """Adapters on two of the four layers: stages with nothing to train, above the others or below them."""
+    """Adapters on two of the four layers: stages with nothing to train, above the others or below
+    them."""
     for schedule in ORDERS:
         for family in ("llama", "qwen3_next"):
             yield from (
@@ -114,7 +116,8 @@ def _variants() -> Iterator[Cell]:
     for schedule in ORDERS:
         for mode in MODES:
             yield cell("qwen3_5_text", schedule, mode, variant="tied")
-            # Two shards cannot share a parameter, so fsdp2 and a V, which has both ends on one rank, are refused.
+            # Two shards cannot share a parameter, so fsdp2 and a V, which has both ends on one
+            # rank, are refused.
             layouts = ("pp-ddp",) if schedule in ("zbv", "dualpipe-v") else WITH_DATA
             yield from (
                 Cell("qwen3_5_text", layout, mode, 4, "tied", schedule) for layout in layouts

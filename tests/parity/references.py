@@ -1,10 +1,12 @@
-"""What one process computes, once per code and machine: kept on disk for every file of tests and every worker.
+"""What one process computes, once per code and machine: kept on disk for every file of tests and
+every worker.
 
-A reference is kept under the hash of all that it depends on: the code, the run, the libraries, the CPU and what the
-environment tells them. So it is never one of other code. It hides no bug that a test is to find, since only references
-are kept: the layout under test always runs, and bugs are planted in its forked ranks, after the reference was asked
-for. A bug of one process itself (a planted one too, in test_sensitivity.py) changes the layout's side, as before.
-`make parity` does not read these files: its rows are evidence.
+A reference is kept under the hash of all that it depends on: the code, the run, the libraries, the
+CPU and what the environment tells them. So it is never one of other code. It hides no bug that a
+test is to find, since only references are kept: the layout under test always runs, and bugs are
+planted in its forked ranks, after the reference was asked for. A bug of one process itself (a
+planted one too, in test_sensitivity.py) changes the layout's side, as before. `make parity` does
+not read these files: its rows are evidence.
 """
 
 from __future__ import annotations

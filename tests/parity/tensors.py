@@ -26,7 +26,8 @@ WIDE = (
     ),
     *("jet_nemotron", "olmo2"),
 )
-"""Their tiny models can be dealt out to 4 ranks; key/value heads and groups of `SHARED` are then held by two each."""
+"""Their tiny models can be dealt out to 4 ranks; key/value heads and groups of `SHARED` are then
+held by two each."""
 SHARED = ("granitemoehybrid", "jamba")
 
 

@@ -1,4 +1,5 @@
-"""Experts of widths that torch's grouped product cannot take: they train, and under tp 2 equal one process."""
+"""Experts of widths that torch's grouped product cannot take: they train, and under tp 2 equal one
+process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Dropout that a model has by itself: the same masks under every layout, and in layers that are computed again."""
+"""Dropout that a model has by itself: the same masks under every layout, and in layers that are
+computed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every layout computes what one process computes; the fast subset of the matrix (the whole of it: `make parity`)."""
+"""Every layout computes what one process computes; the fast subset of the matrix (the whole of it:
+`make parity`)."""
 
 from __future__ import annotations
 
@@ -30,11 +31,13 @@ from tests.parity.references import reference
 
 ROOT = Path(__file__).parents[2]
 TOGETHER = 4
-"""Cells of one layout that the same processes run, one after another: their first step takes longest."""
+"""Cells of one layout that the same processes run, one after another: their first step takes
+longest."""
 
 
 def groups() -> list[list[Cell]]:
-    """The cells of `make test`, as they share processes: those of 8 by layout, one that compiles alone."""
+    """The cells of `make test`, as they share processes: those of 8 by layout, one that compiles
+    alone."""
     by_layout: dict[tuple[str, int, bool], list[Cell]] = {}
     for cell in FAST:
         by_layout.setdefault(
@@ -124,7 +127,8 @@ def test_fast_subset_covers_every_pair_and_is_part_of_the_matrix():
 
 
 def proofs() -> dict[tuple[str, str, str], Cell]:
-    """Return a plain cell for each family, layout that is offered, and mode: nothing but the layout differs."""
+    """Return a plain cell for each family, layout that is offered, and mode: nothing but the layout
+    differs."""
     plain = {}
     for cell in ALL:
         schedule = "1f1b" if cell.layout.startswith("pp") else ""
@@ -134,7 +138,8 @@ def proofs() -> dict[tuple[str, str, str], Cell]:
 
 
 def test_every_layout_that_is_offered_has_a_plain_cell_for_every_family():
-    """`shardwise models` and docs/reference/compatibility.md say so, on two ranks of each axis at least."""
+    """`shardwise models` and docs/reference/compatibility.md say so, on two ranks of each axis at
+    least."""
     cells = proofs()
     layouts = [layout for layout in PROVEN if layout != "single"]
     assert set(cells) == set(product(FAMILIES, layouts, ("lora", "full")))

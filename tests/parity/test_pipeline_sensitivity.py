@@ -1,4 +1,5 @@
-"""Known bugs of pipelines, planted one at a time as in test_sensitivity.py: each must turn a parity cell red."""
+"""Known bugs of pipelines, planted one at a time as in test_sensitivity.py: each must turn a parity
+cell red."""
 
 from collections.abc import Callable
 from dataclasses import replace

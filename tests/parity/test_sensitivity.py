@@ -1,6 +1,8 @@
-"""Known bugs, planted into the project's own code one at a time: each must turn an unmodified parity cell red.
+"""Known bugs, planted into the project's own code one at a time: each must turn an unmodified
+parity cell red.
 
-A bug is planted inside the forked ranks only, so that the reference and every other test run the code as it is.
+A bug is planted inside the forked ranks only, so that the reference and every other test run the
+code as it is.
 """
 
 # No `from __future__ import annotations`: DDP checks a hook's annotations as objects.
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.assembly import build, order
 from shardwise.checkpoint import export
-from shardwise.interfaces import Mesh
+from shardwise.interfaces import Mesh, ParameterFacts
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.models import lora
 from shardwise.models.patches import dropout, isolation, lora_kernel, router_loss
@@ -80,14 +82,7 @@ def flat_mean_instead_of_sum():
 
 
 def norm_of_this_ranks_flat_pieces_only():
-    pieces = flat._pieces
-
-    def unmarked(pm, part, flat_parameters):
-        found = pieces(pm, part, flat_parameters)
-        pm.parameter_facts.clear()
-        return found
-
-    flat._pieces = unmarked
+    flat.ParameterFacts = lambda **_: ParameterFacts()
 
 
 def updated_shards_not_gathered():

@@ -1,4 +1,5 @@
-"""Known bugs of tensor parallelism, planted one at a time as in test_sensitivity.py: each must turn a cell red."""
+"""Known bugs of tensor parallelism, planted one at a time as in test_sensitivity.py: each must turn
+a cell red."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,31 +19,32 @@ from tests.parity.tensors import cell
 from tests.parity.test_sensitivity import check_caught
 
 
-def without_summands(named: str):
-    """The gradients of whole parameters with `named` in their name stay this rank's summand."""
+def without_sums(fragment: str):
+    """The gradients of replicated parameters with this in their name stay partial sums."""
     block = tensor_parallel._Splitter.split
 
     def split(self):
         block(self)
-        self.found.summands -= {name for name in self.found.summands if named in name}
+        partial_sums = self.result.partial_sums
+        partial_sums -= {name for name in partial_sums if fragment in name}
 
     tensor_parallel._Splitter.split = split
 
 
 def gated_norm_not_summed():
-    without_summands("linear_attn.norm.weight")
+    without_sums("linear_attn.norm.weight")
 
 
 def whole_factor_not_summed():
-    without_summands("q_proj.lora_A")
+    without_sums("q_proj.lora_A")
 
 
 def layer_norms_not_summed():
-    without_summands("layernorm")
+    without_sums("layernorm")
 
 
 def router_not_summed():
-    without_summands("mlp.gate.weight")
+    without_sums("mlp.gate.weight")
 
 
 def blocks_of_rows_taken_for_one():
@@ -58,7 +60,7 @@ def blocks_of_rows_taken_for_one():
 
 
 def kernel_factor_not_summed():
-    without_summands("kernel_generator.w1")
+    without_sums("kernel_generator.w1")
 
 
 def kernels_cut_as_if_taps_came_first():
@@ -185,7 +187,7 @@ def cut_gradients_of_replicas_not_summed():
 
 
 def what_fsdp2_leaves_whole_not_reduced():
-    fsdp2.trained_whole = lambda pm: iter(())
+    fsdp2.trained_replicated = lambda pm, mesh: []
 
 
 BUGS: tuple[tuple[Callable[[], None], Cell], ...] = (

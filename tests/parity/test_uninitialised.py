@@ -1,4 +1,5 @@
-"""No uninitialised memory reaches a matrix product: a step of several families and layouts, with an odd vocabulary."""
+"""No uninitialised memory reaches a matrix product: a step of several families and layouts, with an
+odd vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Model types that no family lists: a few steps on two processes equal one process, as for the listed ones."""
+"""Model types that no family lists: a few steps on two processes equal one process, as for the
+listed ones."""
 
 from __future__ import annotations
 

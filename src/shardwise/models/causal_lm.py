@@ -62,12 +62,13 @@ class CausalLM(Part):
     def hidden_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
         """Hidden states [B, T, D] that the transformers model's base gives for the micro-batch `batch`."""
         with self._computing(batch):
+            inputs = inputs | _positions(batch)
             return self.hf.base_model(**inputs, use_cache=False).last_hidden_state
 
     def logits_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
         """Logits [B, T, V]."""
         with self._computing(batch):
-            return self.hf(**inputs, use_cache=False).logits
+            return self.hf(**(inputs | _positions(batch)), use_cache=False).logits
 
     def loss_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
         """The summed loss, in training plus the router loss (scalar, float32)."""
@@ -97,3 +98,12 @@ class CausalLM(Part):
         return torch.autocast(
             device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
         )
+
+
+def _positions(batch: Batch) -> Inputs:
+    """Return the positions of tokens where a rank has only some tokens of its rows.
+
+    Complete rows have those that the model makes by itself: given ones would make transformers look
+    for packed documents in them, and use slower masks.
+    """
+    return {} if batch.positions is None else {"position_ids": batch.positions}

@@ -1,11 +1,12 @@
-"""Gradients of bfloat16 weights that add up in float32 over micro-batches and ranks, and are rounded once.
+"""Gradients of bfloat16 weights that add up in float32 over micro-batches and ranks.
 
-A bfloat16 sum stops growing when what is added is under 1/256 of it. Memory: 4 bytes for a gradient instead of 2.
+They are rounded once, before the optimizer's step. A bfloat16 sum stops growing when what is added
+is under 1/256 of it. Memory: 4 bytes for an element of a gradient instead of 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,42 +16,38 @@ from torch import nn
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel, no_sync_needed
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.reduce import DATA_AXES, sum_over
+from shardwise.parallel.reduce import sum_over
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Let gradients be float32 from the backward to the clipping; the optimizer gets them in the weights' dtype.
+    """Let gradients be float32 from the backward to the clipping.
 
-    Float32 weights need nothing. single, zero: autograd adds up in float32. ddp: it does, and the wrapper, whose
-    buckets have the weights' dtype, is left idle; the sums are all-reduced after the last backward, 4 bytes an element.
-    fsdp2: each micro-batch's shards are moved into float32 ones; its reduce-scatter adds up ranks in float32 but hands
-    over the weights' dtype, so each micro-batch's sum over ranks is rounded once.
+    The optimizer gets them in the dtype of the weights. Float32 weights need nothing. Under single
+    and zero autograd adds up in float32. Under ddp it does too, and the wrapper, whose buckets have
+    the weights' dtype, is left idle: the sums are all-reduced after the last backward, 4 bytes an
+    element. Under fsdp2 each micro-batch's shards are moved into float32 ones. Its reduce-scatter
+    adds up ranks in float32 but returns the weights' dtype, so that each micro-batch's sum over
+    ranks is rounded once.
     """
-    if all(p.dtype == torch.float32 for p in _trained(pm)):
+    if all(p.dtype == torch.float32 for p in pm.trained().values()):
         return pm
     pm = replace(pm, make_optimizer=_rounding_once(pm.make_optimizer))
     if cfg.parallel.data == "fsdp2":
         return replace(pm, run=_moving_shards(pm.run))
-    _hold_float32(_trained(pm))
-    if (
-        cfg.parallel.data != "ddp" or cfg.parallel.pp > 1
-    ):  # where all-reduces come after the last backward anyway
-        return pm
+    _accept_float32(pm.trained().values())
+    if cfg.parallel.data != "ddp" or cfg.parallel.pp > 1:
+        return pm  # All-reduces come after the last backward anyway.
 
     def reduce() -> None:
-        for parameter in _trained(pm):
+        for parameter in pm.trained().values():
             assert parameter.grad is not None
-            sum_over(parameter.grad, mesh, DATA_AXES)
+            sum_over(parameter.grad, mesh, mesh.gradient_axes)
 
     pm.set_sync(False)
     return replace(pm, set_sync=no_sync_needed, reduce_grads=(*pm.reduce_grads, reduce))
 
 
-def _trained(pm: ParallelModel) -> list[nn.Parameter]:
-    return [parameter for _, parameter in pm.named_parameters() if parameter.requires_grad]
-
-
-def _hold_float32(parameters: Sequence[nn.Parameter]) -> None:
+def _accept_float32(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad_dtype = torch.float32
 
@@ -62,7 +59,7 @@ def _moving_shards(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         if not train:
             return inner(pm, microbatches, loss_scale, train)
         total = torch.zeros((), device=microbatches[0].input_ids.device)
-        trained = _trained(pm)
+        trained = pm.trained().values()
         sums: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in trained:
             parameter.grad_dtype = parameter.dtype  # as fsdp2 sets it
@@ -73,11 +70,12 @@ def _moving_shards(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
             for parameter in trained:
                 gradient, parameter.grad = parameter.grad, None
                 if gradient is None:
-                    continue  # of replicas: kept by fsdp2, in float32, until the last micro-batch
-                sums[parameter] = (
-                    sums[parameter].add_(gradient) if parameter in sums else gradient.float()
-                )
-        _hold_float32(trained)
+                    continue  # fsdp2 keeps those of replicas in float32 until the last micro-batch.
+                if parameter in sums:
+                    sums[parameter].add_(gradient)
+                else:
+                    sums[parameter] = gradient.float()
+        _accept_float32(trained)
         for parameter, gradient in sums.items():
             parameter.grad = gradient
         return total
@@ -101,11 +99,11 @@ def _rounding_once(
         def after(*_: object) -> None:
             for parameter in parameters:
                 parameter.grad = None
-            _hold_float32(parameters)
+            _accept_float32(parameters)
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
-        _hold_float32(parameters)  # zero's shards
+        _accept_float32(parameters)  # They are ZeRO's shards, if not the weights themselves.
         return optimizer
 
     return make_optimizer

@@ -1,4 +1,7 @@
-"""Activation checkpointing: keep less than a backward needs and compute the rest again (arXiv 1604.06174)."""
+"""Activation checkpointing: keep less than a backward needs and compute the rest again.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,11 @@ PRODUCTS = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
-"""Whose outputs `operators` keeps: all that metrics/flops.py counts, but for products through the rank of an adapter.
+"""The operators whose outputs `operators` keeps, except products over the rank of an adapter.
 
-The output of B (A x) takes as many bytes as that of W x for r products an element: kept, adapters would cost more
-memory than no checkpointing at all, which keeps neither. (A mixer's product over just r numbers is taken for one too.)
+They are those that metrics/flops.py counts. The output of B (A x) takes as many bytes as that of W
+x and only R products an element. If it were kept, adapters would cost more memory than without
+checkpointing, which keeps neither. (A mixer's product over just R numbers is taken for one too.)
 """
 
 _LEFT_OPERAND = {
@@ -59,33 +63,29 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     return pm
 
 
-def recompute(
-    hf: nn.Module, spec: ModelSpec, asked: str | list[str], dropout: DropoutState
-) -> None:
-    """Replace the forwards of the layers to be recomputed.
+def recompute(hf: nn.Module, spec: ModelSpec, what: str | list[str], dropout: DropoutState) -> None:
+    """Replace the forwards of the layers that are recomputed.
 
-    `full`: every layer from its input. `operators`: every layer, but for the outputs of PRODUCTS. A list: the layers of
-    these kinds, from their input.
+    `what` is `full`: every layer, from its input; `operators`: every layer, except the outputs of
+    PRODUCTS; or a list: the layers of these kinds, from their input.
 
-    A layer's forward is replaced rather than the layer wrapped: names stay, and fsdp2's hooks lie outside, so a layer's
-    weights are gathered once for its recomputation and backward together.
+    A layer's forward is replaced rather than the layer wrapped. So names stay, and fsdp2's hooks
+    lie outside: a layer's weights are gathered once for its recomputation and backward together.
     """
-    if asked == "none":
+    if what == "none":
         return
-    policy = partial(_keep_products, _ranks(hf))
-    contexts = (
-        partial(create_selective_checkpoint_contexts, policy)
-        if asked == "operators"
-        else noop_context_fn
-    )
+    contexts: Callable[[], Any] = noop_context_fn
+    if what == "operators":
+        policy = partial(_keep_products, _ranks(hf))
+        contexts = partial(create_selective_checkpoint_contexts, policy)
     for layer in spec.layers:
-        if not isinstance(asked, list) or layer.kind in asked:
+        if not isinstance(what, list) or layer.kind in what:
             module = hf.get_submodule(layer.name)
             module.forward = _recomputed(module.forward, dropout, contexts)
 
 
 def _ranks(hf: nn.Module) -> frozenset[tuple[int, int]]:
-    """(matrices in a stack, rank) of the adapters in a model."""
+    """Return (matrices in a stack, rank) of the adapters in a model."""
     return frozenset(
         (adapter.num_experts if isinstance(adapter, ParamWrapper) else 1, rank)
         for adapter in adapter_layers(hf).values()
@@ -96,27 +96,28 @@ def _ranks(hf: nn.Module) -> frozenset[tuple[int, int]]:
 def _keep_products(
     ranks: frozenset[tuple[int, int]], context: object, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    kept = (
-        op in PRODUCTS or op.namespace == "shardwise"
-    )  # a kernel's, of a linear and its adapter in one
+    # shardwise's own kernels compute a linear and its adapter in one operator.
+    keep = op in PRODUCTS or op.namespace == "shardwise"
     if op in _LEFT_OPERAND:
-        left = args[_LEFT_OPERAND[op]]  # [rows, rank] or [matrices, rows, rank]
-        kept = (left.shape[0] if left.ndim == 3 else 1, left.shape[-1]) not in ranks
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        left = args[_LEFT_OPERAND[op]]  # [rows, R] or [matrices, rows, R]
+        num_matrices = left.shape[0] if left.ndim == 3 else 1
+        keep = (num_matrices, left.shape[-1]) not in ranks
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _recomputed(
     forward: Callable[..., torch.Tensor], dropout: DropoutState, contexts: Callable[[], Any]
 ) -> Callable[..., torch.Tensor]:
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
-        held = dropout.batch, dropout.rows, dropout.tokens
+        state = dropout.batch, dropout.rows, dropout.tokens
 
         def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-            # The backward may come after another micro-batch's forward (pipelines): go back to this one's masks.
-            dropout.batch, dropout.rows, dropout.tokens = held
+            # In a pipeline another micro-batch's forward may come before this one's backward, so
+            # that the state for this one's masks has to be set again.
+            dropout.batch, dropout.rows, dropout.tokens = state
             return forward(*args, **kwargs)
 
-        # No global random state is used in a layer (see models/patches/dropout.py), so none is saved.
+        # A layer uses no global random state (see models/patches/dropout.py), so none is saved.
         return checkpoint(
             run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs
         )

@@ -1,4 +1,7 @@
-"""torch.compile, one decoder layer at a time: layers of one kind share compiled code, and wrappers stay outside."""
+"""torch.compile of one decoder layer at a time.
+
+Layers of one kind share compiled code, and wrappers stay outside.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +17,38 @@ from shardwise.models.causal_lm import CausalLM
 from shardwise.models.spec import ModelSpec
 
 BACKENDS = {"inductor": "inductor", "aot_eager": "aot_eager_decomp_partition"}
-"""torch's plain aot_eager takes softplus's gradient for contiguous, which it is not: Gated DeltaNet's backward fails.
-This one takes the gradient apart, as inductor does, and runs what it has traced operator by operator too."""
+"""Names of torch's backends. Its plain aot_eager assumes a contiguous gradient of softplus, which
+makes Gated DeltaNet's backward fail. This one decomposes the gradient, as inductor does, and runs
+what it has traced operator by operator too."""
 
 VERSIONS_PER_LAYER = 8
-"""Layers share a code object, of which there is one version for each kind, shape and mode of them; more than so many
-for each layer is an error, not slow."""
+"""Layers share a code object, with a compiled version for each kind, shape and mode. More versions
+than so many for each layer are an error."""
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Compile the forward of every decoder layer, and with it its backward, on `training.compile`'s backend.
+    """Compile the forward of every decoder layer, and with it its backward.
 
-    A layer's forward is replaced rather than the layer wrapped, so names stay. Within activation checkpointing: what is
-    computed again runs compiled too.
+    A layer's forward is replaced rather than the layer wrapped, so names stay. It lies within
+    activation checkpointing, so that a recomputation runs compiled too.
     """
-    dynamo: Any = importlib.import_module(
-        "torch._dynamo"
-    )  # seconds that only a compiled run has to wait
-    dynamo.reset()  # what earlier runs of this process have compiled counts too; one still in use compiles again
+    # The import takes seconds, which only a compiled run has to wait.
+    dynamo: Any = importlib.import_module("torch._dynamo")
+    # Versions of earlier runs of this process would count too. A run that goes on compiles again.
+    dynamo.reset()
     dynamo.config.recompile_limit = VERSIONS_PER_LAYER * len(spec.layers)
     dynamo.config.fail_on_recompile_limit_hit = True
+    backend = BACKENDS[cfg.training.compile]
     for part in pm.parts:
         assert isinstance(part, CausalLM)
         for layer in part.spec.layers:
             module = part.get_submodule(f"hf.{layer.name}")
-            module.forward = torch.compile(
-                module.forward, backend=BACKENDS[cfg.training.compile], dynamic=False
-            )
+            module.forward = torch.compile(module.forward, backend=backend, dynamic=False)
     return pm
 
 
 def uncompiled(cfg: RunConfig) -> AbstractContextManager[None]:
-    """Within it, compiled layers run as they were written: for rows of which each has another length."""
-    return (
-        nullcontext()
-        if cfg.training.compile == "none"
-        else torch.compiler.set_stance("force_eager")
-    )
+    """Return a context in which compiled layers run eagerly, for rows that differ in length."""
+    if cfg.training.compile == "none":
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")

@@ -1,7 +1,8 @@
-"""Distributed data parallel: every rank holds the whole model and a share of the rows; gradients are added up.
+"""Distributed data parallel: every rank holds all weights and a share of the rows.
 
-Memory per rank: all weights, gradients and optimizer states. Communication per step: one all-reduce of the trainable
-gradients, 2 (n-1)/n of their bytes leave each rank, in buckets that overlap with the backward.
+Memory per rank: all weights, gradients and optimizer states. Communication per step: one all-reduce
+of the trained gradients, 2 (n-1)/n of their bytes leave each rank, in buckets that overlap with the
+backward.
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704.
 """
 
@@ -28,31 +29,28 @@ _FORWARD_SYNC = (
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Wrap the loaded model so that its backward adds gradients up over `dp_replicate`.
+    """Wrap the loaded model so that its backward adds gradients up over all replicas.
 
-    In a pipeline nothing is wrapped: where torch's schedules halve a backward, the wrapper's hooks never run, and no
-    gradient would be reduced. Nor with tensor parallelism: the wrapper takes no DTensors. There they are reduced after
-    the last backward, one bucket after the other.
+    In a pipeline nothing is wrapped: where torch's schedules halve a backward, the wrapper's hooks
+    never run, and no gradient would be reduced. Nor with tensor parallelism: the wrapper takes no
+    DTensors. There gradients are reduced after the last backward, one bucket after the other.
     """
     if cfg.parallel.pp > 1 or cfg.parallel.tp > 1:
 
         def reduce() -> None:
-            trained = [
-                parameter for _, parameter in pm.named_parameters() if parameter.requires_grad
-            ]
-            sum_gradients(trained, mesh, ("dp_replicate",))
+            sum_gradients(pm.trained().values(), mesh, (mesh.replicas,))
 
         return replace(pm, reduce_grads=(*pm.reduce_grads, reduce))
     (part,) = pm.parts
-    no_buffers: dict[str, Any] = {
-        _FORWARD_SYNC: False
-    }  # they are functions of the config, equal everywhere
+    # Buffers are functions of the config and equal on every rank, so none is sent.
+    no_buffers: dict[str, Any] = {_FORWARD_SYNC: False}
     wrapped = DistributedDataParallel(
         part,
-        process_group=mesh.dense.get_group("dp_replicate"),
+        process_group=mesh.group(mesh.replicas),
         **no_buffers,
-        gradient_as_bucket_view=True,  # the summed gradients; those of earlier micro-batches lie beside the buckets
-        init_sync=False,  # weights are equal already: each rank has read or drawn the same ones
+        # Gradients share the buckets' memory; those of earlier micro-batches lie beside it.
+        gradient_as_bucket_view=True,
+        init_sync=False,  # Each rank has read or drawn the same weights.
     )
     wrapped.register_comm_hook(wrapped.process_group, sum_hook)
 
@@ -62,7 +60,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     def run(
         pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
     ) -> torch.Tensor:
-        # The wrapper stands in the part's place for the run only: everyone else sees the bare model and its names.
+        # The wrapper is the part for the run only: all others see the bare model and its names.
         return inner_run(replace(pm, parts=(cast(Part, wrapped),)), microbatches, loss_scale, train)
 
     inner_run = pm.run
@@ -72,7 +70,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 def sum_hook(
     group: dist.ProcessGroup, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce one bucket as a sum, in float32 (DDP's own hook would divide by the number of ranks)."""
+    """All-reduce one bucket as a sum, in float32. DDP's own hook would make a mean of it."""
     buffer = bucket.buffer()
     future = dist.all_reduce(buffer.float(), group=group, async_op=True).get_future()
     return future.then(lambda done: buffer.copy_(done.value()[0]))

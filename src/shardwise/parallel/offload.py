@@ -1,8 +1,9 @@
-"""CPU offload under fsdp2: the optimizer's states and its step, or the sharded weights and gradients too.
+"""CPU offload under fsdp2: the optimizer, or also the sharded weights and gradients.
 
-`optimizer`: the optimizer works on copies of this rank's shards in CPU memory. Per step the gradients of the shards
-are copied down and the updated shards are copied up, their bytes each way; on the device nothing of the optimizer is
-left. `all`: fsdp2 itself keeps the shards on the CPU (see fsdp2.py), and with them all that is made from them.
+`optimizer`: the optimizer works on copies of this rank's shards in CPU memory. Per step the
+gradients of the shards are copied down and the updated shards are copied up, their bytes each way;
+the device keeps nothing of the optimizer. `all`: fsdp2 itself keeps the shards on the CPU (see
+fsdp2.py), and so their gradients and states are there too.
 Sources: Ren et al., "ZeRO-Offload", arXiv 2101.06840; torch's CPUOffloadPolicy.
 """
 
@@ -20,32 +21,29 @@ from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import local, placed_like
 
+CPU = torch.device("cpu")
+
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
-    """Let what is kept on the CPU be handed over on the device, and move the optimizer there if that is asked for."""
+    """Move the optimizer to the CPU, with `optimizer`; make portable tensors on the device."""
 
-    def to_portable(name: str, held: torch.Tensor) -> torch.Tensor:
-        return _on(
-            mesh.device, pm.to_portable(name, held)
-        )  # a DTensor's collectives run on its mesh's device
+    def to_portable(name: str, local: torch.Tensor) -> torch.Tensor:
+        # A DTensor's collectives run on its mesh's device.
+        return _copied_to(mesh.device, pm.to_portable(name, local))
 
     if cfg.parallel.offload == "all":
         return replace(pm, to_portable=to_portable)
-    copies = Copies.of(
-        {name: parameter for name, parameter in pm.named_parameters() if parameter.requires_grad}
-    )
+    copies = Copies.of(pm.trained())
 
     def make_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         optimizer = pm.make_optimizer([(name, copies.on_cpu[name]) for name, _ in named])
         optimizer.register_step_post_hook(lambda *_: copies.update_weights())
         return optimizer
 
-    def from_portable(name: str, held: torch.Tensor, portable: torch.Tensor) -> None:
-        pm.from_portable(name, held, portable)
-        if (
-            name in copies.weights
-            and local(held).data_ptr() == local(copies.weights[name]).data_ptr()
-        ):
+    def from_portable(name: str, target: torch.Tensor, portable: torch.Tensor) -> None:
+        pm.from_portable(name, target, portable)
+        weight = copies.weights.get(name)
+        if weight is not None and local(target).data_ptr() == local(weight).data_ptr():
             copies.refresh(name)
 
     return replace(
@@ -59,41 +57,36 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
 @dataclass(frozen=True)
 class Copies:
-    """Trained weights by name, and their copies in CPU memory, distinct even where the weights are on the CPU too."""
+    """Trained weights by name, and their copies in CPU memory, even where the weights are there."""
 
     weights: dict[str, nn.Parameter]
     on_cpu: dict[str, nn.Parameter]
 
     @staticmethod
     def of(weights: dict[str, nn.Parameter]) -> Copies:
-        """Copies of these weights as they are now."""
-        return Copies(
-            weights,
-            {
-                name: nn.Parameter(_on(torch.device("cpu"), w.detach()))
-                for name, w in weights.items()
-            },
-        )
+        """Return copies of these weights as they are now."""
+        copied = {name: _copied_to(CPU, weight.detach()) for name, weight in weights.items()}
+        return Copies(weights, {name: nn.Parameter(copy) for name, copy in copied.items()})
 
     def take_gradients(self) -> None:
-        """After the backward: this rank's gradients go from the device to the CPU, and are freed there."""
+        """Move this rank's gradients from the device to the CPU, after the backward."""
         for name, weight in self.weights.items():
             gradient, weight.grad = weight.grad, None
             if gradient is not None:
-                self.on_cpu[name].grad = _on(torch.device("cpu"), gradient)
+                self.on_cpu[name].grad = _copied_to(CPU, gradient)
 
     @torch.no_grad()
     def update_weights(self) -> None:
-        """After the optimizer's step: this rank's updated shards go from the CPU to the device."""
+        """Copy this rank's updated shards from the CPU to the device, after the step."""
         for name, weight in self.weights.items():
             local(weight).copy_(local(self.on_cpu[name]))
 
     @torch.no_grad()
     def refresh(self, name: str) -> None:
-        """A weight was loaded: so is its copy."""
+        """Copy a weight that was loaded from the device to the CPU."""
         local(self.on_cpu[name]).copy_(local(self.weights[name]))
 
 
-def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    held = local(tensor).to(device, copy=True)
-    return placed_like(tensor, held) if isinstance(tensor, DTensor) else held
+def _copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    copy = local(tensor).to(device, copy=True)
+    return placed_like(tensor, copy) if isinstance(tensor, DTensor) else copy

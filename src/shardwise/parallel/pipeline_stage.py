@@ -1,5 +1,6 @@
-"""torch's PipelineStage, but it notes when it did what, runs no backward where there is nothing to train, and keeps no
-receive buffer for longer than needed.
+"""A stage of torch's pipelines that records its times and saves work and memory.
+
+It runs no backward where nothing is trained, and keeps a receive buffer only while it is needed.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from shardwise.schedule.orders import Kind
 
 
 class Clock:
-    """Moments on one device, in seconds from the step's start; a GPU is not waited for until they are asked for."""
+    """Moments on one device, in seconds from a step's start. Only `seconds` waits for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._start = self.now()
 
     def start(self, group: dist.ProcessGroup) -> None:
-        """A step begins, on all ranks of the pipeline together: their clocks, on other nodes too, start here."""
+        """Start the clocks of all ranks of the pipeline together, on other nodes too."""
         dist.barrier(group)
         self._start = self.now()
 
     def now(self) -> Any:
-        """The moment of the call."""
+        """Return the moment of the call."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -39,7 +40,7 @@ class Clock:
         return event
 
     def seconds(self, moment: Any) -> float:
-        """From the step's start to `moment`."""
+        """Return the seconds from the step's start to `moment`."""
         if self.device.type != "cuda":
             return moment - self._start
         moment.synchronize()
@@ -48,7 +49,7 @@ class Clock:
 
 @contextmanager
 def errors_as_they_are() -> Generator[None]:
-    """What a stage raises, which torch would put into an error of its own, beside a log of the whole schedule."""
+    """Raise what a stage raises, which torch puts into another error, and log no schedule."""
     logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)
     try:
         yield
@@ -59,8 +60,9 @@ def errors_as_they_are() -> Generator[None]:
 class Stage(PipelineStage):
     """One chunk of the model in torch's schedules.
 
-    `input` and `output` are like what comes in and goes out of a micro-batch, on any device, so that torch need not
-    try; each requires a gradient if something below it is trained, and no gradient is sent to where none is required.
+    `input` and `output` are like what enters and leaves for a micro-batch, on any device, so that
+    torch need not run the stage to see it. Each requires a gradient if something below it is
+    trained; no gradient is sent to where none is required.
     """
 
     def __init__(
@@ -78,11 +80,11 @@ class Stage(PipelineStage):
         )
         self.clock = clock
         self.backward_half = part.backward_half
-        self.trained = output.requires_grad  # something in it or below
+        self.trained = output.requires_grad  # Something in this stage or below is.
         self.moments: list[tuple[Kind, int, Any, Any]] = []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """As torch's."""
+        """Do as torch's stage does."""
         start = self.clock.now()
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.has_backward:
@@ -98,7 +100,7 @@ class Stage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """As torch's; nothing where no gradient is wanted here or below."""
+        """Do as torch's stage does, except where nothing here or below is trained."""
         if not self.has_backward:
             return
         if not self.trained:
@@ -107,41 +109,43 @@ class Stage(PipelineStage):
         else:
             start = self.clock.now()
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            self.moments.append(
-                ("B" if full_backward else "I", bwd_chunk_id, start, self.clock.now())
-            )
+            kind: Kind = "B" if full_backward else "I"
+            self.moments.append((kind, bwd_chunk_id, start, self.clock.now()))
             if loss is not None:
-                loss.detach_()  # the schedule keeps it to the end of the step; its graph is done
+                # The schedule keeps the loss to the end of the step, without its graph.
+                loss.detach_()
             self._free(self.grad_recv_info[bwd_chunk_id])
         self._free(self.args_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """As torch's."""
+        """Do as torch's stage does."""
         if self.has_backward:
             start = self.clock.now()
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
             self.moments.append(("W", bwd_chunk_id, start, self.clock.now()))
 
     def backward_maybe_with_nosync(self, backward_type: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; tells the LoRA linears of the part which half of a backward runs."""
+        """Do as torch's stage does; the LoRA linears see which half of a backward runs."""
         with self.backward_half.running(backward_type):
             return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
 
-    # Between two stages of one rank torch hands gradients over in an evaluation too, where there are none.
+    # Between two stages of one rank torch passes gradients on in an evaluation, too, which has
+    # none.
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
-        """As torch's."""
+        """Do as torch's stage does."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else (None,)
 
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
     ) -> None:
-        """As torch's."""
+        """Do as torch's stage does."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    # torch allocates a buffer for what comes in of each micro-batch before the first step, and keeps them all. Here one
-    # is allocated when it is to be filled, and freed with the micro-batch's activations.
+    # torch allocates a receive buffer for each micro-batch before the first step, and keeps them
+    # all. Here one is allocated when it is to be filled, and freed with the micro-batch's
+    # activations.
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
@@ -155,22 +159,21 @@ class Stage(PipelineStage):
             self._free(infos)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """As torch's."""
+        """Do as torch's stage does."""
         self._allocate(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """As torch's."""
+        """Do as torch's stage does."""
         if self.has_backward and not self.is_last:
             self._allocate(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _allocate(self, infos: Sequence[Any]) -> None:
         for info in infos:
-            if info.tensor_meta is not None and not info.is_root_arg:
-                info.buffer = torch.empty(
-                    info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device
-                )
+            meta = info.tensor_meta
+            if meta is not None and not info.is_root_arg:
+                info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
     def _free(self, infos: Sequence[Any]) -> None:
         for info in infos:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 
 def materialise(
     module: nn.Module, device: torch.device, only: type[torch.Tensor] = torch.Tensor
 ) -> None:
-    """Replace parameters on `meta` (of type `only`) by uninitialised memory on `device`: the local shard where sharded.
+    """Replace parameters on `meta` (of type `only`) by uninitialised memory on `device`.
 
-    Tied parameters stay one parameter (nn.Module.to_empty would part them). Buffers are real already: they only move.
+    Of a sharded parameter it is this rank's shard. Tied parameters stay one parameter, which
+    nn.Module.to_empty would separate. Buffers have values already: they only move.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
@@ -22,41 +25,55 @@ def materialise(
             if parameter is None or not parameter.is_meta or not isinstance(parameter, only):
                 continue
             if parameter not in made:
-                # fsdp2 picks the new parameters up at its first forward.
-                made[parameter] = nn.Parameter(
-                    torch.empty_like(parameter, device=device), parameter.requires_grad
-                )
+                # fsdp2 looks the new parameters up at its first forward.
+                memory = torch.empty_like(parameter, device=device)
+                made[parameter] = nn.Parameter(memory, parameter.requires_grad)
             owner._parameters[name] = made[parameter]
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[name] = buffer.to(device)
 
 
+def odd_dtype(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters of another dtype than most elements have, such as float32 `A_log`.
+
+    A list: sets iterate in another order on every rank, and collectives must not.
+    """
+    num_elements = Counter[torch.dtype]()
+    for parameter in parameters:
+        num_elements[parameter.dtype] += parameter.numel()
+    return [p for p in parameters if p.dtype != num_elements.most_common(1)[0][0]]
+
+
 def shard_dim(shape: Sequence[int], num_shards: int) -> int:
-    """The dim to shard: 0 if it divides evenly, else the first that does, else 0 (the last ranks then hold less)."""
+    """Return the dim to shard: 0 if it divides evenly, else the first that does, else 0.
+
+    In the last case the last ranks hold less.
+    """
     return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), 0)
 
 
 def free_dim(parameter: torch.Tensor, num_shards: int) -> int | None:
-    """The dim to shard of what may be cut along another one already; None if no other divides evenly."""
+    """Return the dim to shard where another may be sharded; None if no other divides evenly."""
     if not isinstance(parameter, DTensor):
         return shard_dim(parameter.shape, num_shards)
     taken = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
-    return next(
-        (d for d, size in enumerate(parameter.shape) if d not in taken and size % num_shards == 0),
-        None,
-    )
+    sizes = enumerate(parameter.shape)
+    return next((d for d, size in sizes if d not in taken and size % num_shards == 0), None)
 
 
 def cut(full: torch.Tensor, dim: int, num_shards: int) -> list[torch.Tensor]:
-    """Views of `full`, one per rank, as DTensor cuts: ceil(size / n) long, the last ones shorter or empty."""
+    """Return views of `full`, one per rank, as DTensor shards it.
+
+    They are ceil(size / n) long, the last ones shorter or empty.
+    """
     pieces = list(full.chunk(num_shards, dim))
     return pieces + [full.narrow(dim, 0, 0)] * (num_shards - len(pieces))
 
 
 @torch.no_grad()
 def fill(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Copy into `target`: the share of this rank where every rank has `full`, so that nothing is sent or allocated.
+    """Copy into `target` this rank's share of `full`, which every rank has: nothing is sent.
 
     A DTensor that is placed as the target is copied as it is.
     """
@@ -74,29 +91,32 @@ def fill(target: torch.Tensor, full: torch.Tensor) -> None:
     target.copy_(full)
 
 
-def placed_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """A DTensor of this local tensor, on any device, that is cut as `like` is."""
-    assert isinstance(like, DTensor)
+def placed(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """Return a DTensor of this complete shape from this rank's part, without communication."""
+    stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
+def placed_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor of this rank's part, on any device, that is sharded as `like` is."""
+    assert isinstance(like, DTensor)
+    return placed(local, like.device_mesh, like.placements, like.shape)
+
+
 def axes_of(tensor: torch.Tensor) -> tuple[str, ...]:
-    """The mesh axes along which a DTensor is placed; none of a plain tensor."""
+    """Return the mesh axes along which a DTensor is placed; none for a plain tensor."""
     return (tensor.device_mesh.mesh_dim_names or ()) if isinstance(tensor, DTensor) else ()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds."""
+    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, on every rank of its mesh (an all-gather where it is sharded)."""
+    """Return the complete tensor, on every rank of its mesh: an all-gather where it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""How modules compute with their shares of weights that tensor parallelism has cut."""
+"""How modules compute with their shares of weights that tensor parallelism has sharded."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from shardwise.models.names import in_use
 from shardwise.models.patches.dropout import SlotDropout
 from shardwise.models.tensor_cuts import BlockSplit, Rows
 from shardwise.models.tensor_plan import rows_in
-from shardwise.parallel.place import local
+from shardwise.parallel.place import local, placed
 from shardwise.parallel.tensor_axis import Move, TensorAxis
 
 
 def around(forward: Callable[..., Any], before: Move, after: Move) -> Callable[..., Any]:
-    """A forward whose hidden states, its first argument and (the first of) what it returns, are moved."""
+    """Return a forward that moves hidden states: its first argument and (first) result."""
 
     def moved(*args: Any, **kwargs: Any) -> Any:
         if args:
             args = (before(args[0]), *args[1:])
         else:
             kwargs["hidden_states"] = before(kwargs["hidden_states"])
-        given = forward(*args, **kwargs)
-        return (after(given[0]), *given[1:]) if isinstance(given, tuple) else after(given)
+        output = forward(*args, **kwargs)
+        return (after(output[0]), *output[1:]) if isinstance(output, tuple) else after(output)
 
     return moved
 
 
 def as_it_is(x: torch.Tensor) -> torch.Tensor:
-    """No move."""
+    """Move nothing."""
     return x
 
 
 class Shares:
-    """While a module runs, its own code and its children's find plain shares under the names of DTensors."""
+    """Plain shares in place of DTensors, under their names, while a module and its children run."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.changed: dict[tuple[nn.Module, str], Move] = {}
-        """Parameters, by owner and name, of which something else is found."""
+        """Functions of the shares of some parameters, by owner and name, which are used instead."""
 
     @cached_property
     def _places(self) -> list[tuple[Any, str, Move]]:
-        """Owner and name of each such parameter, which stay when it is replaced, and what becomes of its share."""
+        """Return owner, name and function of each such parameter. They outlive its replacement."""
         return [
             (owner, name, self.changed.get((owner, name), as_it_is))
             for owner in self.module.modules()
@@ -63,23 +63,23 @@ class Shares:
         ]
 
     @contextmanager
-    def found(self) -> Generator[None]:
-        """Attributes in a module's `__dict__` come before its parameters."""
+    def in_place(self) -> Generator[None]:
+        """Put the shares into the modules' `__dict__`, where attributes hide parameters."""
         try:
             for owner, name, change in self._places:
                 owner.__dict__[name] = change(local(owner._parameters[name]))
             yield
-        finally:  # also when checkpointing has all it wants and ends the recomputation here
+        finally:  # Checkpointing may end a recomputation here, once it has all that it needs.
             for owner, name, _ in self._places:
                 owner.__dict__.pop(name, None)
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward that finds them."""
-        return self.found()(forward)
+        """Return a forward during which the shares are in place."""
+        return self.in_place()(forward)
 
 
 def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: CausalLM) -> None:
-    """Let a block that is cut compute this rank's summand of its output, and add these up."""
+    """Let a sharded block compute this rank's partial sum of its output, and add these up."""
     shares = Shares(block)
     for name, value in split.attributes.items():
         owner, _, attribute = name.rpartition(".")
@@ -102,25 +102,21 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: 
     for name, cut in rows_in(block, split).items():
         module = block.get_submodule(name)
         if getattr(module, "bias", None) is not None:
-            shares.changed[module, "bias"] = lambda bias: (
-                bias / axis.size
-            )  # as it is added once on each rank
+            shares.changed[module, "bias"] = lambda bias: bias / axis.size  # Each rank adds it.
         _share_dropout(block, name, cut.rows, axis)
+    routers = [] if part.router_loss is None else part.router_loss.routers
     for module in block.modules():
         if isinstance(module, ParamWrapper):
             _fold(module, shares)
-        if part.router_loss is not None and any(
-            module is router for router in part.router_loss.routers
-        ):
-            part.router_loss.gradient_share = (
-                1 / axis.size
-            )  # as every rank gives a summand of the block's gradient
+        if part.router_loss is not None and any(module is router for router in routers):
+            # Every rank has a partial sum of the block's gradient.
+            part.router_loss.gradient_share = 1 / axis.size
     forward = as_in_evaluation(block, block.forward) if split.as_in_evaluation else block.forward
     block.forward = around(shares.within(forward), axis.enter, axis.leave)
 
 
 def as_in_evaluation(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward during which the block, but none of the modules in it, says that it is not in training."""
+    """Return a forward during which the block, but no module in it, is in evaluation mode."""
 
     def evaluating(*args: Any, **kwargs: Any) -> Any:
         training, block.training = block.training, False
@@ -133,12 +129,12 @@ def as_in_evaluation(block: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 
 def of_type(module: nn.Module, kind: type[nn.Module]) -> list[Any]:
-    """The modules of a kind in a module: one, or two where PEFT has made a copy of it."""
-    return [found for found in module.modules() if isinstance(found, kind)]
+    """Return the modules of a kind in a module: one, or two where PEFT has made a copy of it."""
+    return [child for child in module.modules() if isinstance(child, kind)]
 
 
 def split_embedding(embed: nn.Module, axis: TensorAxis) -> None:
-    """Let each rank look up the tokens whose rows it has, and add these up."""
+    """Let each rank look up the tokens whose rows it holds, and add the results up."""
     for module in of_type(embed, nn.Embedding):
         module.forward = partial(_look_up, module, axis)
 
@@ -146,22 +142,26 @@ def split_embedding(embed: nn.Module, axis: TensorAxis) -> None:
 def _look_up(embed: nn.Embedding, axis: TensorAxis, tokens: torch.Tensor) -> torch.Tensor:
     weight = local(embed.weight)  # [V/n, D]
     first = axis.rank * -(-embed.weight.shape[0] // axis.size)
-    own = (tokens >= first) & (tokens < first + len(weight))
-    places = (tokens - first).where(own, 0)
-    # The padding token's row has no gradient, on the rank that has it.
+    is_here = (tokens >= first) & (tokens < first + len(weight))
+    places = (tokens - first).where(is_here, 0)
+    # The padding token's row has no gradient on the rank that holds it.
     padding = None if embed.padding_idx is None else embed.padding_idx - first
-    here = padding is not None and 0 <= padding < len(weight)
-    # [B, T, D], of which every other rank has other rows that are not 0.
-    return axis.sum_up(F.embedding(places, weight, padding if here else None) * own.unsqueeze(-1))
+    if padding is not None and not 0 <= padding < len(weight):
+        padding = None
+    # [B, T, D] of every rank, 0 where another one holds the row.
+    return axis.sum_up(F.embedding(places, weight, padding) * is_here.unsqueeze(-1))
 
 
 def split_head(head: nn.Module, vocab_size: int, axis: TensorAxis) -> None:
-    """Let each rank compute the logits of its tokens, and the loss of all of them; logits alone come whole."""
+    """Let each rank compute the logits of its part of the vocabulary, and the loss over all of it.
+
+    Logits alone are gathered.
+    """
     most = -(-vocab_size // axis.size)
     for module in of_type(head, nn.Linear):
         module.vocabulary = Vocabulary(axis.rank * most, most, axis.sum, axis.largest)
-        found = Shares(module).within(module.forward)
-        module.forward = partial(_logits_or_loss, found, vocab_size, axis)
+        with_shares = Shares(module).within(module.forward)
+        module.forward = partial(_logits_or_loss, with_shares, vocab_size, axis)
 
 
 def _logits_or_loss(
@@ -171,33 +171,29 @@ def _logits_or_loss(
     hidden: torch.Tensor,
     labels: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if not axis.shares_tokens:  # else the final norm has done it
+    if not axis.shares_tokens:  # Otherwise the final norm has done it.
         hidden = axis.enter(hidden)
     if labels is not None:
         return inner(hidden, labels)
     logits = inner(hidden)  # [B, T, V/n]
-    shape = torch.Size([*logits.shape[:-1], vocab_size])
-    stride = torch.empty(shape, device="meta").stride()
-    cut = DTensor.from_local(
-        logits, axis.mesh, [Shard(logits.dim() - 1)], run_check=False, shape=shape, stride=stride
-    )
-    # (n-1) times its bytes reach each rank: for a sample, which looks at few rows, and for `training.loss: plain`.
-    # A copy, since fsdp2 warns of a head that returns a view.
-    return cut.full_tensor().clone()
+    shape = [*logits.shape[:-1], vocab_size]
+    sharded = placed(logits, axis.mesh, [Shard(len(shape) - 1)], shape)
+    # All [B, T, V/n] go to all ranks: (n-1) times their bytes reach each. A sample needs few rows,
+    # `training.loss: plain` all. A copy, since fsdp2 warns of a head that returns a view.
+    return sharded.full_tensor().clone()
 
 
 def _share_dropout(block: nn.Module, linear: str, rows: Rows, axis: TensorAxis) -> None:
-    """Where PEFT drops features of a linear that are cut: each rank those of the whole mask that it has."""
+    """Let PEFT's dropout on a linear's sharded features take this rank's part of the mask."""
     adapter = block.get_submodule(linear.removesuffix(".base_layer"))
+    features = rows.take(torch.arange(rows.size, dtype=torch.int32), 0, axis.rank)
     for module in adapter.modules():
         if isinstance(module, SlotDropout):
-            module.features = rows.take(
-                torch.arange(rows.size, dtype=torch.int32), 0, axis.rank
-            ).to(axis.mesh.device_type)
+            module.features = features.to(axis.mesh.device_type)
 
 
 def _fold(wrapper: ParamWrapper, shares: Shares) -> None:
-    """Add an adapter to its stack of experts by our own hand: PEFT takes the parameter for a plain tensor."""
+    """Add an adapter to its stack of experts here: PEFT expects a plain tensor as the parameter."""
     (name,) = wrapper.active_adapters
     owners: list[Any] = [wrapper.lora_A[name], wrapper.lora_B[name]]
 

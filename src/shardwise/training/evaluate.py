@@ -10,10 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import RunConfig, UserError, require
 from shardwise.interfaces import IGNORED, Batch, Evaluation, Mesh, ParallelModel
-from shardwise.parallel.reduce import sum_over
 from shardwise.process.watchdog import beat
 from shardwise.training.not_finite import explain, look_through
-from shardwise.training.step import LOSS_AXES, count_targets
+from shardwise.training.step import count_targets, sum_loss
 
 SAMPLE_TOKENS = 48
 """The number of new tokens in a sample."""
@@ -34,7 +33,7 @@ def evaluate(
         total += pm.run(pm, microbatches, 1.0, False)
         tokens += count_targets(microbatches, mesh)
         beat()
-    loss = (sum_over(total, mesh, LOSS_AXES) / tokens).item()
+    loss = (sum_loss(total, mesh) / tokens).item()
     if not math.isfinite(loss):
         explained = explain(look_through(pm), just_loaded=step == 0, trained=step > 0)
         raise UserError(f"validation loss after step {step} is {loss}; {explained}")

@@ -1,4 +1,4 @@
-"""The global gradient norm, and clipping by it, when each parameter may be sharded over other mesh axes."""
+"""The global gradient norm, and clipping by it, of parameters sharded over different axes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ PLAIN = ParameterFacts()
 
 
 def sharded_axes(parameter: torch.Tensor, facts: ParameterFacts) -> tuple[str, ...]:
-    """Return the mesh axes over which a parameter is cut into disjoint parts; along the others it is replicated."""
+    """Return the mesh axes that a parameter is sharded over; along the others it is replicated."""
     if not isinstance(parameter, DTensor):
         return facts.sharded_axes
     names = parameter.device_mesh.mesh_dim_names
     assert names is not None
-    return tuple(
-        name for name, placement in zip(names, parameter.placements) if isinstance(placement, Shard)
-    )
+    by_axis = zip(names, parameter.placements, strict=True)
+    return tuple(name for name, placement in by_axis if isinstance(placement, Shard))
 
 
 def counted(parameter: nn.Parameter, facts: ParameterFacts) -> list[torch.Tensor]:
-    """Return what this rank counts of a parameter's gradient: of rows that several ranks hold, one counts each."""
+    """Return what this rank counts of a gradient. Rows that several ranks hold count once."""
     assert parameter.grad is not None
     gradient = local(parameter.grad)
-    return (
-        [gradient] if facts.counted is None else [gradient.narrow(*rows) for rows in facts.counted]
-    )
+    if facts.counted is None:
+        return [gradient]
+    return [gradient.narrow(*rows) for rows in facts.counted]
 
 
 def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """In float32, of gradients that are all on a GPU or all on the CPU.
+    """Return the sum in float32 of gradients that are all on a GPU or all on the CPU.
 
-    On a CPU torch's norm adds squares to one float32 after the other, and of 100 million loses 1 %; its sum does not.
+    On a CPU torch's norm adds one square after the other to a float32, which loses 1 % of 100
+    million squares. Its sum does not.
     """
     if gradients[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).square().sum()
@@ -50,17 +50,17 @@ def _sum_of_squares(gradients: list[torch.Tensor]) -> torch.Tensor:
 def global_norm(parameters: Iterable[nn.Parameter], mesh: Mesh, facts: Facts) -> torch.Tensor:
     """Return the 2-norm of all gradients together (scalar, float32), equal on every rank.
 
-    `facts`: see ParallelModel.parameter_facts. Squares are added up on each rank per set of sharded axes and summed
-    over just these axes, so that a shard counts once and a replica is not counted again. Stages of a pipeline hold
-    disjoint parameters, except a tied weight, which one of its two stages counts.
+    `facts`: see ParallelModel.parameter_facts. Each rank adds squares up by their parameters'
+    sharded axes; then these sums are summed over just these axes, 4 bytes each. So a shard counts
+    once and a replica is not counted again. Stages of a pipeline hold disjoint parameters, except a
+    tied weight, which one of its two stages counts.
     """
     gradients: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         known = facts.get(parameter, PLAIN)
         if parameter.grad is not None and not known.is_copy:
-            gradients.setdefault(sharded_axes(parameter, known), []).extend(
-                counted(parameter, known)
-            )
+            same_axes = gradients.setdefault(sharded_axes(parameter, known), [])
+            same_axes.extend(counted(parameter, known))
     total = torch.zeros((), device=mesh.device)
     for axes in sorted(gradients):
         squares = torch.zeros((), device=mesh.device)
@@ -79,9 +79,9 @@ def clip_by_global_norm(
     max_norm: float | None,
     loss_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Divide `loss_scale` out of all gradients and scale them so that their global norm is at most `max_norm`.
+    """Divide all gradients by `loss_scale` and scale them to a global norm of at most `max_norm`.
 
-    A norm that is not finite clips nothing: what is finite of the gradients stays so, and the rest can be named.
+    A norm that is not finite clips nothing, so that the gradients that are not finite can be named.
     Returns the norm before clipping, without the loss scale.
     """
     parameters = list(parameters)
@@ -91,8 +91,6 @@ def clip_by_global_norm(
     if max_norm is not None or loss_scale != 1.0:
         for parameter in parameters:
             if parameter.grad is not None:
-                gradient = local(parameter.grad)
-                gradient.mul_(
-                    (scale / loss_scale).to(gradient.device)
-                )  # which may be the CPU of a GPU's run
+                gradient = local(parameter.grad)  # with offload it is on the CPU
+                gradient.mul_((scale / loss_scale).to(gradient.device))
     return norm

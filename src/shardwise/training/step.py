@@ -10,54 +10,63 @@ import torch
 
 from shardwise.assembly.build import Job
 from shardwise.interfaces import Batch, Mesh, ParallelModel
-from shardwise.parallel.reduce import DATA_AXES, sum_over
+from shardwise.parallel.reduce import sum_over
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.not_finite import NotFinite, look_through
-
-LOSS_AXES = ("pp", *DATA_AXES, "cp")
-"""Ranks along these hold disjoint parts of the summed loss (pipeline stages before the last one hold 0)."""
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What a step did, equal on every rank."""
 
-    loss: float  # mean over the global batch's target tokens, before the update
-    grad_norm: float  # global, before clipping; of the loss as it is, whatever its scale was
-    tokens: int  # target tokens of the global batch
-    skipped: bool = False  # float16 gradients have overflown: the weights were left as they are
+    loss: float
+    """The mean over the target tokens of the global batch, before the update."""
+    grad_norm: float
+    """The global norm before clipping, without the loss scale."""
+    tokens: int
+    """Target tokens of the global batch."""
+    skipped: bool = False
+    """Whether float16 gradients have overflown, so that the weights were left as they are."""
 
 
 def count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> int:
-    """Target tokens of the global batch, from this rank's share of it."""
-    count = torch.tensor(
-        sum(batch.num_target_tokens() for batch in microbatches), device=mesh.device
-    )
-    return int(sum_over(count, mesh, DATA_AXES))
+    """Return the target tokens of the global batch, of which this rank reads some complete rows."""
+    num_targets = sum(batch.num_target_tokens() for batch in microbatches)
+    count = torch.tensor(num_targets, device=mesh.device)
+    return int(sum_over(count, mesh, mesh.ROW_AXES))
+
+
+def sum_loss(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Add the ranks' disjoint parts of the summed loss up, in place.
+
+    The stages of a pipeline before the last one have 0, or their share of the router loss.
+    """
+    return sum_over(loss, mesh, ("pp", *mesh.gradient_axes))
 
 
 def forward_backward(
     pm: ParallelModel, microbatches: Sequence[Batch], mesh: Mesh, scale: float = 1.0
 ) -> tuple[torch.Tensor, int]:
-    """Leave in every `.grad` `scale` times the gradient of the global batch's mean loss.
+    """Leave `scale` times the gradient of the global batch's mean loss in every `.grad`.
 
-    Return that loss (not scaled) and the number of target tokens.
+    Returns that loss, not scaled, and the number of target tokens.
     """
     tokens = count_targets(microbatches, mesh)
     assert tokens > 0, "a global batch without a single target token"
     loss = pm.run(pm, microbatches, scale / tokens, True)
     for reduce in pm.reduce_grads:
         reduce()
-    return sum_over(loss, mesh, LOSS_AXES) / tokens, tokens
+    return sum_loss(loss, mesh) / tokens, tokens
 
 
 def training_step(
     job: Job, microbatches: Sequence[Batch], mesh: Mesh, max_grad_norm: float | None
 ) -> StepResult:
-    """Forward, backward, clip, update; NonFiniteLossError, before the update, if loss or norm is not finite.
+    """Run forward and backward, clip the gradients, and update the weights.
 
-    In float16 a norm that is not finite skips the update instead and lowers the loss scale; the step counts, and the
-    learning rate goes on, so that the rate of a step and its rows are functions of its number alone.
+    Raises NonFiniteLossError, before the update, if the loss or the norm is not finite. In float16
+    a norm that is not finite skips the update instead and lowers the loss scale. Such a step
+    counts, so that a step's learning rate and rows are functions of its number alone.
     """
     loss, tokens = forward_backward(job.pm, microbatches, mesh, job.loss_scale.scale)
     norm = clip_by_global_norm(
@@ -70,17 +79,17 @@ def training_step(
     if finite:
         job.optimizer.step()
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Detected call of `lr_scheduler.step"
-        )  # where the first step was skipped
+        # torch warns where the first step was skipped.
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         job.lr_schedule.step()
     job.optimizer.zero_grad(set_to_none=True)
     return result
 
 
 class NonFiniteLossError(ArithmeticError):
-    """The loss or the gradient norm of a step is NaN or infinite; equal on every rank, so all stop together."""
+    """The loss or the gradient norm of a step is NaN or infinite, on every rank alike."""
 
     def __init__(self, result: StepResult, found: NotFinite) -> None:
         super().__init__(f"loss {result.loss}, gradient norm {result.grad_norm}")
-        self.found = found  # on this rank
+        self.found = found
+        """What is not finite on this rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,9 +15,10 @@ from shardwise.models.patches.dropout import (
 )
 
 
-def batch(slots: tuple[int, ...], step: int = 1) -> Batch:
-    zeros = torch.zeros(len(slots), 5, dtype=torch.long)
-    return Batch(zeros, zeros, zeros, slots, step)
+def batch(slots: tuple[int, ...], step: int = 1, positions: torch.Tensor | None = None) -> Batch:
+    shape = (len(slots), 5) if positions is None else positions.shape
+    zeros = torch.zeros(shape, dtype=torch.long)
+    return Batch(zeros, zeros, zeros, slots, step, positions=positions)
 
 
 def masks(
@@ -58,6 +60,33 @@ def test_a_share_of_the_features_is_dropped_as_in_the_whole():
     share.features = torch.tensor([3, 9, 4], dtype=torch.int32)
     x = torch.randn(2, 5, 12)
     assert torch.equal(share(x[..., [3, 9, 4]]), whole(x)[..., [3, 9, 4]])
+
+
+@pytest.mark.parametrize(
+    "places", [[[0, 1, 2], [0, 1, 2]], [[3, 4], [3, 4]], [[0, 4], [4, 1]]], ids=str
+)
+def test_some_tokens_of_a_row_have_their_part_of_its_mask(places: list[list[int]]):
+    state = DropoutState(0)
+    module = SlotDropout(0.5, "x", state)
+    x = torch.randn(2, 5, 12)
+    state.start(batch((7, 8)))
+    dropped = module(x)
+    positions = torch.tensor(places)
+    rows = torch.arange(2)[:, None]
+    state.start(batch((7, 8), positions=positions))
+    assert torch.equal(module(x[rows, positions]), dropped[rows, positions])
+    with pytest.raises(AssertionError, match="not all tokens of a row"):
+        module(x)
+
+
+def test_positions_from_0_change_no_mask():
+    state = DropoutState(0)
+    module = SlotDropout(0.5, "x", state)
+    x = torch.randn(2, 5, 12)
+    state.start(batch((7, 8)))
+    dropped = module(x)
+    state.start(batch((7, 8), positions=torch.arange(5).expand(2, 5)))
+    assert torch.equal(module(x), dropped)
 
 
 def test_rows_of_one_token_lie_flat_or_not():

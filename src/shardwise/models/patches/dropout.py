@@ -45,16 +45,21 @@ class DropoutState:
         self.rows = torch.tensor(rows, dtype=torch.int32).to(
             batch.input_ids.device, non_blocking=True
         )
-        self.tokens = self.seeds(batch.input_ids.shape[1])
+        if batch.positions is None:
+            self.tokens = self.seeds(batch.input_ids.shape[1])
+        else:
+            self.tokens = hash32(self.rows[:, None], batch.positions.to(torch.int32))
 
     def seeds(self, length: int) -> torch.Tensor:
-        """A seed for each of `length` places in a row, for all rows: [B, length] int32."""
+        """Return a seed for each of `length` places in a row, for all rows: [B, length] int32."""
         assert self.rows is not None
         if self.tokens is not None and self.tokens.shape[1] == length:
             return self.tokens
-        return hash32(
-            self.rows[:, None], torch.arange(length, dtype=torch.int32, device=self.rows.device)
+        assert self.batch is None or self.batch.positions is None, (
+            "not all tokens of a row are here"
         )
+        places = torch.arange(length, dtype=torch.int32, device=self.rows.device)
+        return hash32(self.rows[:, None], places)
 
 
 class SlotDropout(nn.Module):

@@ -1,0 +1,72 @@
+"""Data-parallel strategies on a mesh with `cp`: they need to know nothing of context parallelism.
+
+There is no context parallelism yet. Here two ranks along `cp` compute the same rows, but each has
+the loss of every other token only: of their losses and gradients, as of those of real context
+parallelism, both have partial sums.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.config import RunConfig
+from shardwise.interfaces import IGNORED, Batch, Mesh
+from shardwise.parallel.mesh import context_joins_of
+from tests.distributed import run_ranks
+from tests.parity import harness
+from tests.parity.harness import Cell, Outcome, compare, run_cell, verdict
+from tests.parity.references import reference
+
+Sizes = tuple[int, int, int, int, int]
+CASES: dict[Cell, Sizes] = {
+    Cell("qwen3_5_text", "ddp", "full", 4): (1, 2, 1, 2, 1),
+    Cell("llama", "zero1", "full", 4): (1, 2, 1, 2, 1),
+    Cell("llama", "zero2", "lora", 4): (1, 2, 1, 2, 1),
+    Cell("qwen3_5_text", "fsdp1", "lora", 4): (1, 1, 2, 2, 1),
+    Cell("qwen3_5_text", "fsdp2", "full", 4): (1, 1, 2, 2, 1),
+    Cell("llama", "hsdp", "full", 4): (1, 2, 1, 2, 1),
+    Cell("llama", "ddp-tp", "full", 4): (1, 1, 1, 2, 2),
+    Cell("llama", "zero1-tp", "full", 4): (1, 1, 1, 2, 2),
+    Cell("llama", "fsdp2-tp", "full", 4): (1, 1, 1, 2, 2),
+    Cell("llama", "pp-ddp", "full", 4, schedule="1f1b"): (2, 1, 1, 2, 1),
+}
+"""Cells of four ranks, and the sizes of the axes of the mesh that takes the place of theirs."""
+
+
+def _with_context(cell: Cell, sizes: Sizes) -> Outcome:
+    def mesh_of(cfg: RunConfig, device: torch.device) -> Mesh:
+        dense = init_device_mesh("cpu", sizes, mesh_dim_names=Mesh.AXES)
+        return Mesh(dense, device, context_joins_of(cfg))
+
+    build = harness.build
+
+    def build_with_context(cfg: RunConfig, mesh: Mesh, state: Any) -> Any:
+        job = build(cfg, mesh, state)
+
+        def every_other_target(batch: Batch) -> Batch:
+            labels = torch.full_like(batch.labels, IGNORED)
+            labels[:, mesh.rank("cp") :: 2] = batch.labels[:, mesh.rank("cp") :: 2]
+            return replace(batch, labels=labels)
+
+        return replace(job, pm=replace(job.pm, shard_batch=(every_other_target,)))
+
+    harness.build_mesh, harness.build = mesh_of, build_with_context
+    return run_cell(cell)
+
+
+@pytest.mark.parametrize("cell", CASES, ids=lambda cell: cell.id)
+def test_losses_and_gradients_add_up_over_data_and_context(cell: Cell):
+    outcomes = run_ranks(cell.nproc, _with_context, cell, CASES[cell])
+    assert verdict(compare(outcomes, reference(cell.reference()))) == []
+
+
+def test_sums_over_data_alone_are_wrong(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Mesh, "_with_context", lambda self, axis: axis)
+    cell = Cell("llama", "hsdp", "full", 4)
+    errors = compare(run_ranks(4, _with_context, cell, CASES[cell]), reference(cell.reference()))
+    assert min(errors["loss"], errors["grad"], errors["norm"]) > 0.01
