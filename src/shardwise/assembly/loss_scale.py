@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 # Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, give the method; these are torch.amp.GradScaler's.
@@ -43,6 +44,6 @@ class LossScale:
         """What a checkpoint keeps."""
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, float | int | bool]) -> None:
-        """Go on from what `state_dict` gave."""
+    def load_state_dict(self, state: Mapping[str, float | int | bool]) -> None:
+        """Resume from what `state_dict` returned."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -1,7 +1,8 @@
-"""Tensors to and from safetensors files, for torch.distributed.checkpoint: each rank writes one, and reads any.
+"""Write a run's tensors to safetensors files, one per rank, and read them under any layout.
 
-Torch's own writers pickle what describes the tensors, or hold a rank's whole share in memory twice; these stream one
-tensor after the other, and describe them in `index.json`.
+torch.distributed.checkpoint decides which rank writes what. Its own writers pickle the description
+of the tensors, or hold a rank's share in memory twice; this one streams one tensor after the other,
+and describes them in `index.json`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,11 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from shardwise.checkpoint.folder import write_synced
@@ -57,22 +51,16 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def save(
     tensors: dict[str, torch.Tensor], folder: Path, group: torch.distributed.ProcessGroup
 ) -> None:
-    """Write the tensors of all ranks into a folder that is there, and `index.json`; of what several hold, one copy."""
+    """Write the tensors of all ranks and `index.json` into a folder that exists.
+
+    Of what several ranks hold, one copy is written.
+    """
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group)
 
 
-def load(tensors: dict[str, torch.Tensor], folder: Path, index: Index) -> None:
-    """Fill these tensors, in place, from a folder that has been checked; each rank reads what it holds."""
-    dcp.load(
-        tensors,
-        storage_reader=_Reader(folder, index),
-        planner=_LoadPlanner(flatten_state_dict=False),
-    )
-
-
 class _Writer(dcp.StorageWriter):
-    """Waits for the disk for as long as that takes; only what lies between a rank's own files is timed."""
+    """Writes one file per rank. The watchdog does not time what a rank's own disk takes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -97,7 +85,8 @@ class _Writer(dcp.StorageWriter):
     @paused()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the chunks of this rank, one tensor in memory at a time."""
-        # The widest first, so that each begins at a multiple of its element's size. Empty shards are left out.
+        # The widest dtype first, so that each tensor begins at a multiple of its element's size.
+        # Empty shards are left out.
         items = [item for item in plan.items if math.prod(_chunk(item).sizes)]
         items.sort(key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
         if items:
@@ -125,7 +114,7 @@ class _Writer(dcp.StorageWriter):
         tensors = {}
         for key, saved in metadata.state_dict_metadata.items():
             assert isinstance(saved, TensorStorageMetadata)
-            # Ranks without a share of their own have chunks without elements, which lie nowhere.
+            # A rank without a share has chunks without elements, which lie in no file.
             chunks = [
                 Chunk(
                     file_of[MetadataIndex(key, chunk.offsets)],
@@ -144,77 +133,56 @@ class _Writer(dcp.StorageWriter):
         return False
 
 
-class _Reader(dcp.StorageReader):
-    """Reads no more than it is asked for; a rank waits for its disk for as long as that takes."""
+class Reader:
+    """Reads this rank's parts of tensors from a checkpoint that was checked before.
 
-    def __init__(self, folder: Path, index: Index) -> None:
-        self._folder, self._index = folder, index
-        self._file_of: dict[MetadataIndex, str] = {}
+    A file is opened when its first tensor is read, and closed with the reader.
+    """
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A reader is made for one load."""
+    def __init__(self, folder: Path, tensors: Mapping[str, Entry]) -> None:
+        self._folder, self._tensors = folder, tensors
+        self._files: dict[str, Any] = {}
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index as torch has it: of tensors alone, never of bytes, which it would unpickle."""
-        described: dict[str, Any] = {}
-        for key, entry in self._index.tensors.items():
-            chunks = [
-                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.shape))
-                for c in entry.chunks
+    def read(self, key: str, target: torch.Tensor) -> None:
+        """Fill a plain tensor or this rank's shard of a DTensor, from whatever files it lies in.
+
+        OSError or SafetensorError if a file cannot be read any more.
+        """
+        begins, sizes, local = _local_box(target)
+        for chunk in self._tensors[key].chunks:
+            # Of each dim, the range that the chunk and this rank's shard have in common.
+            ranges = [
+                (max(begin, offset), min(begin + size, offset + length))
+                for begin, size, offset, length in zip(begins, sizes, chunk.offsets, chunk.shape)
             ]
-            properties = TensorProperties(dtype=DTYPES[entry.dtype])
-            described[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-            self._file_of |= {
-                MetadataIndex(key, torch.Size(c.offsets)): c.file for c in entry.chunks
-            }
-        return Metadata(described)
+            if any(first >= last for first, last in ranges):
+                continue
+            # A view of the mapped file: only the bytes that are copied are read from the disk.
+            part = self._open(chunk.file).get_tensor(key)[_slices(ranges, chunk.offsets)]
+            place = local[_slices(ranges, begins)]
+            assert (part.shape, part.dtype) == (place.shape, place.dtype), key
+            place.copy_(part)
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Nothing differs between ranks."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan of a rank as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave all plans as they are."""
-        return plans
-
-    @paused()
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the parts of chunks that this rank needs into its tensors, file by file."""
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            by_file.setdefault(self._file_of[item.storage_index], []).append(item)
-        for name, items in by_file.items():
-            with safe_open(self._folder / name, framework="pt") as file:
-                for item in items:
-                    key = item.storage_index.fqn
-                    box = tuple(
-                        slice(o, o + n)
-                        for o, n in zip(item.storage_offsets, item.lengths, strict=True)
-                    )
-                    part = file.get_slice(key)[box] if box else file.get_tensor(key)
-                    target = planner.resolve_tensor(item).detach()
-                    assert (part.shape, part.dtype) == (target.shape, target.dtype), key
-                    target.copy_(part)
-                    planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """No name but the folder's is ever given."""
-        return False
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self._folder / name, framework="pt")
+        return self._files[name]
 
 
-class _LoadPlanner(dcp.DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """Torch would unpickle them; no index has any."""
-        raise AssertionError(read_item)
+def _local_box(tensor: torch.Tensor) -> tuple[Sequence[int], Sequence[int], torch.Tensor]:
+    """Return where this rank's shard begins in the full tensor, its sizes, and the shard."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return [0] * tensor.dim(), tensor.shape, tensor
+    (chunk,) = tensor.__create_chunk_list__()
+    return chunk.offsets, chunk.sizes, tensor.to_local()
+
+
+def _slices(ranges: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(
+        slice(first - begin, last - begin)
+        for (first, last), begin in zip(ranges, origin, strict=True)
+    )
 
 
 def _header(items: list[WriteItem]) -> bytes:
