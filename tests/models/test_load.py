@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5Config
 
 from shardwise.config import Model, UserError
-from shardwise.models import initialise, load
+from shardwise.models import initialise, load, weight_files
 from shardwise.models.load import build_meta, check_vocabulary, load_whole, read_config, weights
 from shardwise.models.save import save_model
 from tests.models.tiny import CONFIGS, TINY, entries, on_meta, same, tiny
@@ -252,13 +252,13 @@ def test_weights_are_handed_over_one_at_a_time(init: str, folder: Path) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys that are read from files, as they are."""
     keys: list[str] = []
-    original = load._Reader.__call__
+    original = weight_files._Reader.__call__
 
-    def call(self: load._Reader, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def call(self: weight_files._Reader, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         keys.append(key)
         return original(self, key, dtype)
 
-    monkeypatch.setattr(load._Reader, "__call__", call)
+    monkeypatch.setattr(weight_files._Reader, "__call__", call)
     return keys
 
 
@@ -462,17 +462,17 @@ def test_damage_to_a_sharded_checkpoint_is_named(tmp_path: Path) -> None:
     shards[1].unlink()
     with pytest.raises(UserError, match=f"{shards[1].name}: named in"):
         entries(Model(str(tmp_path)))
-    (tmp_path / load.INDEX).write_text("{}")
+    (tmp_path / weight_files.INDEX).write_text("{}")
     with pytest.raises(UserError, match="not a safetensors index"):
         entries(Model(str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "sub/../../x.safetensors"])
 def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / load.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    (tmp_path / weight_files.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
     for read in (
-        lambda: load.fingerprint(Model(str(tmp_path)), weights=True),
-        lambda: load._files_by_key(tmp_path),
+        lambda: weight_files.fingerprint(Model(str(tmp_path)), weights=True),
+        lambda: weight_files._files_by_key(tmp_path),
     ):
         with pytest.raises(UserError, match="not in its folder"):
             read()

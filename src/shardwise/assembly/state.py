@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from shardwise.assembly.optimizer import STATES, optimized_parameters
 from shardwise.config import RunConfig
 from shardwise.interfaces import ParallelModel, State
-from shardwise.models import load, lora
+from shardwise.models import load, lora, weight_files
 from shardwise.models.initialise import nudged
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.process.watchdog import beat, paused
@@ -121,7 +121,7 @@ def _initial_weights(
             by_hf_name.setdefault(hf_name(name), []).append(name)
     if by_hf_name:
         with paused():
-            load.fetch(cfg.model)
+            weight_files.fetch(cfg.model)
         base = load.weights(pm.parts[0].hf, cfg.model, cfg.training.seed, by_hf_name)
         for disk_name, full in base:
             yield from ((name, full) for name in by_hf_name[disk_name])

@@ -23,7 +23,7 @@ from shardwise.checkpoint.saved_state import SavedState
 from shardwise.config import RunConfig, UserError, flat
 from shardwise.data.state import LoaderState
 from shardwise.interfaces import State
-from shardwise.models import load
+from shardwise.models import weight_files
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.run_file import parse_config, without_removed
 
@@ -166,4 +166,4 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
 
 def fingerprint(cfg: RunConfig) -> dict[str, str]:
     """Return checksums of the model's files: with LoRA also of weights, which no checkpoint holds."""
-    return load.fingerprint(cfg.model, weights=cfg.lora is not None)
+    return weight_files.fingerprint(cfg.model, weights=cfg.lora is not None)
