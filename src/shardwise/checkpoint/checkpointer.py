@@ -55,7 +55,7 @@ class Checkpointer:
         validation = loaders.validation
         self._validation_text = validation.corpus.fingerprint() if validation else None
         best = start.manifest.best if start.manifest else None
-        # A best checkpoint that is gone, or in another folder, cannot be kept: the next is the best.
+        # A best checkpoint that is gone, or in another folder, cannot be kept.
         exists = best is not None and folder_of(self._output_dir, best["step"]).is_dir()
         self._best: dict[str, Any] | None = best if of_every_rank(exists, self._group)[0] else None
 
@@ -74,7 +74,7 @@ class Checkpointer:
         self._thread.shutdown(wait=error is None)
 
     def after_step(self, step: int, evaluation: Evaluation | None) -> None:
-        """Save after `training.save_every` steps, and where `keep_best` keeps this evaluation's step."""
+        """Save every `training.save_every` steps, and with `keep_best` after the best evaluation."""
         training = self._cfg.training
         if training.keep_best and evaluation is not None and math.isfinite(evaluation.loss):
             text = {"tokens": evaluation.tokens, "documents": self._validation_text}
@@ -182,8 +182,8 @@ class Checkpointer:
     def _together(self, work: Callable[[], Any], folder: Path) -> list[Any]:
         """Return what `work` returns on every rank; RunError on every rank if it failed on one.
 
-        The watchdog times how long a rank waits here for others; it pauses only while the rank reads
-        or writes files itself.
+        The watchdog times how long a rank waits here for others; it pauses only while the rank
+        itself reads or writes files.
         """
         result, reason = None, None
         try:

@@ -1,4 +1,4 @@
-"""What a run leaves behind for others: `adapter/` in PEFT's format, or `model/` in transformers'."""
+"""The result of a run: `adapter/` in PEFT's format, or `model/` in transformers' format."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def save_result(
     """Write the adapter (LoRA) or the model (full) from any layout, with the run's tokenizer.
 
     Return the folder on rank 0, None elsewhere. Tensors are gathered one by one, and only rank 0
-    keeps them: all of an adapter's, or up to one file's worth of a model's. The folder gets its name
-    when it is complete.
+    keeps them: all of an adapter's, or up to one file's worth of a model's. The folder gets its
+    name when it is complete.
     """
     tensors = _full_tensors(job, mesh, trained_only=cfg.lora is not None)
     if dist.get_rank() != 0:

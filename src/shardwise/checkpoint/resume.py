@@ -147,8 +147,8 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
                 reason = f" (the {old.optimizer.lr_schedule} schedule depends on it)"
             raise UserError(
                 f"{key} is {now.get(key, 'left out')}, but checkpoint {folder} was trained with "
-                f"{before.get(key, 'it left out')}{reason}; set it back, or start from scratch without "
-                "training.resume"
+                f"{before.get(key, 'it left out')}{reason}; set it back, or start from scratch "
+                "without training.resume"
             )
     model = fingerprint(cfg)
     for name in sorted(model.keys() | manifest.model.keys()):
@@ -165,5 +165,5 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
 
 
 def fingerprint(cfg: RunConfig) -> dict[str, str]:
-    """Return checksums of the model's files: with LoRA also of weights, which no checkpoint holds."""
+    """Return checksums of the model's files; with LoRA also of weights, which no checkpoint has."""
     return weight_files.fingerprint(cfg.model, weights=cfg.lora is not None)

@@ -38,7 +38,7 @@ class SavedState:
         return self._tensors.keys()
 
     def check(self, model: PreTrainedModel, cfg: RunConfig) -> None:
-        """Raise UserError if the checkpoint lacks a trained weight, or has other ones than the run."""
+        """Raise UserError if the checkpoint lacks a trained weight, or trained another one."""
         for problem in self._problems(model, cfg):
             raise UserError(
                 f"checkpoint {self._folder} does not fit this run: {problem}; take one of a run of "
@@ -46,7 +46,7 @@ class SavedState:
             )
 
     def read(self, key: str, portable: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Read this rank's part into what it holds; RunError if the file cannot be read any more."""
+        """Read this rank's part into what it holds; RunError if a file cannot be read any more."""
         target = portable()
         try:
             with paused():

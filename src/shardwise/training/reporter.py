@@ -64,7 +64,7 @@ class Reporter:
     def __enter__(self) -> Reporter:
         if self._main:
             if self.start.folder is not None:
-                output_dir.go_on(self.cfg, self.start.folder / METRICS)
+                output_dir.rewind(self.cfg, self.start.folder / METRICS)
             self._metrics = self._stack.enter_context(
                 MetricsFile(self._output_dir / "metrics.jsonl")
             )
