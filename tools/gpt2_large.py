@@ -98,7 +98,7 @@ def states_of(cfg: RunConfig, world_size: int) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer that rank 0 of a run holds after a step's update."""
     with pretended(world_size):
         mesh = replace(build_mesh(cfg, torch.device("cpu")), device=torch.device("meta"))
-        with mock.patch.object(build, "_fill_part"):  # there is nothing to fill
+        with mock.patch.object(build, "load_initial_weights"):  # there is nothing to fill
             job = build.build(cfg, mesh)
         for parameter in job.trainable():
             parameter.grad = torch.empty_like(parameter)

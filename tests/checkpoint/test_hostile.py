@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from shardwise.assembly import build as assembly
 from shardwise.assembly.build import build
-from shardwise.checkpoint.checkpointer import restore
 from shardwise.checkpoint.folder import FORMAT, MANIFEST, _encode, checksums, damage
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig, UserError
@@ -58,19 +59,21 @@ def sign(folder: Path, **changed: Any) -> None:
 
 
 def resume(run: Path, wanted: str) -> Start | str:
-    """Resume in this process group of one: where the run starts, or the error, which must leave the job as it was."""
+    """Resume in this process group of one: where the run starts, or the error, before memory is taken."""
 
     def body() -> Start | str:
         cfg: RunConfig = config(run, resume=wanted)
-        job = build(cfg, build_mesh(cfg, torch.device("cpu")))
-        before = values(job, cfg)
-        try:
-            start = find_start(cfg)
-            restore(start, job, cfg)
-        except UserError as error:
-            assert equal(values(job, cfg), before)
-            return str(error)
-        assert not equal(values(job, cfg), before)
+        mesh, refusal = build_mesh(cfg, torch.device("cpu")), ""
+        with mock.patch.object(assembly, "materialise", wraps=assembly.materialise) as materialise:
+            try:
+                start = find_start(cfg)
+                job = build(cfg, mesh, start.state())
+            except UserError as error:
+                refusal = str(error)
+        if refusal:
+            assert not materialise.called
+            return refusal
+        assert not equal(values(job, cfg), values(build(cfg, mesh), cfg))
         return start
 
     return run_ranks(1, body)[0]
@@ -399,9 +402,8 @@ def test_ranks_refuse_together(saved):
     def body() -> str:
         cfg = config(saved, resume="latest")
         cfg = replace(cfg, parallel=replace(cfg.parallel, data="ddp"))
-        job = build(cfg, build_mesh(cfg, torch.device("cpu")))
         with pytest.raises(UserError) as error:
-            restore(find_start(cfg), job, cfg)
+            build(cfg, build_mesh(cfg, torch.device("cpu")), find_start(cfg).state())
         return str(error.value)
 
     told = run_ranks(2, body)

@@ -58,7 +58,9 @@ def read(folder: Path, shape: tuple[int, ...]) -> bool:
         shape,
         False,
     )
-    checkpoint_tensors.load(tensors, folder, read_index(folder))
+    reader = checkpoint_tensors.Reader(folder, read_index(folder).tensors)
+    for key, tensor in tensors.items():
+        reader.read(key, tensor)
     assert isinstance(tensors["double"], DTensor)
     return all(torch.equal(full_tensor(tensor), WHOLE[name]) for name, tensor in tensors.items())
 

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
 
-from shardwise.assembly import build
-from shardwise.checkpoint import checkpointer as checkpoint
+from shardwise.assembly import build as assembly
+from shardwise.assembly import state as assembly_state
+from shardwise.assembly.build import build
 from shardwise.checkpoint import folder as checkpoint_folder
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.resume import Start, find_start
+from shardwise.checkpoint.saved_state import SavedState
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.metrics.hardware import PeakFlops
 from shardwise.models import load
@@ -447,10 +449,9 @@ def cross(folder: Path, read: Path | None, cell: Cell) -> Values:
     (folder / "metrics.jsonl").touch()
     mesh = build_mesh(cfg, torch.device("cpu"))
     start = find_start(cfg)
-    job = build.build(cfg, mesh, build.State(step=start.step))
+    job = build(cfg, mesh, start.state())
     if start.folder is None:
         training_step(job, microbatches(cfg, mesh, 1), mesh, None)
-    checkpoint.restore(start, job, cfg)
     with Checkpointer(
         cfg, job, NoLoader(rows=cfg.training.global_batch_size), start
     ) as checkpointer:
@@ -492,7 +493,12 @@ def test_every_tensor_crosses_every_layout_unchanged(tmp_path):
 
 
 def schedule_that_restarts():
-    loop.State = lambda step: build.State()
+    initialise = SavedState.__init__
+
+    def without_step(self, folder, manifest):
+        initialise(self, folder, replace(manifest, step=0))
+
+    SavedState.__init__ = without_step
 
 
 def loader_that_restarts():
@@ -500,17 +506,17 @@ def loader_that_restarts():
 
 
 def moments_forgotten():
-    restore = loop.restore
+    load_state = assembly.load_state
 
-    def forgetful(start, job, cfg):
-        restore(start, job, cfg)
-        job.optimizer.state.clear()
+    def forgetful(pm, optimizer, cfg, state):
+        load_state(pm, optimizer, cfg, state)
+        optimizer.state.clear()
 
-    loop.restore = forgetful
+    assembly.load_state = forgetful
 
 
 def moments_of_another_parameter():
-    optimized = checkpoint._optimized
+    optimized = assembly_state.optimized_parameters
 
     def swapped(optimizer):
         named = list(optimized(optimizer))
@@ -518,13 +524,12 @@ def moments_of_another_parameter():
         names = {named[places[0]][0]: named[places[1]][0], named[places[1]][0]: named[places[0]][0]}
         return iter([(names.get(name, name), p) for name, p in named])
 
-    checkpoint._optimized = swapped
+    assembly_state.optimized_parameters = swapped
 
 
 def weights_not_restored():
-    held = checkpoint._held
-    checkpoint._held = lambda job, cfg: (
-        item for item in held(job, cfg) if item[0].startswith("optimizer/")
+    SavedState.keys = property(
+        lambda self: [key for key in self._tensors if key.startswith("optimizer/")]
     )
 
 

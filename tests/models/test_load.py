@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5Config
 
 from shardwise.config import Model, UserError
-from shardwise.models import initialise, load, weight_files
+from shardwise.models import initialise, weight_files
 from shardwise.models.load import build_meta, check_vocabulary, load_whole, read_config, weights
 from shardwise.models.save import save_model
 from tests.models.tiny import CONFIGS, TINY, entries, on_meta, same, tiny
@@ -254,7 +254,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     keys: list[str] = []
     original = weight_files._Reader.__call__
 
-    def call(self: weight_files._Reader, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def call(
+        self: weight_files._Reader, key: str, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         keys.append(key)
         return original(self, key, dtype)
 

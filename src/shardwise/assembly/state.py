@@ -113,7 +113,7 @@ def persistent_buffers(hf: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]
 def _initial_weights(
     pm: ParallelModel, cfg: RunConfig, names: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full CPU tensor): base weights from the model's files, and drawn LoRA factors."""
+    """Yield (name, full CPU tensor): base weights from the model's files, drawn LoRA factors."""
     # `modules_to_save` keeps the original beside the trained copy: two parameters for one weight.
     by_hf_name: dict[str, list[str]] = {}
     for name in names:

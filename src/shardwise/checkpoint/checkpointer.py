@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.assembly.build import Job
 from shardwise.assembly.state import portable_tensors
@@ -74,7 +73,7 @@ class Checkpointer:
         self._thread.shutdown(wait=error is None)
 
     def after_step(self, step: int, evaluation: Evaluation | None) -> None:
-        """Save every `training.save_every` steps, and with `keep_best` after the best evaluation."""
+        """Save every `training.save_every` steps, and with `keep_best` after a best evaluation."""
         training = self._cfg.training
         if training.keep_best and evaluation is not None and math.isfinite(evaluation.loss):
             text = {"tokens": evaluation.tokens, "documents": self._validation_text}
@@ -188,7 +187,7 @@ class Checkpointer:
         result, reason = None, None
         try:
             result = work()
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        except Exception as error:
             reason = _reason(error)
         results = of_every_rank((result, reason), self._group)
         beat()
@@ -197,19 +196,15 @@ class Checkpointer:
         return [result for result, _ in results]
 
 
-def _reason(error: BaseException) -> tuple[int, str]:
+def _reason(error: Exception) -> tuple[int, str]:
     """Return why a checkpoint could not be written, with a way out, behind a rank among reasons.
 
     Reasons of the operating system (0) come before others (1), which often follow from them.
     """
-    failures = [error]
-    if isinstance(error, CheckpointException):
-        failures = [failure for failure, _ in error.failures.values()]
-    for failure in failures:
-        if isinstance(failure, OSError):
-            reason = str(failure.strerror or failure)
-            if is_full(failure):
-                return 0, f"{reason}; {MAKE_ROOM}"
-            file = f": {failure.filename}" if failure.filename else ""
-            return 0, f"{reason}{file}; mend that, then resume with --resume latest-good"
-    return 1, str(failures[0])
+    if not isinstance(error, OSError):
+        return 1, str(error)
+    reason = str(error.strerror or error)
+    if is_full(error):
+        return 0, f"{reason}; {MAKE_ROOM}"
+    file = f": {error.filename}" if error.filename else ""
+    return 0, f"{reason}{file}; mend that, then resume with --resume latest-good"

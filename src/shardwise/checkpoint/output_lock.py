@@ -54,9 +54,9 @@ class Lock:
 def locked(folder: Path, world: World | None, env: Mapping[str, str]) -> Generator[Lock | None]:
     """Keep other runs out of a folder that exists; UserError names a run that holds the lock.
 
-    `world`: this process's place among ranks, where a launcher gave it one. The first rank holds the
-    lock, or the launcher and with it the ranks that it starts. The other ranks of torchrun or srun
-    yield None after they have seen that no other run holds it.
+    `world`: this process's place among ranks, where a launcher gave it one. The first rank holds
+    the lock, or the launcher and with it the ranks that it starts. The other ranks of torchrun or
+    srun yield None after they have seen that no other run holds it.
     """
     group = ""
     if world is not None:

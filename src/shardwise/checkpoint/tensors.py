@@ -1,8 +1,7 @@
 """Write a run's tensors to safetensors files, one per rank, and read them under any layout.
 
-torch.distributed.checkpoint decides which rank writes what. Its own writers pickle the description
-of the tensors, or hold a rank's share in memory twice; this one streams one tensor after the other,
-and describes them in `index.json`.
+Nothing is gathered, and nothing is pickled: torch.distributed.checkpoint's own writers pickle the
+description of the tensors, or hold a rank's share in memory twice.
 """
 
 from __future__ import annotations
@@ -10,27 +9,20 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from safetensors import safe_open
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from shardwise.checkpoint.folder import write_synced
 from shardwise.checkpoint.index import INDEX, Chunk, Entry, Index, encode_index
+from shardwise.parallel.reduce import of_every_rank
 from shardwise.process.watchdog import paused
 
 DTYPES = {
@@ -48,89 +40,71 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def save(
-    tensors: dict[str, torch.Tensor], folder: Path, group: torch.distributed.ProcessGroup
-) -> None:
+def save(tensors: Mapping[str, torch.Tensor], folder: Path, group: dist.ProcessGroup) -> None:
     """Write the tensors of all ranks and `index.json` into a folder that exists.
 
-    Of what several ranks hold, one copy is written.
+    A tensor is a DTensor, or plain and equal on every rank that has it. Of what several ranks hold,
+    one writes it. One tensor at a time is copied to the CPU.
     """
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group)
+    rank = dist.get_rank(group)
+    name = f"tensors-{rank}.safetensors"
+    held: dict[str, Entry] = {}
+    for key, tensor in tensors.items():
+        begins, sizes, _ = _local_box(tensor)
+        chunks = [Chunk(name, list(begins), list(sizes))] if math.prod(sizes) else []
+        held[key] = Entry(_NAMES[tensor.dtype], list(tensor.shape), chunks)
+    # What each rank holds, some 100 bytes per shard, goes from every rank to all.
+    index = _index_of(of_every_rank(held, group))
+    with paused():
+        if content := index.content_of(name):
+            _write(folder / name, content, tensors)
+        if rank == 0:
+            write_synced(folder / INDEX, encode_index(index))
 
 
-class _Writer(dcp.StorageWriter):
-    """Writes one file per rank. The watchdog does not time what a rank's own disk takes."""
+def _index_of(ranks: Sequence[Mapping[str, Entry]]) -> Index:
+    """Choose the file of each shard: of ranks that hold it, the one with the fewest bytes so far."""
+    tensors: dict[str, Entry] = {}
+    num_bytes = Counter[str]()
+    for key in sorted(set().union(*ranks)):
+        entries = [held[key] for held in ranks if key in held]
+        copies: dict[tuple[int, ...], list[Chunk]] = {}
+        for chunk in (chunk for entry in entries for chunk in entry.chunks):
+            copies.setdefault(tuple(chunk.offsets), []).append(chunk)
+        chunks = [min(equal, key=lambda chunk: num_bytes[chunk.file]) for equal in copies.values()]
+        for chunk in chunks:
+            num_bytes[chunk.file] += _num_bytes(entries[0].dtype, chunk.shape)
+        tensors[key] = replace(entries[0], chunks=chunks)
+    return Index(tensors)
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A writer is made for one save."""
+def _write(
+    path: Path, content: Mapping[str, tuple[str, list[int]]], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    # The widest dtype first, so that each tensor begins at a multiple of its element's size.
+    content = dict(sorted(content.items(), key=lambda item: -DTYPES[item[1][0]].itemsize))
+    with path.open("wb") as file:
+        file.write(_header(content))
+        for key in content:
+            _, _, local = _local_box(tensors[key])
+            file.write(local.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing differs between ranks."""
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan of a rank as it is."""
-        return plan
+def _header(content: Mapping[str, tuple[str, list[int]]]) -> bytes:
+    entries, begin = {}, 0
+    for key, (dtype, shape) in content.items():
+        end = begin + _num_bytes(dtype, shape)
+        entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give every rank the name of its file."""
-        return [
-            replace(plan, storage_data=f"tensors-{rank}.safetensors")
-            for rank, plan in enumerate(plans)
-        ]
 
-    @paused()
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the chunks of this rank, one tensor in memory at a time."""
-        # The widest dtype first, so that each tensor begins at a multiple of its element's size.
-        # Empty shards are left out.
-        items = [item for item in plan.items if math.prod(_chunk(item).sizes)]
-        items.sort(key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
-        if items:
-            with (self._folder / plan.storage_data).open("wb") as file:
-                file.write(_header(items))
-                for item in items:
-                    tensor = planner.resolve_data(item)
-                    assert isinstance(tensor, torch.Tensor)
-                    assert (tensor.shape, tensor.dtype) == (_chunk(item).sizes, _dtype(item))
-                    file.write(
-                        tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-                    )
-                file.flush()
-                os.fsync(file.fileno())
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(
-            [WriteResult(item.index, _num_bytes(item), plan.storage_data) for item in items]
-        )
-        return future
-
-    @paused()
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, on the first rank."""
-        file_of = {result.index: result.storage_data for written in results for result in written}
-        tensors = {}
-        for key, saved in metadata.state_dict_metadata.items():
-            assert isinstance(saved, TensorStorageMetadata)
-            # A rank without a share has chunks without elements, which lie in no file.
-            chunks = [
-                Chunk(
-                    file_of[MetadataIndex(key, chunk.offsets)],
-                    list(chunk.offsets),
-                    list(chunk.sizes),
-                )
-                for chunk in saved.chunks
-                if math.prod(chunk.sizes)
-            ]
-            tensors[key] = Entry(_NAMES[saved.properties.dtype], list(saved.size), chunks)
-        write_synced(self._folder / INDEX, encode_index(Index(tensors)))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """No name but the folder's is ever given."""
-        return False
+def _num_bytes(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 class Reader:
@@ -183,30 +157,3 @@ def _slices(ranges: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[s
         slice(first - begin, last - begin)
         for (first, last), begin in zip(ranges, origin, strict=True)
     )
-
-
-def _header(items: list[WriteItem]) -> bytes:
-    entries, begin = {}, 0
-    for item in items:
-        assert item.index.fqn not in entries, f"two chunks of {item.index.fqn} on one rank"
-        end = begin + _num_bytes(item)
-        dtype, shape = _NAMES[_dtype(item)], list(_chunk(item).sizes)
-        entries[item.index.fqn] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text
-
-
-def _chunk(item: WriteItem) -> ChunkStorageMetadata:
-    assert item.tensor_data is not None, "not a tensor"
-    return item.tensor_data.chunk
-
-
-def _dtype(item: WriteItem) -> torch.dtype:
-    assert item.tensor_data is not None, "not a tensor"
-    return item.tensor_data.properties.dtype
-
-
-def _num_bytes(item: WriteItem) -> int:
-    return math.prod(_chunk(item).sizes) * _dtype(item).itemsize
