@@ -24,6 +24,7 @@ from shardwise.checkpoint import tensors as checkpoint_tensors
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.folder import (
     MANIFEST,
+    Best,
     complete,
     damage,
     folder_of,
@@ -127,7 +128,7 @@ def test_what_is_kept(tmp_path):
     (seen,) = run_ranks(1, body)
     assert seen == [[], [2], [3, 2], [3, 2], [3, 2], [6, 3], [7, 6], [8, 7]]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-7"
-    best = {"step": 7, "loss": 2.0, "tokens": 1, "documents": ""}
+    best = Best(step=7, loss=2.0, tokens=1, documents="")
     assert read_manifest(tmp_path / "checkpoints" / "step-8").best == best
 
 

@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,9 +53,8 @@ def sign(folder: Path, **changed: Any) -> None:
     content = json.loads((folder / MANIFEST).read_text())
     content.pop("sha256")
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
-    (folder / MANIFEST).write_bytes(
-        _encode(content | {"files": checksums(folder, names)} | changed)
-    )
+    files = {name: asdict(file) for name, file in checksums(folder, names).items()}
+    (folder / MANIFEST).write_bytes(_encode(content | {"files": files} | changed))
 
 
 def resume(run: Path, wanted: str) -> Start | str:

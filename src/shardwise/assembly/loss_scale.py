@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 # Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, give the method; these are torch.amp.GradScaler's.
 INITIAL_SCALE = 2.0**16
@@ -40,7 +41,7 @@ class LossScale:
             self.scale, self.good_steps = self.scale * 2, 0
         return True
 
-    def state_dict(self) -> dict[str, float | int | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return asdict(self)
 

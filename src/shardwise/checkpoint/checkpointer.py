@@ -24,7 +24,7 @@ from shardwise.assembly.build import Job
 from shardwise.assembly.state import portable_tensors
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import tensors as checkpoint_tensors
-from shardwise.checkpoint.folder import METRICS, UNFINISHED, Manifest, folder_of
+from shardwise.checkpoint.folder import METRICS, UNFINISHED, Best, File, Manifest, folder_of
 from shardwise.checkpoint.resume import Start, fingerprint
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
@@ -55,12 +55,12 @@ class Checkpointer:
         self._validation_text = validation.corpus.fingerprint() if validation else None
         best = start.manifest.best if start.manifest else None
         # A best checkpoint that is gone, or in another folder, cannot be kept.
-        exists = best is not None and folder_of(self._output_dir, best["step"]).is_dir()
-        self._best: dict[str, Any] | None = best if of_every_rank(exists, self._group)[0] else None
+        exists = best is not None and folder_of(self._output_dir, best.step).is_dir()
+        self._best: Best | None = best if of_every_rank(exists, self._group)[0] else None
 
     def __enter__(self) -> Checkpointer:
         if self._main:
-            best_step = self._best["step"] if self._best else None
+            best_step = self._best.step if self._best else None
             folders.take_over(self._output_dir, self._saved, best_step)
         return self
 
@@ -76,13 +76,16 @@ class Checkpointer:
         """Save every `training.save_every` steps, and with `keep_best` after a best evaluation."""
         training = self._cfg.training
         if training.keep_best and evaluation is not None and math.isfinite(evaluation.loss):
-            text = {"tokens": evaluation.tokens, "documents": self._validation_text}
+            new = Best(step, evaluation.loss, evaluation.tokens, self._validation_text)
             best = self._best
             # Losses on different text are not compared: a resume may change the validation set.
-            comparable = best is not None and text.items() <= best.items()
-            if not comparable or evaluation.loss < best["loss"]:
-                self._best = {"step": step, "loss": evaluation.loss, **text}
-        is_best = self._best is not None and self._best["step"] == step
+            if (
+                best is None
+                or (best.tokens, best.documents) != (new.tokens, new.documents)
+                or new.loss < best.loss
+            ):
+                self._best = new
+        is_best = self._best is not None and self._best.step == step
         at_end = step == training.steps
         is_due = training.save_every > 0 and (step % training.save_every == 0 or at_end)
         if is_due or is_best:
@@ -103,10 +106,12 @@ class Checkpointer:
         manifest = Manifest(
             step=step,
             config=self._cfg.to_dict(),
-            loader=merge_states(loader),
-            loss_scale=job.loss_scale.state_dict(),
+            loader=folders.Loader(**merge_states(loader)),
+            loss_scale=folders.Scale(**job.loss_scale.state_dict()),
             model=self._model,
             best=self._best,
+            files={},
+            format=folders.FORMAT,
         )
         portable = portable_tensors(job.pm, job.optimizer, trained_only=lora is not None)
         metrics = b""
@@ -142,7 +147,7 @@ class Checkpointer:
         folder = folder_of(self._output_dir, manifest.step)
         unfinished = folder.with_name(folder.name + UNFINISHED)
 
-        files: dict[str, dict[str, Any]] = {}
+        files: dict[str, File] = {}
 
         @paused()
         def begin() -> None:
@@ -150,7 +155,7 @@ class Checkpointer:
             folders.write_synced(unfinished / METRICS, metrics)
 
         @paused()
-        def check() -> dict[str, dict[str, Any]]:
+        def check() -> dict[str, File]:
             names = sorted(path.name for path in unfinished.iterdir())
             return folders.checksums(unfinished, names[dist.get_rank() :: dist.get_world_size()])
 
@@ -158,7 +163,7 @@ class Checkpointer:
         def finish() -> None:
             folders.write_manifest(unfinished, replace(manifest, files=files))
             folders.publish(unfinished, folder)
-            if manifest.best is not None and manifest.best["step"] == manifest.step:
+            if manifest.best is not None and manifest.best.step == manifest.step:
                 folders.mark_best(folder)
             folders.prune(self._output_dir, manifest.step, self._cfg.training.keep_last)
 

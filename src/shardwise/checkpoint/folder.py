@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,23 +39,83 @@ It stays until the run reaches its step again.
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds beside tensors, and the checksums of its files."""
+class File(Strict):
+    """By which a file of a checkpoint is known to be unchanged."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Slot(Strict):
+    """The fields of `data.state.SlotState`."""
+
+    epoch: int
+    place: int
+    token: int
+    documents: int
+    skipped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Loader(Strict):
+    """The fields of `data.state.LoaderState`: where every slot is in its stream of rows."""
+
+    step: int
+    read_from: dict[str, Any]
+    slots: dict[str, Slot]
+
+
+@dataclass(frozen=True)
+class Scale(Strict):
+    """The fields of `LossScale`."""
+
+    dynamic: bool
+    scale: float
+    good_steps: int
+
+
+@dataclass(frozen=True)
+class Best(Strict):
+    """A run's checkpoint with the lowest loss so far, and the text on which that was evaluated."""
+
+    step: int
+    loss: float
+    tokens: int
+    documents: str | None
+    """The fingerprint of the validation set."""
+
+
+@dataclass(frozen=True)
+class Manifest(Strict):
+    """What `checkpoint.json` holds: everything beside tensors, and how its files are known.
+
+    A correct checksum proves nothing about its content: whoever hands out a folder can compute it.
+    """
 
     step: int
     """Optimizer steps done."""
     config: dict[str, Any]
-    loader: dict[str, Any]
-    """Where every slot of the global batch is in its stream."""
-    loss_scale: dict[str, Any]
-    """`LossScale.state_dict()`."""
+    loader: Loader
+    loss_scale: Scale
     model: dict[str, str]
     """Checksums of the files of `model.path`, by name."""
-    best: dict[str, Any] | None = None
-    """This run's checkpoint with the lowest loss so far: its step, its loss, and on which text."""
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Size and checksum of each file, by name."""
-    format: int = FORMAT
+    best: Best | None
+    files: dict[str, File]
+    format: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a line of `metrics.jsonl` must be."""
+
+    step: int
+    loss: float | Literal["nan", "inf", "-inf"] = 0.0
+    grad_norm: float | Literal["nan", "inf", "-inf"] = 0.0
+    skipped_steps: int = 0
+    eval_loss: float | Literal["nan", "inf", "-inf"] = 0.0
+    eval_perplexity: float | Literal["nan", "inf", "-inf"] = 0.0
+    eval_tokens: int = 0
 
 
 def folder_of(output_dir: str | Path, step: int) -> Path:
@@ -86,7 +146,7 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
         if missing := {INDEX, METRICS, *index.files()} - manifest.files.keys():
             raise DamagedError(f"{folder / MANIFEST} is altered: it does not know {min(missing)}")
         for name in sorted(manifest.files)[part::num_parts]:
-            _check_file(folder / name, **manifest.files[name])
+            _check_file(folder / name, manifest.files[name])
             if content := index.content_of(name):
                 check_header(folder / name, content)
             elif name == METRICS:
@@ -106,7 +166,7 @@ def _check_content(folder: Path, manifest: Manifest) -> None:
     except UserError as error:
         raise DamagedError(f"{error}: this version cannot read its config") from None
     slots = {str(slot) for slot in range(cfg.training.global_batch_size)}
-    if manifest.loader["slots"].keys() != slots:
+    if manifest.loader.slots.keys() != slots:
         raise DamagedError(f"{path} is altered: its slots are not those of the global batch")
 
 
@@ -116,13 +176,11 @@ def read_manifest(folder: Path) -> Manifest:
     written = read_file(path)
     try:
         content = json.loads(written)
-        as_written = isinstance(content, dict) and content.pop("sha256", None) is not None
-        signed = as_written and written == _encode(content)
-    except (ValueError, RecursionError):
+        del content["sha256"]
+        is_signed = written == _encode(content)
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise DamagedError(f"{path} is truncated or altered") from None
-    if not as_written:
-        raise DamagedError(f"{path} is truncated or altered")
-    if not signed:
+    if not is_signed:
         raise DamagedError(f"{path} is altered: its checksum is another")
     if content.get("format") != FORMAT:
         raise DamagedError(
@@ -130,23 +188,20 @@ def read_manifest(folder: Path) -> Manifest:
             f"{FORMAT}: end that run with the version of shardwise that wrote it, or start from "
             "scratch in another folder"
         )
-    parse(path, dumps(content), _Content)
-    if bad := next((name for name in content["files"] if not is_file_name(name)), None):
+    manifest: Manifest = parse(path, dumps(content), Manifest)
+    if bad := next((name for name in manifest.files if not is_file_name(name)), None):
         raise DamagedError(f"{path} is altered: {bad[:40]!r} is no file of a checkpoint")
-    numbers = [content["step"], content["loader"]["step"]]
-    for slot in content["loader"]["slots"].values():
-        numbers += [number for number in slot.values() if isinstance(number, int)]
-    if min(numbers) < 0:
+    slots = manifest.loader.slots.values()
+    numbers = [n for slot in slots for n in (slot.epoch, slot.place, slot.token, slot.documents)]
+    if min(manifest.step, manifest.loader.step, *numbers) < 0:
         raise DamagedError(f"{path} is altered: a number in it is negative")
-    return Manifest(**content)
+    return manifest
 
 
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the size and checksum of these files, as a manifest has them."""
-    return {
-        name: {"num_bytes": (folder / name).stat().st_size, "sha256": _file_sha256(folder / name)}
-        for name in names
-    }
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, File]:
+    """Return the size and checksum of these files, by name."""
+    paths = {name: folder / name for name in names}
+    return {name: File(path.stat().st_size, _file_sha256(path)) for name, path in paths.items()}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -224,14 +279,14 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.removed{UNFINISHED}")))
 
 
-def _check_file(path: Path, num_bytes: int, sha256: str) -> None:
+def _check_file(path: Path, known: File) -> None:
     try:
         if path.exists() and not path.is_file():
             raise DamagedError(f"{path} is not a file")
         size = path.stat().st_size
-        if size != num_bytes:
-            raise DamagedError(f"{path} has {size} bytes of {num_bytes}")
-        if _file_sha256(path) != sha256:
+        if size != known.num_bytes:
+            raise DamagedError(f"{path} has {size} bytes of {known.num_bytes}")
+        if _file_sha256(path) != known.sha256:
             raise DamagedError(f"{path} is altered: its checksum is another")
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
@@ -260,67 +315,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# What `checkpoint.json` and a line of `metrics.jsonl` must be. A correct checksum proves nothing
-# about that: whoever hands out a folder can compute it.
-
-
-@dataclass(frozen=True)
-class _File(Strict):
-    num_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class _Slot(Strict):
-    epoch: int
-    place: int
-    token: int
-    documents: int
-    skipped: dict[str, int]
-
-
-@dataclass(frozen=True)
-class _Loader(Strict):
-    step: int
-    read_from: dict[str, Any]
-    slots: dict[str, _Slot]
-
-
-@dataclass(frozen=True)
-class _Scale(Strict):
-    dynamic: bool
-    scale: float
-    good_steps: int
-
-
-@dataclass(frozen=True)
-class _Best(Strict):
-    step: int
-    loss: float
-    tokens: int
-    documents: str | None
-
-
-@dataclass(frozen=True)
-class _Content(Strict):
-    step: int
-    config: dict[str, Any]
-    loader: _Loader
-    loss_scale: _Scale
-    model: dict[str, str]
-    best: _Best | None
-    files: dict[str, _File]
-    format: int
-
-
-@dataclass(frozen=True)
-class _Row:
-    step: int
-    loss: float | Literal["nan", "inf", "-inf"] = 0.0
-    grad_norm: float | Literal["nan", "inf", "-inf"] = 0.0
-    skipped_steps: int = 0
-    eval_loss: float | Literal["nan", "inf", "-inf"] = 0.0
-    eval_perplexity: float | Literal["nan", "inf", "-inf"] = 0.0
-    eval_tokens: int = 0

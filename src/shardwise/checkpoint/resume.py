@@ -5,7 +5,7 @@ Nothing is loaded before that is known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -79,7 +79,7 @@ class Start:
     @property
     def loader(self) -> LoaderState | None:
         """Where every slot of the global batch is in its stream."""
-        return self.manifest.loader if self.manifest else None
+        return asdict(self.manifest.loader) if self.manifest else None
 
     def state(self) -> State:
         """Return the provider of what `build` loads."""

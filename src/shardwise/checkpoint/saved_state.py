@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ class SavedState:
         self._tensors = read_index(folder).tensors
         self._reader = Reader(folder, self._tensors)
         self.step = manifest.step
-        self.loss_scale = manifest.loss_scale
+        self.loss_scale = asdict(manifest.loss_scale)
 
     @property
     def keys(self) -> Collection[str]:

@@ -63,7 +63,7 @@ def save(tensors: Mapping[str, torch.Tensor], folder: Path, group: dist.ProcessG
 
 
 def _index_of(ranks: Sequence[Mapping[str, Entry]]) -> Index:
-    """Choose the file of each shard: of ranks that hold it, the one with the fewest bytes so far."""
+    """Choose a file for each shard: of ranks that hold it, the one with the fewest bytes so far."""
     tensors: dict[str, Entry] = {}
     num_bytes = Counter[str]()
     for key in sorted(set().union(*ranks)):
