@@ -1,4 +1,4 @@
-"""What a state fills: a resume reads nothing that it would overwrite, and takes no more memory than a run holds."""
+"""What a state fills: a resume reads nothing that it would overwrite, and keeps no copies."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_resume_reads_nothing_that_it_would_overwrite(mode, tmp_path):
 
 
 def peaks(cfg: RunConfig) -> tuple[int, int, int, int]:
-    """Peak bytes of a fresh build and of a resume; those of optimizer states and of the largest parameter."""
+    """Peak bytes of a fresh build and of a resume, and bytes of states and the largest tensor."""
     mesh = build_mesh(cfg, torch.device("cpu"))
     peak_bytes = []
     for state in (FRESH, find_start(cfg).state()):
@@ -67,7 +67,7 @@ def peaks(cfg: RunConfig) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize(("layout", "copies"), [("ddp", 1), ("fsdp2", 1), ("fsdp1", 3)])
 def test_a_resume_takes_one_parameter_beside_what_it_keeps(layout, copies, tmp_path):
-    """fsdp1 lays a parameter out in its own shape, and gathers it, before a rank's piece is copied."""
+    """fsdp1 lays a parameter out in its own shape, and gathers it, before it copies a piece."""
     cfg = replace(config(tmp_path), lora=None)
     cfg = replace(cfg, parallel=Parallel(layout))
     run_ranks(2, save_steps, cfg, 1)

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or not there, whole or found out; what is kept, and what goes wrong on a disk."""
+"""A checkpoint is complete or absent, and damage is detected; which ones are kept; disk errors."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def test_what_is_kept(tmp_path):
                 seen.append(steps_on_disk(tmp_path))
         return seen
 
-    # Saved are 3 and 6, 8 (the last), and 2, 3, 7 (each the best so far); the two newest stay, and the best.
+    # Saved are 3 and 6, 8 (the last), and 2, 3, 7 (each the best so far). The two newest stay, and
+    # the best.
     (seen,) = run_ranks(1, body)
     assert seen == [[], [2], [3, 2], [3, 2], [3, 2], [6, 3], [7, 6], [8, 7]]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-7"
@@ -169,8 +170,8 @@ def test_later_checkpoints_are_abandoned_and_stay_until_the_run_is_there_again(t
 
 
 def test_what_a_killed_run_left_half_done_is_mended(tmp_path):
-    # Killed while it wrote step 8; before it removed step 2 or step 4 to its end; after it reached step 6 a second
-    # time, and found it the best, but before it said so.
+    # One run was killed while it wrote step 8, one before it had removed steps 2 and 4 completely, one
+    # after it had reached step 6 again and found it the best, but before it marked it.
     removed = ("step-2.removed.tmp", "step-4.abandoned.removed.tmp")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "a-file.tmp").touch()

@@ -1,4 +1,4 @@
-"""A checkpoint that a stranger made, and signed: it runs no code, and what does not agree in it ends in one line."""
+"""A checkpoint that a stranger made and signed: it runs no code, and is refused in one line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def newest(run: Path) -> Path:
 
 
 def sign(folder: Path, **changed: Any) -> None:
-    """Write the manifest as whoever made this folder would: with the checksums of what lies there."""
+    """Write the manifest with the checksums of what the folder holds."""
     content = json.loads((folder / MANIFEST).read_text())
     content.pop("sha256")
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
@@ -58,7 +58,7 @@ def sign(folder: Path, **changed: Any) -> None:
 
 
 def resume(run: Path, wanted: str) -> Start | str:
-    """Resume in this process group of one: where the run starts, or the error, before memory is taken."""
+    """Resume on one rank: return where the run starts, or the error before it took memory."""
 
     def body() -> Start | str:
         cfg: RunConfig = config(run, resume=wanted)
@@ -87,7 +87,7 @@ def refused(run: Path) -> str:
     return told
 
 
-# ----------------------------------------------------------------------------------------------------------------- code
+# ------------------------------------------------------------------------------------------- code
 
 
 def pickled_metadata(folder: Path, touched: Path) -> None:
@@ -95,7 +95,7 @@ def pickled_metadata(folder: Path, touched: Path) -> None:
 
 
 def bytes_entries(folder: Path, touched: Path) -> None:
-    """What torch itself writes of a state dict with an object in it, which it unpickles without asking."""
+    """Write, as torch does, a state dict with an object in it, which torch would unpickle."""
     keys = json.loads((folder / "index.json").read_text())["tensors"]
     dcp.save(dict.fromkeys(keys, Touch(str(touched))), checkpoint_id=str(folder), no_dist=True)
     metadata = dcp.FileSystemReader(str(folder)).read_metadata()
@@ -136,7 +136,7 @@ def test_an_older_format_is_refused_before_anything_of_it_is_read(saved):
     assert told in start.passed_over[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- manifest
+# --------------------------------------------------------------------------------------- manifest
 
 
 def without(key: str) -> Callable[[dict[str, Any]], Any]:
@@ -219,7 +219,7 @@ def test_a_pipe_is_not_waited_for(name, saved):
     assert f"{path} is not a file" in refused(saved)
 
 
-# -------------------------------------------------------------------------------------------------------------- tensors
+# ---------------------------------------------------------------------------------------- tensors
 
 Tensors = dict[str, dict[str, Any]]
 

@@ -97,7 +97,7 @@ def test_adapters_do_not_go_on_upon_another_base_model(mode, tmp_path):
     if mode == "full":  # the checkpoint has every weight
         assert run_ranks(1, find_start, cfg)[0].step == 1
     else:
-        message = rf"UserError: model\.path {tmp_path}/model: {file.name} is not what .*/step-1 was trained on; put that"
+        message = rf"UserError: model\.path {tmp_path}/model: {file.name} is not what .*/step-1 "
         with pytest.raises(RuntimeError, match=message):
             run_ranks(1, find_start, cfg)
 
@@ -163,7 +163,10 @@ def test_full_training_does_not_go_on_from_adapters(saved):
 
 @pytest.mark.parametrize("resume", [None, "auto", "latest", "older"])
 def test_a_restart_goes_on_from_where_the_run_stands(resume, tmp_path, monkeypatch):
-    """The first attempt dies before it saves, the second after; `older`: by hand, from the older of two checkpoints."""
+    """The first attempt dies before it saves, the second after.
+
+    `older`: by hand, from the older of two checkpoints.
+    """
     if resume is not None:
         make_checkpoints(tmp_path, "step-2", "step-4")
     resume = str(folder_of(tmp_path, 2)) if resume == "older" else resume

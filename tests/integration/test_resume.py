@@ -1,4 +1,4 @@
-"""A run that ended and goes on is the run that never ended: bit for bit, or up to rounding under another layout."""
+"""A resumed run equals one that never ended: bit for bit, or up to rounding in another layout."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ PROCESSES = (
 )
 """Of every layout; under `offload` the optimizer has copies of the weights."""
 ADAPTERS_OF = ("single", "ddp", "zero2", "fsdp2", "hsdp", "pp", "pp-ddp", "fsdp2-tp")
-"""Layouts that `make test` resumes with LoRA; the others, and `single`, in full. `make parity` resumes the rest."""
+"""Layouts that `make test` resumes with LoRA; it resumes the others, and `single`, in full.
+
+`make parity` resumes the rest.
+"""
 PAIRS = [(layout, layout in ADAPTERS_OF) for layout in PROCESSES] + [("single", False)]
 REST = [
     (layout, lora) for layout in PROCESSES for lora in (True, False) if (layout, lora) not in PAIRS
@@ -92,7 +95,7 @@ def cheap(folder) -> Iterator[None]:
 def config(
     folder: Path, name: str, layout: str = "single", *, lora: bool = True, **training: Any
 ) -> RunConfig:
-    """All that a resume could forget: Adam's moments, a falling learning rate, dropout, a shuffled corpus."""
+    """A run with all that a resume could forget: moments, learning rate, dropout, data order."""
     parallel = PARALLEL[layout]
     layers = 2 * parallel.num_virtual  # as many as there are stages
     return RunConfig(
@@ -191,7 +194,7 @@ def second_half(folder: Path, layout: str, lora: bool) -> RunConfig:
 
 
 def run_cases(folder: Path, wanted: list[tuple[str, bool]]) -> None:
-    """All `whole` runs of the cases, and then, in other processes, their second halves once more."""
+    """All `whole` runs of the cases, and then, in other processes, their second halves again."""
     for nproc in sorted(set(PROCESSES.values())):
         here = [(layout, lora) for layout, lora in wanted if PROCESSES[layout] == nproc]
         if here:
@@ -283,7 +286,8 @@ def test_a_pipeline_goes_on_under_fsdp2_as_another_pipeline_and_alone(ran):
         assert apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))
 
 
-# In full, tensors cross the layouts without stages in the tests of `cross_all`; with stages and tp, in `make parity`.
+# In full, tensors cross the layouts without stages in the tests of `cross_all`; with stages and tp
+# in `make parity`.
 @pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
     def deep(name: str, **training: Any) -> RunConfig:
@@ -296,7 +300,8 @@ def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
             eval_batches=1,
             **training,
         )
-        # Of Gated DeltaNet's [q, k, v] rows a rank has some of each: its shares joined are not the whole.
+        # A rank has some of each of Gated DeltaNet's [q, k, v] rows: joined shares are not the full
+        # tensor.
         return replace(
             cfg,
             model=replace(cfg.model, path=str(CONFIGS / "tiny-qwen3_5")),
@@ -359,7 +364,7 @@ def weights_apart(cfg: RunConfig, other: RunConfig) -> float:
     return max((ones[name] - others[name]).abs().max().item() for name in ones)
 
 
-# --------------------------------------------------------------------------------------------------- killed in a save
+# --------------------------------------------------------------------------------- killed in a save
 
 
 def cut_short(file: int) -> None:
@@ -382,7 +387,7 @@ KILLS = {
 
 
 def run_killed(moment: str, call: int, rank: int, cfg: RunConfig) -> None:
-    """As `run`, but this rank is killed in the middle of a function that it calls for the `call`-th time."""
+    """As `run`, but this rank is killed in the `call`-th call of a function."""
     owner, name, begin = KILLS[moment]
     function, calls = getattr(owner, name), itertools.count(1)
 
@@ -434,7 +439,7 @@ def test_killed_in_the_second_save(ran, tmp_path, moment, layout, call, rank, st
 
 
 def cross(folder: Path, read: Path | None, cell: Cell) -> Values:
-    """Read a checkpoint, or make a step, and write one: the whole tensors that this rank then has, by key."""
+    """Read a checkpoint, or make a step, and write one; return this rank's full tensors by key."""
     cfg = run_config(cell, "adamw")
     resume = None if read is None else str(read)
     training = replace(
@@ -474,7 +479,8 @@ def cross_all(folder: Path, family: str, layouts: dict[str, int]) -> Values:
 
 
 def test_shares_that_several_ranks_hold_cross_layouts_unchanged(tmp_path):
-    # 2 heads of keys and values, and 2 groups of Mamba2's B and C, of which 4 ranks hold each twice, and 2 ranks once.
+    # 2 heads of keys and values, and 2 groups of Mamba2's B and C: 4 ranks hold each twice, 2 ranks
+    # hold each once.
     written = cross_all(
         tmp_path,
         "granitemoehybrid",
