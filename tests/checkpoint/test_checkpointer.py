@@ -170,8 +170,8 @@ def test_later_checkpoints_are_abandoned_and_stay_until_the_run_is_there_again(t
 
 
 def test_what_a_killed_run_left_half_done_is_mended(tmp_path):
-    # One run was killed while it wrote step 8, one before it had removed steps 2 and 4 completely, one
-    # after it had reached step 6 again and found it the best, but before it marked it.
+    # One run was killed while it wrote step 8, one before it had removed steps 2 and 4 completely,
+    # one after it had reached step 6 again and found it the best, but before it marked it.
     removed = ("step-2.removed.tmp", "step-4.abandoned.removed.tmp")
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "a-file.tmp").touch()

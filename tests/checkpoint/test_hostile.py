@@ -373,6 +373,10 @@ OTHERS: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], dict[str, torch
         "does not keep",
         lambda ts: {k: v for k, v in ts.items() if "exp_avg_sq" not in k},
     ),
+    "a frozen weight": (
+        "which this run does not train",
+        lambda ts: {**ts, "weights/model.norm.weight": torch.zeros(1)},
+    ),
     "other names": (
         "and is not here",
         lambda ts: {k.replace("lora_A", "lora_Z"): v for k, v in ts.items()},

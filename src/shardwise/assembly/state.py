@@ -52,16 +52,16 @@ def load_initial_weights(pm: ParallelModel, cfg: RunConfig, state: State) -> Non
     One full tensor at a time is in CPU memory. Each rank copies its share of it; nothing is sent.
     """
     places: dict[str, list[torch.Tensor]] = {}
-    for key, name, held in _weights(pm):
+    for key, name, local in _weights(pm):
         if key not in state.keys:
             # Two stages of a rank may each hold a tied weight.
-            places.setdefault(name, []).append(held)
+            places.setdefault(name, []).append(local)
     left = set(places)
     for name, full in _initial_weights(pm, cfg, places):
         if cfg.measure.nudge_weights:
             full = nudged(full, cfg.training.seed, name)
-        for held in places[name]:
-            pm.from_portable(name, held, full)
+        for local in places[name]:
+            pm.from_portable(name, local, full)
         left.discard(name)
         beat()
     assert not left, f"never filled: {sorted(left)[:5]}"
@@ -80,9 +80,9 @@ def load_state(
                 is_count = kind == "step"
                 zeros = torch.zeros(()) if is_count else torch.zeros_like(parameter)
                 optimizer.state[parameter][kind] = zeros
-    for key, name, held in _all_tensors(pm, optimizer):
+    for key, name, local in _all_tensors(pm, optimizer):
         if key in state.keys:
-            _read(pm, state, key, name, held)
+            _read(pm, state, key, name, local)
             beat()
 
 
@@ -94,14 +94,14 @@ def portable_tensors(
     They share the run's memory where its layout allows that.
     `trained_only`: without frozen weights and buffers, which the model's files have.
     """
-    for key, name, held in _all_tensors(pm, optimizer, trained_only):
-        yield key, _portable(pm, name, held)
+    for key, name, local in _all_tensors(pm, optimizer, trained_only):
+        yield key, _portable(pm, name, local)
 
 
 def portable_weights(pm: ParallelModel, trained_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights among `portable_tensors`, with the buffers, by name."""
-    for _, name, held in _weights(pm, trained_only):
-        yield name, _portable(pm, name, held)
+    for _, name, local in _weights(pm, trained_only):
+        yield name, _portable(pm, name, local)
 
 
 def persistent_buffers(hf: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -155,14 +155,14 @@ def _all_tensors(
             yield f"optimizer/{name}/{kind}", name, tensor
 
 
-def _portable(pm: ParallelModel, name: str, held: torch.Tensor) -> torch.Tensor:
+def _portable(pm: ParallelModel, name: str, local: torch.Tensor) -> torch.Tensor:
     # A number, such as AdamW's count of steps, is whole on every rank.
-    return pm.to_portable(name, held) if held.dim() else held.detach()
+    return pm.to_portable(name, local) if local.dim() else local.detach()
 
 
-def _read(pm: ParallelModel, state: State, key: str, name: str, held: torch.Tensor) -> None:
-    portable = state.read(key, lambda: _portable(pm, name, held))
-    if held.dim():
-        pm.from_portable(name, held, portable)
+def _read(pm: ParallelModel, state: State, key: str, name: str, local: torch.Tensor) -> None:
+    portable = state.read(key, lambda: _portable(pm, name, local))
+    if local.dim():
+        pm.from_portable(name, local, portable)
     else:
-        held.detach().copy_(portable)
+        local.detach().copy_(portable)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,8 +39,8 @@ class SavedState:
         return self._tensors.keys()
 
     def check(self, model: PreTrainedModel, cfg: RunConfig) -> None:
-        """Raise UserError if the checkpoint lacks a trained weight, or trained another one."""
-        for problem in self._problems(model, cfg):
+        """Raise UserError unless the checkpoint has exactly what a run of this model trains."""
+        if problem := self._problem(model, cfg):
             raise UserError(
                 f"checkpoint {self._folder} does not fit this run: {problem}; take one of a run of "
                 "the same model and lora, or start from scratch without training.resume"
@@ -56,34 +56,35 @@ class SavedState:
             raise RunError(f"checkpoint {self._folder} could not be read: {error}") from None
         return target
 
-    def _problems(self, model: PreTrainedModel, cfg: RunConfig) -> Iterator[str]:
+    def _problem(self, model: PreTrainedModel, cfg: RunConfig) -> str | None:
         parameters = dict(model.named_parameters())
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        saved_states = self._optimizer_states()
-        for name, states in saved_states.items():
-            if name not in trained:
-                yield f"{name} was trained, and is not here"
-            elif states != set(STATES[cfg.optimizer.name]):
-                yield f"{cfg.optimizer.name} does not keep {', '.join(sorted(states))} of {name}"
+        expected: dict[str, torch.Tensor] = {}
         for name, parameter in (trained if cfg.lora else parameters).items():
-            yield from self._difference(f"weights/{name}", parameter)
+            expected[f"weights/{name}"] = parameter
         for name, buffer in () if cfg.lora else persistent_buffers(model):
-            yield from self._difference(f"buffers/{name}", buffer)
+            expected[f"buffers/{name}"] = buffer
         count = torch.zeros((), dtype=torch.float32)
-        for name, states in saved_states.items():
+        for name, states in self._optimizer_states().items():
+            if name not in trained:
+                return f"{name} was trained, and is not here"
+            if states != set(STATES[cfg.optimizer.name]):
+                return f"{cfg.optimizer.name} does not keep {', '.join(sorted(states))} of {name}"
             for state in sorted(states):
-                like = count if state == "step" else parameters[name]
-                yield from self._difference(f"optimizer/{name}/{state}", like)
-
-    def _difference(self, key: str, like: torch.Tensor) -> Iterator[str]:
-        entry = self._tensors.get(key)
-        if entry is None:
-            yield f"it does not hold {key}"
-        elif (tuple(entry.shape), DTYPES[entry.dtype]) != (like.shape, like.dtype):
-            yield (
-                f"its {key} is {DTYPES[entry.dtype]} of {entry.shape}, "
-                f"and here it is {like.dtype} of {list(like.shape)}"
-            )
+                like = count if state == "step" else trained[name]
+                expected[f"optimizer/{name}/{state}"] = like
+        for key, like in expected.items():
+            entry = self._tensors.get(key)
+            if entry is None:
+                return f"it does not hold {key}"
+            if (tuple(entry.shape), DTYPES[entry.dtype]) != (like.shape, like.dtype):
+                return (
+                    f"its {key} is {DTYPES[entry.dtype]} of {entry.shape}, "
+                    f"and here it is {like.dtype} of {list(like.shape)}"
+                )
+        if others := self._tensors.keys() - expected.keys():
+            return f"it holds {min(others)}, which this run does not train"
+        return None
 
     def _optimizer_states(self) -> dict[str, set[str]]:
         """Return the kinds of states that the checkpoint holds of each parameter, by its name."""

@@ -48,13 +48,13 @@ def save(tensors: Mapping[str, torch.Tensor], folder: Path, group: dist.ProcessG
     """
     rank = dist.get_rank(group)
     name = f"tensors-{rank}.safetensors"
-    held: dict[str, Entry] = {}
+    shards: dict[str, Entry] = {}
     for key, tensor in tensors.items():
         begins, sizes, _ = _local_box(tensor)
         chunks = [Chunk(name, list(begins), list(sizes))] if math.prod(sizes) else []
-        held[key] = Entry(_NAMES[tensor.dtype], list(tensor.shape), chunks)
+        shards[key] = Entry(_NAMES[tensor.dtype], list(tensor.shape), chunks)
     # What each rank holds, some 100 bytes per shard, goes from every rank to all.
-    index = _index_of(of_every_rank(held, group))
+    index = _index_of(of_every_rank(shards, group))
     with paused():
         if content := index.content_of(name):
             _write(folder / name, content, tensors)
@@ -67,7 +67,7 @@ def _index_of(ranks: Sequence[Mapping[str, Entry]]) -> Index:
     tensors: dict[str, Entry] = {}
     num_bytes = Counter[str]()
     for key in sorted(set().union(*ranks)):
-        entries = [held[key] for held in ranks if key in held]
+        entries = [shards[key] for shards in ranks if key in shards]
         copies: dict[tuple[int, ...], list[Chunk]] = {}
         for chunk in (chunk for entry in entries for chunk in entry.chunks):
             copies.setdefault(tuple(chunk.offsets), []).append(chunk)

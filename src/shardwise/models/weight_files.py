@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import json
 import re
@@ -204,7 +203,7 @@ def _convert(
     # A converter collects what reads its tensors, so each name has its own.
     converter: Any = copy.deepcopy(source.converter)
     for key, pattern in source.keys:
-        converter.add_tensor(name, key, pattern, functools.partial(_read_cast, read, key, dtype))
+        converter.add_tensor(name, key, pattern, lambda key=key: read(key, dtype).to(dtype))
     try:
         converted = converter.convert(name, model=skeleton, config=skeleton.config)
     except UserError:
@@ -218,10 +217,6 @@ def _convert(
         target: value[0] if isinstance(value, list) else value
         for target, value in converted.items()
     }
-
-
-def _read_cast(read: _Reader, key: str, dtype: torch.dtype) -> torch.Tensor:
-    return read(key, dtype).to(dtype)
 
 
 def _check_equal(
