@@ -7,7 +7,7 @@ chunk. Mesh dimensions are *axes*, tensor dimensions are *dims*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -23,6 +23,7 @@ from shardwise.layouts import AXES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from shardwise.config import RunConfig
     from shardwise.schedule.timeline import Event
 
 IGNORED = -100
@@ -297,3 +298,43 @@ class Evaluation:
     perplexity: float
     """exp(loss); infinite where that overflows."""
     tokens: int
+
+
+class State(Protocol):
+    """Where a run starts: a provider of portable tensors, which are weights and optimizer states.
+
+    The keys are `weights/NAME`, `buffers/NAME` and `optimizer/NAME/STATE`; NAME is the parameter's
+    or buffer's name in the transformers model. A fresh start has no tensors, a resume has those of a
+    checkpoint, a live re-split those in memory. Weights that a state does not have come from the
+    model's files.
+    """
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that were done before; the learning rate is a function of it."""
+        ...
+
+    @property
+    def loss_scale(self) -> Mapping[str, float | int | bool] | None:
+        """`LossScale.state_dict()` after that step; None: that of a new run."""
+        ...
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys of the tensors, equal on every rank."""
+        ...
+
+    def check(self, model: PreTrainedModel, cfg: RunConfig) -> None:
+        """Raise UserError, the same on every rank, if the tensors do not fit a run of this model.
+
+        `model`: all of it, on meta, with its adapters. `build` calls this before it takes memory.
+        """
+        ...
+
+    def read(self, key: str, portable: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a tensor: the full one, or `portable()` after this rank's part was read into it.
+
+        `portable()` gives what this rank holds under the key, placed as `ParallelModel.to_portable`
+        does. It may be a collective: a state calls it for a key on every rank or on none.
+        """
+        ...

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from shardwise.assembly import build as training_build
-from shardwise.assembly.build import Job, State, build
+from shardwise.assembly.build import Job, build
+from shardwise.assembly.state import MemoryState, portable_tensors
 from shardwise.config import Lora, Parallel, RunConfig, UserError
 from shardwise.interfaces import Mesh
 from shardwise.parallel.mesh import build_mesh
@@ -27,26 +28,28 @@ def losses(job: Job, cfg: RunConfig, mesh: Mesh, steps: range) -> list[float]:
     ]
 
 
-def cut_anew_after_two_steps(mode: str) -> tuple[list[float], list[float]]:
-    cfg = run_config(Cell("llama", "single", mode))
+def cut_anew_after_two_steps(mode: str, optimizer: str) -> tuple[list[float], list[float]]:
+    cfg = run_config(Cell("llama", "single", mode), optimizer)
     cfg = replace(cfg, parallel=Parallel(pp=2, split=[1, 3]))
     mesh = build_mesh(cfg, torch.device("cpu"))
     unmoved = losses(build(cfg, mesh, start(cfg)), cfg, mesh, range(1, 4))
     job = build(cfg, mesh, start(cfg))
     begun = losses(job, cfg, mesh, range(1, 3))
-    mine = {name: full_tensor(job.pm.to_portable(name, p)) for name, p in job.pm.named_parameters()}
-    everything = {name: tensor for held in of_every_rank(mine) for name, tensor in held.items()}
+    portable = portable_tensors(job.pm, job.optimizer, trained_only=False)
+    mine = {key: full_tensor(tensor).clone() for key, tensor in portable}
+    everything = {key: tensor for held in of_every_rank(mine) for key, tensor in held.items()}
     moved = replace(cfg, parallel=Parallel(pp=2, split=[3, 1], schedule="gpipe"))
-    again = build(moved, mesh, State(everything, step=2))
+    again = build(moved, mesh, MemoryState(everything, step=2))
     assert [len(part.spec.layers) for part in again.pm.parts] == [[3], [1]][
         mesh.dense.get_local_rank("pp")
     ]
     return unmoved, begun + losses(again, moved, mesh, range(3, 4))
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_a_job_is_cut_anew_from_memory(mode):
-    for unmoved, moved in run_ranks(2, cut_anew_after_two_steps, mode):
+def test_a_job_is_cut_anew_from_memory(mode, optimizer):
+    for unmoved, moved in run_ranks(2, cut_anew_after_two_steps, mode, optimizer):
         assert moved == pytest.approx(unmoved, rel=1e-6)
         assert len(set(unmoved)) == 3
 

@@ -1,4 +1,4 @@
-"""A run is checked before any rank starts: the launcher, split and build refuse the same runs."""
+"""A run is described before any rank starts, and the launcher, `split` and `build` refuse alike."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WITHOUT_A_RULE: list[tuple[str, dict[str, dict[str, Any]], str]] = [
         "the adapters on routed experts have no input to drop from",
     ),
 ]
-"""What names or the device forbid: name of the tiny model, sections, part of the message."""
+"""Runs that are refused: name of the tiny model, sections, part of the message."""
 
 
 @pytest.mark.parametrize(

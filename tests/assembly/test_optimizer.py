@@ -68,42 +68,47 @@ QK_NORMS = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
 NOT_DECAYED = {
     "tiny-llama": PLAIN_NORMS,
     "tiny-olmo2": {
-        *QK_NORMS, "post_attention_layernorm.weight", "post_feedforward_layernorm.weight", "norm.weight",
+        *QK_NORMS, "post_attention_layernorm.weight", "post_feedforward_layernorm.weight",
+        "norm.weight",
     },
     "tiny-qwen3_moe": {*PLAIN_NORMS, *QK_NORMS, "mlp.gate.weight"},
     "tiny-qwen3_5": {
-        *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight",
+        *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "linear_attn.in_proj_a.weight",
+        "linear_attn.in_proj_b.weight",
     },
     "tiny-qwen3_next": {
         *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "mlp.shared_expert_gate.weight",
         "mlp.gate.weight", "linear_attn.in_proj_ba.weight",
     },
     "tiny-olmo_hybrid": {
-        *PLAIN_NORMS, *QK_NORMS, "linear_attn.A_log", "linear_attn.dt_bias", "linear_attn.o_norm.weight",
-        "linear_attn.a_proj.weight", "linear_attn.b_proj.weight", "post_feedforward_layernorm.weight",
+        *PLAIN_NORMS, *QK_NORMS, "linear_attn.A_log", "linear_attn.dt_bias",
+        "linear_attn.o_norm.weight", "linear_attn.a_proj.weight", "linear_attn.b_proj.weight",
+        "post_feedforward_layernorm.weight",
     },
     "tiny-nemotron_h": {
-        "norm.weight", "mixer.norm.weight", "norm_f.weight", "mixer.A_log", "mixer.dt_bias", "mixer.D",
-        "mixer.conv1d.bias", "mixer.gate.weight",
+        "norm.weight", "mixer.norm.weight", "norm_f.weight", "mixer.A_log", "mixer.dt_bias",
+        "mixer.D", "mixer.conv1d.bias", "mixer.gate.weight",
     },
     "tiny-granitemoehybrid": {
-        *PLAIN_NORMS, "mamba.norm.weight", "mamba.A_log", "mamba.dt_bias", "mamba.D", "mamba.conv1d.bias",
-        "block_sparse_moe.router.weight",
+        *PLAIN_NORMS, "mamba.norm.weight", "mamba.A_log", "mamba.dt_bias", "mamba.D",
+        "mamba.conv1d.bias", "block_sparse_moe.router.weight",
     },
     "tiny-kimi_linear": {
-        *PLAIN_NORMS, "self_attn.forget_gate.A_log", "self_attn.forget_gate.dt_bias", "self_attn.o_norm.weight",
-        "self_attn.kv_a_layernorm.weight", "self_attn.forget_gate.f_a_proj.weight", "self_attn.b_proj.weight",
+        *PLAIN_NORMS, "self_attn.forget_gate.A_log", "self_attn.forget_gate.dt_bias",
+        "self_attn.o_norm.weight", "self_attn.kv_a_layernorm.weight",
+        "self_attn.forget_gate.f_a_proj.weight", "self_attn.b_proj.weight",
         "self_attn.forget_gate.f_b_proj.weight", "mlp.gate.weight",
     },
     "tiny-jet_nemotron": {
-        *PLAIN_NORMS, "self_attn.A_log", "self_attn.dt_bias", "self_attn.o_norm.weight", "self_attn.a_proj.weight",
-        "self_attn.b_proj.weight", "self_attn.dynamic_conv1d.kernel_generator.w2.bias",
-        *(f"self_attn.{x}_proj.bias" for x in "qkv"),
+        *PLAIN_NORMS, "self_attn.A_log", "self_attn.dt_bias", "self_attn.o_norm.weight",
+        "self_attn.a_proj.weight", "self_attn.b_proj.weight",
+        "self_attn.dynamic_conv1d.kernel_generator.w2.bias", *(f"self_attn.{x}_proj.bias" for x in
+        "qkv"),
     },
     "tiny-jamba": {
-        "input_layernorm.weight", "pre_ff_layernorm.weight", "final_layernorm.weight", "mamba.A_log", "mamba.D",
-        "mamba.conv1d.bias", "mamba.dt_proj.bias", "mamba.dt_proj.weight", "feed_forward.router.weight",
-        *(f"mamba.{x}_layernorm.weight" for x in ("dt", "b", "c")),
+        "input_layernorm.weight", "pre_ff_layernorm.weight", "final_layernorm.weight",
+        "mamba.A_log", "mamba.D", "mamba.conv1d.bias", "mamba.dt_proj.bias", "mamba.dt_proj.weight",
+        "feed_forward.router.weight", *(f"mamba.{x}_layernorm.weight" for x in ("dt", "b", "c")),
     },
 }  # fmt: skip
 

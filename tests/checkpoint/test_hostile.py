@@ -1,4 +1,4 @@
-"""A checkpoint that a stranger made, and signed: it runs no code, and what does not agree in it ends in one line."""
+"""A checkpoint that a stranger made and signed: it runs no code, and is refused in one line."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from shardwise.assembly import build as assembly
 from shardwise.assembly.build import build
-from shardwise.checkpoint.checkpointer import restore
 from shardwise.checkpoint.folder import FORMAT, MANIFEST, _encode, checksums, damage
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig, UserError
@@ -48,29 +49,30 @@ def newest(run: Path) -> Path:
 
 
 def sign(folder: Path, **changed: Any) -> None:
-    """Write the manifest as whoever made this folder would: with the checksums of what lies there."""
+    """Write the manifest with the checksums of what the folder holds."""
     content = json.loads((folder / MANIFEST).read_text())
     content.pop("sha256")
     names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
-    (folder / MANIFEST).write_bytes(
-        _encode(content | {"files": checksums(folder, names)} | changed)
-    )
+    files = {name: asdict(file) for name, file in checksums(folder, names).items()}
+    (folder / MANIFEST).write_bytes(_encode(content | {"files": files} | changed))
 
 
 def resume(run: Path, wanted: str) -> Start | str:
-    """Resume in this process group of one: where the run starts, or the error, which must leave the job as it was."""
+    """Resume on one rank: return where the run starts, or the error before it took memory."""
 
     def body() -> Start | str:
         cfg: RunConfig = config(run, resume=wanted)
-        job = build(cfg, build_mesh(cfg, torch.device("cpu")))
-        before = values(job, cfg)
-        try:
-            start = find_start(cfg)
-            restore(start, job, cfg)
-        except UserError as error:
-            assert equal(values(job, cfg), before)
-            return str(error)
-        assert not equal(values(job, cfg), before)
+        mesh, refusal = build_mesh(cfg, torch.device("cpu")), ""
+        with mock.patch.object(assembly, "materialise", wraps=assembly.materialise) as materialise:
+            try:
+                start = find_start(cfg)
+                job = build(cfg, mesh, start.state())
+            except UserError as error:
+                refusal = str(error)
+        if refusal:
+            assert not materialise.called
+            return refusal
+        assert not equal(values(job, cfg), values(build(cfg, mesh), cfg))
         return start
 
     return run_ranks(1, body)[0]
@@ -85,7 +87,7 @@ def refused(run: Path) -> str:
     return told
 
 
-# ----------------------------------------------------------------------------------------------------------------- code
+# ------------------------------------------------------------------------------------------- code
 
 
 def pickled_metadata(folder: Path, touched: Path) -> None:
@@ -93,7 +95,7 @@ def pickled_metadata(folder: Path, touched: Path) -> None:
 
 
 def bytes_entries(folder: Path, touched: Path) -> None:
-    """What torch itself writes of a state dict with an object in it, which it unpickles without asking."""
+    """Write, as torch does, a state dict with an object in it, which torch would unpickle."""
     keys = json.loads((folder / "index.json").read_text())["tensors"]
     dcp.save(dict.fromkeys(keys, Touch(str(touched))), checkpoint_id=str(folder), no_dist=True)
     metadata = dcp.FileSystemReader(str(folder)).read_metadata()
@@ -134,7 +136,7 @@ def test_an_older_format_is_refused_before_anything_of_it_is_read(saved):
     assert told in start.passed_over[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- manifest
+# --------------------------------------------------------------------------------------- manifest
 
 
 def without(key: str) -> Callable[[dict[str, Any]], Any]:
@@ -217,7 +219,7 @@ def test_a_pipe_is_not_waited_for(name, saved):
     assert f"{path} is not a file" in refused(saved)
 
 
-# -------------------------------------------------------------------------------------------------------------- tensors
+# ---------------------------------------------------------------------------------------- tensors
 
 Tensors = dict[str, dict[str, Any]]
 
@@ -371,6 +373,10 @@ OTHERS: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], dict[str, torch
         "does not keep",
         lambda ts: {k: v for k, v in ts.items() if "exp_avg_sq" not in k},
     ),
+    "a frozen weight": (
+        "which this run does not train",
+        lambda ts: {**ts, "weights/model.norm.weight": torch.zeros(1)},
+    ),
     "other names": (
         "and is not here",
         lambda ts: {k.replace("lora_A", "lora_Z"): v for k, v in ts.items()},
@@ -399,9 +405,8 @@ def test_ranks_refuse_together(saved):
     def body() -> str:
         cfg = config(saved, resume="latest")
         cfg = replace(cfg, parallel=replace(cfg.parallel, data="ddp"))
-        job = build(cfg, build_mesh(cfg, torch.device("cpu")))
         with pytest.raises(UserError) as error:
-            restore(find_start(cfg), job, cfg)
+            build(cfg, build_mesh(cfg, torch.device("cpu")), find_start(cfg).state())
         return str(error.value)
 
     told = run_ranks(2, body)

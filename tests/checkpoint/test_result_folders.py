@@ -1,4 +1,4 @@
-"""`adapter/`, `model/` and merged models carry the tokenizer with its chat template; models a generation config too."""
+"""Results carry the tokenizer with its chat template, and models a generation config."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHAT = "<|im_start|>user\nWhere is it?<|im_end|>\n<|im_start|>assistant\n"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model with a generation config that transformers would not write, and a tokenizer with a chat template."""
+    """A base model with a generation config that transformers would not write, and a tokenizer."""
     path = tmp_path_factory.mktemp("results")
     make_corpus(path)
     tokenizer = load_tokenizer(Model(str(path / "tokenizer")))

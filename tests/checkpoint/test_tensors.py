@@ -1,4 +1,4 @@
-"""Tensors of every kind through files and back, on another number of ranks; and what such files are."""
+"""Tensors of every kind are written, and read on another number of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHOLE = {
 def laid_out(
     shards: dict[str, list[Shard | Replicate]], shape: tuple[int, ...], fill: bool
 ) -> dict[str, torch.Tensor]:
-    """The tensors above, or zeros of their kinds; those that are named cut over a mesh of this shape."""
+    """The tensors above, or zeros of their kinds, those in `shards` cut over a mesh."""
     mesh = init_device_mesh("cpu", shape)
     given = {name: tensor if fill else torch.zeros_like(tensor) for name, tensor in WHOLE.items()}
     return {
@@ -58,7 +58,9 @@ def read(folder: Path, shape: tuple[int, ...]) -> bool:
         shape,
         False,
     )
-    checkpoint_tensors.load(tensors, folder, read_index(folder))
+    reader = checkpoint_tensors.Reader(folder, read_index(folder).tensors)
+    for key, tensor in tensors.items():
+        reader.read(key, tensor)
     assert isinstance(tensors["double"], DTensor)
     return all(torch.equal(full_tensor(tensor), WHOLE[name]) for name, tensor in tensors.items())
 

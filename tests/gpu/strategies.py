@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from shardwise.assembly.build import Job, State, build
+from shardwise.assembly.build import Job, build
+from shardwise.assembly.state import MemoryState
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import IGNORED, Batch, Mesh
 from shardwise.metrics.memory import PeakMemory, state_bytes
@@ -100,14 +101,14 @@ def microbatches(device: torch.device) -> list[Batch]:
     ]
 
 
-def start_values(cell: Cell) -> State:
+def start_values(cell: Cell) -> MemoryState:
     """Every parameter as the cell's own dtype has it, LoRA's B at random; filled into float32 it loses nothing."""
     cfg = run_config(cell.control())
     job, _ = set_up(cell.control(), start(cfg))
-    return State({name: p.detach() for name, p in job.pm.named_parameters()})
+    return MemoryState({f"weights/{name}": p.detach() for name, p in job.pm.named_parameters()})
 
 
-def set_up(cell: Cell, start: State) -> tuple[Job, Mesh]:
+def set_up(cell: Cell, start: MemoryState) -> tuple[Job, Mesh]:
     """A cell's run with these values; a process group must be up."""
     cfg = run_config(cell)
     mesh = build_mesh(
@@ -133,7 +134,7 @@ def first_step(job: Job, mesh: Mesh) -> FirstStep:
     )
 
 
-def run_cell(cell: Cell, start: State) -> Outcome:
+def run_cell(cell: Cell, start: MemoryState) -> Outcome:
     """Take STEPS steps and look at everything on the way."""
     job, mesh = set_up(cell, start)
     if GDN is not None and any(layer.kind == "gated_delta_net" for layer in job.spec.layers):

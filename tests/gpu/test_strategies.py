@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from shardwise.assembly.build import State
+from shardwise.assembly.state import MemoryState
 from tests.distributed import run_ranks
 from tests.gpu.strategies import (
     GDN,
@@ -109,7 +109,7 @@ def run(cell: Cell) -> Result:
 
 
 @cache
-def expected(cell: Cell) -> tuple[State, FirstStep, dict[str, float]]:
+def expected(cell: Cell) -> tuple[MemoryState, FirstStep, dict[str, float]]:
     """What does not depend on device and strategy: start values, reference, and the control's distances to it."""
     start = start_values(cell)
     reference = first_step(*set_up(cell.reference(), start))

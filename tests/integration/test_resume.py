@@ -1,4 +1,4 @@
-"""A run that ended and goes on is the run that never ended: bit for bit, or up to rounding under another layout."""
+"""A resumed run equals one that never ended: bit for bit, or up to rounding in another layout."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
 
-from shardwise.assembly import build
-from shardwise.checkpoint import checkpointer as checkpoint
+from shardwise.assembly import build as assembly
+from shardwise.assembly import state as assembly_state
+from shardwise.assembly.build import build
 from shardwise.checkpoint import folder as checkpoint_folder
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.resume import Start, find_start
+from shardwise.checkpoint.saved_state import SavedState
 from shardwise.config import Data, Lora, Measure, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.metrics.hardware import PeakFlops
 from shardwise.models import load
@@ -58,7 +60,10 @@ PROCESSES = (
 )
 """Of every layout; under `offload` the optimizer has copies of the weights."""
 ADAPTERS_OF = ("single", "ddp", "zero2", "fsdp2", "hsdp", "pp", "pp-ddp", "fsdp2-tp")
-"""Layouts that `make test` resumes with LoRA; the others, and `single`, in full. `make parity` resumes the rest."""
+"""Layouts that `make test` resumes with LoRA; it resumes the others, and `single`, in full.
+
+`make parity` resumes the rest.
+"""
 PAIRS = [(layout, layout in ADAPTERS_OF) for layout in PROCESSES] + [("single", False)]
 REST = [
     (layout, lora) for layout in PROCESSES for lora in (True, False) if (layout, lora) not in PAIRS
@@ -90,7 +95,7 @@ def cheap(folder) -> Iterator[None]:
 def config(
     folder: Path, name: str, layout: str = "single", *, lora: bool = True, **training: Any
 ) -> RunConfig:
-    """All that a resume could forget: Adam's moments, a falling learning rate, dropout, a shuffled corpus."""
+    """A run with all that a resume could forget: moments, learning rate, dropout, data order."""
     parallel = PARALLEL[layout]
     layers = 2 * parallel.num_virtual  # as many as there are stages
     return RunConfig(
@@ -189,7 +194,7 @@ def second_half(folder: Path, layout: str, lora: bool) -> RunConfig:
 
 
 def run_cases(folder: Path, wanted: list[tuple[str, bool]]) -> None:
-    """All `whole` runs of the cases, and then, in other processes, their second halves once more."""
+    """All `whole` runs of the cases, and then, in other processes, their second halves again."""
     for nproc in sorted(set(PROCESSES.values())):
         here = [(layout, lora) for layout, lora in wanted if PROCESSES[layout] == nproc]
         if here:
@@ -281,7 +286,8 @@ def test_a_pipeline_goes_on_under_fsdp2_as_another_pipeline_and_alone(ran):
         assert apart(cfg, one) <= max(1e-6, 10 * apart(noise, one))
 
 
-# In full, tensors cross the layouts without stages in the tests of `cross_all`; with stages and tp, in `make parity`.
+# In full, tensors cross the layouts without stages in the tests of `cross_all`; with stages and tp
+# in `make parity`.
 @pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
     def deep(name: str, **training: Any) -> RunConfig:
@@ -294,7 +300,8 @@ def test_with_shares_of_layers_and_without_in_every_composition(folder, lora):
             eval_batches=1,
             **training,
         )
-        # Of Gated DeltaNet's [q, k, v] rows a rank has some of each: its shares joined are not the whole.
+        # A rank has some of each of Gated DeltaNet's [q, k, v] rows: joined shares are not the full
+        # tensor.
         return replace(
             cfg,
             model=replace(cfg.model, path=str(CONFIGS / "tiny-qwen3_5")),
@@ -357,7 +364,7 @@ def weights_apart(cfg: RunConfig, other: RunConfig) -> float:
     return max((ones[name] - others[name]).abs().max().item() for name in ones)
 
 
-# --------------------------------------------------------------------------------------------------- killed in a save
+# --------------------------------------------------------------------------------- killed in a save
 
 
 def cut_short(file: int) -> None:
@@ -380,7 +387,7 @@ KILLS = {
 
 
 def run_killed(moment: str, call: int, rank: int, cfg: RunConfig) -> None:
-    """As `run`, but this rank is killed in the middle of a function that it calls for the `call`-th time."""
+    """As `run`, but this rank is killed in the `call`-th call of a function."""
     owner, name, begin = KILLS[moment]
     function, calls = getattr(owner, name), itertools.count(1)
 
@@ -432,7 +439,7 @@ def test_killed_in_the_second_save(ran, tmp_path, moment, layout, call, rank, st
 
 
 def cross(folder: Path, read: Path | None, cell: Cell) -> Values:
-    """Read a checkpoint, or make a step, and write one: the whole tensors that this rank then has, by key."""
+    """Read a checkpoint, or make a step, and write one; return this rank's full tensors by key."""
     cfg = run_config(cell, "adamw")
     resume = None if read is None else str(read)
     training = replace(
@@ -447,10 +454,9 @@ def cross(folder: Path, read: Path | None, cell: Cell) -> Values:
     (folder / "metrics.jsonl").touch()
     mesh = build_mesh(cfg, torch.device("cpu"))
     start = find_start(cfg)
-    job = build.build(cfg, mesh, build.State(step=start.step))
+    job = build(cfg, mesh, start.state())
     if start.folder is None:
         training_step(job, microbatches(cfg, mesh, 1), mesh, None)
-    checkpoint.restore(start, job, cfg)
     with Checkpointer(
         cfg, job, NoLoader(rows=cfg.training.global_batch_size), start
     ) as checkpointer:
@@ -473,7 +479,8 @@ def cross_all(folder: Path, family: str, layouts: dict[str, int]) -> Values:
 
 
 def test_shares_that_several_ranks_hold_cross_layouts_unchanged(tmp_path):
-    # 2 heads of keys and values, and 2 groups of Mamba2's B and C, of which 4 ranks hold each twice, and 2 ranks once.
+    # 2 heads of keys and values, and 2 groups of Mamba2's B and C: 4 ranks hold each twice, 2 ranks
+    # hold each once.
     written = cross_all(
         tmp_path,
         "granitemoehybrid",
@@ -492,7 +499,12 @@ def test_every_tensor_crosses_every_layout_unchanged(tmp_path):
 
 
 def schedule_that_restarts():
-    loop.State = lambda step: build.State()
+    initialise = SavedState.__init__
+
+    def without_step(self, folder, manifest):
+        initialise(self, folder, replace(manifest, step=0))
+
+    SavedState.__init__ = without_step
 
 
 def loader_that_restarts():
@@ -500,17 +512,17 @@ def loader_that_restarts():
 
 
 def moments_forgotten():
-    restore = loop.restore
+    load_state = assembly.load_state
 
-    def forgetful(start, job, cfg):
-        restore(start, job, cfg)
-        job.optimizer.state.clear()
+    def forgetful(pm, optimizer, cfg, state):
+        load_state(pm, optimizer, cfg, state)
+        optimizer.state.clear()
 
-    loop.restore = forgetful
+    assembly.load_state = forgetful
 
 
 def moments_of_another_parameter():
-    optimized = checkpoint._optimized
+    optimized = assembly_state.optimized_parameters
 
     def swapped(optimizer):
         named = list(optimized(optimizer))
@@ -518,13 +530,12 @@ def moments_of_another_parameter():
         names = {named[places[0]][0]: named[places[1]][0], named[places[1]][0]: named[places[0]][0]}
         return iter([(names.get(name, name), p) for name, p in named])
 
-    checkpoint._optimized = swapped
+    assembly_state.optimized_parameters = swapped
 
 
 def weights_not_restored():
-    held = checkpoint._held
-    checkpoint._held = lambda job, cfg: (
-        item for item in held(job, cfg) if item[0].startswith("optimizer/")
+    SavedState.keys = property(
+        lambda self: [key for key in self._tensors if key.startswith("optimizer/")]
     )
 
 

@@ -28,8 +28,9 @@ from tests.models.tiny import (
 
 TOLERANCE = 1e-5  # float32, relative to the largest logit
 
-# Plain transformers and peft, in a process of their own: every warning but transformers' deprecations is an error, so
-# that adapter keys which PEFT does not find a place for cannot pass unseen.
+# Plain transformers and peft, in a process of their own: every warning but transformers'
+# deprecations is an error, so that adapter keys which PEFT does not find a place for cannot pass
+# unseen.
 SCRIPT = """
 import json, sys, warnings
 import torch
@@ -78,7 +79,7 @@ def lora_for(name: str, case: str) -> Lora | None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, torch.Tensor]:
-    """Folders with `base` and `adapter`, and the logits of the model that they were written from."""
+    """Folders with `base` and `adapter`, and the logits of the model that wrote them."""
     expected = {}
     for name in TINY:
         for case in CASES:

@@ -1,4 +1,4 @@
-"""The hub is asked once for what is no folder, and a run ends at once where it has nothing to give."""
+"""The hub is asked once for what is no folder, and a run ends at once where it has nothing."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def test_random_weights_are_a_function_of_the_seed(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_random_weights_follow_the_familys_rules(name: str) -> None:
-    # transformers' own initialisation, twice: what is equal in both is a constant; of the rest ours is another draw.
+    # transformers' own initialisation, twice: what is equal in both is a constant; of the rest ours
+    # is another draw.
     ours = entries(tiny(name))
     config = read_config(tiny(name))
     with torch.random.fork_rng(devices=[]):
@@ -45,8 +46,9 @@ def test_random_weights_follow_the_familys_rules(name: str) -> None:
         if torch.equal(value, again[key]):
             assert torch.equal(ours[key], value), key
         elif value.numel() >= 500:
-            # The deviation s of n draws has itself a deviation of s / sqrt(2 n), 3.2 % at most here, and the difference
-            # of two such estimates sqrt(2) times that; their means differ by s sqrt(2 / n). Five times each.
+            # The deviation s of n draws has itself a deviation of s / sqrt(2 n), 3.2 % at most
+            # here, and the difference of two such estimates sqrt(2) times that; their means differ
+            # by s sqrt(2 / n). Five times each.
             assert math.isclose(ours[key].std(), value.std(), rel_tol=0.22), key
             assert abs(ours[key].mean() - value.mean()) < 5 * value.std() * math.sqrt(
                 2 / value.numel()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5Config
 
 from shardwise.config import Model, UserError
-from shardwise.models import initialise, load
+from shardwise.models import initialise, weight_files
 from shardwise.models.load import build_meta, check_vocabulary, load_whole, read_config, weights
 from shardwise.models.save import save_model
 from tests.models.tiny import CONFIGS, TINY, entries, on_meta, same, tiny
@@ -22,7 +22,7 @@ from tests.models.tiny import CONFIGS, TINY, entries, on_meta, same, tiny
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model folder as transformers writes it, of the family whose checkpoints differ most from the modules."""
+    """A folder as transformers writes it, of the family whose names differ most from modules'."""
     load_whole(tiny("tiny-olmo_hybrid"), read_config(tiny("tiny-olmo_hybrid"))).save_pretrained(
         tmp_path
     )
@@ -129,7 +129,8 @@ def test_remote_code_runs_only_when_asked_for(tmp_path: Path) -> None:
     config = {"model_type": "odd", "auto_map": {"AutoConfig": "code.OddConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "code.py").write_text(
-        "from transformers import PretrainedConfig\nclass OddConfig(PretrainedConfig):\n    model_type = 'odd'\n"
+        "from transformers import PretrainedConfig\n"
+        "class OddConfig(PretrainedConfig):\n    model_type = 'odd'\n"
     )
     with pytest.raises(UserError, match="trust_remote_code"):
         read_config(Model(str(tmp_path)))
@@ -199,7 +200,7 @@ def test_building_on_meta_allocates_nothing_large() -> None:
     state = torch.get_rng_state()
     with LargestAllocation() as largest:
         built = build_meta(Model("none", dtype="bfloat16"), config)
-    # 2 * 128,000 * 8192 in the embeddings and about 1.7e9 in two layers, 2 bytes each: more than 7 GB
+    # 2 * 128,000 * 8192 in the embeddings, about 1.7e9 in two layers, 2 bytes each: more than 7 GB
     assert sum(p.nbytes for p in built.parameters()) > 7e9
     assert 0 < largest.nbytes < 10_000  # rope tables: 8192 / 32 heads / 2 = 128 angles of 4 bytes
     assert torch.equal(torch.get_rng_state(), state)
@@ -252,13 +253,15 @@ def test_weights_are_handed_over_one_at_a_time(init: str, folder: Path) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys that are read from files, as they are."""
     keys: list[str] = []
-    original = load._Reader.__call__
+    original = weight_files._Reader.__call__
 
-    def call(self: load._Reader, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def call(
+        self: weight_files._Reader, key: str, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         keys.append(key)
         return original(self, key, dtype)
 
-    monkeypatch.setattr(load._Reader, "__call__", call)
+    monkeypatch.setattr(weight_files._Reader, "__call__", call)
     return keys
 
 
@@ -282,7 +285,8 @@ def parts_of(names: Iterable[str]) -> list[set[str]]:
     "name", ["tiny-qwen3_moe", "tiny-olmo_hybrid", "tiny-nemotron_h", "tiny-gpt2", "tiny-lfm2"]
 )
 def test_only_what_is_wanted_is_read(name: str, tmp_path: Path, read: list[str]) -> None:
-    # Where experts are stacked and convolutions joined from keys of their own, and names differ; the last two are tied.
+    # Experts are stacked and convolutions joined from several keys, and names differ; the last two
+    # are tied.
     load_whole(tiny(name), read_config(tiny(name))).save_pretrained(tmp_path)
     model = Model(str(tmp_path))
     everything = entries(model)
@@ -353,7 +357,7 @@ def test_weights_take_the_dtype_that_is_asked_for(folder: Path) -> None:
 
 
 def test_a_convolution_stored_as_queries_keys_and_values(folder: Path) -> None:
-    # As the published checkpoints have it. transformers 5.23 writes thirds instead, which load the same way.
+    # As in the published checkpoints. transformers 5.23 writes thirds, which load the same way.
     layer = "model.layers.0.linear_attn."
     whole = entries(Model(str(folder)))[layer + "conv1d.weight"]
     parts = {f"{layer}{part}_conv1d.weight": v for part, v in zip("qkv", whole.split([48, 48, 96]))}
@@ -425,7 +429,8 @@ def test_a_wrong_shape_is_named(folder: Path) -> None:
 
 def test_a_missing_part_of_an_entry_is_named(folder: Path) -> None:
     rewrite(folder, model__layers__0__linear_attn__k_conv1d__weight=None)
-    # 4 heads with queries and keys of 12 and values of 24 channels: 192 together, which transformers writes as thirds
+    # 4 heads with queries and keys of 12 and values of 24 channels: 192 together, which
+    # transformers writes as thirds
     with pytest.raises(
         UserError, match=r"layers\.0\.linear_attn\.conv1d\.weight has the shape \[128, 1, 4\]"
     ):
@@ -462,17 +467,17 @@ def test_damage_to_a_sharded_checkpoint_is_named(tmp_path: Path) -> None:
     shards[1].unlink()
     with pytest.raises(UserError, match=f"{shards[1].name}: named in"):
         entries(Model(str(tmp_path)))
-    (tmp_path / load.INDEX).write_text("{}")
+    (tmp_path / weight_files.INDEX).write_text("{}")
     with pytest.raises(UserError, match="not a safetensors index"):
         entries(Model(str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "sub/../../x.safetensors"])
 def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / load.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    (tmp_path / weight_files.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
     for read in (
-        lambda: load.fingerprint(Model(str(tmp_path)), weights=True),
-        lambda: load._files_by_key(tmp_path),
+        lambda: weight_files.fingerprint(Model(str(tmp_path)), weights=True),
+        lambda: weight_files._files_by_key(tmp_path),
     ):
         with pytest.raises(UserError, match="not in its folder"):
             read()

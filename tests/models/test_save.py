@@ -70,7 +70,7 @@ def test_our_files_are_byte_by_byte_what_transformers_writes(tmp_path: Path) -> 
 
 
 def test_checkpoints_differ_from_modules_in_names_and_layout(tmp_path: Path) -> None:
-    # Guards the two tests above: without these differences they would prove nothing about conversion.
+    # Without these differences the two tests above would prove nothing about conversion.
     expected = {
         "tiny-olmo_hybrid": "model.layers.0.linear_attn.q_conv1d.weight",
         "tiny-qwen3_next": "model.layers.0.mlp.experts.7.gate_proj.weight",

@@ -17,7 +17,7 @@ from shardwise.assembly.build import build
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
 from shardwise.interfaces import Batch
 from shardwise.metrics.memory import PeakMemory, tensor_bytes
-from shardwise.models import load
+from shardwise.models import load, weight_files
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.save import save_model
 from shardwise.parallel.mesh import build_mesh
@@ -97,7 +97,7 @@ def _load_counting(cfg: RunConfig) -> tuple[dict[str, int], int, int, int]:
     """Bytes that this rank reads, by key; peak while it does, the largest of its parameters, and
     all of them."""
     read: dict[str, int] = {}
-    reader = load._Reader.__call__
+    reader = weight_files._Reader.__call__
 
     def counting(self: Any, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor = reader(self, key, dtype)
@@ -105,7 +105,7 @@ def _load_counting(cfg: RunConfig) -> tuple[dict[str, int], int, int, int]:
         read[key] = tensor.nbytes
         return tensor
 
-    load._Reader.__call__ = counting  # this process ends with the answer
+    weight_files._Reader.__call__ = counting  # this process ends with the answer
     peak, held, _, whole = _load(cfg)
     return read, peak, max(map(tensor_bytes, [[p] for p in whole.values()])), held
 

@@ -19,7 +19,8 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file
 
-from shardwise.assembly.build import State, build
+from shardwise.assembly.build import build
+from shardwise.assembly.state import MemoryState
 from shardwise.checkpoint.export import save_result
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import IGNORED, Batch, Mesh
@@ -298,7 +299,7 @@ def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return tokens[:-1], labels, owners
 
 
-def start(cfg: RunConfig) -> State:
+def start(cfg: RunConfig) -> MemoryState:
     """Values at which gradients show what they are to show.
 
     LoRA's B is drawn at random: at its usual zero every gradient of A is zero and proves nothing.
@@ -310,7 +311,7 @@ def start(cfg: RunConfig) -> State:
     hf = load.build_meta(cfg.model, hf_config)
     if cfg.lora is not None:
         lora.inject(hf, cfg.lora, spec_of(hf_config, hf))
-    return State(dict(_drawn(hf)))
+    return MemoryState({f"weights/{name}": value for name, value in _drawn(hf)})
 
 
 def _drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from unittest import mock
 
 import pytest
 import torch
@@ -69,8 +70,8 @@ def test_a_model_that_does_not_fit_is_not_answered_by_smaller_batches(monkeypatc
     def no_memory() -> None:
         raise MemoryError
 
-    monkeypatch.setattr(build, "State", no_memory)  # what it calls first
-    building = explain(raised_by(lambda: build.build(None, None)))
+    monkeypatch.setattr(build, "describe", lambda *_: no_memory())
+    building = explain(raised_by(lambda: build.build(None, mock.MagicMock())))
     step = explain(raised_by(no_memory))
     assert (
         (building.exit_code, building.reason)

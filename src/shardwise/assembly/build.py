@@ -1,11 +1,13 @@
-"""The one way to make a run: a model as its layout has it, an optimizer and a schedule, from a config and a state."""
+"""The one way to make a run: from a config and a state to a model, an optimizer and a schedule.
+
+The model is laid out as `cfg.parallel` says; this rank builds its part of it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,57 +17,48 @@ from shardwise.assembly import order
 from shardwise.assembly.costs import choose_split, costs_of, memory_caveat
 from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.loss_scale import LossScale
-from shardwise.assembly.optimizer import is_decayed, make_lr_schedule, make_optimizer
+from shardwise.assembly.optimizer import (
+    is_decayed,
+    make_lr_schedule,
+    make_optimizer,
+    optimized_parameters,
+)
+from shardwise.assembly.state import FRESH, load_initial_weights, load_state
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
-from shardwise.models import load, lora, tensor_plan
+from shardwise.interfaces import Batch, Mesh, ParallelModel, State
+from shardwise.models import lora, tensor_plan
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
-from shardwise.models.initialise import nudged
-from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import stages
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
-from shardwise.process.watchdog import beat, paused
 from shardwise.schedule.costs import Cost, CostSource
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split
 
 
 @dataclass(frozen=True)
-class State:
-    """What a run starts from beside its config."""
-
-    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Full tensors by parameter name, in place of the initial values."""
-    step: int = 0
-    """Steps done before; the learning rate is a function of it."""
-
-
-@dataclass(frozen=True)
 class Cut:
-    """Where a pipeline's model is cut, and what that goes by; the same on every rank."""
+    """Where a pipeline's model is cut, and by which costs; the same on every rank."""
 
     pipeline: Pipeline
     split: Split
-    units: tuple[Cost, ...]  # what the split is of
+    units: tuple[Cost, ...]
+    """The costs of the units that the split distributes over the stages."""
     source: CostSource
 
     def __str__(self) -> str:
-        pipeline, split = self.pipeline, self.split
-        ranks = [
-            [", ".join(split.contents(c)) for c in pipeline.chunks_of(r)]
-            for r in range(pipeline.num_ranks)
+        pipeline = self.pipeline
+        lines = [
+            f"pipeline: {pipeline.schedule}, {pipeline.num_microbatches} micro-batches, "
+            f"cut by {self.source}; predicted bubble {self.split.timeline.bubble():.1%}"
         ]
-        head = (
-            f"pipeline: {pipeline.schedule}, {pipeline.num_microbatches} micro-batches, cut by {self.source}; "
-            f"predicted bubble {split.timeline.bubble():.1%}"
-        )
-        return "\n".join(
-            [head, *(f"  rank {rank}: {' | '.join(chunks)}" for rank, chunks in enumerate(ranks))]
-        )
+        for rank in range(pipeline.num_ranks):
+            chunks = [", ".join(self.split.contents(c)) for c in pipeline.chunks_of(rank)]
+            lines.append(f"  rank {rank}: {' | '.join(chunks)}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -74,56 +67,48 @@ class Job:
 
     pm: ParallelModel
     hf: PreTrainedModel
-    """The whole model by names and config; on meta where it is cut into stages."""
+    """All of the model by names and config; on meta where it is cut into stages."""
     optimizer: torch.optim.Optimizer
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     spec: ModelSpec
-    parameters: Mapping[
-        str, int
-    ]  # of the whole model: how many are trainable, frozen, and in total
-    trained: frozenset[str]  # names of the trainable ones, of the whole model
-    counts: (
-        ModelCounts | None
-    )  # of the whole model; None where FLOPs cannot be counted, as a note says
+    parameters: Mapping[str, int]
+    """Number of parameters of the whole model: `trainable`, `frozen` and in `total`."""
+    counts: ModelCounts | None
+    """Of the whole model; None where FLOPs cannot be counted, as a note explains."""
     coverage: lora.Coverage | None
     loss_scale: LossScale
-    positions: int | None  # how many the model has learned; None: it takes any
-    cut: Cut | None = None  # of a pipeline
-    kernels: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what `lora.kernel` and `training.loss` came to
-    notes: tuple[
-        str, ...
-    ] = ()  # what whoever reads the result must know; printed, and kept in the record
+    positions: int | None
+    """How many positions the model has learned; None: it takes any number."""
+    cut: Cut | None
+    """Of a pipeline."""
+    kernels: Mapping[str, str]
+    """Which kernels `lora.kernel` and `training.loss` came to."""
+    notes: tuple[str, ...]
+    """What a reader of the result must know; printed, and kept in the record."""
 
-    def trainable(self) -> list[torch.nn.Parameter]:
-        """What the optimizer updates on this rank, with its gradients: parameters, or shards of them."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
+    def trainable(self) -> list[nn.Parameter]:
+        """Return what the optimizer updates on this rank: parameters, or shards of them."""
+        return [parameter for _, parameter in optimized_parameters(self.optimizer)]
 
 
-def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
-    """Build the part of this rank in the run that `cfg` describes; memory is taken after all checks."""
-    state = state or State()
+def build(cfg: RunConfig, mesh: Mesh, state: State = FRESH) -> Job:
+    """Build this rank's part of the run that `cfg` describes, as it is after `state.step` steps.
+
+    Memory is taken after all checks; UserError, the same on every rank, if one fails.
+    """
     facts = describe(cfg, mesh.dense.size(), mesh.device)
-    hf, spec, family = facts.hf, facts.spec, facts.family
+    hf, spec = facts.hf, facts.spec
+    state.check(hf, cfg)
     parameters = _sizes(hf)
-    notes = _notes(cfg, spec)
-    counts = None if notes else count_model(hf, spec)
+    counts = count_model(hf, spec) if _can_count_flops(cfg, spec) else None
     cut = None if facts.pipeline is None else _cut(cfg, mesh, facts, facts.pipeline, counts)
-    if cfg.parallel.tp > 1:
-        notes += _replicated_note(
-            tensor_plan.replicated_weights(hf, spec, cfg.parallel.tp), cut, cfg, mesh
-        )
-    if cut and cfg.parallel.memory_limit_gib and (caveat := memory_caveat(spec, cut.source)):
-        notes += (f"parallel.memory_limit_gib: {caveat}",)
-    notes += facts.notes
-    trained = frozenset(n for n, p in hf.named_parameters() if p.requires_grad)
-    decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, family)}  # by whole shapes
+    notes = _notes(cfg, mesh, facts, cut)
+    # By the shapes of full parameters.
+    decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, facts.family)}
 
-    def load_parts(pm: ParallelModel) -> None:
+    def load(pm: ParallelModel) -> None:
         materialise(nn.ModuleList(pm.parts), mesh.device)
-        for part in pm.parts:
-            _fill_part(pm, part, cfg, state)
+        load_initial_weights(pm, cfg, state)
 
     pm = ParallelModel(
         parts=_parts(cfg, mesh, facts, cut),
@@ -131,18 +116,19 @@ def build(cfg: RunConfig, mesh: Mesh, state: State | None = None) -> Job:
         make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
         from_portable=lambda name, held, portable: fill(held, portable),
     )
-    pm = order.apply(pm, mesh, cfg, spec, load_parts)
+    pm = order.apply(pm, mesh, cfg, spec, load)
     optimizer = pm.make_optimizer([(n, p) for n, p in pm.named_parameters() if p.requires_grad])
-    lr_schedule = make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step)
+    load_state(pm, optimizer, cfg, state)
     loss_scale = LossScale.of(cfg.training.precision)
+    if state.loss_scale is not None:
+        loss_scale.load_state_dict(state.loss_scale)
     return Job(
         pm=pm,
         hf=hf,
         optimizer=optimizer,
-        lr_schedule=lr_schedule,
+        lr_schedule=make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step),
         spec=spec,
         parameters=parameters,
-        trained=trained,
         counts=counts,
         coverage=facts.coverage,
         loss_scale=loss_scale,
@@ -157,7 +143,7 @@ def _cut(
     cfg: RunConfig, mesh: Mesh, facts: Description, pipeline: Pipeline, counts: ModelCounts | None
 ) -> Cut:
     costs = costs_of(cfg, facts.hf, facts.spec, counts, mesh.dense.size(), mesh.size("dp_shard"))
-    # A few numbers per layer, from every rank to all: on another node another profile may lie, or none.
+    # A few numbers per layer go from every rank to all: a node may have another profile, or none.
     units, source = of_every_rank(costs)[0]
     return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
 
@@ -169,41 +155,58 @@ def _parts(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> t
     return stages(facts.hf, facts.spec, cut.split.boundaries, chunks, cfg, facts.family)
 
 
-def _notes(cfg: RunConfig, spec: ModelSpec) -> tuple[str, ...]:
-    """Why FLOPs cannot be counted; empty where they can."""
-    notes = () if spec.family in FAMILIES else (unproven_note(spec.family),)
+def _can_count_flops(cfg: RunConfig, spec: ModelSpec) -> bool:
+    # Attention's FLOPs in isolated rows depend on where the documents end.
+    return spec.family in FAMILIES and not cfg.data.keeps_documents_apart
+
+
+def _notes(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> tuple[str, ...]:
+    notes = []
+    if facts.spec.family not in FAMILIES:
+        notes.append(unproven_note(facts.spec.family))
     if cfg.data.keeps_documents_apart:
-        notes += (
-            "data.packing isolated: no FLOPs are counted (mfu and hfu are null), since attention's depend on where the "
-            "documents end",
+        notes.append(
+            f"data.packing {cfg.data.packed}: no FLOPs are counted (mfu and hfu are null), since attention's "
+            "depend on where the documents end"
         )
-    return notes
+    if cfg.parallel.tp > 1:
+        units = tensor_plan.replicated_weights(facts.hf, facts.spec, cfg.parallel.tp)
+        if any(units):
+            notes.append(_replicated_note(units, cut, cfg, mesh))
+    limited = cut is not None and cfg.parallel.memory_limit_gib is not None
+    if limited and (caveat := memory_caveat(facts.spec, cut.source)):
+        notes.append(f"parallel.memory_limit_gib: {caveat}")
+    return (*notes, *facts.notes)
 
 
 def _replicated_note(
     units: Sequence[Counter[str]], cut: Cut | None, cfg: RunConfig, mesh: Mesh
-) -> tuple[str, ...]:
-    """Return what tensor parallelism does not shard, if anything, in the whole model: the same on all ranks."""
-    whole = sum(units, Counter())
-    told = ", ".join(f"{name} ({num_bytes:,})" for name, num_bytes in whole.items())
-    said = f"parallel.tp: of these weights other ranks hold the same bytes: {told}; {whole.total():,} in the whole model"
+) -> str:
+    """Name the weights of the whole model that tensor parallelism does not shard."""
+    num_bytes = sum(units, Counter())
+    listed = ", ".join(f"{name} ({n:,})" for name, n in num_bytes.items())
+    note = (
+        f"parallel.tp: of these weights other ranks hold the same bytes: {listed}; "
+        f"{num_bytes.total():,} in the whole model"
+    )
     if cut is not None:
-        edges, pipeline = cut.split.boundaries, cut.pipeline
-        held = [
-            sum(
-                units[u].total()
-                for c in pipeline.chunks_of(r)
-                for u in range(edges[c], edges[c + 1])
-            )
-            for r in range(pipeline.num_ranks)
-        ]
-        said += f", on a rank of the pipeline at most {max(held):,}"
+        largest = max(_bytes_on_rank(rank, units, cut) for rank in range(cut.pipeline.num_ranks))
+        note += f", on a rank of the pipeline at most {largest:,}"
     if cfg.parallel.data == "fsdp2" and mesh.size("dp_shard") > 1:
-        said += f", of which fsdp2 leaves 1/{mesh.size('dp_shard')} on each rank"
-    return (said,) * bool(whole)
+        note += f", of which fsdp2 leaves 1/{mesh.size('dp_shard')} on each rank"
+    return note
 
 
-def _sizes(hf: torch.nn.Module) -> dict[str, int]:
+def _bytes_on_rank(rank: int, units: Sequence[Counter[str]], cut: Cut) -> int:
+    edges = cut.split.boundaries
+    return sum(
+        units[unit].total()
+        for chunk in cut.pipeline.chunks_of(rank)
+        for unit in range(edges[chunk], edges[chunk + 1])
+    )
+
+
+def _sizes(hf: nn.Module) -> dict[str, int]:
     total = sum(p.numel() for p in hf.parameters())
     trainable = sum(p.numel() for p in hf.parameters() if p.requires_grad)
     return {"trainable": trainable, "frozen": total - trainable, "total": total}
@@ -212,7 +215,7 @@ def _sizes(hf: torch.nn.Module) -> dict[str, int]:
 def run_in_turn(
     pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
 ) -> torch.Tensor:
-    """One micro-batch after the other through the one part of a model that is not cut into stages."""
+    """Run one micro-batch after the other through a model that is not cut: see `Run`."""
     (part,) = pm.parts
     part.train(train)
     total = torch.zeros((), device=microbatches[0].input_ids.device)
@@ -226,29 +229,3 @@ def run_in_turn(
                 (loss * loss_scale).backward()
             total += loss.detach()
     return total
-
-
-def _fill_part(pm: ParallelModel, part: Part, cfg: RunConfig, state: State) -> None:
-    targets = dict(chain(part.hf.named_parameters(), part.hf.named_buffers()))
-    # Two parameters may stand for one weight: `modules_to_save` keeps the original beside the copy that is trained.
-    by_hf_name: dict[str, list[str]] = {}
-    for name in targets:
-        if not is_adapter(name):
-            by_hf_name.setdefault(hf_name(name), []).append(name)
-    with paused():
-        load.fetch(cfg.model)
-    base = load.weights(part.hf, cfg.model, cfg.training.seed, by_hf_name)
-    initial = chain(
-        ((name, full) for disk_name, full in base for name in by_hf_name[disk_name]),
-        lora.adapter_weights(part.hf, cfg.training.seed),
-        ((name, full) for name, full in state.parameters.items() if name in targets),
-    )
-    filled = set()
-    for name, full in initial:  # one at a time
-        if cfg.measure.nudge_weights:
-            full = nudged(full, cfg.training.seed, name)
-        pm.from_portable(name, targets[name], full)
-        filled.add(name)
-        beat()
-    missed = [name for name, _ in part.hf.named_parameters() if name not in filled]
-    assert not missed, f"never filled: {missed}"

@@ -156,7 +156,8 @@ def optimizer_bytes(cfg: RunConfig, weight_bytes: int, num_weights: int = 1) -> 
     """
     states = STATES[cfg.optimizer.name]
     counter = 4 if "step" in states else 0
-    return len(states - {"step"}) * weight_bytes + counter * num_weights
+    moments = [name for name in states if name != "step"]
+    return len(moments) * weight_bytes + counter * num_weights
 
 
 def _state_bytes(

@@ -6,7 +6,9 @@ torch.amp.GradScaler.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 INITIAL_SCALE = 2.0**16
 GROWTH_STEPS = 2000
@@ -43,10 +45,10 @@ class LossScale:
             self.scale, self.good_steps = self.scale * 2, 0
         return True
 
-    def state_dict(self) -> dict[str, float | int | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, float | int | bool]) -> None:
+    def load_state_dict(self, state: Mapping[str, float | int | bool]) -> None:
         """Resume from what `state_dict` has returned."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -1,4 +1,4 @@
-"""What a run leaves behind for others: `adapter/` in PEFT's format, or `model/` in transformers'."""
+"""The result of a run: `adapter/` in PEFT's format, or `model/` in transformers' format."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.assembly.build import Job
+from shardwise.assembly.state import portable_weights
 from shardwise.checkpoint.folder import UNFINISHED
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
@@ -31,77 +32,60 @@ def save_result(
     output_dir: Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Path | None:
-    """Write the adapter (LoRA) or the model (full) from any layout, with the tokenizer that it was trained with.
+    """Write the adapter (LoRA) or the model (full) from any layout, with the run's tokenizer.
 
-    Return the folder on rank 0, None elsewhere.
-
-    Tensors are gathered one by one, and only rank 0 keeps them: adapters together, a model's up to one file's worth.
-    The folder gets its name when all is written: one that is there is whole.
+    Return the folder on rank 0, None elsewhere. Tensors are gathered one by one, and only rank 0
+    keeps them: all of an adapter's, or up to one file's worth of a model's. The folder gets its
+    name when it is complete.
     """
-    whole = _whole_tensors(job, mesh, trainable_only=cfg.lora is not None)
+    tensors = _full_tensors(job, mesh, trained_only=cfg.lora is not None)
     if dist.get_rank() != 0:
-        deque(whole, maxlen=0)  # takes part in the gathering
+        deque(tensors, maxlen=0)  # takes part in the gathering
         return None
     folder = output_dir / ("model" if cfg.lora is None else "adapter")
-    if not output_dir.is_dir():  # removed or moved; to make it again would separate what is in it
+    if not output_dir.is_dir():  # removed or moved; a new one would hold nothing but this result
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
     unfinished = folder.with_name(folder.name + UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     if cfg.lora is None:
-        save_model(job.hf, whole, unfinished)
+        save_model(job.hf, tensors, unfinished)
         save_for_generation(unfinished, tokenizer, cfg.model.path)
     else:
-        save_adapter(job.hf, cfg.lora, dict(whole), unfinished, cfg.model.path)
+        save_adapter(job.hf, cfg.lora, dict(tensors), unfinished, cfg.model.path)
         save_for_generation(unfinished, tokenizer)
-    shutil.rmtree(folder, ignore_errors=True)  # of the run that this one goes on from
+    shutil.rmtree(folder, ignore_errors=True)  # of the run that this one resumed
     return unfinished.rename(folder)
 
 
-def _whole_tensors(
-    job: Job, mesh: Mesh, trainable_only: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor, whole, on the CPU of rank 0; on every other rank those of its own stages."""
+def _full_tensors(job: Job, mesh: Mesh, trained_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every full tensor on the CPU of rank 0; on every other rank those of its own stages."""
     group = mesh.dense.get_group("pp")
     first, *others = dist.get_process_group_ranks(group)
     rank = dist.get_rank()
-    sending = first == 0 and rank != 0  # one pipeline of several is enough
-    seen = set()  # a tied weight is held twice
-    for name, tensor in _own_tensors(job, trainable_only):
-        seen.add(name)
-        if sending:
-            # To rank 0, what it is and then itself.
+    is_sender = first == 0 and rank != 0  # one pipeline of several is enough
+    names = set()  # two stages hold a tied weight
+    for name, portable in portable_weights(job.pm, trained_only):
+        # An all-gather of one parameter's shards, if it is sharded, by every rank of the stage.
+        tensor = full_tensor(portable).to("cpu", copy=True)
+        names.add(name)
+        if is_sender:
+            # To rank 0: first name, shape and dtype, then the tensor.
             dist.send_object_list([(name, tensor.shape, tensor.dtype)], 0, group, mesh.device)
             dist.send(tensor.to(mesh.device), 0, group)
         yield name, tensor
         beat()  # rank 0 has written it, and at most a file's worth with it
-    if sending:
+    if is_sender:
         dist.send_object_list([None], 0, group, mesh.device)
     for other in others if rank == 0 else ():
-        while (told := _told_by(other, group, mesh.device)) is not None:
-            name, shape, dtype = told
+        header: list[Any] = [None]
+        while True:
+            dist.recv_object_list(header, other, group, mesh.device)
+            if header[0] is None:
+                break
+            name, shape, dtype = header[0]
             tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
             dist.recv(tensor, other, group)
-            if name not in seen:
+            if name not in names:
                 yield name, tensor.cpu()
-            seen.add(name)
+            names.add(name)
             beat()
-
-
-def _told_by(
-    rank: int, group: dist.ProcessGroup, device: torch.device
-) -> tuple[str, torch.Size, torch.dtype] | None:
-    told: list[Any] = [None]
-    dist.recv_object_list(told, rank, group, device)
-    return told[0]
-
-
-def _own_tensors(job: Job, trainable_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in job.pm.named_parameters():
-        if parameter.requires_grad or not trainable_only:
-            # An all-gather of one parameter's shards, if it is sharded; every rank of the stage must come by here.
-            yield name, full_tensor(job.pm.to_portable(name, parameter)).to("cpu", copy=True)
-    for part in () if trainable_only else job.pm.parts:
-        persistent = part.hf.state_dict(keep_vars=True)
-        yield from (
-            (name, buffer.cpu()) for name, buffer in part.hf.named_buffers() if name in persistent
-        )

@@ -1,4 +1,4 @@
-"""Checkpoints as folders on disk: whole, or found out before anything is read into a model. Needs no torch."""
+"""Checkpoints as folders on disk: written, checked, kept and removed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from shardwise.checkpoint.index import (
     INDEX,
     DamagedError,
+    Strict,
     check_header,
     is_file_name,
     parse,
@@ -29,46 +30,114 @@ from shardwise.run_file import parse_config, without_removed
 FORMAT = 3
 CHECKPOINTS, MANIFEST, METRICS, BEST = "checkpoints", "checkpoint.json", "metrics.jsonl", "best"
 UNFINISHED = ".tmp"
-"""The end of the name of what is being written or removed: no run reads it, and the next one takes it away."""
+"""The end of the name of what is being written or removed; no run reads it, the next removes it."""
 ABANDONED = ".abandoned"
-"""The end of the name of a checkpoint that its run has gone back behind: it stays until the run is there again."""
+"""The end of the name of a checkpoint that is later than the one that its run resumed from.
+
+It stays until the run reaches its step again.
+"""
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint holds beside tensors, and by which its files are known to be whole."""
+class File(Strict):
+    """By which a file of a checkpoint is known to be unchanged."""
 
-    step: int  # optimizer steps done; the learning rate is a function of it
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Slot(Strict):
+    """The fields of `data.state.SlotState`."""
+
+    epoch: int
+    place: int
+    token: int
+    documents: int
+    skipped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Loader(Strict):
+    """The fields of `data.state.LoaderState`: where every slot is in its stream of rows."""
+
+    step: int
+    read_from: dict[str, Any]
+    slots: dict[str, Slot]
+
+
+@dataclass(frozen=True)
+class Scale(Strict):
+    """The fields of `LossScale`."""
+
+    dynamic: bool
+    scale: float
+    good_steps: int
+
+
+@dataclass(frozen=True)
+class Best(Strict):
+    """A run's checkpoint with the lowest loss so far, and the text on which that was evaluated."""
+
+    step: int
+    loss: float
+    tokens: int
+    documents: str | None
+    """The fingerprint of the validation set."""
+
+
+@dataclass(frozen=True)
+class Manifest(Strict):
+    """What `checkpoint.json` holds: everything beside tensors, and how its files are known.
+
+    A correct checksum proves nothing about its content: whoever hands out a folder can compute it.
+    """
+
+    step: int
+    """Optimizer steps done."""
     config: dict[str, Any]
-    loader: dict[str, Any]  # where every slot of the global batch is in its stream
-    loss_scale: dict[str, Any]  # float16's, where it stands
-    model: dict[str, str]  # by which the files of `model.path` are known
-    best: dict[str, Any] | None = (
-        None  # this run's checkpoint with the lowest loss so far: step, loss, of which text
-    )
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> bytes, sha256
-    format: int = FORMAT
+    loader: Loader
+    loss_scale: Scale
+    model: dict[str, str]
+    """Checksums of the files of `model.path`, by name."""
+    best: Best | None
+    files: dict[str, File]
+    format: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a line of `metrics.jsonl` must be."""
+
+    step: int
+    loss: float | Literal["nan", "inf", "-inf"] = 0.0
+    grad_norm: float | Literal["nan", "inf", "-inf"] = 0.0
+    skipped_steps: int = 0
+    eval_loss: float | Literal["nan", "inf", "-inf"] = 0.0
+    eval_perplexity: float | Literal["nan", "inf", "-inf"] = 0.0
+    eval_tokens: int = 0
 
 
 def folder_of(output_dir: str | Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps stands."""
+    """Return the folder of the checkpoint after `step` steps."""
     return Path(output_dir) / CHECKPOINTS / f"step-{step}"
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Return the step in a checkpoint's name."""
     return int(folder.name.removeprefix("step-").removesuffix(ABANDONED))
 
 
 def complete(output_dir: str | Path) -> list[Path]:
-    """The checkpoints of a run that were written to their end, newest first; whether they are whole is not asked."""
+    """Return the checkpoints of a run that were written completely, newest first, unchecked."""
     return _checkpoints(output_dir, "")
 
 
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
-    """What is wrong with a checkpoint, in one line that names the file; None where nothing is.
+    """Return what is wrong with a checkpoint, in one line that names the file; None if nothing is.
 
-    With `num_parts` each of several processes reads a share of the files; the manifest and the index are read by all.
+    With `num_parts` each of several processes reads a share of the files; all read the manifest and
+    the index.
     """
     try:
         manifest = read_manifest(folder)
@@ -77,7 +146,7 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
         if missing := {INDEX, METRICS, *index.files()} - manifest.files.keys():
             raise DamagedError(f"{folder / MANIFEST} is altered: it does not know {min(missing)}")
         for name in sorted(manifest.files)[part::num_parts]:
-            _check_file(folder / name, **manifest.files[name])
+            _check_file(folder / name, manifest.files[name])
             if content := index.content_of(name):
                 check_header(folder / name, content)
             elif name == METRICS:
@@ -88,7 +157,7 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
 
 
 def _check_content(folder: Path, manifest: Manifest) -> None:
-    """Raise DamagedError where a manifest is well formed, and yet cannot be that of a run in this folder."""
+    """Raise DamagedError where a well-formed manifest cannot be that of a run in this folder."""
     path = folder / MANIFEST
     if re.fullmatch(r"step-\d+", folder.name) and step_of(folder) != manifest.step:
         raise DamagedError(f"{path} is altered: it is of step {manifest.step}")
@@ -97,7 +166,7 @@ def _check_content(folder: Path, manifest: Manifest) -> None:
     except UserError as error:
         raise DamagedError(f"{error}: this version cannot read its config") from None
     slots = {str(slot) for slot in range(cfg.training.global_batch_size)}
-    if manifest.loader["slots"].keys() != slots:
+    if manifest.loader.slots.keys() != slots:
         raise DamagedError(f"{path} is altered: its slots are not those of the global batch")
 
 
@@ -107,43 +176,36 @@ def read_manifest(folder: Path) -> Manifest:
     written = read_file(path)
     try:
         content = json.loads(written)
-        as_written = isinstance(content, dict) and content.pop("sha256", None) is not None
-        signed = as_written and written == _encode(content)
-    except (ValueError, RecursionError):
+        del content["sha256"]
+        is_signed = written == _encode(content)
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise DamagedError(f"{path} is truncated or altered") from None
-    if not as_written:
-        raise DamagedError(f"{path} is truncated or altered")
-    if not signed:
+    if not is_signed:
         raise DamagedError(f"{path} is altered: its checksum is another")
     if content.get("format") != FORMAT:
         raise DamagedError(
-            f"{path} has format {str(content.get('format'))[:20]}, and this version reads {FORMAT}: end that run with "
-            "the version of shardwise that wrote it, or start from scratch in another folder"
+            f"{path} has format {str(content.get('format'))[:20]}, and this version reads "
+            f"{FORMAT}: end that run with the version of shardwise that wrote it, or start from "
+            "scratch in another folder"
         )
-    parse(path, dumps(content), _Content)
-    if bad := next((name for name in content["files"] if not is_file_name(name)), None):
+    manifest: Manifest = parse(path, dumps(content), Manifest)
+    if bad := next((name for name in manifest.files if not is_file_name(name)), None):
         raise DamagedError(f"{path} is altered: {bad[:40]!r} is no file of a checkpoint")
-    places = [
-        n
-        for slot in content["loader"]["slots"].values()
-        for n in slot.values()
-        if isinstance(n, int)
-    ]
-    if min(content["step"], content["loader"]["step"], *places) < 0:
+    slots = manifest.loader.slots.values()
+    numbers = [n for slot in slots for n in (slot.epoch, slot.place, slot.token, slot.documents)]
+    if min(manifest.step, manifest.loader.step, *numbers) < 0:
         raise DamagedError(f"{path} is altered: a number in it is negative")
-    return Manifest(**content)
+    return manifest
 
 
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The size and checksum of these files, as a manifest has them."""
-    return {
-        name: {"num_bytes": (folder / name).stat().st_size, "sha256": _file_sha256(folder / name)}
-        for name in names
-    }
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, File]:
+    """Return the size and checksum of these files, by name."""
+    paths = {name: folder / name for name in names}
+    return {name: File(path.stat().st_size, _file_sha256(path)) for name, path in paths.items()}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `checkpoint.json`, with a checksum of its own."""
+    """Write `checkpoint.json`, with its own checksum in it."""
     write_synced(folder / MANIFEST, _encode(dataclasses.asdict(manifest)))
 
 
@@ -171,7 +233,10 @@ def mark_best(folder: Path) -> None:
 
 
 def prune(output_dir: str | Path, step: int, keep_last: int) -> None:
-    """Remove what is older than the `keep_last` newest, but not the best; and up to `step` what was abandoned."""
+    """Remove what is older than the `keep_last` newest, but not the best.
+
+    What was abandoned is removed up to `step`.
+    """
     best = (Path(output_dir) / CHECKPOINTS / BEST).resolve()
     older = [folder for folder in complete(output_dir)[keep_last:] if folder.resolve() != best]
     reached = [folder for folder in _checkpoints(output_dir, ABANDONED) if step_of(folder) <= step]
@@ -180,15 +245,18 @@ def prune(output_dir: str | Path, step: int, keep_last: int) -> None:
 
 
 def take_over(output_dir: str | Path, step: int, best_step: int | None) -> None:
-    """Leave the checkpoints of a run that stands after `step`, whatever the runs before it were killed in.
+    """Prepare the checkpoints of earlier runs for a run that resumes after `step`.
 
-    What they were writing or removing goes. Later checkpoints than `step` are abandoned: "latest" must not lead to
-    them once this run has begun another way. `best` leads to that of this run, which a run may have written but not
-    marked.
+    Whatever earlier runs were writing or removing when they were killed is removed. Checkpoints
+    later than `step` are abandoned: "latest" must not lead to them any more. `best` leads to this
+    run's best, which a run may have written but not marked.
     """
     folder = Path(output_dir) / CHECKPOINTS
     for path in folder.glob(f"*{UNFINISHED}"):
-        path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
     for later in [path for path in complete(output_dir) if step_of(path) > step]:
         abandoned = later.with_name(later.name + ABANDONED)
         if abandoned.exists():  # this step was reached again before
@@ -202,26 +270,23 @@ def take_over(output_dir: str | Path, step: int, best_step: int | None) -> None:
 
 def _checkpoints(output_dir: str | Path, ending: str) -> list[Path]:
     folders = (Path(output_dir) / CHECKPOINTS).glob(f"step-*{ending}")
-    return sorted(
-        (f for f in folders if re.fullmatch(rf"step-\d+{ending}", f.name)),
-        key=step_of,
-        reverse=True,
-    )
+    folders = [f for f in folders if re.fullmatch(rf"step-\d+{ending}", f.name)]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def _remove(folder: Path) -> None:
-    # That takes time: cut off in the middle, what is left must not be taken for a checkpoint.
+    # Renamed first: a removal that is interrupted must not leave what looks like a checkpoint.
     shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.removed{UNFINISHED}")))
 
 
-def _check_file(path: Path, num_bytes: int, sha256: str) -> None:
+def _check_file(path: Path, known: File) -> None:
     try:
         if path.exists() and not path.is_file():
             raise DamagedError(f"{path} is not a file")
         size = path.stat().st_size
-        if size != num_bytes:
-            raise DamagedError(f"{path} has {size} bytes of {num_bytes}")
-        if _file_sha256(path) != sha256:
+        if size != known.num_bytes:
+            raise DamagedError(f"{path} has {size} bytes of {known.num_bytes}")
+        if _file_sha256(path) != known.sha256:
             raise DamagedError(f"{path} is altered: its checksum is another")
     except FileNotFoundError:
         raise DamagedError(f"{path} is missing") from None
@@ -250,78 +315,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# What `checkpoint.json` and a line of `metrics.jsonl` have to be; whoever hands out a folder can sign it himself.
-
-
-@dataclass(frozen=True)
-class _File:
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    num_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class _Slot:
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    epoch: int
-    place: int
-    token: int
-    documents: int
-    skipped: dict[str, int]
-
-
-@dataclass(frozen=True)
-class _Loader:
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    step: int
-    read_from: dict[str, Any]
-    slots: dict[str, _Slot]
-
-
-@dataclass(frozen=True)
-class _Scale:
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    dynamic: bool
-    scale: float
-    good_steps: int
-
-
-@dataclass(frozen=True)
-class _Best:
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    step: int
-    loss: float
-    tokens: int
-    documents: str | None
-
-
-@dataclass(frozen=True)
-class _Content:
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    step: int
-    config: dict[str, Any]
-    loader: _Loader
-    loss_scale: _Scale
-    model: dict[str, str]
-    best: _Best | None
-    files: dict[str, _File]
-    format: int
-
-
-@dataclass(frozen=True)
-class _Row:
-    step: int
-    loss: float | Literal["nan", "inf", "-inf"] = 0.0
-    grad_norm: float | Literal["nan", "inf", "-inf"] = 0.0
-    skipped_steps: int = 0
-    eval_loss: float | Literal["nan", "inf", "-inf"] = 0.0
-    eval_perplexity: float | Literal["nan", "inf", "-inf"] = 0.0
-    eval_tokens: int = 0

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint: `index.json` says which part of which tensor lies in which safetensors file.
+"""The tensors of a checkpoint: `index.json` says which file holds which part of which tensor.
 
-Both are plain data: nothing in a checkpoint is ever unpickled, and what does not agree is found before anything is
-read into a model. Needs no torch.
+It and the safetensors files are plain data: nothing in a checkpoint is ever unpickled. Where they
+do not agree, that is found before anything is read into a model. Needs no torch.
 """
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ INDEX = "index.json"
 DTYPES = ("F64", "F32", "BF16", "F16", "I64", "I32", "I16", "I8", "U8", "BOOL")
 """The dtypes that a checkpoint may hold, by their names in a safetensors header."""
 LARGEST = 2**40
-"""Of any size or offset; more elements than this no dim has."""
+"""The largest size or offset; no dim has more elements."""
 
 
 class DamagedError(Exception):
-    """A checkpoint is not whole: one line that names the file."""
+    """A checkpoint is not complete or was altered: one line that names the file."""
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor, which one file holds under the tensor's name."""
+class Strict:
+    """What is read from JSON by `parse` with exactly the fields of its dataclass."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
+
+@dataclass(frozen=True)
+class Chunk(Strict):
+    """A box of a tensor, which one file holds under the tensor's key."""
+
     file: str
-    offsets: list[int]  # where the box begins in the whole tensor
+    offsets: list[int]  # where the box begins in the full tensor
     shape: list[int]
 
 
 @dataclass(frozen=True)
-class Entry:
+class Entry(Strict):
     """A tensor: disjoint chunks that fill it."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     dtype: str
     shape: list[int]
@@ -48,19 +50,17 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Index:
+class Index(Strict):
     """Every tensor of a checkpoint, by key."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     tensors: dict[str, Entry]
 
     def files(self) -> set[str]:
-        """The names of the files that hold the tensors."""
+        """Return the names of the files that hold the tensors."""
         return {chunk.file for entry in self.tensors.values() for chunk in entry.chunks}
 
     def content_of(self, file: str) -> dict[str, tuple[str, list[int]]]:
-        """The dtype and shape of every tensor in a file, by key, as its header must have them."""
+        """Return the dtype and shape that a file's header must give, by key."""
         return {
             key: (entry.dtype, chunk.shape)
             for key, entry in self.tensors.items()
@@ -75,39 +75,36 @@ def encode_index(index: Index) -> bytes:
 
 
 def read_index(folder: Path) -> Index:
-    """Read `index.json`; DamagedError where it is none, or where its chunks do not fill their tensors."""
+    """Read `index.json`; DamagedError where it is malformed or its chunks do not fill a tensor."""
     path = folder / INDEX
     index: Index = parse(path, read_file(path), Index)
     for key, entry in index.tensors.items():
         if problem := _problem(entry):
             raise DamagedError(f"{path} is altered: {key} {problem}")
-    names = [(chunk.file, key) for key, entry in index.tensors.items() for chunk in entry.chunks]
-    if len(set(names)) < len(names):
+    places = [(chunk.file, key) for key, entry in index.tensors.items() for chunk in entry.chunks]
+    if len(set(places)) < len(places):
         raise DamagedError(f"{path} is altered: a file holds a tensor twice")
     return index
 
 
 def check_header(path: Path, content: dict[str, tuple[str, list[int]]]) -> None:
-    """Raise DamagedError where the header of a safetensors file is not one of this content."""
+    """Raise DamagedError where the header of a safetensors file differs from this content."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="np") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
-            header = {
-                key: (part.get_dtype(), list(part.get_shape())) for key, part in slices.items()
-            }
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+            header = {k: (part.get_dtype(), list(part.get_shape())) for k, part in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise DamagedError(
-            f"{path} is no safetensors file ({' '.join(str(error).split())})"
-        ) from None
+        reason = " ".join(str(error).split())
+        raise DamagedError(f"{path} is no safetensors file ({reason})") from None
     for key in sorted(content.keys() | header.keys()):
         if content.get(key) != header.get(key):
             raise DamagedError(f"{path} is altered: its {key} is not what {INDEX} says")
 
 
 def read_file(path: Path) -> bytes:
-    """Read a small file; DamagedError where that cannot be done."""
+    """Read a small file; DamagedError if it cannot be read."""
     try:
         if path.exists() and not path.is_file():  # a pipe or a device would be read without end
             raise DamagedError(f"{path} is not a file")
@@ -119,7 +116,7 @@ def read_file(path: Path) -> bytes:
 
 
 def parse(path: Path, content: bytes | str, kind: Any) -> Any:
-    """Read JSON from `path` as a dataclass, strictly; DamagedError where it is of another shape."""
+    """Read JSON from `path` as a dataclass; DamagedError where fields or types differ."""
     import pydantic  # here, so that a command that looks for checkpoints does not wait for it
 
     try:
@@ -131,38 +128,36 @@ def parse(path: Path, content: bytes | str, kind: Any) -> Any:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name can be that of a file of a checkpoint: it leads nowhere else."""
+    """Return whether a name can be that of a checkpoint's file, in its own folder."""
     return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name) is not None
 
 
 def _problem(entry: Entry) -> str | None:
-    """Say what is wrong with a tensor, if anything: its chunks have to be the cells of one grid over it."""
+    """Return what is wrong with a tensor, if anything.
+
+    Its chunks must be the cells of one grid over it: then they fill it, and none overlap.
+    """
     num_dims = len(entry.shape)
     if entry.dtype not in DTYPES:
         return "has an unknown dtype"
     if not all(is_file_name(chunk.file) for chunk in entry.chunks):
         return "lies outside the folder"
-    if not all(
-        len(sizes) == num_dims for chunk in entry.chunks for sizes in (chunk.offsets, chunk.shape)
-    ):
+    boxes = [sizes for chunk in entry.chunks for sizes in (chunk.offsets, chunk.shape)]
+    if any(len(sizes) != num_dims for sizes in boxes):
         return "has chunks with another number of dims"
-    sizes = [*entry.shape, *(n for chunk in entry.chunks for n in (*chunk.offsets, *chunk.shape))]
-    if not all(0 <= size <= LARGEST for size in sizes):
+    if not all(0 <= size <= LARGEST for sizes in (entry.shape, *boxes) for size in sizes):
         return "has impossible sizes"
     if math.prod(entry.shape) == 0:
         return "has chunks, but no elements" if entry.chunks else None
     num_cells = 1
     for dim, size in enumerate(entry.shape):
-        edges = sorted(
-            {(chunk.offsets[dim], chunk.offsets[dim] + chunk.shape[dim]) for chunk in entry.chunks}
-        )
-        begins, ends = [0, *(end for _, end in edges)], [*(begin for begin, _ in edges), size]
-        if begins != ends or any(begin == end for begin, end in edges):
+        ranges = sorted({(c.offsets[dim], c.offsets[dim] + c.shape[dim]) for c in entry.chunks})
+        # Each range of the grid begins where the one before it ends.
+        begins, ends = [begin for begin, _ in ranges], [end for _, end in ranges]
+        if [*begins, size] != [0, *ends] or any(begin == end for begin, end in ranges):
             return "is not filled by its chunks"
-        num_cells *= len(edges)
-    if (
-        len({tuple(chunk.offsets) for chunk in entry.chunks}) != len(entry.chunks)
-        or len(entry.chunks) != num_cells
-    ):
+        num_cells *= len(ranges)
+    cells = {tuple(chunk.offsets) for chunk in entry.chunks}
+    if not len(cells) == len(entry.chunks) == num_cells:
         return "is not filled by its chunks"
     return None

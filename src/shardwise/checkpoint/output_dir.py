@@ -1,4 +1,4 @@
-"""The output folder of a run: whose it is, and the record of a run that did not succeed."""
+"""The output folder of a run: which run may write there, and the record of one that failed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from shardwise.records.record import RunRecord, Status, write_atomically
 
 RECORD = "record.json"
 TIMELINES = ("timeline.json", "trace.json", "timeline.svg")
-"""What a pipeline did in a step, for programs, for Perfetto, and to look at."""
+"""What a pipeline did in a step: for programs, for Perfetto, and as a picture."""
 FILES = (RECORD, METRICS, *TIMELINES, "non-finite-step-*-rank-*.json")
-"""The files that a run writes, as patterns, but for stacks: a rank may have its file open before another clears."""
+"""The files that a run writes, as patterns.
+
+Stacks are not among them: one rank may have its file open before another clears the folder.
+"""
 RESULTS = ("adapter", "model")
-"""The folders of what was trained, there once they are whole."""
+"""The folders of what was trained; each gets its name when it is complete."""
 FOLDERS = (*RESULTS, *(name + UNFINISHED for name in RESULTS), CHECKPOINTS, "tensorboard")
 """The folders that a run writes."""
 
@@ -36,28 +39,29 @@ def locked(cfg: RunConfig, world: World | None) -> Generator[Lock | None]:
 
 
 def claim(cfg: RunConfig, clear: bool) -> None:
-    """Make the output folder; `clear` removes the run that is to be replaced, and nothing that no run wrote.
+    """Make the output folder, and with `clear` remove the files of the run that is replaced.
 
-    Raises UserError where the folder holds a run and `training.overwrite` is off. A record of a run that was refused
-    before it began (status `unsupported`) holds nothing to lose: the next try replaces it. A run that goes on from a
-    checkpoint in this folder leaves everything as it is until the checkpoint is found whole: see `go_on`.
+    UserError where the folder holds a run and `training.overwrite` is off. The record of a run that
+    was refused before it began (status `unsupported`) holds nothing to lose: the next run replaces
+    it. A run that resumes from a checkpoint in this folder leaves everything as it is until the
+    checkpoint was checked: see `rewind`.
     """
     _check_is_checkpoint(cfg.training.resume)
     folder = _make(cfg)
     _check_kinds(folder)
     _check_inputs_stay(folder, cfg.model.path, cfg.model.tokenizer)
-    if _goes_on_here(cfg, folder):
+    if _resumes_here(cfg, folder):
         return
-    auto = cfg.training.resume == "auto"
-    again = auto and not results(
-        folder
-    )  # of a run that died before its first checkpoint nothing is kept
     if not ((folder / RECORD).exists() or (folder / METRICS).exists() or complete(folder)):
         return
-    if not (cfg.training.overwrite or again or _was_refused(folder)):
-        held = "results, and no checkpoint to go on from" if auto else "another run"
+    auto = cfg.training.resume == "auto"
+    # A run that died before its first checkpoint, and is started again, has nothing to keep.
+    starts_again = auto and not results(folder)
+    if not (cfg.training.overwrite or starts_again or _was_refused(folder)):
+        content = "results, and no checkpoint to resume from" if auto else "another run"
         raise UserError(
-            f"training.output_dir {folder} holds {held}; choose another folder, or set training.overwrite=true"
+            f"training.output_dir {folder} holds {content}; choose another folder, or set "
+            "training.overwrite=true"
         )
     _check_inputs_stay(folder, cfg.training.resume)
     if clear:
@@ -69,12 +73,12 @@ def claim(cfg: RunConfig, clear: bool) -> None:
 
 
 def results(folder: str | Path) -> list[Path]:
-    """What was trained, as far as it was saved to its end."""
+    """Return the folders of what was trained, of those that were saved completely."""
     return [path for name in RESULTS if (path := Path(folder, name)).is_dir()]
 
 
-def go_on(cfg: RunConfig, metrics: Path) -> None:
-    """Make the folder one of a run that stands where its checkpoint, whose metrics these are, was written."""
+def rewind(cfg: RunConfig, metrics: Path) -> None:
+    """Return the folder to the step of a checkpoint, whose `metrics.jsonl` is at `metrics`."""
     folder = Path(cfg.training.output_dir)
     for name in (RECORD, *TIMELINES):
         (folder / name).unlink(missing_ok=True)
@@ -83,28 +87,29 @@ def go_on(cfg: RunConfig, metrics: Path) -> None:
 
 @contextlib.contextmanager
 def writing(cfg: RunConfig) -> Generator[None]:
-    """Raise RunError with a way out where something in the output folder cannot be written any more."""
+    """Turn an error of writing in the output folder into a RunError with a way out."""
     folder = Path(cfg.training.output_dir)
     try:
         yield
     except OSError as error:
-        # A full disk has a way out of its own: see `ending.explain`.
-        if (
-            isinstance(error.filename, str | Path)
-            and Path(error.filename).is_relative_to(folder)
-            and not is_full(error)
-        ):
-            raise RunError(
-                f"training.output_dir {folder}: {Path(error.filename).name} cannot be written ({error.strerror}); was "
-                "the folder moved or removed while the run was in it? put it back, then go on with --resume auto"
-            ) from None
-        raise
+        # `ending.explain` gives the way out of a full disk.
+        if is_full(error) or not isinstance(error.filename, str | Path):
+            raise
+        file = Path(error.filename)
+        if not file.is_relative_to(folder):
+            raise
+        raise RunError(
+            f"training.output_dir {folder}: {file.name} cannot be written ({error.strerror}); was "
+            "the folder moved or removed while the run was in it? put it back, then resume with "
+            "--resume auto"
+        ) from None
 
 
 def record_failure(cfg: RunConfig, status: Status, reason: str) -> None:
-    """Record why the run did not succeed, unless another rank has done so: the first reason is the cause.
+    """Record why the run failed, unless another rank has: the first reason is the cause.
 
-    A user's mistake is `unsupported` if the run had not begun, else `failed`. Torch must be importable.
+    A user's mistake is `unsupported` if the run had not begun, else `failed`. Torch must be
+    importable.
     """
     from shardwise.metrics.hardware import environment
 
@@ -113,9 +118,8 @@ def record_failure(cfg: RunConfig, status: Status, reason: str) -> None:
         return
     if status == "unsupported" and (folder / METRICS).exists():
         status = "failed"
-    with contextlib.suppress(
-        OSError
-    ):  # a full disk, two ranks at once: what matters is the error that is told next
+    # The disk may be full, or two ranks may write at once; the error that is printed next matters.
+    with contextlib.suppress(OSError):
         RunRecord(status, cfg.to_dict(), reason, environment()).write(folder / RECORD)
 
 
@@ -125,7 +129,8 @@ def _make(cfg: RunConfig) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"training.output_dir {folder}: cannot make the folder ({error.strerror}); choose another"
+            f"training.output_dir {folder}: cannot make the folder ({error.strerror}); choose "
+            "another"
         ) from None
     return folder
 
@@ -133,21 +138,20 @@ def _make(cfg: RunConfig) -> Path:
 def _check_is_checkpoint(resume: str | None) -> None:
     if resume in (None, "latest", "latest-good", "auto") or Path(resume, MANIFEST).exists():
         return
-    found = complete(resume)
-    way_out = (
-        f"the newest is {found[0]}"
-        if found
-        else "they are checkpoints/step-N in the output_dir of a run"
-    )
+    way_out = "they are checkpoints/step-N in the output_dir of a run"
+    if checkpoints := complete(resume):
+        way_out = f"the newest is {checkpoints[0]}"
     raise UserError(f"training.resume: {resume} is no checkpoint, it has no {MANIFEST}; {way_out}")
 
 
-def _goes_on_here(cfg: RunConfig, folder: Path) -> bool:
+def _resumes_here(cfg: RunConfig, folder: Path) -> bool:
     resume = cfg.training.resume
+    if resume is None:
+        return False
     if resume == "auto":
         return bool(complete(folder))
-    if resume is None or resume in ("latest", "latest-good"):
-        return resume is not None
+    if resume in ("latest", "latest-good"):
+        return True
     return Path(resume).resolve().is_relative_to((folder / CHECKPOINTS).resolve())
 
 
@@ -161,16 +165,15 @@ def _was_refused(folder: Path) -> bool:
 
 
 def _check_kinds(folder: Path) -> None:
-    folders = [
-        folder / name
-        for name in FOLDERS
-        if (folder / name).exists() and not (folder / name).is_dir()
-    ]
-    files = [path for pattern in FILES for path in folder.glob(pattern) if path.is_dir()]
-    for path in folders + files:
+    """Raise UserError where a folder has the name of a file that a run writes, or the reverse."""
+    paths = [folder / name for name in FOLDERS]
+    wrong = [(path, "file") for path in paths if path.exists() and not path.is_dir()]
+    paths = [path for pattern in FILES for path in folder.glob(pattern)]
+    wrong += [(path, "folder") for path in paths if path.is_dir()]
+    for path, kind in wrong:
         raise UserError(
-            f"training.output_dir {folder}: {path.name} is a {'folder' if path in files else 'file'}, which no run "
-            "has made; move it away, or choose another folder"
+            f"training.output_dir {folder}: {path.name} is a {kind}, which no run has made; move "
+            "it away, or choose another folder"
         )
 
 
@@ -182,7 +185,8 @@ def _remove_folder(folder: Path) -> None:
             shutil.rmtree(folder)
         except OSError as error:
             raise UserError(
-                f"training.output_dir: cannot remove {folder} ({error.strerror}); remove it, or choose another folder"
+                f"training.output_dir: cannot remove {folder} ({error.strerror}); remove it, or "
+                "choose another folder"
             ) from None
 
 
@@ -191,5 +195,6 @@ def _check_inputs_stay(folder: Path, *paths: str | None) -> None:
     for name in FOLDERS:
         if any(path.is_relative_to((folder / name).resolve()) for path in inputs):
             raise UserError(
-                f"training.output_dir: this run reads {folder / name}, where it would write; choose another output_dir"
+                f"training.output_dir: this run reads {folder / name}, where it would write; "
+                "choose another output_dir"
             )

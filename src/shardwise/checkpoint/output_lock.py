@@ -1,4 +1,7 @@
-"""One run at a time in an output folder: a lock that the system frees when the last process of the run is gone."""
+"""One run at a time in an output folder.
+
+The system frees the lock when the last process of the run has ended.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,17 @@ from shardwise.process.ending import is_full
 from shardwise.process.world import World
 
 LOCK = ".lock"
-"""The file in the output folder that is locked. It stays there: to remove it would let two runs hold two of them."""
+"""The file in the output folder that is locked. It is never removed: two runs could lock two."""
 WAIT_SECONDS = 10.0
-"""How long a run waits for the lock: the ranks of one that was killed just before may still be ending."""
+"""How long a run waits for the lock: ranks of a run that was just killed may still be ending."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Lock:
-    """The open file of a lock. A process that is forked, or is given this when it is spawned, holds the lock too."""
+    """The open file of a lock.
+
+    A process that is forked, or gets this when it is spawned, holds the lock too.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -40,22 +46,21 @@ class Lock:
         self._descriptor = duplicate.detach()
 
     def close(self) -> None:
-        """Let go of the lock, in this process alone."""
+        """Release the lock in this process only."""
         os.close(self._descriptor)
 
 
 @contextlib.contextmanager
 def locked(folder: Path, world: World | None, env: Mapping[str, str]) -> Generator[Lock | None]:
-    """Keep other runs out of a folder that is there. `world`: this process's place, where a launcher gave it one.
+    """Keep other runs out of a folder that exists; UserError names a run that holds the lock.
 
-    The first rank holds the lock, or the launcher and with it the ranks that it starts; the other ranks of torchrun or
-    srun yield None once they have seen that it is not another run's. Raises UserError, which names the other run.
+    `world`: this process's place among ranks, where a launcher gave it one. The first rank holds
+    the lock, or the launcher and with it the ranks that it starts. The other ranks of torchrun or
+    srun yield None after they have seen that no other run holds it.
     """
-    group = (
-        ""
-        if world is None
-        else f"{world.init_method} {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
-    )
+    group = ""
+    if world is not None:
+        group = f"{world.init_method} {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
     if world is not None and world.rank > 0:
         _check_is_ours(folder, group)
         yield None
@@ -63,9 +68,10 @@ def locked(folder: Path, world: World | None, env: Mapping[str, str]) -> Generat
     descriptor = _open(folder)
     try:
         _take(descriptor, folder)
-        told = {"pid": os.getpid(), "host": socket.gethostname(), "started": _now(), "group": group}
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(told).encode(), 0)
+        os.pwrite(descriptor, json.dumps({**holder, "group": group}).encode(), 0)
     except OSError as error:
         os.close(descriptor)
         raise _cannot_write(folder, error) from None
@@ -76,7 +82,7 @@ def locked(folder: Path, world: World | None, env: Mapping[str, str]) -> Generat
     try:
         yield lock
     finally:
-        lock.close()  # not unlocked: a rank that is still there holds it on
+        lock.close()  # not unlocked: a rank that has not ended still holds it
 
 
 def _open(folder: Path) -> int:
@@ -100,7 +106,8 @@ def _take(descriptor: int, folder: Path) -> None:
             if error.errno not in _NO_LOCKS:
                 raise
             print(
-                f"note: the file system of {folder} has no locks ({error.strerror}): nothing keeps a second run out",
+                f"note: the file system of {folder} has no locks ({error.strerror}): nothing keeps "
+                "a second run out",
                 file=sys.stderr,
                 flush=True,
             )
@@ -108,8 +115,11 @@ def _take(descriptor: int, folder: Path) -> None:
 
 
 def _check_is_ours(folder: Path, group: str) -> None:
-    """Return unless another run holds the lock. The first rank may come later: then nobody holds it yet."""
-    deadline = time.monotonic() + WAIT_SECONDS + 1  # the first rank has found the same before
+    """Raise UserError if another run holds the lock.
+
+    If this run's first rank has not come yet, nobody holds it.
+    """
+    deadline = time.monotonic() + WAIT_SECONDS + 1  # later than the first rank raises the same
     while _holder(folder).get("group") != group and _is_held(folder):
         if time.monotonic() > deadline:
             raise _in_use(folder)
@@ -137,23 +147,20 @@ def _holder(folder: Path) -> dict[str, Any]:
 
 def _in_use(folder: Path) -> UserError:
     holder = _holder(folder)
-    who = (
-        f" (process {holder.get('pid')} on {holder.get('host')}, since {holder.get('started')})"
-        if holder
-        else ""
-    )
+    who = ""
+    if holder:
+        place = f"process {holder.get('pid')} on {holder.get('host')}"
+        who = f" ({place}, since {holder.get('started')})"
     return UserError(
-        f"training.output_dir {folder}: another run is writing there{who}; wait for its end, or choose another folder"
+        f"training.output_dir {folder}: another run is writing there{who}; wait for its end, or "
+        "choose another folder"
     )
 
 
 def _cannot_write(folder: Path, error: OSError) -> OSError | UserError:
     if is_full(error):
-        return error  # with a way out of its own: see `ending.explain`
+        return error  # `ending.explain` gives the way out
     return UserError(
-        f"training.output_dir {folder}: cannot write there ({error.strerror}); choose another folder"
+        f"training.output_dir {folder}: cannot write there ({error.strerror}); choose another "
+        "folder"
     )
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -18,10 +18,11 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.families import Family, family_of
-from shardwise.models.load import load_whole, plain_entries, read_config
+from shardwise.models.load import load_whole, read_config
 from shardwise.models.lora import adapter_layers, peft_config
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
 from shardwise.models.save import save_for_generation, save_model
+from shardwise.models.weight_files import plain_entries
 
 
 def save_adapter(
@@ -31,14 +32,16 @@ def save_adapter(
     folder: str | Path,
     base_name: str,
 ) -> None:
-    """Write the adapters so that `peft` alone loads them onto the model that `transformers` alone loads.
+    """Write the adapters so that `peft` alone loads them onto the model that `transformers` loads.
 
-    `state`: the model's trainable parameters (LoRA factors and copies of modules to save) by name, full CPU tensors. Of
-    `model`, which has the adapters, only names are used. `base_name`: where PEFT finds the base model.
+    `state`: the model's trainable parameters (LoRA factors and copies of modules to save) by name,
+    full CPU tensors. Of `model`, which has the adapters, only names are used. `base_name`: where
+    PEFT finds the base model.
 
-    PEFT renames, by model type, targets that look like a checkpoint's per-expert matrices, and so loses linears of MLPs
-    (`Family.renamed_by_peft`). Those are listed as parameters (`....weight`) instead of modules, which gives the same
-    factors under the same names; PEFT then computes W + BA rather than Wx + BAx, and can't have dropout in the config.
+    PEFT renames, by model type, targets that look like a checkpoint's per-expert matrices, and so
+    loses linears of MLPs (`Family.renamed_by_peft`). Those are listed as parameters (`....weight`)
+    instead of modules, which gives the same factors under the same names. PEFT then computes W + BA
+    rather than Wx + BAx, and the config must not have dropout.
     """
     family = family_of(model)
     names = [
@@ -47,12 +50,12 @@ def save_adapter(
     assert state.keys() == set(names), (
         f"not the adapters of this model: {sorted(state.keys() ^ set(names))[:5]}"
     )
-    everything = {hf_name(name) for name, _ in model.named_parameters() if not is_adapter(name)}
+    base_names = {hf_name(name) for name, _ in model.named_parameters() if not is_adapter(name)}
     modules: list[str] = []
     parameters: list[str] = []
     layers = adapter_layers(model)
     for path in layers:
-        if path in everything:
+        if path in base_names:
             parameters.append(path)
         elif path.rpartition(".")[2] in family.renamed_by_peft:
             parameters.append(f"{path}.weight")
@@ -63,17 +66,15 @@ def save_adapter(
     )
     config = peft_config(
         dataclasses.replace(lora, dropout=0.0 if parameters else lora.dropout),
-        modules=_short(modules, {name.rpartition(".")[0] for name in everything}, family),
-        parameters=_short(parameters, everything, family),
+        modules=_short(modules, {name.rpartition(".")[0] for name in base_names}, family),
+        parameters=_short(parameters, base_names, family),
         saved=list(saved),
         transposed=any(isinstance(layer.get_base_layer(), Conv1D) for layer in layers.values()),
     )
     config.base_model_name_or_path = base_name
     config.inference_mode = True
     for key, value in vars(config).items():
-        if isinstance(
-            value, set
-        ):  # PEFT writes a set in an order that differs from process to process
+        if isinstance(value, set):  # whose order in the file would differ between processes
             setattr(config, key, sorted(value))
     folder = Path(folder)
     config.save_pretrained(str(folder))
@@ -88,51 +89,41 @@ def merge_adapter(
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write the model with the adapters added into its weights (W + scale * BA), for `transformers` alone to load.
+    """Write the model with the adapters added into its weights: W + scale * BA.
 
-    Beside it stand the `tokenizer` and the base's generation config.
-
-    `seed` is for a base with `init: random`. The whole model is in memory. UserError if the folder holds no adapters or
-    those of another model.
+    `transformers` alone loads it. Beside it stand the `tokenizer` and the base's generation config.
+    `seed` is for a base with `init: random`. All of the model is in memory. UserError if the folder
+    holds no adapters, or those of another model.
     """
     folder, out = Path(adapter_folder), Path(out_folder)
     for name in (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME):
         if not (folder / name).is_file():
             raise UserError(f"{folder}: no {name} here; give the folder of a PEFT adapter")
-    place = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.exists(path))
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        reason = "no write permission" if place.is_dir() else "not a folder"
-        raise UserError(
-            f"{out}: cannot be written ({place}: {reason}); give another place for the merged model"
-        )
-    if out.exists() and any(out.iterdir()):
-        raise UserError(
-            f"{out} is there already and not an empty folder; give another place for the merged model"
-        )
+    _check_writable(out)
     config = read_config(base)
     if config.dtype in (torch.float32, torch.bfloat16):  # the merged model is stored as its base is
         base = dataclasses.replace(base, dtype=str(config.dtype).removeprefix("torch."))
-    found = plain_entries(folder / SAFETENSORS_WEIGHTS_NAME)
+    in_file = plain_entries(folder / SAFETENSORS_WEIGHTS_NAME)
     model = load_whole(base, config, seed)
     family_of(model)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # PEFT 0.21 asks transformers by a name it is giving up
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # of missing keys: checked here, and said in one line
+            # PEFT 0.21 uses a name that transformers will drop.
+            warnings.simplefilter("ignore", FutureWarning)
+            # Of missing keys, which are checked below.
+            warnings.simplefilter("ignore", UserWarning)
             adapted = PeftModel.from_pretrained(model, str(folder))
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"{folder}: these adapters do not fit {base.path} ({str(error)[:200]})"
         ) from None
-    wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    if found != wanted:
+    adapted_names = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    if in_file != adapted_names:
         raise UserError(
-            f"{folder}: these adapters do not fit {base.path} ({len(wanted - found)} of its adapted weights are not in "
-            f"the file, {len(found - wanted)} in the file are not in it; {min(found ^ wanted)})"
+            f"{folder}: these adapters do not fit {base.path} "
+            f"({len(adapted_names - in_file)} of its adapted weights are not in the file, "
+            f"{len(in_file - adapted_names)} in the file are not in it; "
+            f"{min(in_file ^ adapted_names)})"
         )
     merged = adapted.merge_and_unload()
     state = {
@@ -144,17 +135,32 @@ def merge_adapter(
     save_for_generation(out_folder, tokenizer, base.path)
 
 
-def _short(paths: list[str], everything: Iterable[str], family: Family) -> list[str]:
-    # PEFT takes a target for the end of a name, so one per place in a layer will do where all layers have it.
+def _check_writable(out: Path) -> None:
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "no write permission" if existing.is_dir() else "not a folder"
+        raise UserError(
+            f"{out}: cannot be written ({existing}: {reason}); give another place for the merged "
+            "model"
+        )
+    if out.exists() and any(out.iterdir()):
+        raise UserError(
+            f"{out} is there already and not an empty folder; give another place for the merged "
+            "model"
+        )
+
+
+def _short(paths: list[str], all_names: Iterable[str], family: Family) -> list[str]:
+    # PEFT matches a target with the end of a name: one target stands for all layers that have it.
     short: dict[str, None] = {}
     for path in paths:
         end = path.removeprefix(f"{family.layers}.").partition(".")[2]
-        complete = all(name in paths for name in everything if name.endswith(f".{end}"))
+        complete = all(name in paths for name in all_names if name.endswith(f".{end}"))
         short[end if complete else path] = None
     return list(short)
 
 
 def _file_key(name: str) -> str:
-    return "base_model.model." + name.replace(".modules_to_save.default.", ".").replace(
-        ".default.", "."
-    )
+    for wrapper in (".modules_to_save.default.", ".default."):
+        name = name.replace(wrapper, ".")
+    return f"base_model.model.{name}"

@@ -1,4 +1,4 @@
-"""In which dtype a run computes."""
+"""The dtypes in which a run computes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from shardwise.config import RunConfig
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """The dtype of matrix products by `training.precision`; None: that of what is multiplied."""
+    """Return the dtype of matrix products by `training.precision`; None: that of the operands."""
     return None if precision == "float32" else getattr(torch, precision)
 
 
 def hidden_dtype(cfg: RunConfig) -> torch.dtype:
-    """Return the dtype of hidden states between layers, in every listed family: that of the weights, autocast or not.
+    """Return the dtype of hidden states between layers: that of the weights, autocast or not.
 
-    The residual sum adds the output of products, in the dtype of autocast, to embeddings. (float16 products of bfloat16
-    weights add up in float32, but not yet after the embedding: a rule refuses them in a pipeline.)
+    The residual sum adds the output of products, in the dtype of autocast, to embeddings. float16
+    products of bfloat16 weights add up in float32, but not yet after the embedding; a rule refuses
+    them in a pipeline.
     """
     return getattr(torch, cfg.model.dtype)

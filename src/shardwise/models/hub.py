@@ -1,4 +1,4 @@
-"""What the hub has, asked once."""
+"""Whether the hub has a model, checked once per process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.config import UserError
 
 @functools.cache
 def ask_hub(name: str, file: str) -> None:
-    """Raise UserError where `name` is no folder, and the hub has no such repository or does not answer.
+    """Raise UserError where `name` is no folder, and the hub lacks it or does not answer.
 
     transformers asks the same, but six times with a warning each, which takes half a minute where
     there is no network. Other answers of the hub, such as a file that is not there or terms that
@@ -34,19 +34,18 @@ def ask_hub(name: str, file: str) -> None:
     try:
         get_hf_file_metadata(hf_hub_url(name, file))
     except GatedRepoError:
-        return
+        return  # a RepositoryNotFoundError, too
     except (RepositoryNotFoundError, HFValidationError):
         raise UserError(
             f"{name}: no such folder, nor a model that the hub hands out; correct it"
         ) from None
     except HfHubHTTPError:
         return
-    except (
-        Exception
-    ) as error:  # that of the HTTP library which this version of huggingface_hub uses
+    except Exception as error:  # of the HTTP library, which differs between versions
         if isinstance(try_to_load_from_cache(name, file), str):
             return
         reason = " ".join(str(error).split())[:100]
         raise UserError(
-            f"{name}: no such folder, and the hub does not answer ({reason}); correct the path, or connect to the hub"
+            f"{name}: no such folder, and the hub does not answer ({reason}); correct the path, "
+            "or connect to the hub"
         ) from None

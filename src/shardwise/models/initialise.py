@@ -1,8 +1,8 @@
-"""Initial values: a function of (seed, module path) alone, made one module at a time by the family's own rules."""
+"""Initial values: a function of (seed, module path), made by the family's own rules."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Iterator
+from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,34 +16,31 @@ from shardwise.models.patches.dropout import stable_seed
 def random_weights(
     skeleton: PreTrainedModel, seed: int, wanted: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter of a model on meta, tied ones once, with the values its family starts training from.
+    """Yield (name, initial value) of every parameter of a model on meta, tied ones once.
 
-    With `wanted`, those of these names only, and no module is drawn that has none of them.
+    `wanted`: the names to yield; a module that has none of them is not drawn.
 
-    A value depends on (seed, path of the module that owns it): not on the other modules, the order of the calls, the
-    dtype (it is drawn in float32 and rounded) or torch's global random state, which is left as it was. In memory at a
-    time: one module's own parameters. UserError if the family has no rule for a parameter.
+    A value depends on (seed, path of the module that owns it): not on the other modules, the order
+    of the calls, the dtype (it is drawn in float32 and rounded) or torch's global random state,
+    which is left as it was. One module's parameters are in memory at a time. UserError if the
+    family has no rule for a parameter.
     """
+    tied = skeleton.all_tied_weights_keys
     for path, module in skeleton.named_modules():
-        own = {
-            f"{path}.{leaf}" if path else leaf: leaf
-            for leaf, _ in module.named_parameters(recurse=False)
-        }
-        own = {
-            name: leaf for name, leaf in own.items() if name not in skeleton.all_tied_weights_keys
-        }
-        chosen = {name for name in own if wanted is None or name in wanted}
-        if chosen:  # all of the module is drawn: a value may come after another one's
-            yield from (
-                pair for pair in _values_of(skeleton, path, module, own, seed) if pair[0] in chosen
-            )
+        names = [name for name, _ in module.named_parameters(path, recurse=False)]
+        names = [name for name in names if name not in tied]
+        chosen = {name for name in names if wanted is None or name in wanted}
+        if chosen:  # all of the module is drawn: a value may depend on the draws before it
+            for name, value in _values_of(skeleton, path, module, names, seed):
+                if name in chosen:
+                    yield name, value
 
 
 def nudged(value: torch.Tensor, seed: int, name: str) -> torch.Tensor:
-    """Return a weight of which each element is off by one rounding to float32, up or down: x (1 +- 2^-24), rounded.
+    """Return a float32 weight with one rounding error in each element: x (1 +- 2^-24), rounded.
 
-    About half of the elements move, by one unit in the last place. The signs are a function of (seed, name). What is
-    stored in fewer bits stays as it is.
+    About half of the elements change, by one unit in the last place. The signs are a function of
+    (seed, name). A weight in another dtype is returned unchanged.
     """
     if value.dtype != torch.float32:
         return value
@@ -53,46 +50,47 @@ def nudged(value: torch.Tensor, seed: int, name: str) -> torch.Tensor:
 
 
 def initialise_buffers(skeleton: PreTrainedModel) -> None:
-    """Give every buffer of a model on meta (rope tables) its true value on the CPU, by the family's own rules."""
+    """Give every buffer of a model on meta (rope tables) its value, on the CPU."""
     for path, module in skeleton.named_modules():
-        own = [leaf for leaf, _ in module.named_buffers(recurse=False)]
-        if not own:
+        leaves = [leaf for leaf, _ in module.named_buffers(recurse=False)]
+        if not leaves:
             continue
-        for leaf in own:
+        for leaf in leaves:
             on_meta = module.get_buffer(leaf)
             module._buffers[leaf] = _poisoned(on_meta, on_meta.dtype)
         _run_rules(skeleton, path, seed=0)
-        for leaf in own:
+        for leaf in leaves:
             assert not _has_nan(module.get_buffer(leaf)), (
                 f"{skeleton.config.model_type} has no rule for {path}.{leaf}"
             )
 
 
 def _values_of(
-    skeleton: PreTrainedModel, path: str, module: nn.Module, own: dict[str, str], seed: int
+    skeleton: PreTrainedModel, path: str, module: nn.Module, names: Sequence[str], seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    on_meta = {leaf: module.get_parameter(leaf) for leaf in own.values()}
+    """Yield (name, value) of these parameters of `module`, which are on meta again afterwards."""
+    on_meta = {name.rpartition(".")[2]: skeleton.get_parameter(name) for name in names}
     for leaf, parameter in on_meta.items():
-        module._parameters[leaf] = nn.Parameter(
-            _poisoned(parameter, torch.float32), requires_grad=False
-        )
+        poisoned = _poisoned(parameter, torch.float32)
+        module._parameters[leaf] = nn.Parameter(poisoned, requires_grad=False)
     try:
         _run_rules(skeleton, path, seed)
-        values = {name: module.get_parameter(leaf).detach() for name, leaf in own.items()}
+        values = {leaf: module.get_parameter(leaf).detach() for leaf in on_meta}
     finally:
         module._parameters.update(on_meta)
-    for name, value in values.items():
+    for name, (leaf, value) in zip(names, values.items(), strict=True):
         if _has_nan(value):
             raise UserError(
                 f"{skeleton.config.model_type} has no rule for the initial values of {name}; "
                 "give a folder with weights (model.init: weights)"
             )
-        yield name, value.to(on_meta[own[name]].dtype)
+        yield name, value.to(on_meta[leaf].dtype)
 
 
 def _run_rules(skeleton: PreTrainedModel, path: str, seed: int) -> None:
-    # A module's own rule first, then those of the modules around it, which may set its parameters too (a block its
-    # router's, a mixer its output projection's). What else those rules would set is on meta, where nothing happens.
+    # A module's own rule runs first, then those of the modules around it, which may set its
+    # parameters too (a block its router's, a mixer its output projection's). Everything else that
+    # those rules set is on meta, where nothing happens.
     parts = path.split(".") if path else []
     with torch.no_grad(), _seeded(stable_seed(seed, path)):
         for depth in range(len(parts), -1, -1):
@@ -101,16 +99,15 @@ def _run_rules(skeleton: PreTrainedModel, path: str, seed: int) -> None:
 
 @contextmanager
 def _seeded(seed: int) -> Generator[None, None, None]:
-    # The families' rules draw from torch's global generator of the CPU; it gets its state back.
+    # The families' rules draw from torch's global CPU generator, whose state is restored.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
 
 
 def _poisoned(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(
-        like.shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype, device="cpu"
-    )
+    poison = float("nan") if dtype.is_floating_point else 0
+    return torch.full(like.shape, poison, dtype=dtype, device="cpu")
 
 
 def _has_nan(value: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -147,14 +147,18 @@ def reach(
     return _choose(_candidates(model, spec, family), Lora(targets=targets), spec, family)
 
 
-def adapter_weights(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def adapter_weights(
+    model: PreTrainedModel, seed: int, wanted: Container[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full CPU tensor) of every LoRA factor of a model: the first values, a function of (seed, name).
+
+    With `wanted`, only the factors of these names are drawn.
 
     A is uniform in +-1/sqrt(fan in) (PEFT's default, Kaiming's rule with a = sqrt(5)), B is 0, so that the model starts
     as it was. Copies made for `modules_to_save` are not among them: they start from the base weights (`names.hf_name`).
     """
     for name, parameter in model.named_parameters():
-        if not is_adapter(name):
+        if not is_adapter(name) or (wanted is not None and name not in wanted):
             continue
         factor = model.get_submodule(name.rpartition(".")[0])
         assert isinstance(factor, nn.Linear)

@@ -8,10 +8,10 @@ from peft.utils import ModulesToSaveWrapper
 
 
 def hf_name(name: str) -> str:
-    """The transformers name of a base parameter or buffer that PEFT's wrappers have renamed.
+    """Return the transformers name of a base parameter or buffer that PEFT's wrappers have renamed.
 
-    `a.q_proj.base_layer.weight` -> `a.q_proj.weight`; both copies that `modules_to_save` makes of a module have the
-    name of the module they stand for. Wrappers of other libraries must be stripped before.
+    `a.q_proj.base_layer.weight` -> `a.q_proj.weight`. Both copies that `modules_to_save` makes of a
+    module get the module's name. Wrappers of other libraries must be stripped before.
     """
     assert not is_adapter(name), f"{name} has no counterpart in the transformers model"
     for part in (".base_layer", ".original_module", ".modules_to_save.default"):
@@ -20,15 +20,15 @@ def hf_name(name: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is a LoRA factor, A or B."""
+    """Return whether a parameter is a LoRA factor, A or B."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def is_saved_copy(name: str) -> bool:
-    """Whether a parameter is the trained copy of one that `modules_to_save` names."""
+    """Return whether a parameter is the trained copy of one that `modules_to_save` names."""
     return ".modules_to_save.default." in name
 
 
 def in_use(module: Any) -> Any:
-    """The module that computes: of one that PEFT has copied, to train it in full, the copy."""
+    """Return the module that computes: the copy of one that PEFT copied to train it in full."""
     return module.modules_to_save["default"] if isinstance(module, ModulesToSaveWrapper) else module

@@ -1,4 +1,4 @@
-"""Write a model in Hugging Face format: safetensors under the checkpoint's names, config and generation config."""
+"""Write a model in Hugging Face format: safetensors, config and generation config."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
-from shardwise.models.load import INDEX
 from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.weight_files import INDEX
 
 SHARD_BYTES = 5 * 2**30
 
@@ -29,9 +29,10 @@ def save_model(
 ) -> None:
     """Write `state` so that `transformers` alone loads it from `folder`.
 
-    `state` yields (transformers name, full CPU tensor) of every parameter, tied ones once, and every persistent buffer,
-    as `load.weights` does. At most `shard_bytes` and one parameter are held at a time. Of `hf_model` the names and the
-    config are used, so it may be on meta or sharded or have adapters. Weights that were in `folder` are replaced.
+    `state` yields (transformers name, full CPU tensor) of every parameter, tied ones once, and
+    every persistent buffer, as `load.weights` does. At most `shard_bytes` and one parameter are in
+    memory at a time. Of `hf_model` the names and the config are used, so it may be on meta or
+    sharded or have adapters. Weights that were in `folder` are replaced.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,9 +41,7 @@ def save_model(
     _write_shards(_checkpoint_entries(hf_model, state), folder, shard_bytes)
     config = copy.deepcopy(hf_model.config)
     config.architectures = [type(hf_model).__name__]
-    config.use_cache = (
-        True  # build_meta turns it off for training; whoever loads the folder wants to generate
-    )
+    config.use_cache = True  # which build_meta turns off for training; generating needs it
     config.save_pretrained(folder)
     if hf_model.can_generate():
         hf_model.generation_config.save_pretrained(folder)
@@ -51,24 +50,25 @@ def save_model(
 def save_for_generation(
     folder: str | Path, tokenizer: PreTrainedTokenizerBase | None, base_path: str | None = None
 ) -> None:
-    """Write beside weights what generating with them takes: the tokenizer with its chat template, if there is one.
+    """Write beside weights what generating needs: the tokenizer with its chat template, if given.
 
-    With `base_path`, the folder or hub id of the model that was trained, its generation config too, if it has one.
+    `base_path`: the folder or hub id of the trained model, whose generation config is copied, if it
+    has one.
     """
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
     if base_path is not None:
-        # As it is: transformers refuses to write some that the hub hands out.
-        given = Path(str(cached_file(base_path, "config.json"))).with_name(GENERATION_CONFIG_NAME)
-        if given.is_file():
-            shutil.copyfile(given, Path(folder) / GENERATION_CONFIG_NAME)
+        # Copied as a file: transformers refuses to write some of the configs that the hub has.
+        source = Path(str(cached_file(base_path, "config.json"))).with_name(GENERATION_CONFIG_NAME)
+        if source.is_file():
+            shutil.copyfile(source, Path(folder) / GENERATION_CONFIG_NAME)
 
 
 def _checkpoint_entries(
     hf_model: PreTrainedModel, state: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    # One parameter at a time goes back to the checkpoint's names and layout. That is right as long as no entry of a
-    # checkpoint is made of several parameters; a family where one is would have to hand over all of them together.
+    # One parameter at a time is converted back to the checkpoint's names and layout. That is right
+    # as long as no entry of a checkpoint is made of several parameters.
     for transform in get_model_conversion_mapping(hf_model, add_legacy=False):
         assert not isinstance(transform, WeightConverter) or len(transform.target_patterns) == 1
     names = [name for name in hf_model.state_dict() if not is_adapter(name)]
@@ -84,25 +84,25 @@ def _write_shards(
     entries: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int
 ) -> None:
     shards: list[Path] = []
-    weight_map: dict[str, int] = {}
-    total_bytes, held_bytes = 0, 0
-    held: dict[str, torch.Tensor] = {}
+    shard_of: dict[str, int] = {}
+    total_bytes, pending_bytes = 0, 0
+    pending: dict[str, torch.Tensor] = {}
 
     def flush() -> None:
         shards.append(folder / f"model-part-{len(shards) + 1:05d}.safetensors")
-        save_file(held, shards[-1], metadata={"format": "pt"})
-        held.clear()
+        save_file(pending, shards[-1], metadata={"format": "pt"})
+        pending.clear()
 
     for key, tensor in entries:
-        if held and held_bytes + tensor.nbytes > shard_bytes:
+        if pending and pending_bytes + tensor.nbytes > shard_bytes:
             flush()
-            held_bytes = 0
-        held[key] = tensor.contiguous()
-        weight_map[key] = len(shards)
-        held_bytes += tensor.nbytes
+            pending_bytes = 0
+        pending[key] = tensor.contiguous()
+        shard_of[key] = len(shards)
+        pending_bytes += tensor.nbytes
         total_bytes += tensor.nbytes
     flush()
-    # How many shards there are is known only now, and transformers wants it in the names.
+    # transformers wants the number of shards in their names, and it is known only now.
     if len(shards) == 1:
         shards[0].rename(folder / "model.safetensors")
         return
@@ -111,6 +111,6 @@ def _write_shards(
         shard.rename(folder / name)
     index = {
         "metadata": {"total_size": total_bytes},
-        "weight_map": {k: names[i] for k, i in weight_map.items()},
+        "weight_map": {key: names[i] for key, i in shard_of.items()},
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

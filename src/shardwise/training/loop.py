@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from shardwise.assembly.build import State, build
-from shardwise.checkpoint.checkpointer import Checkpointer, restore
+from shardwise.assembly.build import build
+from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.export import save_result
 from shardwise.checkpoint.output_dir import writing
 from shardwise.checkpoint.resume import find_start
@@ -41,9 +41,8 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
         loaders = build_loaders(
             cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader
         )
-    job = build(cfg, mesh, State(step=start.step))
+    job = build(cfg, mesh, start.state())
     prompt = encode_prompt(cfg, tokenizer, job.positions)
-    restore(start, job, cfg)
     meter, recorder = Meter(cfg.measure.warmup_steps), Recorder(cfg.measure.warmup_steps)
     steps, eval_every = cfg.training.steps, cfg.training.eval_every
     signals: list[int] = []

@@ -67,7 +67,7 @@ class Reporter:
         with contextlib.ExitStack() as stack:  # closes what is open where one of these fails
             if self._main:
                 if self.start.folder is not None:
-                    output_dir.go_on(self.cfg, self.start.folder / METRICS)
+                    output_dir.rewind(self.cfg, self.start.folder / METRICS)
                 self._metrics = stack.enter_context(MetricsFile(self._output_dir / METRICS))
                 names, config = self.cfg.measure.trackers, self.cfg.to_dict()
                 self._logs = open_trackers(names, self._output_dir, config, stack)

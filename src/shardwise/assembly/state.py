@@ -1,0 +1,168 @@
+"""Fill a run with its state: initial weights from the model's files, and what a `State` provides.
+
+The tensors of a run are known by the keys of `interfaces.State`. A checkpoint writes the tensors
+that `portable_tensors` gives, and `load_state` reads the same ones, so that each layout reads what
+another wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from shardwise.assembly.optimizer import STATES, optimized_parameters
+from shardwise.config import RunConfig
+from shardwise.interfaces import ParallelModel, State
+from shardwise.models import load, lora, weight_files
+from shardwise.models.initialise import nudged
+from shardwise.models.names import hf_name, is_adapter
+from shardwise.process.watchdog import beat, paused
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """A state in memory: full tensors that every rank has. Without any it is a fresh start."""
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    step: int = 0
+    loss_scale: Mapping[str, float | int | bool] | None = None
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys of the tensors."""
+        return self.tensors.keys()
+
+    def check(self, model: PreTrainedModel, cfg: RunConfig) -> None:
+        """Accept any model: who put the tensors into memory knows what they are of."""
+
+    def read(self, key: str, portable: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the full tensor."""
+        return self.tensors[key]
+
+
+FRESH = MemoryState()
+
+
+def load_initial_weights(pm: ParallelModel, cfg: RunConfig, state: State) -> None:
+    """Fill the weights and buffers of this rank that `state` does not have, and read no others.
+
+    One full tensor at a time is in CPU memory. Each rank copies its share of it; nothing is sent.
+    """
+    places: dict[str, list[torch.Tensor]] = {}
+    for key, name, local in _weights(pm):
+        if key not in state.keys:
+            # Two stages of a rank may each hold a tied weight.
+            places.setdefault(name, []).append(local)
+    left = set(places)
+    for name, full in _initial_weights(pm, cfg, places):
+        if cfg.measure.nudge_weights:
+            full = nudged(full, cfg.training.seed, name)
+        for local in places[name]:
+            pm.from_portable(name, local, full)
+        left.discard(name)
+        beat()
+    assert not left, f"never filled: {sorted(left)[:5]}"
+
+
+def load_state(
+    pm: ParallelModel, optimizer: torch.optim.Optimizer, cfg: RunConfig, state: State
+) -> None:
+    """Fill the weights, buffers and optimizer states that `state` has.
+
+    `optimizer` has not made a step, so it has no states yet.
+    """
+    for name, parameter in optimized_parameters(optimizer):
+        for kind in STATES[cfg.optimizer.name]:
+            if f"optimizer/{name}/{kind}" in state.keys:
+                is_count = kind == "step"
+                zeros = torch.zeros(()) if is_count else torch.zeros_like(parameter)
+                optimizer.state[parameter][kind] = zeros
+    for key, name, local in _all_tensors(pm, optimizer):
+        if key in state.keys:
+            _read(pm, state, key, name, local)
+            beat()
+
+
+def portable_tensors(
+    pm: ParallelModel, optimizer: torch.optim.Optimizer, trained_only: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what is saved of a run, by key: plain tensors and DTensors.
+
+    They share the run's memory where its layout allows that.
+    `trained_only`: without frozen weights and buffers, which the model's files have.
+    """
+    for key, name, local in _all_tensors(pm, optimizer, trained_only):
+        yield key, _portable(pm, name, local)
+
+
+def portable_weights(pm: ParallelModel, trained_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights among `portable_tensors`, with the buffers, by name."""
+    for _, name, local in _weights(pm, trained_only):
+        yield name, _portable(pm, name, local)
+
+
+def persistent_buffers(hf: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, buffer) of the buffers that a model's files have, such as a router's bias."""
+    persistent = hf.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in hf.named_buffers() if name in persistent)
+
+
+def _initial_weights(
+    pm: ParallelModel, cfg: RunConfig, names: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, full CPU tensor): base weights from the model's files, drawn LoRA factors."""
+    # `modules_to_save` keeps the original beside the trained copy: two parameters for one weight.
+    by_hf_name: dict[str, list[str]] = {}
+    for name in names:
+        if not is_adapter(name):
+            by_hf_name.setdefault(hf_name(name), []).append(name)
+    if by_hf_name:
+        with paused():
+            weight_files.fetch(cfg.model)
+        base = load.weights(pm.parts[0].hf, cfg.model, cfg.training.seed, by_hf_name)
+        for disk_name, full in base:
+            yield from ((name, full) for name in by_hf_name[disk_name])
+    for part in pm.parts:
+        yield from lora.adapter_weights(part.hf, cfg.training.seed, names)
+
+
+def _weights(
+    pm: ParallelModel, trained_only: bool = False
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (key, name, what this rank holds) of weights and persistent buffers.
+
+    The order is the same on every rank that has them.
+    """
+    for name, parameter in pm.named_parameters():
+        if parameter.requires_grad or not trained_only:
+            yield f"weights/{name}", name, parameter
+    if trained_only:
+        return
+    for part in pm.parts:
+        for name, buffer in persistent_buffers(part.hf):
+            yield f"buffers/{name}", name, buffer
+
+
+def _all_tensors(
+    pm: ParallelModel, optimizer: torch.optim.Optimizer, trained_only: bool = False
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    yield from _weights(pm, trained_only)
+    for name, parameter in optimized_parameters(optimizer):
+        for kind, tensor in optimizer.state[parameter].items():
+            yield f"optimizer/{name}/{kind}", name, tensor
+
+
+def _portable(pm: ParallelModel, name: str, local: torch.Tensor) -> torch.Tensor:
+    # A number, such as AdamW's count of steps, is whole on every rank.
+    return pm.to_portable(name, local) if local.dim() else local.detach()
+
+
+def _read(pm: ParallelModel, state: State, key: str, name: str, local: torch.Tensor) -> None:
+    portable = state.read(key, lambda: _portable(pm, name, local))
+    if local.dim():
+        pm.from_portable(name, local, portable)
+    else:
+        local.detach().copy_(portable)

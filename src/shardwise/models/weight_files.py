@@ -1,0 +1,303 @@
+"""Base weights in safetensors files: where they lie, and their values under a model's names."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Container, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.utils import cached_file
+
+from shardwise.config import Model, UserError
+
+INDEX = "model.safetensors.index.json"
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes whose numbers are the weights; integers and float8 need scales beside them."""
+
+
+def fetch(model: Model) -> None:
+    """Get the model's weight files onto this machine; UserError if the hub refuses them."""
+    if model.init == "weights":
+        _weight_folder(model.path)
+
+
+def fingerprint(model: Model, weights: bool) -> dict[str, str]:
+    """Return a checksum by file name, of `config.json` and of code that may run.
+
+    With `weights` also of a sample of each weight file: its size, its header, and up to 4 KiB from
+    the middle of each tensor. Those are some MB of a model of 100 GB, and other weights differ
+    everywhere. Random weights need none. UserError if the files cannot be read.
+    """
+    if weights and model.init == "weights":
+        folder = _weight_folder(model.path)
+        weight_files = sorted(set(_files_by_key(folder).values()))
+    else:
+        folder = Path(str(cached_file(model.path, "config.json"))).parent
+        weight_files = []
+    files = [folder / "config.json"]
+    if model.trust_remote_code:
+        files += sorted(folder.glob("*.py"))
+    checksums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return checksums | {str(file.relative_to(folder)): _sample(file) for file in weight_files}
+
+
+def plain_entries(file: Path) -> set[str]:
+    """Return the names in a safetensors file; UserError if an entry is no plain weight."""
+    names = set(_keys_in(file))
+    with safe_open(file, framework="pt") as opened:
+        for name in names:
+            _check_plain(file, name, opened.get_tensor(name).dtype)
+    return names
+
+
+def weights_from_files(
+    skeleton: PreTrainedModel, path: str, wanted: Container[str] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (transformers name, full CPU tensor) from a model folder or hub id: see `load.weights`.
+
+    `skeleton`: the model on meta. Unless transformers converts a tensor, it has the file's dtype.
+    """
+    files = _files_by_key(_weight_folder(path))
+    state = skeleton.state_dict()
+    tied = skeleton.all_tied_weights_keys
+    sources = _sources(skeleton, state, files, path)
+    with ExitStack() as stack:
+        read = _Reader(stack, files)
+        for first, source in sources.items():
+            if wanted is not None and not any(
+                tied.get(name, name) in wanted for name in source.targets(first)
+            ):
+                continue
+            if first in tied and tied[first] in sources:
+                _check_equal(read, sources[first], sources[tied[first]], first, tied[first], path)
+                continue
+            for name, tensor in _convert(skeleton, state, first, source, read, path).items():
+                if tensor.shape != state[name].shape:
+                    raise UserError(
+                        f"{path}: {name} has the shape {list(tensor.shape)} (from "
+                        f"{source.keys[0][0]}), but by config.json it is "
+                        f"{list(state[name].shape)}; the config does not belong to these weights"
+                    )
+                if wanted is None or tied.get(name, name) in wanted:
+                    yield tied.get(name, name), tensor.contiguous()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What one entry of the model is made of."""
+
+    keys: tuple[tuple[str, str], ...]
+    """Keys of the files, each with the converter's pattern that it matches."""
+    converter: WeightConverter | None
+    """None: the one key's tensor is the entry."""
+
+    def targets(self, name: str) -> list[str]:
+        """Return the entries that come out of the conversion whose first one is `name`."""
+        if self.converter is None:
+            return [name]
+        first, *others = self.converter.target_patterns
+        return [name, *(name.replace(first, other) for other in others)]
+
+
+def _sources(
+    skeleton: PreTrainedModel, state: dict[str, torch.Tensor], files: dict[str, Path], path: str
+) -> dict[str, _Source]:
+    # transformers' own rules for names and layouts that differ between a checkpoint and the module:
+    # a key is renamed, then at most one converter collects it, with others, under the name of the
+    # converter's first target.
+    transforms = get_model_conversion_mapping(skeleton)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    ignored = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    sources: dict[str, _Source] = {}
+    unexpected: list[str] = []
+    for key in sorted(files, key=dot_natural_key):
+        name, pattern = rename_source_key(
+            key, renamings, converters, skeleton.base_model_prefix, state
+        )
+        if name not in state and key in state:
+            name, pattern = key, None
+        if name not in state:
+            if not any(re.search(rule, name) for rule in ignored):
+                unexpected.append(key)
+            continue
+        converter = None if pattern is None else by_pattern[pattern]
+        keys = sources[name].keys if name in sources else ()
+        sources[name] = _Source((*keys, (key, pattern or key)), converter)
+    provided = {target for name, source in sources.items() for target in source.targets(name)}
+    tied = skeleton.all_tied_weights_keys
+    provided |= {other for name, other in tied.items() if name in provided}
+    missing = [name for name in state if name not in provided and name not in tied]
+    _check_none(path, missing, "without weights in the files")
+    _check_none(path, unexpected, "that the model has no place for")
+    return sources
+
+
+def _check_none(path: str, names: list[str], what: str) -> None:
+    if names:
+        raise UserError(
+            f"{path}: {len(names)} entries {what}, such as {', '.join(names[:3])}; "
+            "config.json does not belong to these weights"
+        )
+
+
+class _Reader:
+    """Reads tensors by key; a file is opened with its first key, and closed with the stack."""
+
+    def __init__(self, stack: ExitStack, files: dict[str, Path]) -> None:
+        self._stack, self._files = stack, files
+        self._opened: dict[Path, Any] = {}
+
+    def __call__(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor of a key, in the file's dtype; it is mapped from the file.
+
+        UserError if it cannot be read, or cannot stand for numbers of `dtype`.
+        """
+        file = self._files[key]
+        try:
+            if file not in self._opened:
+                self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            tensor = self._opened[file].get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{file}: cannot read {key} ({str(error)[:200]}); fetch the file again"
+            ) from None
+        if dtype.is_floating_point:
+            _check_plain(file, key, tensor.dtype)
+        return tensor
+
+
+def _convert(
+    skeleton: PreTrainedModel,
+    state: dict[str, torch.Tensor],
+    name: str,
+    source: _Source,
+    read: _Reader,
+    path: str,
+) -> dict[str, torch.Tensor]:
+    """Return the entries that one source gives, by name."""
+    dtype = state[name].dtype
+    if source.converter is None:
+        (key, _), *more = source.keys
+        if more:
+            raise UserError(f"{path}: {key} and {more[0][0]} are both {name}; remove one of them")
+        return {name: read(key, dtype)}  # a cast here would take memory for all of it
+    # A converter collects what reads its tensors, so each name has its own.
+    converter: Any = copy.deepcopy(source.converter)
+    for key, pattern in source.keys:
+        converter.add_tensor(name, key, pattern, lambda key=key: read(key, dtype).to(dtype))
+    try:
+        converted = converter.convert(name, model=skeleton, config=skeleton.config)
+    except UserError:
+        raise
+    except (RuntimeError, ValueError, KeyError) as error:
+        keys = ", ".join(key for key, _ in source.keys[:3])
+        raise UserError(
+            f"{path}: cannot make {name} from {keys}, ... ({str(error)[:200]})"
+        ) from None
+    return {
+        target: value[0] if isinstance(value, list) else value
+        for target, value in converted.items()
+    }
+
+
+def _check_equal(
+    read: _Reader, one: _Source, other: _Source, name: str, tied_to: str, path: str
+) -> None:
+    first, second = (read(source.keys[0][0], torch.float32) for source in (one, other))
+    if not torch.equal(first, second):
+        raise UserError(
+            f"{path}: {name} and {tied_to} differ in the files, but config.json ties them; "
+            "set tie_word_embeddings to false there"
+        )
+
+
+def _weight_folder(path: str) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: cannot fetch the weights from the hub ({str(error)[:200]})"
+        ) from None
+
+
+def _files_by_key(folder: Path) -> dict[str, Path]:
+    index, single = folder / INDEX, folder / "model.safetensors"
+    if index.is_file():
+        return _indexed_files(index)
+    if not single.is_file():
+        raise UserError(
+            f"{folder}: no model.safetensors and no {INDEX} here; give a folder with safetensors "
+            "weights, or start from random ones (model.init: random)"
+        )
+    return dict.fromkeys(_keys_in(single), single)
+
+
+def _indexed_files(index: Path) -> dict[str, Path]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {key: index.parent / name for key, name in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{index}: not a safetensors index; fetch the file again") from None
+    for name in names.values():
+        # Judged by the name: in the hub's cache every file is a link to another folder.
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise UserError(
+                f"{index}: names {name}, which is not in its folder; fetch the model again"
+            )
+    for file in sorted(set(files.values())):
+        if not file.is_file():
+            raise UserError(f"{file}: named in {INDEX} but not there; fetch the file")
+    return files
+
+
+def _keys_in(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file}: not a whole safetensors file ({str(error)[:200]}); fetch it again"
+        ) from None
+
+
+def _check_plain(file: Path, key: str, dtype: torch.dtype) -> None:
+    if dtype not in PLAIN:
+        raise UserError(
+            f"{file}: {key} is {str(dtype).removeprefix('torch.')}, which are no plain weights; "
+            "give the model's weights in bfloat16, float16 or float32"
+        )
+
+
+def _sample(file: Path) -> str:
+    _keys_in(file)  # raises if the header is damaged
+    with file.open("rb") as opened:
+        begin = 8 + int.from_bytes(opened.read(8), "little")
+        header = opened.read(begin - 8)
+        digest = hashlib.sha256(header + str(file.stat().st_size).encode())
+        for name, entry in json.loads(header).items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                opened.seek(begin + max(first, (first + last) // 2 - 2048))
+                digest.update(opened.read(min(4096, last - first)))
+    return digest.hexdigest()
