@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.config import RunConfig
-from shardwise.layouts import Facts
+from shardwise.layouts import Facts, layout_of
+
+Text = str | Callable[[RunConfig, Facts], str]
+"""Part of a message: a template whose fields are `cfg`, `model` and `layout`, or a function."""
 
 
 @dataclass(frozen=True)
@@ -15,10 +18,22 @@ class Rule:
 
     name: str
     applies: Callable[[RunConfig, Facts], bool]
-    message: Callable[[RunConfig, Facts], str]
-    """One line to the user: what is wrong, and a way out."""
+    problem: Text
+    """What is wrong, with the key of the run file that says so."""
+    way_out: Text
+    """What the user can do instead."""
     why: str
     """The reason, with the test that shows it where there is one."""
+
+    def message(self, cfg: RunConfig, facts: Facts) -> str:
+        """Return one line to the user."""
+
+        def filled(text: Text) -> str:
+            if callable(text):
+                return text(cfg, facts)
+            return text.format(cfg=cfg, model=facts.model, layout=layout_of(cfg.parallel))
+
+        return f"{filled(self.problem)}; {filled(self.way_out)}"
 
 
 def dotted(version: tuple[int, int]) -> str:
