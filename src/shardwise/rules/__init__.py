@@ -1,8 +1,9 @@
 """Every rule of what may run together.
 
-`refusals` answers whether a run may begin, from its run file and a few facts, and imports neither torch nor
-transformers. Whoever wants to know asks here: the parser of run files, the launcher, `train`, `split`, `models` and the
-parity matrix. No other module refuses a combination, so a new strategy brings its rules as rows of a list here.
+`refusals` answers whether a run may begin, from its run file and a few facts, and imports neither
+torch nor transformers. The parser of run files, the launcher, `train`, `split`, `models` and the
+parity matrix all ask here. No other module refuses a combination, so a new strategy brings its
+rules as rows of a list here.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "step": ranks.STEP_RULES,
     "model": models.RULES,
 }
-"""The rules by what they ask for. A group may rely on the groups before it, so that a group is asked only where no
-earlier one refuses."""
+"""The rules by what they ask for. A group may rely on the groups before it, so it is asked only
+where no earlier group refuses."""
 
 
 def refusals(cfg: RunConfig, facts: Facts | None = None) -> Iterator[tuple[str, str]]:
     """Yield the name and the message of every rule of the first group that forbids a run.
 
-    Without `facts` only the rules on the run file are asked, without `facts.model` not those on models.
+    Without `facts` only the rules on the run file are asked; without `facts.model`, all except
+    those on models.
     """
     known = facts or Facts(num_ranks=1)
     for group, rules in RULES.items():
@@ -48,9 +50,9 @@ def check(cfg: RunConfig, facts: Facts | None = None) -> None:
 
 
 def offered_layouts(model: ModelFacts | None = None) -> tuple[str, ...]:
-    """Return the names of the layouts that no rule refuses, with two ranks along each axis.
+    """Return the layouts that no rule refuses, with two ranks along each axis.
 
-    Of all that can be composed: those of any listed family, or those of a model.
+    Without `model`, they are those that are offered for a listed family.
     """
 
     def is_offered(name: str) -> bool:

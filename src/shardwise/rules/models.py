@@ -27,7 +27,7 @@ def _rule(name: str, applies: Predicate, problem: ModelText, way_out: ModelText,
 
 
 def _of_model(text: ModelText) -> Text:
-    return (lambda cfg, facts: text(cfg, _model(facts))) if callable(text) else text
+    return text if isinstance(text, str) else lambda cfg, facts: text(cfg, _model(facts))
 
 
 def _model(facts: Facts) -> ModelFacts:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from shardwise.config import RunConfig
 from shardwise.layouts import (
     Facts,
-    axis_sizes,
     least_microbatches,
     microbatches_left_over,
+    num_data_ranks,
     num_microbatches,
 )
 from shardwise.rules.rule import Rule, either, multiples
@@ -75,14 +75,9 @@ GRID_RULES = (
 )
 
 
-def _data_size(cfg: RunConfig, facts: Facts) -> int:
-    sizes = axis_sizes(cfg, facts.num_ranks)
-    return sizes["dp_replicate"] * sizes["dp_shard"]
-
-
 def _rows_at_once(cfg: RunConfig, facts: Facts) -> int:
     """Return the rows that all ranks compute in one micro-batch."""
-    return _data_size(cfg, facts) * cfg.training.micro_batch_size
+    return num_data_ranks(cfg, facts.num_ranks) * cfg.training.micro_batch_size
 
 
 def _least(cfg: RunConfig) -> int:
@@ -100,7 +95,7 @@ STEP_RULES = (
         applies=lambda cfg, facts: cfg.training.global_batch_size % _rows_at_once(cfg, facts) != 0,
         problem=lambda cfg, facts: (
             f"training.global_batch_size {cfg.training.global_batch_size} is not a multiple of "
-            f"{_data_size(cfg, facts)} data-parallel processes x micro_batch_size "
+            f"{num_data_ranks(cfg, facts.num_ranks)} data-parallel processes x micro_batch_size "
             f"{cfg.training.micro_batch_size}"
         ),
         way_out=lambda cfg, facts: (

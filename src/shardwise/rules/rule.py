@@ -29,9 +29,9 @@ class Rule:
         """Return one line to the user."""
 
         def filled(text: Text) -> str:
-            if callable(text):
-                return text(cfg, facts)
-            return text.format(cfg=cfg, model=facts.model, layout=layout_of(cfg.parallel))
+            if isinstance(text, str):
+                return text.format(cfg=cfg, model=facts.model, layout=layout_of(cfg.parallel))
+            return text(cfg, facts)
 
         return f"{filled(self.problem)}; {filled(self.way_out)}"
 
