@@ -12,14 +12,13 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
-from functools import reduce
 
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.models.kinds import RATES
-from shardwise.models.kinds.base import Both, Core
+from shardwise.models.kinds.base import Core
 from shardwise.models.spec import CORE_STAGE, LayerSpec, ModelSpec
 
 
@@ -50,8 +49,8 @@ class Unit:
     parameters: int  # a tied head's weight belongs to the embedding
     trainable_parameters: int
     weights: tuple[Weight, ...]
-    core: Core | None
-    core_gradient: bool  # a gradient flows back through the core
+    cores: tuple[Core, ...]
+    core_gradient: bool  # a gradient flows back through the cores
     backward: bool  # something here or below is trainable, so the backward reaches this unit
 
 
@@ -147,15 +146,14 @@ def _count_unit(
         parameters=sum(p.numel() for p in new),
         trainable_parameters=sum(p.numel() for p in new if p.requires_grad),
         weights=weights,
-        core=_core(layer, model.config) if layer else None,
+        cores=_cores(layer, model.config) if layer else (),
         core_gradient=below or lowest < (*CORE_STAGE, 0),
         backward=below or lowest < _BEYOND,
     )
 
 
-def _core(layer: LayerSpec, config: PretrainedConfig) -> Core | None:
-    cores = [block.kind.core(config) for block in layer.mixers if block.kind.core is not None]
-    return reduce(Both, cores) if cores else None
+def _cores(layer: LayerSpec, config: PretrainedConfig) -> tuple[Core, ...]:
+    return tuple(core for block in layer.mixers for core in block.kind.cores(config))
 
 
 def _site(model: nn.Module, name: str) -> str:

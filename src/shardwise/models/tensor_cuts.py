@@ -217,11 +217,39 @@ def linear(block: Any, name: str, features: str, rows: Rows) -> dict[str, Cut]:
         module = unwrapped(block.get_submodule(name))
     except AttributeError:
         return {}
-    transposed = isinstance(module, Conv1D)
-    cuts = {f"{name}.weight": Cut(int((features == "in") != transposed), rows)}
+    cuts = {f"{name}.weight": Cut(_dim_of(module, features), rows)}
     if features == "out" and getattr(module, "bias", None) is not None:
         cuts[f"{name}.bias"] = Cut(0, rows)
     return cuts
+
+
+def evenly(
+    block: Any, num_ranks: int, what: str, out: Sequence[str] = (), into: Sequence[str] = ()
+) -> dict[str, Cut]:
+    """Return the cuts of linears that the block has in equal shares, as `linear` does.
+
+    `out` are cut by the features that come out, `into` by those that go in; `what` names them.
+    """
+    weights: dict[str, Cut] = {}
+    for names, features in ((out, "out"), (into, "in")):
+        for name in names:
+            if (size := num_features(block, name, features)) is not None:
+                weights |= linear(block, name, features, even(num_ranks, size, what))
+    return weights
+
+
+def num_features(block: Any, name: str, features: str) -> int | None:
+    """Return the `out` or `in` features of a linear (or Conv1D); None if the block has no such."""
+    try:
+        module = unwrapped(block.get_submodule(name))
+    except AttributeError:
+        return None
+    return module.weight.shape[_dim_of(module, features)]
+
+
+def _dim_of(linear: Any, features: str) -> int:
+    """Return a dim of the weight: a linear's is [out, in], a Conv1D's [in, out]."""
+    return int((features == "in") != isinstance(linear, Conv1D))
 
 
 def depthwise(block: Any, name: str, channels: Rows) -> dict[str, Cut]:
