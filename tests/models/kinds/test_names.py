@@ -118,7 +118,7 @@ def test_a_kind_speaks_of_its_own_modules(kind: Kind) -> None:
     ):
         assert set(names) <= set(steps)
     assert set(kind.shares_input) <= set(kind.before[0])
-    assert kind.core is None or kind.mixes_tokens
+    assert kind.cores is Kind.cores or kind.mixes_tokens
     assert kind.split is not None
     assert list(inspect.signature(kind.split).parameters) == ["block", "num_ranks"]
 
