@@ -11,7 +11,7 @@ Source of the scheme: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -36,6 +36,11 @@ class Segment:
     size: int
     shares: int
 
+    @property
+    def length(self) -> int:
+        """The rows of one share."""
+        return self.size // self.shares
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -57,7 +62,7 @@ class Rows:
     @property
     def local_size(self) -> int:
         """The size of a rank's part of the dim."""
-        return sum(segment.size // segment.shares for segment in self.segments)
+        return sum(segment.length for segment in self.segments)
 
     @property
     def in_order(self) -> bool:
@@ -67,51 +72,48 @@ class Rows:
     @property
     def shared(self) -> bool:
         """Whether more than one rank holds some of the rows."""
-        return any(segment.shares < self.num_ranks for segment in self.segments)
+        return self.num_shared > 0
 
     @property
     def num_shared(self) -> int:
         """The number of a rank's rows that other ranks hold too."""
-        return sum(
-            segment.size // segment.shares
-            for segment in self.segments
-            if segment.shares < self.num_ranks
-        )
+        return sum(segment.length for segment in self.segments if segment.shares < self.num_ranks)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, length) in the whole dim of each range of a rank's rows."""
         starts = accumulate((segment.size for segment in self.segments), initial=0)
-        lengths = [segment.size // segment.shares for segment in self.segments]
-        places = [rank * segment.shares // self.num_ranks for segment in self.segments]
         return [
-            (start + place * length, length)
-            for start, place, length in zip(starts, places, lengths)
+            (start + self._share(segment, rank) * segment.length, segment.length)
+            for start, segment in zip(starts, self.segments)
         ]
 
     def counted(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, length) among a rank's rows of those that no lower rank holds."""
-        found, start = [], 0
-        for segment in self.segments:
-            length = segment.size // segment.shares
-            if rank % (self.num_ranks // segment.shares) == 0:
-                found.append((start, length))
-            start += length
-        return found
+        return [
+            (start, segment.length)
+            for start, segment in self._local()
+            if rank % (self.num_ranks // segment.shares) == 0
+        ]
 
     def shared_segments(self, rank: int) -> list[tuple[Segment, int, int, int]]:
         """Return (segment, start, length, place) of each segment that a rank shares with others.
 
         `start` and `length`: where it lies among the rank's rows; `place`: where these lie in it.
         """
-        found, start = [], 0
-        for segment in self.segments:
-            length = segment.size // segment.shares
-            if segment.shares < self.num_ranks:
-                found.append(
-                    (segment, start, length, rank * segment.shares // self.num_ranks * length)
-                )
-            start += length
-        return found
+        return [
+            (segment, start, segment.length, self._share(segment, rank) * segment.length)
+            for start, segment in self._local()
+            if segment.shares < self.num_ranks
+        ]
+
+    def _local(self) -> Iterable[tuple[int, Segment]]:
+        """Return the segments with where their shares start among a rank's rows."""
+        starts = accumulate((segment.length for segment in self.segments), initial=0)
+        return zip(starts, self.segments)
+
+    def _share(self, segment: Segment, rank: int) -> int:
+        """Return which share of a segment a rank holds."""
+        return rank * segment.shares // self.num_ranks
 
     def take(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """Return a rank's part of a whole tensor: a view if it is one range, else a copy."""
@@ -124,13 +126,12 @@ class Rows:
 
     def restore(self, arranged: torch.Tensor, dim: int) -> torch.Tensor:
         """Undo `arrange`; of rows that several ranks hold, take those of the first."""
-        held = arranged.split(self.local_size, dim)
-        pieces, start = [], 0
-        for segment in self.segments:
-            length = segment.size // segment.shares
-            first = range(0, self.num_ranks, self.num_ranks // segment.shares)
-            pieces += [held[rank].narrow(dim, start, length) for rank in first]
-            start += length
+        parts = arranged.split(self.local_size, dim)
+        pieces = [
+            parts[rank].narrow(dim, start, segment.length)
+            for start, segment in self._local()
+            for rank in range(0, self.num_ranks, self.num_ranks // segment.shares)
+        ]
         return torch.cat(pieces, dim)
 
 
@@ -255,7 +256,7 @@ def _dim_of(linear: Any, features: str) -> int:
 def depthwise(block: Any, name: str, channels: Rows) -> dict[str, Cut]:
     """Return the cuts of a convolution that has one filter for each channel."""
     module = unwrapped(block.get_submodule(name))
-    return {f"{name}.{own}": Cut(0, channels) for own, _ in module.named_parameters()}
+    return {f"{name}.{part}": Cut(0, channels) for part, _ in module.named_parameters()}
 
 
 def unwrapped(module: Any) -> Any:
