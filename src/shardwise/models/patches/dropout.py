@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,15 +12,10 @@ from torch import nn
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
 from shardwise.kernels.dropout import Dropout, hash32
+from shardwise.models.seeds import stable_seed
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
-
-
-def stable_seed(*parts: object) -> int:
-    """A 63-bit seed from the parts' text, equal on every machine (`hash` is not)."""
-    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 @dataclass

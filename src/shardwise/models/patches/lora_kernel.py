@@ -51,9 +51,10 @@ def use_lora_kernel(
     precision: str = "float32",
     half: BackwardHalf | None = None,
 ) -> str:
-    """Let the plain LoRA layers of a model, on any device yet, compute with a kernel that runs on `device`.
+    """Let the plain LoRA layers of a model compute with a kernel that runs on `device`.
 
-    Return its name; with `peft` nothing is replaced. Call it once the model's dropouts are
+    The model may still be on another device. Return the name of the kernel; with `peft` nothing is
+    replaced. Call it once the model's dropouts are
     `SlotDropout`s, and before a strategy wraps them. `half` says which half of a backward runs, in
     a pipeline whose schedule has two. Raises UserError as `kernel_for`.
     """
