@@ -38,8 +38,8 @@ class LayerSpec:
 
     name: str  # module path in the transformers model, such as "model.layers.3"
     kind: str
-    """What mixes its tokens: the name of a kind of `models/kinds`, or one of the family's own where
-    several mixers lie side by side."""
+    """What mixes its tokens: the name of a kind of `models/kinds`, or one that the family gives to
+    mixers side by side."""
     feed_forward: str  # what follows in the same layer: dense | moe | none
     mixers: tuple[Block, ...] = field(default=(), repr=False)
     """What gives the layer its kind: one block, or several side by side."""
@@ -93,9 +93,7 @@ CORE_STAGE: Stage = (1, *CORE_STEP)
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A causal language model, or a pipeline stage of one, as an ordered list of modules by path in
-    the whole model.
-    """
+    """A causal language model, or a pipeline stage of one, as its modules' paths in order."""
 
     family: str  # config.model_type
     embed: str
