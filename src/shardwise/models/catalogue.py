@@ -1,11 +1,11 @@
-"""What `shardwise models` shows: the listed families, or one model folder; read off models that are built on meta."""
+"""What `shardwise models` shows: the listed families, or one model, built on meta."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -19,7 +19,10 @@ from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import reach
 from shardwise.rules import offered_layouts
 
-_LEGEND = "3-D: experts stacked in one parameter; isolated: `data.packing: isolated` is proven to keep documents apart\n"
+_LEGEND = (
+    "3-D: experts stacked in one parameter; "
+    "isolated: `data.packing: isolated` is proven to keep documents apart\n"
+)
 _LORA = "LoRA auto (+ what all-linear adds)"
 
 
@@ -31,22 +34,25 @@ class LayerFacts:
     kind: str
     feed_forward: str
     parameters: int
-    auto: tuple[
-        str, ...
-    ]  # what `lora.targets: auto` puts adapters on, as a list of targets could name it
-    all_linear: tuple[str, ...]  # what `all-linear` has beyond that; a stack of experts is marked
-    isolated: bool  # `data.packing: isolated` keeps documents apart in it
+    auto: tuple[str, ...]
+    """What `lora.targets: auto` puts adapters on, as a list of targets could name it."""
+    all_linear: tuple[str, ...]
+    """What `all-linear` adds to it; a stack of experts is marked."""
+    isolated: bool
+    """Whether `data.packing: isolated` keeps documents apart in it."""
 
 
 def layer_facts(model: PreTrainedModel) -> list[LayerFacts]:
-    """The facts of every layer of a model without adapters, on any device, in order."""
+    """Return the facts of every layer of a model without adapters, on any device, in order."""
     family, spec = family_of(model), spec_of(model.config, model)
     auto, everything = reach(model, spec, "auto"), reach(model, spec, "all-linear")
     more = [path for path in everything if path not in set(auto)]
 
     def within(layer: str, paths: list[str]) -> tuple[str, ...]:
         names = [path.removeprefix(f"{layer}.") for path in paths if path.startswith(f"{layer}.")]
-        return tuple(name.partition(".")[2] + " (3-D)" * (name in family.experts) for name in names)
+        return tuple(
+            name.partition(".")[2] + (" (3-D)" if name in family.experts else "") for name in names
+        )
 
     return [
         LayerFacts(
@@ -74,8 +80,8 @@ def families_table() -> Table:
                 name if kind == facts[0].kind else "",
                 _layer(kind, after),
                 _reached(
-                    [t for row in rows for t in row.auto],
-                    [t for row in rows for t in row.all_linear],
+                    chain.from_iterable(row.auto for row in rows),
+                    chain.from_iterable(row.all_linear for row in rows),
                 ),
                 "yes" if rows[0].isolated else "no",
             )
@@ -85,16 +91,18 @@ def families_table() -> Table:
 
 
 def model_table(model: Model) -> Table:
-    """Return one model's layers in order, equal neighbours in one row; raise UserError if the model cannot be read.
+    """Return one model's layers in order, equal neighbours in one row.
 
-    `model.path` may also be a listed family: what transformers makes of its config.
+    `model.path` may also be a listed family: what transformers makes of its config. Raises
+    UserError if the model cannot be read.
     """
     listed = model.path in FAMILIES and not Path(model.path).is_dir()
     built = build_meta(model, every_kind(FAMILIES[model.path]) if listed else read_config(model))
     spec = spec_of(built.config, built)
     facts = facts_of(built, spec, family_of(built))
     table = _table("number", "layers", _LORA, "isolated", "parameters")
-    table.title = f"{spec.family}, {built.num_parameters():,} parameters{', tied embeddings' if spec.tied else ''}"
+    tied = ", tied embeddings" if spec.tied else ""
+    table.title = f"{spec.family}, {built.num_parameters():,} parameters{tied}"
     table.caption = f"{_LEGEND}may run under {' '.join(offered_layouts(facts))}"
     if not facts.is_listed:
         table.caption += f"\nnote: {unproven_note(spec.family)}"
@@ -111,7 +119,7 @@ def model_table(model: Model) -> Table:
 
 
 def every_kind(family: Family) -> PretrainedConfig:
-    """The config that transformers has for a family, changed so that each of the family's kinds of layers is there."""
+    """Return transformers' config of a family, changed so that it has each kind of layer."""
     config = AutoConfig.for_model(family.model_type)
     types = getattr(config, "layer_types", None)
     if types and len(set(types)) < len(family.mixers):

@@ -166,7 +166,7 @@ def peft_config(
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
-        lora_alpha=lora.alpha,  # ty: ignore[invalid-argument-type]  # annotated int, used as a number
+        lora_alpha=lora.alpha,  # ty: ignore[invalid-argument-type]  # used as any number
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
         fan_in_fan_out=transposed,

@@ -28,7 +28,7 @@ class Indivisible(ValueError):
 class Segment:
     """Consecutive rows that are cut into equal shares, one after the other.
 
-    With fewer shares than ranks, neighbours hold the same share (with 1, all ranks hold everything).
+    With fewer shares than ranks, neighbours hold the same share (with 1, all ranks hold all rows).
     An example is a key/value head that query heads of several ranks attend to. Each of these ranks
     then has a partial sum of its gradient.
     """

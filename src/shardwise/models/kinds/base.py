@@ -16,7 +16,7 @@ from shardwise.models.tensor_cuts import SplitBlock
 
 
 class Core:
-    """The function between the projections of a mixer, by the sequence length T, in FLOPs per token.
+    """The function between the projections of a mixer, by its FLOPs per token of T tokens.
 
     Its *model* FLOPs are what the definition of the layer asks for, whatever computes it. Its
     *executed* FLOPs are what transformers' torch code runs (fused attention; recurrences in chunks,

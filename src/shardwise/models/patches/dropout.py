@@ -1,4 +1,4 @@
-"""Dropout whose masks are a function of (seed, step, slot, module), so that they do not depend on the layout."""
+"""Dropout whose masks are a function of (seed, step, slot, module), whatever the layout."""
 
 from __future__ import annotations
 
@@ -23,47 +23,48 @@ class DropoutState:
     """What the masks depend on; one object is shared by all dropouts of a model."""
 
     seed: int
-    used: bool = False  # by a dropout that drops
-    batch: Batch | None = None  # whose rows are being computed
-    rows: torch.Tensor | None = None  # [B] int32: a seed for each of them
-    tokens: torch.Tensor | None = None  # [B, T] int32: and for each of their tokens
+    used: bool = False
+    """Whether a dropout of the model drops anything."""
+    batch: Batch | None = None
+    """The micro-batch that is being computed."""
+    rows: torch.Tensor | None = None
+    """A seed for each of its rows, [B] int32."""
+    tokens: torch.Tensor | None = None
+    """A seed for each of its tokens, [B, T] int32."""
     unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """In a mixer that sees one document per row: from [B, T, ...] to those rows (see models/patches/isolation.py)."""
+    """In a mixer that sees one document per row: makes those rows of [B, T, ...] (isolation.py)."""
 
     def start(self, batch: Batch) -> None:
-        """From here on, `batch` is computed."""
+        """Begin a forward of `batch`."""
         self.batch, self.rows, self.tokens = batch, None, None
         if not self.used:
             return
-        rows = [_int32(stable_seed(self.seed, batch.step, slot)) for slot in batch.slots]
-        self.rows = torch.tensor(rows, dtype=torch.int32).to(
-            batch.input_ids.device, non_blocking=True
-        )
+        seeds = [_int32(stable_seed(self.seed, batch.step, slot)) for slot in batch.slots]
+        rows = torch.tensor(seeds, dtype=torch.int32)
+        self.rows = rows.to(batch.input_ids.device, non_blocking=True)
         self.tokens = self.seeds(batch.input_ids.shape[1])
 
     def seeds(self, length: int) -> torch.Tensor:
-        """A seed for each of `length` places in a row, for all rows: [B, length] int32."""
+        """Return a seed for each of `length` places in a row, for all rows: [B, length] int32."""
         assert self.rows is not None
         if self.tokens is not None and self.tokens.shape[1] == length:
             return self.tokens
-        return hash32(
-            self.rows[:, None], torch.arange(length, dtype=torch.int32, device=self.rows.device)
-        )
+        places = torch.arange(length, dtype=torch.int32, device=self.rows.device)
+        return hash32(self.rows[:, None], places)
 
 
 class SlotDropout(nn.Module):
-    """Dropout of probability `p` on [B, ..., D] or [B*T, D]: a row has the mask of its slot, wherever it lies."""
+    """Dropout of probability `p` on [B, ..., D] or [B*T, D], with the masks of the rows' slots."""
 
     def __init__(self, p: float, name: str, state: DropoutState) -> None:
         super().__init__()
         state.used |= p > 0.0
         self.p, self.name, self.state = p, name, state
-        # A tensor: compiled layers share code, of which a number would be a part. Of one element, on the CPU: any
-        # device takes it without a wait.
+        # A tensor: compiled layers share code, of which a number would be a part. It has one
+        # element and is on the CPU, so any device takes it without a wait.
         self.salt = torch.tensor(_int32(stable_seed(name)), dtype=torch.int32)
-        self.features: torch.Tensor | None = (
-            None  # those of the last dim, int32, of which x holds a share
-        )
+        self.features: torch.Tensor | None = None
+        """Which features of the last dim x has, int32, where it has a rank's share of them."""
 
     @property
     def active(self) -> bool:
@@ -79,7 +80,7 @@ class SlotDropout(nn.Module):
         return masks.drop(x.flatten(0, -2)).view(x.shape)
 
     def seeds(self, x: torch.Tensor) -> torch.Tensor:
-        """A seed for each token of x [B, ..., D] or [B*T, D]: int32, as many."""
+        """Return a seed for each token of x [B, ..., D] or [B*T, D]: [B*T] int32."""
         state = self.state
         if state.unpack is not None:
             assert state.tokens is not None
