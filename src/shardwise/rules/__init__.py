@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from shardwise.config import Data, Model, RunConfig, Training, UserError
 from shardwise.layouts import NAMES, Facts, ModelFacts, parallel_of
 from shardwise.rules import models, ranks, run_file
-from shardwise.rules.rule import Rule
+from shardwise.rules.rule import Case, Rule
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "run file": run_file.RULES,
@@ -31,13 +31,13 @@ def refusals(cfg: RunConfig, facts: Facts | None = None) -> Iterator[tuple[str, 
     Without `facts` only the rules on the run file are asked; without `facts.model`, all except
     those on models.
     """
-    known = facts or Facts(num_ranks=1)
+    case = Case(cfg, facts or Facts(num_ranks=1))
     for group, rules in RULES.items():
-        if (group != "run file" and facts is None) or (group == "model" and known.model is None):
+        if (group != "run file" and facts is None) or (
+            group == "model" and case.facts.model is None
+        ):
             return
-        refused = [
-            (rule.name, rule.message(cfg, known)) for rule in rules if rule.applies(cfg, known)
-        ]
+        refused = [(rule.name, rule.message(case)) for rule in rules if rule.applies(case)]
         if refused:
             yield from refused
             return

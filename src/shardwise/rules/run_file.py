@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.config import Parallel, RunConfig
+from shardwise.config import Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
-from shardwise.rules.rule import Rule, dotted, multiples
+from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
 """The first torch whose pipelining is known to compute the right gradients."""
@@ -16,59 +16,57 @@ LORA_COMPILE_TORCH = (2, 13)
 INSTEAD_OF_HALVING = "or use 1f1b, interleaved-1f1b, looped-bfs or gpipe"
 
 
-def _belongs_to(
-    key: str, is_used: Callable[[RunConfig], bool], strategy: str, way_out: str
-) -> Rule:
+def _belongs_to(key: str, is_used: Callable[[Case], bool], strategy: str, way_out: str) -> Rule:
     """Return the rule that a key of `parallel` may differ from its default only where `is_used`."""
     default = getattr(Parallel(), key)
     return Rule(
         f"{key} without its strategy",
-        applies=lambda cfg, facts: getattr(cfg.parallel, key) != default and not is_used(cfg),
-        problem=lambda cfg, facts: (
-            f"parallel.{key} is {shown(getattr(cfg.parallel, key))}, which is for {strategy}"
+        applies=lambda case: getattr(case.parallel, key) != default and not is_used(case),
+        problem=lambda case: (
+            f"parallel.{key} is {shown(getattr(case.parallel, key))}, which is for {strategy}"
         ),
         way_out=way_out,
         why="the key would have no effect",
     )
 
 
-def _without_tensor(key: str, is_set: Callable[[RunConfig], bool], way_out: str) -> Rule:
+def _without_tensor(key: str, is_set: Callable[[Case], bool], way_out: str) -> Rule:
     """Return the rule that tensor parallelism is not offered together with a key."""
     return Rule(
         f"tp with {key}",
-        applies=lambda cfg, facts: cfg.parallel.tp > 1 and is_set(cfg),
+        applies=lambda case: case.parallel.tp > 1 and is_set(case),
         problem=f"{key} is {{cfg.{key}}}, which is not proven with tensor parallelism",
         way_out=f"{way_out}, or set parallel.tp to 1",
         why="no cell of the parity matrix runs both",
     )
 
 
-def _is_pipeline(cfg: RunConfig) -> bool:
-    return cfg.parallel.pp > 1
+def _is_pipeline(case: Case) -> bool:
+    return case.parallel.pp > 1
 
 
-def _halves(cfg: RunConfig) -> bool:
-    return _is_pipeline(cfg) and cfg.parallel.schedule in HALVING
+def _halves(case: Case) -> bool:
+    return _is_pipeline(case) and case.parallel.schedule in HALVING
 
 
-def _is_fsdp2(cfg: RunConfig) -> bool:
-    return cfg.parallel.data == "fsdp2"
+def _is_fsdp2(case: Case) -> bool:
+    return case.parallel.data == "fsdp2"
 
 
-def _is_compiled(cfg: RunConfig) -> bool:
-    return cfg.training.compile != "none"
+def _is_compiled(case: Case) -> bool:
+    return case.training.compile != "none"
 
 
-def _fixed_virtual_stages(cfg: RunConfig) -> int:
-    return virtual_stages_of(cfg.parallel.schedule, cfg.parallel.num_virtual)
+def _fixed_virtual_stages(case: Case) -> int:
+    return virtual_stages_of(case.parallel.schedule, case.parallel.num_virtual)
 
 
 def _stages(num: int) -> str:
     return "one stage" if num == 1 else f"{num} stages"
 
 
-def _tokens(cfg: RunConfig) -> int:
-    return cfg.training.global_batch_size * cfg.data.sequence_length
+def _tokens(case: Case) -> int:
+    return case.training.global_batch_size * case.cfg.data.sequence_length
 
 
 RULES = (
@@ -78,7 +76,7 @@ RULES = (
     ),
     _belongs_to(
         "sequence_parallel",
-        lambda cfg: cfg.parallel.tp > 1,
+        lambda case: case.parallel.tp > 1,
         "tensor parallelism",
         "set parallel.tp to 2 or more",
     ),
@@ -87,22 +85,22 @@ RULES = (
     _belongs_to("offload", _is_fsdp2, "parallel.data fsdp2", "leave it at none"),
     _belongs_to(
         "fsdp1_wrap",
-        lambda cfg: cfg.parallel.data == "fsdp1",
+        lambda case: case.parallel.data == "fsdp1",
         "parallel.data fsdp1",
         "leave it out",
     ),
     Rule(
         "keep_best without validation",
-        applies=lambda cfg, facts: cfg.training.keep_best and cfg.data.validation == 0,
+        applies=lambda case: case.training.keep_best and case.cfg.data.validation == 0,
         problem="training.keep_best needs a validation loss",
         way_out="set data.validation",
         why="there is no loss to compare",
     ),
     Rule(
         "tokens in a step",
-        applies=lambda cfg, facts: _tokens(cfg) > MOST_TOKENS,
-        problem=lambda cfg, facts: (
-            f"training.global_batch_size times data.sequence_length is {_tokens(cfg):,} tokens in "
+        applies=lambda case: _tokens(case) > MOST_TOKENS,
+        problem=lambda case: (
+            f"training.global_batch_size times data.sequence_length is {_tokens(case):,} tokens in "
             "a step"
         ),
         way_out=f"give at most {MOST_TOKENS:,}",
@@ -110,9 +108,9 @@ RULES = (
     ),
     Rule(
         "compile with isolated documents",
-        applies=lambda cfg, facts: cfg.data.packing == "isolated" and _is_compiled(cfg),
+        applies=lambda case: case.cfg.data.packing == "isolated" and _is_compiled(case),
         problem=(
-            "training.compile is {cfg.training.compile}, but with data.packing isolated layers "
+            "training.compile is {training.compile}, but with data.packing isolated layers "
             "meet new shapes in every micro-batch and would be compiled for each"
         ),
         way_out="set compile to none, or packing to concat or none",
@@ -120,7 +118,7 @@ RULES = (
     ),
     Rule(
         "compile with checkpointing of operators",
-        applies=lambda cfg, facts: _is_compiled(cfg) and cfg.training.checkpointing == "operators",
+        applies=lambda case: _is_compiled(case) and case.training.checkpointing == "operators",
         problem=(
             "training.checkpointing operators chooses among operators that training.compile fuses"
         ),
@@ -129,19 +127,17 @@ RULES = (
     ),
     Rule(
         "compile with LoRA's kernels on an old torch",
-        applies=lambda cfg, facts: (
-            _is_compiled(cfg)
-            and cfg.lora is not None
-            and cfg.lora.kernel != "peft"
-            and facts.torch_version < LORA_COMPILE_TORCH
+        applies=lambda case: (
+            _is_compiled(case)
+            and case.cfg.lora is not None
+            and case.cfg.lora.kernel != "peft"
+            and case.facts.torch_version < LORA_COMPILE_TORCH
         ),
-        problem=lambda cfg, facts: (
+        problem=lambda case: (
             "training.compile loses the gradients of LoRA layers with torch "
-            f"{dotted(facts.torch_version)}"
+            f"{dotted(case.facts.torch_version)}"
         ),
-        way_out=(
-            f"set lora.kernel to peft, or install torch {dotted(LORA_COMPILE_TORCH)} or later"
-        ),
+        way_out=f"set lora.kernel to peft, or install torch {dotted(LORA_COMPILE_TORCH)} or later",
         why=(
             "with torch 2.11 forwards are right and every gradient is exactly 0: "
             "tests/parallel/test_compile.py"
@@ -149,14 +145,14 @@ RULES = (
     ),
     Rule(
         "fsdp1 with tp",
-        applies=lambda cfg, facts: cfg.parallel.data == "fsdp1" and cfg.parallel.tp > 1,
+        applies=lambda case: case.parallel.data == "fsdp1" and case.parallel.tp > 1,
         problem="{layout} is not offered: fsdp1's flat parameters hold no DTensors",
         way_out="use fsdp2",
         why="torch's FullyShardedDataParallel flattens plain tensors only",
     ),
     Rule(
         "zero2 with tp",
-        applies=lambda cfg, facts: cfg.parallel.data == "zero2" and cfg.parallel.tp > 1,
+        applies=lambda case: case.parallel.data == "zero2" and case.parallel.tp > 1,
         problem=(
             "{layout} is not offered: zero2 reduces gradients before those that tensor parallelism "
             "sums are complete"
@@ -169,21 +165,21 @@ RULES = (
     ),
     Rule(
         "zero or fsdp1 in a pipeline",
-        applies=lambda cfg, facts: (
-            _is_pipeline(cfg) and cfg.parallel.data in ("zero1", "zero2", "fsdp1")
+        applies=lambda case: (
+            _is_pipeline(case) and case.parallel.data in ("zero1", "zero2", "fsdp1")
         ),
-        problem="{layout} is not offered: {cfg.parallel.data} is not proven in a pipeline",
+        problem="{layout} is not offered: {parallel.data} is not proven in a pipeline",
         way_out="use ddp or fsdp2",
         why="no cell of the parity matrix runs both",
     ),
     Rule(
         "fsdp1 naive with adapters of another dtype",
-        applies=lambda cfg, facts: (
-            cfg.parallel.data == "fsdp1"
-            and cfg.parallel.fsdp1_wrap == "naive"
-            and cfg.lora is not None
-            and cfg.lora.dtype == "float32"
-            and cfg.model.dtype != "float32"
+        applies=lambda case: (
+            case.parallel.data == "fsdp1"
+            and case.parallel.fsdp1_wrap == "naive"
+            and case.cfg.lora is not None
+            and case.cfg.lora.dtype == "float32"
+            and case.cfg.model.dtype != "float32"
         ),
         problem=(
             "parallel.fsdp1_wrap naive: a flat parameter has one dtype, but the adapters are "
@@ -193,72 +189,69 @@ RULES = (
         why="torch refuses a flat parameter of two dtypes: tests/parallel/test_fsdp1.py",
     ),
     _without_tensor(
-        "parallel.offload", lambda cfg: cfg.parallel.offload != "none", "set it to none"
+        "parallel.offload", lambda case: case.parallel.offload != "none", "set it to none"
     ),
     _without_tensor("training.compile", _is_compiled, "set it to none"),
     _without_tensor(
-        "training.precision", lambda cfg: cfg.training.precision == "float16", "use bfloat16"
+        "training.precision", lambda case: case.training.precision == "float16", "use bfloat16"
     ),
     Rule(
         "tp with a memory limit",
-        applies=lambda cfg, facts: (
-            cfg.parallel.tp > 1 and cfg.parallel.memory_limit_gib is not None
-        ),
-        problem=(
-            "parallel.memory_limit_gib counts whole layers, not a tensor-parallel rank's share"
-        ),
+        applies=lambda case: case.parallel.tp > 1 and case.parallel.memory_limit_gib is not None,
+        problem="parallel.memory_limit_gib counts whole layers, not a tensor-parallel rank's share",
         way_out="leave it out, or set parallel.tp to 1",
         why="the costs of a split are those of whole layers",
     ),
     Rule(
         "sequence length over sp",
-        applies=lambda cfg, facts: (
-            cfg.parallel.sequence_parallel and cfg.data.sequence_length % cfg.parallel.tp != 0
+        applies=lambda case: (
+            case.parallel.sequence_parallel
+            and case.cfg.data.sequence_length % case.parallel.tp != 0
         ),
         problem=(
             "data.sequence_length is {cfg.data.sequence_length}, which parallel.sequence_parallel "
-            "cannot shard evenly over {cfg.parallel.tp} ranks"
+            "cannot shard evenly over {parallel.tp} ranks"
         ),
-        way_out=lambda cfg, facts: (
-            f"use {multiples(cfg.data.sequence_length, cfg.parallel.tp)}, or set "
+        way_out=lambda case: (
+            f"use {multiples(case.cfg.data.sequence_length, case.parallel.tp)}, or set "
             "parallel.sequence_parallel to false"
         ),
         why="each rank holds 1/tp of a row's tokens",
     ),
     Rule(
         "pp on an old torch",
-        applies=lambda cfg, facts: _is_pipeline(cfg) and facts.torch_version < PIPELINE_TORCH,
-        problem=lambda cfg, facts: (
+        applies=lambda case: _is_pipeline(case) and case.facts.torch_version < PIPELINE_TORCH,
+        problem=lambda case: (
             f"parallel.pp needs torch {dotted(PIPELINE_TORCH)} or later, and this is "
-            f"{dotted(facts.torch_version)}"
+            f"{dotted(case.facts.torch_version)}"
         ),
         way_out="install that",
         why="earlier schedules are silently wrong: tests/parallel/test_torch_pipelining.py",
     ),
     Rule(
         "pp with offload",
-        applies=lambda cfg, facts: _is_pipeline(cfg) and cfg.parallel.offload != "none",
+        applies=lambda case: _is_pipeline(case) and case.parallel.offload != "none",
         problem="parallel.offload is not proven in a pipeline",
         way_out="leave it at none, or parallel.pp at 1",
         why="no cell of the parity matrix runs both",
     ),
     Rule(
         "stages per rank",
-        applies=lambda cfg, facts: cfg.parallel.num_virtual != _fixed_virtual_stages(cfg),
-        problem=lambda cfg, facts: (
-            f"parallel.schedule {cfg.parallel.schedule} has {_stages(_fixed_virtual_stages(cfg))} "
-            f"per rank, not {cfg.parallel.num_virtual}"
+        applies=lambda case: case.parallel.num_virtual != _fixed_virtual_stages(case),
+        problem=lambda case: (
+            f"parallel.schedule {case.parallel.schedule} has {_stages(_fixed_virtual_stages(case))} "
+            f"per rank, not {case.parallel.num_virtual}"
         ),
-        way_out=lambda cfg, facts: f"set parallel.virtual_stages to {_fixed_virtual_stages(cfg)}",
+        way_out=lambda case: f"set parallel.virtual_stages to {_fixed_virtual_stages(case)}",
         why="by the definition of the schedule",
     ),
     Rule(
         "halved backwards with fsdp2 that reshards",
-        applies=lambda cfg, facts: (
-            _halves(cfg) and _is_fsdp2(cfg) and cfg.parallel.reshard_after_forward
+        applies=lambda case: (
+            _halves(case) and _is_fsdp2(case) and case.parallel.reshard_after_forward
         ),
         problem=(
-            "{cfg.parallel.schedule} halves backwards, and torch loses gradients of weights that "
+            "{parallel.schedule} halves backwards, and torch loses gradients of weights that "
             "fsdp2 frees in between"
         ),
         way_out=f"set parallel.reshard_after_forward to false, {INSTEAD_OF_HALVING}",
@@ -269,9 +262,9 @@ RULES = (
     ),
     Rule(
         "halved backwards with checkpointing",
-        applies=lambda cfg, facts: _halves(cfg) and cfg.training.checkpointing != "none",
+        applies=lambda case: _halves(case) and case.training.checkpointing != "none",
         problem=(
-            "{cfg.parallel.schedule} halves backwards, and torch recomputes a layer in the first "
+            "{parallel.schedule} halves backwards, and torch recomputes a layer in the first "
             "half and then again for every weight of it"
         ),
         way_out=f"set training.checkpointing to none, {INSTEAD_OF_HALVING}",
@@ -282,19 +275,17 @@ RULES = (
     ),
     Rule(
         "halved backwards with compile",
-        applies=lambda cfg, facts: _halves(cfg) and _is_compiled(cfg),
-        problem="{cfg.parallel.schedule} halves backwards, which compiled code cannot",
+        applies=lambda case: _halves(case) and _is_compiled(case),
+        problem="{parallel.schedule} halves backwards, which compiled code cannot",
         way_out=f"set training.compile to none, {INSTEAD_OF_HALVING}",
-        why=(
-            "tests/parallel/test_torch_pipelining.py::test_split_backwards_refuse_compiled_stages"
-        ),
+        why="tests/parallel/test_torch_pipelining.py::test_split_backwards_refuse_compiled_stages",
     ),
     Rule(
         "pp with float16 products of bfloat16 weights",
-        applies=lambda cfg, facts: (
-            _is_pipeline(cfg)
-            and cfg.model.dtype == "bfloat16"
-            and cfg.training.precision == "float16"
+        applies=lambda case: (
+            _is_pipeline(case)
+            and case.cfg.model.dtype == "bfloat16"
+            and case.training.precision == "float16"
         ),
         problem=(
             "parallel.pp: with model.dtype bfloat16 and training.precision float16 hidden states "
