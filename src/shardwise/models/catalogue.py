@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.table import Table
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shardwise.config import Model
 from shardwise.models.facts import facts_of
-from shardwise.models.families import FAMILIES, Family, family_of, spec_of, unproven_note
+from shardwise.models.families import FAMILIES, every_kind, family_of, spec_of, unproven_note
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import reach
 from shardwise.rules import offered_layouts
@@ -23,6 +23,8 @@ _LEGEND = (
     "3-D: experts stacked in one parameter; "
     "isolated: `data.packing: isolated` is proven to keep documents apart\n"
 )
+STACKED = " (3-D)"
+"""Marks a stack of experts."""
 _LORA = "LoRA auto (+ what all-linear adds)"
 
 
@@ -51,7 +53,7 @@ def layer_facts(model: PreTrainedModel) -> list[LayerFacts]:
     def within(layer: str, paths: list[str]) -> tuple[str, ...]:
         names = [path.removeprefix(f"{layer}.") for path in paths if path.startswith(f"{layer}.")]
         return tuple(
-            name.partition(".")[2] + (" (3-D)" if name in family.experts else "") for name in names
+            name.partition(".")[2] + (STACKED if name in family.experts else "") for name in names
         )
 
     return [
@@ -118,17 +120,6 @@ def model_table(model: Model) -> Table:
     return table
 
 
-def every_kind(family: Family) -> PretrainedConfig:
-    """Return transformers' config of a family, changed so that it has each kind of layer."""
-    config = AutoConfig.for_model(family.model_type)
-    types = getattr(config, "layer_types", None)
-    if types and len(set(types)) < len(family.mixers):
-        config.layer_types = [[*family.mixers][i % len(family.mixers)] for i in range(len(types))]
-    if hasattr(config, "mlp_only_layers"):  # a mixture of experts in all other layers
-        config.mlp_only_layers = [0]
-    return config
-
-
 def _table(*columns: str) -> Table:
     table = Table(title_justify="left", caption_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     for column in columns:
@@ -146,14 +137,24 @@ def _reached(auto: Iterable[str], all_linear: Iterable[str]) -> str:
 
 
 def _braced(targets: Iterable[str]) -> str:
-    """Names without repetition, those that differ in one part only as one: `{q,k,v,o}_proj`."""
+    """Return names without repetition, those that differ in one part as one: `{up,down}_layer`."""
+    names = list(dict.fromkeys(targets))
+    counts = Counter(form for name in names for form, _ in _forms(name))
     groups: dict[str, list[str]] = {}
-    for target in dict.fromkeys(targets):
-        parts = re.fullmatch(r"(.*\.|in_proj_|)(.+?)(_proj(?: \(3-D\))?|)", target)
-        assert parts is not None
-        start, middle, end = parts.groups()
-        groups.setdefault(f"{start}%s{end}" if start or end else target, []).append(middle)
+    for name in names:
+        form, part = max(_forms(name), key=lambda pair: counts[pair[0]])
+        groups.setdefault(form, []).append(part)
     return " ".join(
-        form.replace("%s", middles[0] if len(middles) == 1 else f"{{{','.join(middles)}}}")
-        for form, middles in groups.items()
+        form.replace("%s", parts[0] if len(parts) == 1 else f"{{{','.join(parts)}}}")
+        for form, parts in groups.items()
     )
+
+
+def _forms(target: str) -> list[tuple[str, str]]:
+    """Return the ways to write a name as a form with a gap, `%s`, and the part that fills it."""
+    name, mark, _ = target.partition(STACKED)
+    start, dot, last = name.rpartition(".")
+    first, underscore, end = last.rpartition("_")
+    if underscore:
+        return [(f"{start}{dot}%s_{end}{mark}", first), (f"{start}{dot}{first}_%s{mark}", end)]
+    return [(f"{start}.%s{mark}", last) if dot else (target, "")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from shardwise.models.families.base import FULL, Family, Mixer, mixer
 from shardwise.models.families.falcon_h1 import FALCON_H1
@@ -20,7 +20,7 @@ from shardwise.models.kinds import gated_delta_net
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import Block, LayerSpec, ModelSpec
 
-__all__ = ["FAMILIES", "Family", "family_of", "spec_of", "unproven_note"]
+__all__ = ["FAMILIES", "Family", "every_kind", "family_of", "spec_of", "unproven_note"]
 
 _PROVEN = (
     *(Family(name) for name in ("llama", "qwen3", "olmo2")),
@@ -77,6 +77,17 @@ def spec_of(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
     )
+
+
+def every_kind(family: Family) -> PretrainedConfig:
+    """Return transformers' config of a family, changed so that it has each kind of layer."""
+    config = AutoConfig.for_model(family.model_type)
+    types = getattr(config, "layer_types", None)
+    if types and len(set(types)) < len(family.mixers):
+        config.layer_types = [[*family.mixers][i % len(family.mixers)] for i in range(len(types))]
+    if hasattr(config, "mlp_only_layers"):  # a mixture of experts in all other layers
+        config.mlp_only_layers = [0]
+    return config
 
 
 def _layer(model: PreTrainedModel, name: str, mixer: Mixer, family: Family) -> LayerSpec:
