@@ -29,9 +29,6 @@ class Norms:
     after: str = "post_feedforward_layernorm"
 
 
-COMMON_NORMS = Norms()
-
-
 @dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer (or, where a family's blocks hold one mixer each, one block)."""
@@ -45,7 +42,7 @@ class LayerSpec:
     """What gives the layer its kind: one block, or several side by side."""
     feed_forwards: tuple[Block, ...] = field(default=(), repr=False)
     """What follows: one block, or several side by side."""
-    norms: Norms = field(default=COMMON_NORMS, repr=False)
+    norms: Norms = field(default=Norms(), repr=False)
 
     @property
     def blocks(self) -> tuple[Block, ...]:

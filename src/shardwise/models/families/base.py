@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from shardwise.config import UserError
 from shardwise.models.kinds import attention, feed_forward
 from shardwise.models.kinds.base import Kind
-from shardwise.models.spec import COMMON_NORMS, Block, Norms
+from shardwise.models.spec import Block, Norms
 
 Blocks = Mapping[str, Kind]
 """Kinds of blocks by their path in a layer."""
@@ -65,7 +65,7 @@ class Family:
     )
     """What comes after the mixer of a layer, in layers without experts (dense) and with them (moe).
     A family whose layers hold one block each has none."""
-    norms: Norms = COMMON_NORMS
+    norms: Norms = field(default_factory=Norms)
     """Names of a layer's own norms."""
     positions: str | None = None
     """A learned embedding of positions that is added to that of tokens."""
