@@ -33,9 +33,9 @@ class CausalLM(Part):
         spec: ModelSpec,
         family: Family,
         cfg: RunConfig,
-        whole: PreTrainedModel | None = None,
+        whole_model: PreTrainedModel | None = None,
     ) -> None:
-        """Take a model; `whole` is the model that `hf` is a stage of, if it is one."""
+        """Take a model; `whole_model` is the one that `hf` is a stage of, if it is a stage."""
         super().__init__()
         self.hf = hf
         self.spec = spec
@@ -44,7 +44,7 @@ class CausalLM(Part):
         # A pipeline that halves backwards sets it, and the LoRA linears read it.
         self.backward_half = BackwardHalf()
         self.dropout = DropoutState(cfg.training.seed)
-        self.num_routers = len(routers_of(whole or hf, family))
+        self.num_routers = len(routers_of(whole_model or hf, family))
         """Routers of the whole model: a stage adds its routers' share of the router loss."""
         self.isolated = False
         self.router_loss: RouterLoss | None = None

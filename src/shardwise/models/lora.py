@@ -52,7 +52,7 @@ class Coverage:
         return 100.0 * self.trainable / self.total
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for record.json."""
+        """Return it as plain data, for record.json."""
         return {**asdict(self), "percent": self.percent}
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardwise.models.kinds.base import CORE_STEP, Kind
 
 Stage = tuple[int, int, int]
-"""Where in the dataflow of a layer something acts: what data meets later is greater."""
+"""A place in the dataflow of a layer; what data meets later is greater."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class LayerSpec:
 
 
 CORE_STAGE: Stage = (1, *CORE_STEP)
-"""Where the mixer's core acts."""
+"""The stage at which the mixer's core acts."""
 
 
 @dataclass(frozen=True)

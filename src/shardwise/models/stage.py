@@ -35,9 +35,9 @@ class Stage(CausalLM):
         spec: ModelSpec,
         family: Family,
         cfg: RunConfig,
-        whole: PreTrainedModel,
+        whole_model: PreTrainedModel,
     ) -> None:
-        super().__init__(hf, spec, family, cfg, whole)
+        super().__init__(hf, spec, family, cfg, whole_model)
         self.carried_dtype = hidden_dtype(cfg)
         self.microbatches: Sequence[Batch] = ()  # of the step, set before it
         self.loss_scale = 1.0  # the gradient of the loss in this step's backward, set before it

@@ -115,14 +115,14 @@ class Rows:
         """Return which share of a segment a rank holds."""
         return rank * segment.shares // self.num_ranks
 
-    def take(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    def take(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """Return a rank's part of a whole tensor: a view if it is one range, else a copy."""
-        pieces = [whole.narrow(dim, start, length) for start, length in self.ranges(rank)]
+        pieces = [tensor.narrow(dim, start, length) for start, length in self.ranges(rank)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
-    def arrange(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    def arrange(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return all ranks' parts of a whole tensor, joined in rank order."""
-        return torch.cat([self.take(whole, dim, rank) for rank in range(self.num_ranks)], dim)
+        return torch.cat([self.take(tensor, dim, rank) for rank in range(self.num_ranks)], dim)
 
     def restore(self, arranged: torch.Tensor, dim: int) -> torch.Tensor:
         """Undo `arrange`; of rows that several ranks hold, take those of the first."""
@@ -155,7 +155,7 @@ class BlockSplit:
     """How one block is cut; names are those of the transformers model, within the block."""
 
     weights: Mapping[str, Cut]
-    """By parameter; every rank holds all others whole."""
+    """The cut of each parameter; every rank has all of the others."""
     attributes: Mapping[str, int] = field(default_factory=dict)
     """Sizes that the block's own code must find in these attributes. (Those of a Conv1D are set
     anyway.)"""

@@ -59,7 +59,7 @@ class Family:
     norm: str = "model.norm"
     head: str = "lm_head"
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: SOFTMAX)
-    """From the entries of `config.layer_types` to what mixes tokens in such a layer."""
+    """What mixes tokens in a layer, by its entry in `config.layer_types`."""
     feed_forward: Mapping[str, Blocks] = field(
         default_factory=lambda: {"dense": {"mlp": feed_forward.MLP}}
     )

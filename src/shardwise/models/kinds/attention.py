@@ -185,7 +185,7 @@ LATENT = replace(
     shares_input=("q_proj", "kv_a_proj_with_mqa"),
     ends=("o_proj",),
 )
-"""Of DeepSeek-V2, which Kimi Linear has too."""
+"""Latent attention of DeepSeek-V2, which Kimi Linear has too."""
 JOINED = replace(
     FULL,
     before=(("c_attn",),),

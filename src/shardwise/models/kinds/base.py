@@ -38,7 +38,7 @@ class Core:
 
 
 CORE_STEP = (0, 0)
-"""Where the core stands among the steps of `Kind.step_of`."""
+"""The place of the core among the steps of `Kind.step_of`."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the tokens of a micro-batch lie when each document has a row of its own.
+    """The places of a micro-batch's tokens when each document has a row of its own.
 
     Documents of 1 token, of 2, of 3-4, of 5-8, ... make a group each, padded to the longest one in
     it. So the rows of all groups hold fewer than twice the tokens, and a mixer runs at most
@@ -38,7 +38,7 @@ class Documents:
     """
 
     places: torch.Tensor
-    """Where each token lies in the rows of all groups, joined end to end: [B*T] int64."""
+    """The place of each token in the rows of all groups, joined end to end: [B*T] int64."""
     shapes: tuple[tuple[int, int], ...]
     """The number of documents of each group, and the tokens of the longest."""
 

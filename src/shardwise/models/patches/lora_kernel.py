@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 OTHER_DTYPE = "set training.precision to bfloat16, or lora.kernel to auto"
 
 Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
-"""As `lora.kernel` has it."""
+"""The values of `lora.kernel`."""
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
@@ -54,9 +54,9 @@ def use_lora_kernel(
     """Let the plain LoRA layers of a model compute with a kernel that runs on `device`.
 
     The model may still be on another device. Return the name of the kernel; with `peft` nothing is
-    replaced. Call it once the model's dropouts are
-    `SlotDropout`s, and before a strategy wraps them. `half` says which half of a backward runs, in
-    a pipeline whose schedule has two. Raises UserError as `kernel_for`.
+    replaced. The model's dropouts must be `SlotDropout`s, which no strategy has wrapped yet. `half`
+    says which half of a backward runs, in a pipeline whose schedule has two. Raises UserError as
+    `kernel_for`.
     """
     kernel, backend = kernel_for(model, kernel, device, precision)
     if backend is None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
 
 KERNELS: dict[str, Kernel] = {"auto": "auto", "chunked": "torch", "triton": "triton"}
-"""By `training.loss`."""
+"""The kernel of each value of `training.loss` except plain."""
 
 
 def loss_of_run(cfg: RunConfig, family: Family, device: torch.device) -> str:
