@@ -1,4 +1,5 @@
-"""FLOPs against torch's counter on real forwards and backwards, and against figures derived by hand."""
+"""FLOPs against torch's counter on real forwards and backwards, and against figures derived by
+hand."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def _conv(x: list[int], w: list[int], *args: Any, out_shape: Any = None, **kwarg
 def _conv_backward(
     grad: list[int], x: list[int], w: list[int], *args: Any, out_shape: Any = None, **kwargs: Any
 ) -> int:
-    # torch's own formula ignores groups and gives a weight gradient that is too high by the number of channels.
+    # torch's own formula ignores groups and gives a weight gradient that is too high by the number
+    # of channels.
     input_gradient, weight_gradient, _ = args[-1]
     return (input_gradient + weight_gradient) * 2 * w[0] * w[2] * x[0] * LENGTH
 
@@ -53,9 +55,11 @@ def counted(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[s
 
 
 def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
-    """What `hardware_flops_per_token` has and the counter, on the math attention kernel, has not. FLOPs per token."""
+    """What `hardware_flops_per_token` has and the counter, on the math attention kernel, has not.
+    FLOPs per token."""
     if isinstance(core, Attention):
-        # All T keys instead of (T + 1) / 2, and four backward products, of K, K, V and V, instead of five.
+        # All T keys instead of (T + 1) / 2, and four backward products, of K, K, V and V, instead
+        # of five.
         nk, nv = core.num_heads * core.key_dim, core.num_heads * core.value_dim
         ours = (forwards * (nk + nv) + backward * (3 * nk + 2 * nv)) * (LENGTH + 1)
         return ours - (forwards + 2 * backward) * 2 * (nk + nv) * LENGTH
@@ -63,13 +67,15 @@ def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
         # Both have all T keys; the scores that a fused backward computes again are ours alone.
         return 0.5 * backward * 4 * core.num_heads * core.head_dim * LENGTH
     if isinstance(core, GatedDeltaNet):
-        # Triangular solves: 64 x 64, unit diagonal, 8 + 16 columns, in each of 2 chunks and 4 heads.
+        # Triangular solves: 64 x 64, unit diagonal, 8 + 16 columns, in each of 2 chunks and 4
+        # heads.
         return (forwards + backward) * 4 * 2 * 64 * 63 * (8 + 16) / LENGTH
     if isinstance(core, DynamicConvolution):
         # Elementwise: 4 taps of 4 heads of 16 channels.
         return (forwards + 2 * backward) * 2 * 4 * 4 * 16
     if isinstance(core, KimiDeltaAttention):
-        # Two C x C products of 16 channels and the inversion by rows, elementwise, in each of 2 chunks and 2 heads.
+        # Two C x C products of 16 channels and the inversion by rows, elementwise, in each of 2
+        # chunks and 2 heads.
         inversion = sum(2 * i * i for i in range(1, 64))
         return (forwards + 2 * backward) * 2 * 2 * (2 * 2 * 64 * 64 * 16 + inversion) / LENGTH
     if isinstance(core, Mamba):
@@ -122,10 +128,12 @@ def test_selective_checkpointing_matches_the_counter(family, checkpointing):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_lora_everywhere_matches_the_counter(family, checkpointing):
     model, spec = build(family)
-    # Where PEFT renames targets (qwen3_next) it adapts fewer linears than requested. The count takes those.
+    # Where PEFT renames targets (qwen3_next) it adapts fewer linears than requested. The count
+    # takes those.
     add_lora(model, linears(model), EXPERTS.get(family, []))
     counts = check(model, spec, checkpointing)
-    # With its B at zero an adapter's A has a gradient of zero, but the products are run all the same.
+    # With its B at zero an adapter's A has a gradient of zero, but the products are run all the
+    # same.
     assert {w.folded for u in counts.units for w in u.weights} == (
         {False, True} if family in EXPERTS else {False}
     )
@@ -157,15 +165,16 @@ def test_saved_copies_and_a_head_that_is_trained_alone():
 
 def test_model_flops_of_llama_by_hand():
     model, spec = build("llama")
-    # Per layer: q 32*32, k and v 16*32 each, o 32*32, gate, up, down 3*32*48 = 7680; head 64*32 = 2048.
-    # Causal core, forward: 2 * 4 heads * 8 * (T + 1).
+    # Per layer: q 32*32, k and v 16*32 each, o 32*32, gate, up, down 3*32*48 = 7680; head 64*32 =
+    # 2048. Causal core, forward: 2 * 4 heads * 8 * (T + 1).
     layers, head, core = 2 * 7680, 2048, 2 * 2 * 4 * 8 * (LENGTH + 1)
     counts = count_model(model, spec)
     assert model_flops_per_token(counts, LENGTH) == 6 * (layers + head) + 3 * core
 
     add_lora(model, linears(model))
-    # Factors: rank 4 times the sum of both widths, q 64, k and v 48, o 64, gate, up and down 80: 464 per layer.
-    # Not flowing: the gradients of layer 0's input by q, k and v (2048 elements) and by their A (3 * 4 * 32).
+    # Factors: rank 4 times the sum of both widths, q 64, k and v 48, o 64, gate, up and down 80:
+    # 464 per layer. Not flowing: the gradients of layer 0's input by q, k and v (2048 elements) and
+    # by their A (3 * 4 * 32).
     counts = count_model(model, spec)
     lora = 2 * 4 * 464
     assert model_flops_per_token(counts, LENGTH) == 4 * (
@@ -179,7 +188,8 @@ def test_model_flops_of_a_hybrid_core_do_not_depend_on_chunks():
     # 7 N K V = 7 * 4 * 8 * 16 against a chunked count that is padded to 128 tokens of 80.
     (core,) = counts.units[1].cores
     assert core.model_forward(LENGTH) == core.model_forward(64) == 7 * 4 * 8 * 16
-    # Per head: chunks * (2 C^2 (2K + V) + 6 C K V + C (C - 1)(K + V)) with C = 64, K = 8, V = 16, over 80 tokens.
+    # Per head: chunks * (2 C^2 (2K + V) + 6 C K V + C (C - 1)(K + V)) with C = 64, K = 8, V = 16,
+    # over 80 tokens.
     assert (
         core.executed_forward(LENGTH)
         == 4 * 2 * (2 * 64**2 * 32 + 6 * 64 * 128 + 64 * 63 * 24) / LENGTH

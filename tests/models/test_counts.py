@@ -1,4 +1,5 @@
-"""Counts read off tiny models, against sums done by hand; FLOPs against torch's counter are in tests/metrics."""
+"""Counts read off tiny models, against sums done by hand; FLOPs against torch's counter are in
+tests/metrics."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def test_lora_factors_on_experts_are_found_and_marked_as_folded():
         True,
         True,
     )
-    # Both experts' products lie in the lowest layer with adapters: only down's input depends on one, on up's.
+    # Both experts' products lie in the lowest layer with adapters: only down's input depends on
+    # one, on up's.
     assert (up.input_gradient, down.input_gradient) == (False, True)
 
 
@@ -208,9 +210,11 @@ def test_sums_that_the_cores_are_made_of():
     # Padding: 65 tokens cost as much as 128.
     core = GatedDeltaNet(2, 8, 16)
     assert core.executed_forward(65) * 65 == core.executed_forward(128) * 128
-    # Two chunks of four: 2 * (2 * 16 * (8 + 4) + 4 * 4 * 8 * 4) per head, and 3 x 3 chunk states, 2 * 9 * 8 * 4.
+    # Two chunks of four: 2 * (2 * 16 * (8 + 4) + 4 * 4 * 8 * 4) per head, and 3 x 3 chunk states, 2
+    # * 9 * 8 * 4.
     assert Mamba2(1, 8, 4, chunk_size=4).executed_forward(8) * 8 == 2 * (384 + 512) + 576
-    # A chunk of four: five 4 x 4 products of size 8, three with the 8 x 8 state, and rows 1 to 3 of the inversion.
+    # A chunk of four: five 4 x 4 products of size 8, three with the 8 x 8 state, and rows 1 to 3 of
+    # the inversion.
     assert KimiDeltaAttention(1, 8, 8, chunk_size=4).executed_forward(
         4
     ) * 4 == 5 * 256 + 3 * 512 + 2 * (1 + 4 + 9)
