@@ -37,6 +37,11 @@ class Core:
         return 2.0 * self.executed_forward(sequence_length)
 
 
+def no_cores(config: PretrainedConfig) -> tuple[Core, ...]:
+    """Return the cores of a kind that has none."""
+    return ()
+
+
 CORE_STEP = (0, 0)
 """The place of the core among the steps of `Kind.step_of`."""
 
@@ -56,7 +61,7 @@ class Kind:
     files."""
     before: tuple[tuple[str, ...], ...] = ()
     after: tuple[tuple[str, ...], ...] = ()
-    cores: Callable[[PretrainedConfig], tuple[Core, ...]] = lambda config: ()
+    cores: Callable[[PretrainedConfig], tuple[Core, ...]] = no_cores
     """Return the core by the config of a model, in one part or several; empty where tokens do not
     meet, or meet in a weight like any other."""
     split: SplitBlock | None = None
