@@ -1,20 +1,11 @@
 """One file for each kind of block; its variants are the instances of `Kind` in it."""
 
-from shardwise.models.kinds import (
-    attention,
-    feed_forward,
-    gated_delta_net,
-    jet_block,
-    kda,
-    mamba,
-    mamba2,
-    mixture,
-    short_convolution,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from shardwise.models.kinds.base import Kind
 
-_MIXERS = (attention, gated_delta_net, jet_block, kda, mamba, mamba2, short_convolution)
-_FILES = (*_MIXERS, feed_forward, mixture)
+_FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
 KINDS = tuple(kind for file in _FILES for kind in vars(file).values() if isinstance(kind, Kind))
 """All kinds, with their variants."""
 
