@@ -1,4 +1,5 @@
-"""The rulebook: every rule is reached, says a way out, and gives everybody who asks the same answer."""
+"""The rulebook: every rule is reached, says a way out, and gives everybody who asks the same
+answer."""
 
 from __future__ import annotations
 
@@ -255,7 +256,8 @@ ODD = {"moe_intermediate_size": 42}
 
 
 def run_of(model: str, sections: Sections) -> RunConfig:
-    """A run of a model in a folder; `parse_config` would refuse what a rule on the run file alone forbids."""
+    """A run of a model in a folder; `parse_config` would refuse what a rule on the run file alone
+    forbids."""
     usual: Sections = {
         "model": {"path": model, "init": "random"},
         "data": {"train": "unused", "sequence_length": 32},
@@ -351,7 +353,8 @@ def refusal(cfg: RunConfig, num_ranks: int) -> str | None:
 
 
 def choices() -> dict[str, list[Any]]:
-    """The values of each key of the run file that is an enumeration or a switch, and some of the numbers."""
+    """The values of each key of the run file that is an enumeration or a switch, and some of the
+    numbers."""
     found: dict[str, list[Any]] = {}
     for section in known_keys():
         cls: Any = _section(get_type_hints(RunConfig)[section])
@@ -398,7 +401,8 @@ LEFT_OUT = {
 def covering(
     domains: dict[str, list[Any]], may_run: Callable[[dict[str, Any]], bool]
 ) -> Iterator[dict[str, Any]]:
-    """Yield draws of one value for each key: every pair of values of two keys that `may_run` allows comes up in one."""
+    """Yield draws of one value for each key: every pair of values of two keys that `may_run` allows
+    comes up in one."""
     draw = random.Random(0)
     keys = list(domains)
     left = {
@@ -465,7 +469,8 @@ def test_every_pair_of_choices_has_one_answer(folder_of):
 
 
 def test_every_pair_that_the_run_file_allows_has_one_answer(folder_of):
-    """The same among runs that only the model can forbid, for else hardly a draw comes to the rules on models."""
+    """The same among runs that only the model can forbid, for else hardly a draw comes to the rules
+    on models."""
 
     def may_run(values: dict[str, Any]) -> bool:
         cfg, num_ranks = drawn(values, folder_of)

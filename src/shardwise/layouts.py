@@ -1,7 +1,7 @@
-"""Names of layouts, sizes of mesh axes, and the facts that the rules of `rules.py` ask for.
+"""Names of layouts, sizes of mesh axes, and the facts that the rules of `rules/` ask for.
 
-A layout is how a run is split over processes: `single`, `ddp`, `fsdp2`, `pp-fsdp2-tp-sp` and so on. Everything here is
-plain data, computed without torch or transformers.
+A layout is how a run is split over processes: `single`, `ddp`, `fsdp2`, `pp-fsdp2-tp-sp` and so on.
+Everything here is plain data, computed without torch or transformers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from itertools import product
 from shardwise.config import Parallel, RunConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Axes of the mesh, the slowest first: the axes that communicate most come last and lie within a node."""
+"""Axes of the mesh, the slowest first: those that communicate most come last, within a node."""
 HALVING = ("interleaved-zero-bubble", "zbv", "dualpipe-v")
-"""Schedules that run backwards in two halves: first the gradient of a stage's input, later those of its weights. The
-first half needs an input that requires a gradient, all the way down to the embedding, even where nothing there is
-trained. Under the others a stage with nothing trainable at or below it runs no backward."""
+"""Schedules that run backwards in two halves: first the gradient of a stage's input, later those of
+its weights. The first half needs an input that requires a gradient, all the way down to the
+embedding, even where nothing there is trained. Under the others a stage with nothing trainable at
+or below it runs no backward."""
 V_SHAPED = ("zbv", "dualpipe-v")
-"""Schedules under which rank r of p holds the stages r and 2p-1-r, and so the first rank both ends of the model."""
+"""Schedules under which rank r of p holds the stages r and 2p-1-r, and so the first rank both ends
+of the model."""
 
 NAMES = tuple(
     "-".join(filter(None, parts)) or "single"
@@ -30,13 +32,13 @@ NAMES = tuple(
     )
     for parts in [(pipeline, data, tensor)]
 )
-"""Every layout that can be composed, offered or not: a pipeline over data parallelism over tensor parallelism; `hsdp`
-is fsdp2 with replicas, `sp` is sequence parallelism."""
+"""Every layout that can be composed, offered or not: a pipeline over data parallelism over tensor
+parallelism; `hsdp` is fsdp2 with replicas, `sp` is sequence parallelism."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a rule may ask of a model with its adapters; `models/facts.py` reads it off a model on meta."""
+    """What a rule may ask of a model with its adapters; `models/facts.py` finds it."""
 
     family: str
     """`model_type` of its config."""
@@ -50,7 +52,7 @@ class ModelFacts:
     num_positions: int | None
     """How many positions it has learned an embedding for; None: it takes any number."""
     attention_dropout: tuple[str, float] | None
-    """Key and value in config.json of a dropout whose masks are drawn inside the attention kernel."""
+    """Key and value in config.json of a dropout that draws its masks in the attention kernel."""
     has_router_loss: bool
     """Whether it has routers that are trained with a load-balancing loss."""
     adds_positions: bool
@@ -60,7 +62,7 @@ class ModelFacts:
     trains_in_16_bits: bool
     """Whether a trained weight has another dtype than float32."""
     has_plain_adapters: bool
-    """Whether an adapter is plain LoRA on a linear, which the kernels of kernels/lora_linear compute."""
+    """Whether an adapter is plain LoRA on a linear, which kernels/lora_linear computes."""
     has_expert_adapters: bool
     """Whether an adapter lies on stacked experts, which PEFT computes over the parameter."""
     saved_layers: str | None
@@ -70,7 +72,8 @@ class ModelFacts:
     indivisible: Callable[[int], str | None]
     """Return what of the model cannot be sharded over so many ranks of `tp`, or None."""
     odd_experts: Callable[[int], str | None]
-    """Return why torch's grouped product cannot take the experts of one of so many ranks of `tp`, or None."""
+    """Return why torch's grouped product cannot take the experts of one of so many ranks of `tp`,
+    or None."""
 
 
 @cache
@@ -92,7 +95,7 @@ class Facts:
 
 
 def layout_of(parallel: Parallel) -> str:
-    """Return the name of a layout: its axes and strategies that are in use, joined by hyphens, or `single`."""
+    """Return the name of a layout: what is in use, joined by hyphens, or `single`."""
     data = "hsdp" if parallel.dp_replicate > 1 else parallel.data
     in_use = {
         "pp": parallel.pp > 1,
@@ -104,11 +107,11 @@ def layout_of(parallel: Parallel) -> str:
 
 
 def parallel_of(layout: str) -> Parallel:
-    """Return the section `parallel` of a layout by its name, with two ranks along each axis that it names."""
+    """Return the section `parallel` of a layout, with two ranks along each axis in its name."""
     parts = layout.split("-")
     data = next((part for part in parts if part not in ("pp", "tp", "sp")), "single")
     return Parallel(
-        data="fsdp2" if data == "hsdp" else data,  # ty: ignore[invalid-argument-type]  # a part of a name
+        data="fsdp2" if data == "hsdp" else data,  # ty: ignore[invalid-argument-type]
         dp_replicate=2 if data == "hsdp" else 1,
         pp=2 if "pp" in parts else 1,
         tp=2 if "tp" in parts else 1,
@@ -119,8 +122,8 @@ def parallel_of(layout: str) -> Parallel:
 def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
     """Return the ranks along each axis of `AXES`.
 
-    What `pp` and `tp` leave goes to `dp_shard` (fsdp1, fsdp2) or `dp_replicate` (ddp, zero). Sizes that do not fit the
-    number of ranks are rounded down: `refusals` says so.
+    What `pp` and `tp` leave goes to `dp_shard` (fsdp1, fsdp2) or `dp_replicate` (ddp, zero). Sizes
+    that do not fit the number of ranks are rounded down, and a rule refuses them.
     """
     parallel = cfg.parallel
     sizes = dict.fromkeys(AXES, 1)
@@ -134,14 +137,16 @@ def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
     return sizes
 
 
+def num_data_ranks(cfg: RunConfig, num_ranks: int) -> int:
+    """Return among how many ranks the rows of a global batch are divided."""
+    sizes = axis_sizes(cfg, num_ranks)
+    return sizes["dp_replicate"] * sizes["dp_shard"]
+
+
 def num_microbatches(cfg: RunConfig, num_ranks: int) -> int:
     """Return the micro-batches that each rank computes in one optimizer step."""
-    sizes = axis_sizes(cfg, num_ranks)
-    data_size = sizes["dp_replicate"] * sizes["dp_shard"]
-    return cfg.training.global_batch_size // data_size // cfg.training.micro_batch_size
-
-
-# What the schedules of torch.distributed.pipelining ask of a step.
+    rows = cfg.training.global_batch_size // num_data_ranks(cfg, num_ranks)
+    return rows // cfg.training.micro_batch_size
 
 
 def virtual_stages_of(schedule: str, num_virtual: int) -> int:
@@ -157,7 +162,7 @@ def least_microbatches(schedule: str, num_ranks: int) -> int:
 
 
 def microbatches_left_over(schedule: str, num_ranks: int, num_microbatches: int) -> int:
-    """Return how many micro-batches are too many for the equal rounds that an interleaved schedule makes."""
+    """Return how many micro-batches are too many for an interleaved schedule's equal rounds."""
     if not schedule.startswith("interleaved"):
         return 0
     return num_microbatches % max(1, num_microbatches // num_ranks)

@@ -1,4 +1,5 @@
-"""FLOPs against torch's counter on real forwards and backwards, and against figures by hand."""
+"""FLOPs against torch's counter on real forwards and backwards, and against figures derived by
+hand."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from shardwise.metrics.flops import hardware_flops_per_token, model_flops_per_token, utilization
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.kinds.attention import Attention, SlidingAttention
-from shardwise.models.kinds.base import Both, Core
+from shardwise.models.kinds.base import Core
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
 from shardwise.models.kinds.jet_block import DynamicConvolution
 from shardwise.models.kinds.kda import KimiDeltaAttention
@@ -54,12 +55,8 @@ def counted(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[s
 
 
 def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
-    """Return the FLOPs per token of `hardware_flops_per_token` that the counter does not see.
-
-    It counts the math kernel of attention.
-    """
-    if isinstance(core, Both):
-        return sum(hidden_from_counter(each, forwards, backward) for each in (core.one, core.other))
+    """What `hardware_flops_per_token` has and the counter, on the math attention kernel, has not.
+    FLOPs per token."""
     if isinstance(core, Attention):
         # All T keys instead of (T + 1) / 2, and four backward products, of K, K, V and V, instead
         # of five.
@@ -93,10 +90,10 @@ def check(model: PreTrainedModel, spec: ModelSpec, checkpointing: str | list[str
     again = {u.kind for u in counts.units} if checkpointing == "full" else checkpointing
     hidden = sum(
         hidden_from_counter(
-            unit.core, 2 if unit.kind in again and unit.backward else 1, unit.core_gradient
+            core, 2 if unit.kind in again and unit.backward else 1, unit.core_gradient
         )
         for unit in counts.units
-        if unit.core is not None
+        for core in unit.cores
     )
     assert ours - hidden == pytest.approx(counted(model, spec, checkpointing), rel=1e-12)
     return counts
@@ -189,7 +186,7 @@ def test_model_flops_of_a_hybrid_core_do_not_depend_on_chunks():
     model, spec = build("qwen3_5_text")
     counts = count_model(model, spec)
     # 7 N K V = 7 * 4 * 8 * 16 against a chunked count that is padded to 128 tokens of 80.
-    core = counts.units[1].core
+    (core,) = counts.units[1].cores
     assert core.model_forward(LENGTH) == core.model_forward(64) == 7 * 4 * 8 * 16
     # Per head: chunks * (2 C^2 (2K + V) + 6 C K V + C (C - 1)(K + V)) with C = 64, K = 8, V = 16,
     # over 80 tokens.

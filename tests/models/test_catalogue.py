@@ -1,4 +1,5 @@
-"""The tables of `shardwise models`: every fact in them comes from a model, and nothing of it is cut off."""
+"""The tables of `shardwise models`: every fact in them comes from a model, and nothing of it is cut
+off."""
 
 import io
 import re

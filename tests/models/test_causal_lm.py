@@ -186,7 +186,8 @@ def with_loss(
 
 
 def head_and_below(lm: CausalLM) -> dict[str, Any]:
-    """The loss and its gradients: of what the head reads, through which all others come, and of the head."""
+    """The loss and its gradients: of what the head reads, through which all others come, and of the
+    head."""
     seen: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, args: Any, hidden: torch.Tensor) -> None:

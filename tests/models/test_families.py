@@ -105,8 +105,8 @@ def test_every_facts_name_is_there() -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_linears_whose_weight_is_read_past_the_module_are_known(name: str) -> None:
-    # A mixer that hands `self.some_linear.weight` to a kernel makes an adapter on that linear do nothing, on the path
-    # that calls the kernel, which no CPU takes: so the source is searched.
+    # A mixer that hands `self.some_linear.weight` to a kernel makes an adapter on that linear do
+    # nothing, on the path that calls the kernel, which no CPU takes: so the source is searched.
     model = on_meta(tiny(name))
     read = set()
     for path, module in model.named_modules():

@@ -23,14 +23,16 @@ from tests.models.tiny import (
     with_adapters,
 )
 
-# Weights an adapter could be on / adapted by `auto` / by `all-linear` / by `attention`, per layer kind and in the order
-# of the layers, counted by hand. MLP: gate, up, down. GDN in Qwen3.5: qkv, z, b, a, out; in Qwen3-Next: qkvz, ba, out;
-# in OLMo: q, k, v, a, b, g, o. Qwen3-Next's layers 0, 2 and 3 have a shared expert (3), its gate (1) and 2 stacks of
-# experts, layer 1 has an MLP (3); Qwen3-MoE's have the stacks alone. LFM2's convolution: in and out. GPT-2: q, k and v
-# are one. Mamba2: in and out, of which out is read past its module. Granite: two linears are its MLP, beside 2 stacks.
-# Falcon-H1: Mamba2's two, q, k, v, o, MLP. Kimi: q, k, v, f_a, f_b, b, g_a, g_b, o in KDA, and q, kv_a, kv_b, o in
-# attention; then an MLP in layer 0, 2 stacks and a shared expert in the others. Jamba: in, x, dt (read past its module)
-# and out; layer 1 has 2 stacks, the others an MLP. JetBlock: q, k, v, a, b, g, o and the generator's w1 and w2; an MLP.
+# Weights an adapter could be on / adapted by `auto` / by `all-linear` / by `attention`, per layer
+# kind and in the order of the layers, counted by hand. MLP: gate, up, down. GDN in Qwen3.5: qkv, z,
+# b, a, out; in Qwen3-Next: qkvz, ba, out; in OLMo: q, k, v, a, b, g, o. Qwen3-Next's layers 0, 2
+# and 3 have a shared expert (3), its gate (1) and 2 stacks of experts, layer 1 has an MLP (3);
+# Qwen3-MoE's have the stacks alone. LFM2's convolution: in and out. GPT-2: q, k and v are one.
+# Mamba2: in and out, of which out is read past its module. Granite: two linears are its MLP, beside
+# 2 stacks. Falcon-H1: Mamba2's two, q, k, v, o, MLP. Kimi: q, k, v, f_a, f_b, b, g_a, g_b, o in
+# KDA, and q, kv_a, kv_b, o in attention; then an MLP in layer 0, 2 stacks and a shared expert in
+# the others. Jamba: in, x, dt (read past its module) and out; layer 1 has 2 stacks, the others an
+# MLP. JetBlock: q, k, v, a, b, g, o and the generator's w1 and w2; an MLP.
 EXPECTED = {
     "tiny-llama": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-olmo2": {"full_attention": (4 * 7, 28, 28, 16)},
@@ -82,8 +84,9 @@ def test_what_each_choice_of_targets_covers(name: str) -> None:
 def test_coverage_counts_parameters_and_names_what_is_frozen() -> None:
     coverage = injected("tiny-nemotron_h", Lora(r=4))
     base = sum(p.numel() for p in on_meta(tiny("tiny-nemotron_h")).parameters())
-    # r * (in + out). Mamba2's in_proj gives gate 128, x 128, B and C 4 * 16 each and dt 8: 64 -> 392. Shared expert
-    # 64 -> 44 -> 64, MLP 64 -> 172 -> 64, attention q 64 -> 128, k and v 64 -> 64, o 128 -> 64.
+    # r * (in + out). Mamba2's in_proj gives gate 128, x 128, B and C 4 * 16 each and dt 8: 64 ->
+    # 392. Shared expert 64 -> 44 -> 64, MLP 64 -> 172 -> 64, attention q 64 -> 128, k and v 64 ->
+    # 64, o 128 -> 64.
     trainable = 4 * (
         (64 + 392) + 2 * (64 + 44) + 2 * (64 + 172) + (64 + 128) + 2 * (64 + 64) + (128 + 64)
     )
@@ -124,8 +127,8 @@ def test_every_adapter_is_alive_and_nothing_else_is_trained(name: str, targets: 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("name", ["tiny-qwen3_next", "tiny-nemotron_h"])
 def test_an_adapter_adds_scale_times_b_a(name: str, rslora: bool) -> None:
-    # The factors folded into the weights by hand give the same model. Experts: rows r*e..r*e+r-1 of A are expert e's;
-    # in B the experts vary fastest.
+    # The factors folded into the weights by hand give the same model. Experts: rows r*e..r*e+r-1 of
+    # A are expert e's; in B the experts vary fastest.
     r, alpha = 3, 7.0
     lora = Lora(r=r, alpha=alpha, targets="all-linear", rslora=rslora)
     model, _ = with_adapters(tiny(name), lora)
@@ -180,7 +183,8 @@ def test_first_values_are_a_function_of_seed_and_name() -> None:
             assert not value.any()
             continue
         bound = 1 / math.sqrt(value.shape[1])
-        # Of n uniform draws the largest is below 90 % of the bound with probability 0.9^n: n >= 128 here.
+        # Of n uniform draws the largest is below 90 % of the bound with probability 0.9^n: n >= 128
+        # here.
         assert 0.9 * bound < value.abs().max() <= bound
         assert not torch.equal(value, other[name])
 
@@ -209,7 +213,8 @@ def test_injection_leaves_the_random_state_and_everything_on_meta() -> None:
     [
         ("tiny-llama", ["q_proj"], {f"model.layers.{i}.self_attn.q_proj" for i in range(4)}),
         ("tiny-llama", ["layers.2.mlp.up_proj"], {"model.layers.2.mlp.up_proj"}),
-        # `down_proj` is the linears', not the experts'; `experts` both stacks; one stack by its full ending
+        # `down_proj` is the linears', not the experts'; `experts` both stacks; one stack by its
+        # full ending
         (
             "tiny-qwen3_next",
             ["down_proj"],
@@ -357,12 +362,13 @@ def test_adapters_on_a_bfloat16_model(name: str, dtype: str, autocast: bool) -> 
     with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
         loss = model.train()(input_ids=tokens(), labels=tokens(), use_cache=False).loss
     loss.backward()
-    # bfloat16 keeps 8 bits, and a loss near ln 256 = 5.5 is a mean over 138 tokens of sums of rounded numbers.
+    # bfloat16 keeps 8 bits, and a loss near ln 256 = 5.5 is a mean over 138 tokens of sums of
+    # rounded numbers.
     assert abs(loss.item() - _exact_loss(name)) < 2**-8 * _exact_loss(name)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-# --- what PEFT does by itself: each of these tests fails when PEFT mends the defect that we work around
+# --- what PEFT does by itself: each of these tests fails when PEFT mends its defect
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")

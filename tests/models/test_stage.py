@@ -1,4 +1,5 @@
-"""Stages one after the other compute what the whole model computes, and hold no more than their own share of it."""
+"""Stages one after the other compute what the whole model computes, and hold no more than their own
+share of it."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def filled(part: Any, cfg: RunConfig) -> Any:
 
 
 def edges(spec: ModelSpec) -> list[int]:
-    """Uneven boundaries: stages with the embedding only, with one layer, with all the others, and without a layer."""
+    """Uneven boundaries: stages with the embedding only, with one layer, with all the others, and
+    without a layer."""
     return [0, 1, 2, len(spec.layers) + 1, len(spec.layers) + 2]
 
 
@@ -111,7 +113,8 @@ def run_whole(lm: CausalLM, rows: Sequence[Batch]) -> tuple[torch.Tensor, dict[s
 def run_chain(
     made: Sequence[Stage], rows: Sequence[Batch]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """All forwards, then all backwards from the last micro-batch to the first, as no schedule of one process would."""
+    """All forwards, then all backwards from the last micro-batch to the first, as no schedule of
+    one process would."""
     for stage in made:
         stage.microbatches, stage.loss_scale = rows, SCALE
     done = [list(forwards(made, torch.tensor([number]))) for number in range(len(rows))]
@@ -203,7 +206,8 @@ def test_router_loss_adds_up_over_stages(family):
 
 
 def test_what_acts_on_embeddings_acts_once():
-    """Cut by a table that lacks an entry, a model has other gradients; so the equal chains show that each is needed."""
+    """Cut by a table that lacks an entry, a model has other gradients; so the equal chains show
+    that each is needed."""
     for family, table, spec, changed in (
         ("granitemoehybrid", {"cut": Cut()}, {}, {}),
         ("gpt2", {}, {"positions": None}, {}),

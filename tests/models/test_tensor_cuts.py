@@ -1,4 +1,4 @@
-"""How a dim of a weight is dealt out: nothing is lost, nothing is counted twice."""
+"""How a dim of a weight is sharded: nothing is lost, nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from shardwise.models.tensor_cuts import Indivisible, Rows, Segment, blocked, ev
 
 
 @st.composite
-def dealt(draw: st.DrawFn) -> Rows:
-    """1 to 12 ranks, 1 to 4 segments of any number of shares that divides the ranks, of 1 to 4 rows each."""
+def some_rows(draw: st.DrawFn) -> Rows:
+    """1 to 12 ranks, 1 to 4 segments of any number of shares that divides the ranks, of 1 to 4 rows
+    each."""
     num_ranks = draw(st.sampled_from((1, 2, 3, 4, 6, 8, 12)))
     shares = st.sampled_from([n for n in range(1, num_ranks + 1) if num_ranks % n == 0])
     sizes = st.builds(
@@ -27,7 +28,7 @@ def held(rows: Rows, rank: int) -> list[int]:
 
 
 @settings(deadline=None)
-@given(rows=dealt(), dim=st.sampled_from((0, 1, 2, -1)))
+@given(rows=some_rows(), dim=st.sampled_from((0, 1, 2, -1)))
 def test_restoring_undoes_arranging(rows: Rows, dim: int) -> None:
     shape = [2, 3, 5]
     shape[dim] = rows.size
@@ -40,9 +41,10 @@ def test_restoring_undoes_arranging(rows: Rows, dim: int) -> None:
 
 
 @settings(deadline=None)
-@given(rows=dealt())
-def test_every_segment_is_dealt_out_by_itself_and_in_order(rows: Rows) -> None:
-    """By the definition: share p of a segment goes to the ranks r with floor(r * shares / ranks) = p."""
+@given(rows=some_rows())
+def test_every_segment_is_sharded_by_itself_and_in_order(rows: Rows) -> None:
+    """By the definition: share p of a segment goes to the ranks r with floor(r * shares / ranks) =
+    p."""
     expected: list[list[int]] = [[] for _ in range(rows.num_ranks)]
     numbers = iter(range(rows.size))
     for segment in rows.segments:
@@ -55,7 +57,7 @@ def test_every_segment_is_dealt_out_by_itself_and_in_order(rows: Rows) -> None:
 
 
 @settings(deadline=None)
-@given(rows=dealt())
+@given(rows=some_rows())
 def test_the_shares_of_all_ranks_count_every_row_once(rows: Rows) -> None:
     counted: list[int] = []
     for rank in range(rows.num_ranks):
@@ -65,7 +67,7 @@ def test_the_shares_of_all_ranks_count_every_row_once(rows: Rows) -> None:
 
 
 @settings(deadline=None)
-@given(rows=dealt())
+@given(rows=some_rows())
 def test_shared_rows_are_those_that_several_ranks_hold(rows: Rows) -> None:
     holders = torch.zeros(rows.size, dtype=torch.long)
     for rank in range(rows.num_ranks):
@@ -92,7 +94,7 @@ def test_shared_rows_are_those_that_several_ranks_hold(rows: Rows) -> None:
 
 
 @settings(deadline=None)
-@given(rows=dealt())
+@given(rows=some_rows())
 def test_in_order_means_that_joined_shares_are_the_whole(rows: Rows) -> None:
     numbers = torch.arange(rows.size)
     unchanged = torch.equal(rows.arrange(numbers, 0), numbers)

@@ -91,7 +91,8 @@ def test_so_is_what_a_config_adds(name: str, options: dict[str, Any], also_whole
 
 
 def held_whole(model: PreTrainedModel) -> set[str]:
-    """The matrices of layers that are not cut; what else is not must be a norm's or the bias of a whole output."""
+    """The matrices of layers that are not cut; what else is not must be a norm's or the bias of a
+    whole output."""
     spec = spec_of(model.config, model)
     cut, whole_outputs, found = set(), set(), set()
     for path, block, split in blocks(model, 2):

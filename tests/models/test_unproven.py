@@ -33,7 +33,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_inspection_finds_what_is_written_of_the_listed_families(name: str) -> None:
-    # Where the facts are known, inspection has to come to the same, adapters or not. Layer kinds it cannot know.
+    # Where the facts are known, inspection has to come to the same, adapters or not. Layer kinds it
+    # cannot know.
     known, model = FAMILIES[on_meta(tiny(name)).config.model_type], on_meta(tiny(name))
     adapted, _ = with_adapters(tiny(name), Lora(targets="all-linear"))
     for found in (inspect_family(model), inspect_family(adapted)):
@@ -84,7 +85,8 @@ def test_layers_are_named_and_auto_reaches_every_projection(model: Model) -> Non
     moe = spec.family == "mixtral"
     assert {layer.feed_forward for layer in spec.layers} == {"moe" if moe else "dense"}
     assert spec.tied == (spec.family == "gemma3_text")
-    # q, k, v, o and, where there are no experts, gate, up and down; the stacks of experts stay frozen.
+    # q, k, v, o and, where there are no experts, gate, up and down; the stacks of experts stay
+    # frozen.
     assert len(adapter_layers(built)) == 4 * (4 if moe else 7)
     assert sum(row.weights for row in coverage.rows) == 4 * (6 if moe else 7)
 

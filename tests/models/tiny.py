@@ -39,7 +39,8 @@ TINY = (*PLAIN, "tiny-qwen3_5-tied")
 
 def tiny(name: str, dtype: str = "float32") -> Model:
     """A tiny model with random weights."""
-    return Model(str(CONFIGS / name), init="random", dtype=dtype)  # ty: ignore[invalid-argument-type]
+    folder = str(CONFIGS / name)
+    return Model(folder, init="random", dtype=dtype)  # ty: ignore[invalid-argument-type]
 
 
 def on_meta(model: Model) -> PreTrainedModel:
@@ -82,7 +83,8 @@ def with_adapters(
 
 
 def loaded_by_transformers(folder: Path) -> PreTrainedModel:
-    """What plain transformers makes of a folder, with nothing missing, left over or of another shape."""
+    """What plain transformers makes of a folder, with nothing missing, left over or of another
+    shape."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     model, info = loaded
     assert not any(info.values()), info

@@ -67,7 +67,7 @@ REFUSED = {
     ),
     "rounds": (
         config("interleaved-1f1b", training={"global_batch_size": 10}),
-        "makes equal rounds of 5 micro-batches, which does not work out; give 4",
+        "equal rounds of micro-batches, which 5 do not make; give 4",
     ),
     "two stages per rank": (
         config(virtual_stages=2),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise.models.counts import ModelCounts, Unit, Weight
+from shardwise.models.kinds.base import Core
 
 CONVENTION = (
     "A multiply-add is 2 FLOPs; products only, lookups 0. Per weight and token: 2 forward, 2 if "
@@ -45,8 +46,8 @@ def model_flops_per_token(counts: ModelCounts, sequence_length: int) -> float:
     total = 0.0
     for unit in counts.units:
         total += sum(_passes(weight) * weight.active * weight.numel for weight in unit.weights)
-        if unit.core is not None:
-            total += unit.core.model_forward(sequence_length) * (3 if unit.core_gradient else 1)
+        for core in unit.cores:
+            total += core.model_forward(sequence_length) * (3 if unit.core_gradient else 1)
     return total
 
 
@@ -57,7 +58,7 @@ def hardware_flops_per_token(
 
     They differ from the model's FLOPs in these points:
 
-    - Cores count as they are executed (`Kind.core` in models/kinds).
+    - Cores count as they are executed (`Kind.cores` in models/kinds).
     - `checkpointing: full` runs the forward of every layer again, and a list of kinds that of these
       layers. The last product does not run again where nothing after it is saved
       (`Kind.ends`). A layer with nothing trainable at or below it saves nothing for a
@@ -73,7 +74,7 @@ def hardware_flops_per_token(
     number depends on the data and is not known here.
 
     Not counted are the K - 1 columns of padding that a convolution computes and drops, and, under
-    `operators`, the elementwise part of a core (`Kind.core`), which runs again.
+    `operators`, the elementwise part of a core, which runs again.
     """
     total = 0.0
     for unit in counts.units:
@@ -86,12 +87,20 @@ def hardware_flops_per_token(
 class UnitFlops:
     """The FLOPs per token that the hardware runs for one unit, by pass."""
 
-    forward: float
-    input_gradient: float
+    forward: float = 0.0
+    input_gradient: float = 0.0
     """Gradients of the unit's input and of activations inside; the whole backward of a core."""
-    weight_gradient: float
-    recomputed: float
+    weight_gradient: float = 0.0
+    recomputed: float = 0.0
     """The forward that a checkpoint runs again in the backward."""
+
+    def __add__(self, other: UnitFlops) -> UnitFlops:
+        return UnitFlops(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+            self.recomputed + other.recomputed,
+        )
 
     @property
     def total(self) -> float:
@@ -116,8 +125,8 @@ def unit_flops_per_token(
     low_rank_rerun = rerun or (checkpointing == "operators" and is_rerun(unit, "full"))
     tokens = sequence_length * micro_batch_size
     passes = [_executed(weight, rerun, low_rank_rerun, tokens) for weight in unit.weights]
-    passes.append(_executed_core(unit, rerun, sequence_length))
-    return UnitFlops(*(sum(flops) for flops in zip(*passes, strict=True)))
+    passes += [_executed_core(core, unit, rerun, sequence_length) for core in unit.cores]
+    return sum(passes, start=UnitFlops())
 
 
 def utilization(
@@ -136,30 +145,25 @@ def _passes(weight: Weight) -> int:
     return 2 + 2 * weight.input_gradient + 2 * weight.trainable
 
 
-_Passes = tuple[float, float, float, float]  # the fields of UnitFlops
-
-
-def _executed(weight: Weight, rerun: bool, low_rank_rerun: bool, tokens: int) -> _Passes:
+def _executed(weight: Weight, rerun: bool, low_rank_rerun: bool, tokens: int) -> UnitFlops:
     """Return the FLOPs per token of a weight. `rerun`: its layer's forward runs again."""
     if weight.folded:
-        return 0.0, 0.0, 0.0, 0.0
+        return UnitFlops()
     weight_gradient = weight.trainable or weight.fold_rank > 0
     is_rerun = weight.rerun and (low_rank_rerun if ".lora_B." in weight.name else rerun)
     product = 2 * weight.active * weight.numel
     # B A is evaluated twice, and has two products in its backward.
     fold = 4 * weight.fold_rank * weight.numel / tokens
-    return (
-        product + fold,
-        product * weight.input_gradient,
-        product * weight_gradient + fold,
-        product * is_rerun + fold * (weight.rerun and low_rank_rerun),
+    return UnitFlops(
+        forward=product + fold,
+        input_gradient=product * weight.input_gradient,
+        weight_gradient=product * weight_gradient + fold,
+        recomputed=product * is_rerun + fold * (weight.rerun and low_rank_rerun),
     )
 
 
-def _executed_core(unit: Unit, rerun: bool, sequence_length: int) -> _Passes:
-    """Return the FLOPs per token of a unit's core."""
-    if unit.core is None:
-        return 0.0, 0.0, 0.0, 0.0
-    forward = unit.core.executed_forward(sequence_length)
-    backward = unit.core.executed_backward(sequence_length) if unit.core_gradient else 0.0
-    return forward, backward, 0.0, forward if rerun else 0.0
+def _executed_core(core: Core, unit: Unit, rerun: bool, sequence_length: int) -> UnitFlops:
+    """Return the FLOPs per token of one of a unit's cores."""
+    forward = core.executed_forward(sequence_length)
+    backward = core.executed_backward(sequence_length) if unit.core_gradient else 0.0
+    return UnitFlops(forward, backward, recomputed=forward if rerun else 0.0)

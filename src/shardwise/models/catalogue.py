@@ -1,25 +1,30 @@
-"""What `shardwise models` shows: the listed families, or one model folder; read off models that are built on meta."""
+"""What `shardwise models` shows: the listed families, or one model, built on meta."""
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.table import Table
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shardwise.config import Model
 from shardwise.models.facts import facts_of
-from shardwise.models.families import FAMILIES, Family, family_of, spec_of, unproven_note
+from shardwise.models.families import FAMILIES, every_kind, family_of, spec_of, unproven_note
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import reach
 from shardwise.rules import offered_layouts
 
-_LEGEND = "3-D: experts stacked in one parameter; isolated: `data.packing: isolated` is proven to keep documents apart\n"
+_LEGEND = (
+    "3-D: experts stacked in one parameter; "
+    "isolated: `data.packing: isolated` is proven to keep documents apart\n"
+)
+STACKED = " (3-D)"
+"""Marks a stack of experts."""
 _LORA = "LoRA auto (+ what all-linear adds)"
 
 
@@ -31,22 +36,25 @@ class LayerFacts:
     kind: str
     feed_forward: str
     parameters: int
-    auto: tuple[
-        str, ...
-    ]  # what `lora.targets: auto` puts adapters on, as a list of targets could name it
-    all_linear: tuple[str, ...]  # what `all-linear` has beyond that; a stack of experts is marked
-    isolated: bool  # `data.packing: isolated` keeps documents apart in it
+    auto: tuple[str, ...]
+    """What `lora.targets: auto` puts adapters on, as a list of targets could name it."""
+    all_linear: tuple[str, ...]
+    """What `all-linear` adds to it; a stack of experts is marked."""
+    isolated: bool
+    """Whether `data.packing: isolated` keeps documents apart in it."""
 
 
 def layer_facts(model: PreTrainedModel) -> list[LayerFacts]:
-    """The facts of every layer of a model without adapters, on any device, in order."""
+    """Return the facts of every layer of a model without adapters, on any device, in order."""
     family, spec = family_of(model), spec_of(model.config, model)
     auto, everything = reach(model, spec, "auto"), reach(model, spec, "all-linear")
     more = [path for path in everything if path not in set(auto)]
 
     def within(layer: str, paths: list[str]) -> tuple[str, ...]:
         names = [path.removeprefix(f"{layer}.") for path in paths if path.startswith(f"{layer}.")]
-        return tuple(name.partition(".")[2] + " (3-D)" * (name in family.experts) for name in names)
+        return tuple(
+            name.partition(".")[2] + (STACKED if name in family.experts else "") for name in names
+        )
 
     return [
         LayerFacts(
@@ -74,8 +82,8 @@ def families_table() -> Table:
                 name if kind == facts[0].kind else "",
                 _layer(kind, after),
                 _reached(
-                    [t for row in rows for t in row.auto],
-                    [t for row in rows for t in row.all_linear],
+                    chain.from_iterable(row.auto for row in rows),
+                    chain.from_iterable(row.all_linear for row in rows),
                 ),
                 "yes" if rows[0].isolated else "no",
             )
@@ -85,16 +93,18 @@ def families_table() -> Table:
 
 
 def model_table(model: Model) -> Table:
-    """Return one model's layers in order, equal neighbours in one row; raise UserError if the model cannot be read.
+    """Return one model's layers in order, equal neighbours in one row.
 
-    `model.path` may also be a listed family: what transformers makes of its config.
+    `model.path` may also be a listed family: what transformers makes of its config. Raises
+    UserError if the model cannot be read.
     """
     listed = model.path in FAMILIES and not Path(model.path).is_dir()
     built = build_meta(model, every_kind(FAMILIES[model.path]) if listed else read_config(model))
     spec = spec_of(built.config, built)
     facts = facts_of(built, spec, family_of(built))
     table = _table("number", "layers", _LORA, "isolated", "parameters")
-    table.title = f"{spec.family}, {built.num_parameters():,} parameters{', tied embeddings' if spec.tied else ''}"
+    tied = ", tied embeddings" if spec.tied else ""
+    table.title = f"{spec.family}, {built.num_parameters():,} parameters{tied}"
     table.caption = f"{_LEGEND}may run under {' '.join(offered_layouts(facts))}"
     if not facts.is_listed:
         table.caption += f"\nnote: {unproven_note(spec.family)}"
@@ -108,17 +118,6 @@ def model_table(model: Model) -> Table:
             f"{alike.parameters:,}",
         )
     return table
-
-
-def every_kind(family: Family) -> PretrainedConfig:
-    """The config that transformers has for a family, changed so that each of the family's kinds of layers is there."""
-    config = AutoConfig.for_model(family.model_type)
-    types = getattr(config, "layer_types", None)
-    if types and len(set(types)) < len(family.mixers):
-        config.layer_types = [[*family.mixers][i % len(family.mixers)] for i in range(len(types))]
-    if hasattr(config, "mlp_only_layers"):  # a mixture of experts in all other layers
-        config.mlp_only_layers = [0]
-    return config
 
 
 def _table(*columns: str) -> Table:
@@ -138,14 +137,24 @@ def _reached(auto: Iterable[str], all_linear: Iterable[str]) -> str:
 
 
 def _braced(targets: Iterable[str]) -> str:
-    """Names without repetition, those that differ in one part only as one: `{q,k,v,o}_proj`."""
+    """Return names without repetition, those that differ in one part as one: `{up,down}_layer`."""
+    names = list(dict.fromkeys(targets))
+    counts = Counter(form for name in names for form, _ in _forms(name))
     groups: dict[str, list[str]] = {}
-    for target in dict.fromkeys(targets):
-        parts = re.fullmatch(r"(.*\.|in_proj_|)(.+?)(_proj(?: \(3-D\))?|)", target)
-        assert parts is not None
-        start, middle, end = parts.groups()
-        groups.setdefault(f"{start}%s{end}" if start or end else target, []).append(middle)
+    for name in names:
+        form, part = max(_forms(name), key=lambda pair: counts[pair[0]])
+        groups.setdefault(form, []).append(part)
     return " ".join(
-        form.replace("%s", middles[0] if len(middles) == 1 else f"{{{','.join(middles)}}}")
-        for form, middles in groups.items()
+        form.replace("%s", parts[0] if len(parts) == 1 else f"{{{','.join(parts)}}}")
+        for form, parts in groups.items()
     )
+
+
+def _forms(target: str) -> list[tuple[str, str]]:
+    """Return the ways to write a name as a form with a gap, `%s`, and the part that fills it."""
+    name, mark, _ = target.partition(STACKED)
+    start, dot, last = name.rpartition(".")
+    first, underscore, end = last.rpartition("_")
+    if underscore:
+        return [(f"{start}{dot}%s_{end}{mark}", first), (f"{start}{dot}{first}_%s{mark}", end)]
+    return [(f"{start}.%s{mark}", last) if dot else (target, "")]

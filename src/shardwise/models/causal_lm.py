@@ -1,4 +1,4 @@
-"""The module that a strategy splits: a transformers model that takes a Batch and returns its summed loss."""
+"""The module that a strategy splits: a transformers model from a Batch to its summed loss."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from shardwise.models.patches.router_loss import RouterLoss, routers_of
 from shardwise.models.spec import ModelSpec
 
 Inputs = dict[str, torch.Tensor]
-"""`input_ids` [B, T], or `inputs_embeds` [B, T, D] in their place: what transformers' models take."""
+"""What transformers' models take: `input_ids` [B, T], or `inputs_embeds` [B, T, D]."""
 
 
 class CausalLM(Part):
     """A model that takes a Batch and returns its summed loss, or a pipeline stage of one.
 
-    What `models/patches` changes in it is done after it is made. Embedding and head are never used outside (fsdp,
-    pipelines).
+    `models/patches` changes it after it is made. Nothing outside uses the embedding or the head,
+    which fsdp shards and a pipeline gives to one stage.
     """
 
     def __init__(
@@ -33,49 +33,49 @@ class CausalLM(Part):
         spec: ModelSpec,
         family: Family,
         cfg: RunConfig,
-        whole: PreTrainedModel | None = None,
+        whole_model: PreTrainedModel | None = None,
     ) -> None:
-        """`whole`: the model that `hf` is a stage of."""
+        """Take a model; `whole_model` is the one that `hf` is a stage of, if it is a stage."""
         super().__init__()
         self.hf = hf
         self.spec = spec
         self.family = family
         self.autocast_dtype = autocast_dtype(cfg.training.precision)
-        self.backward_half = (
-            BackwardHalf()
-        )  # read by the LoRA linears, set by a pipeline that halves backwards
+        # A pipeline that halves backwards sets it, and the LoRA linears read it.
+        self.backward_half = BackwardHalf()
         self.dropout = DropoutState(cfg.training.seed)
-        self.num_routers = len(routers_of(whole or hf, family))
-        """Of the whole model: a stage adds its routers' share of the router loss."""
+        self.num_routers = len(routers_of(whole_model or hf, family))
+        """Routers of the whole model: a stage adds its routers' share of the router loss."""
         self.isolated = False
         self.router_loss: RouterLoss | None = None
         self.loss_in_head = False
 
     def forward(self, batch: Batch, return_logits: bool = False) -> torch.Tensor:
-        """The loss summed over target tokens (scalar, float32), in training plus the router loss; or logits [B, T, V].
+        """Return the loss summed over target tokens (scalar, float32), or logits [B, T, V].
 
-        Sums, not means: what is added up over micro-batches and ranks is divided once, by the global number of targets.
+        In training the router loss is added. Losses are sums, not means: the sum over micro-batches
+        and ranks is divided once, by the global number of targets.
         """
         inputs = {"input_ids": batch.input_ids}
         return self.logits_of(batch, inputs) if return_logits else self.loss_of(batch, inputs)
 
     def hidden_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
-        """Hidden states [B, T, D] that the transformers model's base gives for the micro-batch `batch`."""
+        """Return the hidden states [B, T, D] of the transformers model's base."""
         with self._computing(batch):
             inputs = inputs | _positions(batch)
             return self.hf.base_model(**inputs, use_cache=False).last_hidden_state
 
     def logits_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
-        """Logits [B, T, V]."""
+        """Return logits [B, T, V]."""
         with self._computing(batch):
             return self.hf(**(inputs | _positions(batch)), use_cache=False).logits
 
     def loss_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
-        """The summed loss, in training plus the router loss (scalar, float32)."""
+        """Return the summed loss (scalar, float32), in training with the router loss."""
         if self.loss_in_head:
             hidden = self.hidden_of(batch, inputs)
             with self._autocast(batch):
-                # Through the module, never by its weight: what PEFT and fsdp2 do to the head, they do in its call.
+                # The module is called: PEFT and fsdp2 act in its call, not on its weight.
                 loss = self.hf.get_submodule(self.spec.head)(hidden, labels=batch.labels)
         else:
             logits = self.logits_of(batch, inputs).flatten(0, 1).float()
@@ -87,7 +87,7 @@ class CausalLM(Part):
         return loss
 
     def _computing(self, batch: Batch) -> torch.autocast:
-        """Where one forward of `batch` is computed."""
+        """Prepare the patches for one forward of `batch`; return the context it runs in."""
         self.dropout.start(with_documents(batch) if self.isolated else batch)
         if self.router_loss is not None:
             self.router_loss.start()

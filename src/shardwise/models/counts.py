@@ -1,5 +1,4 @@
-"""Parameters and products of a model, unit by unit: arithmetic on shapes and `requires_grad`;
-nothing is run.
+"""Parameters and products of a model, unit by unit, by its shapes and `requires_grad`.
 
 A multiply-add is 2 FLOPs. Only products count: linears, routers, experts, convolutions, LoRA
 factors (a Weight each) and the sequence-mixing cores. Norms, activations, softmax, rotary
@@ -12,33 +11,33 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
-from functools import reduce
 
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.models.kinds import RATES
-from shardwise.models.kinds.base import Both, Core
+from shardwise.models.kinds.base import Core
 from shardwise.models.spec import CORE_STAGE, LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that multiplies activations, 2 FLOPs per element, token and product it takes part
-    in.
-    """
+    """A weight that multiplies activations, 2 FLOPs per element and token in each product."""
 
     name: str
     numel: int
     trainable: bool
-    input_gradient: bool  # the backward needs the gradient of what this weight multiplies
-    active: float = 1.0  # share of the weight that one token meets: top_k / E in a stack of experts
-    rerun: bool = True  # full activation checkpointing runs the product again; see `Kind.ends`
-    fold_rank: int = (
-        0  # rank of an adapter that PEFT multiplies out and adds to this weight in each forward
-    )
-    folded: bool = False  # this is a factor of such an adapter
+    input_gradient: bool
+    """The backward needs the gradient of what this weight multiplies."""
+    active: float = 1.0
+    """Share of the weight that one token meets: top_k / E in a stack of experts."""
+    rerun: bool = True
+    """Full activation checkpointing runs the product again; see `Kind.ends`."""
+    fold_rank: int = 0
+    """Rank of an adapter that PEFT multiplies out and adds to this weight in each forward."""
+    folded: bool = False
+    """This is a factor of such an adapter."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Unit:
     parameters: int  # a tied head's weight belongs to the embedding
     trainable_parameters: int
     weights: tuple[Weight, ...]
-    core: Core | None
-    core_gradient: bool  # a gradient flows back through the core
+    cores: tuple[Core, ...]
+    core_gradient: bool  # a gradient flows back through the cores
     backward: bool  # something here or below is trainable, so the backward reaches this unit
 
 
@@ -74,14 +73,11 @@ class ModelCounts:
 
 _BEYOND = (sys.maxsize, 0, 0, 0)
 """A stage after all others."""
-_WRAPPING = re.compile(
-    r"\.(base_layer|lora_(embedding_)?[AB]\.\w+|modules_to_save\.\w+|weight|bias)(?=\.|$)"
-)
+_WRAPPING = re.compile(r"\.(base_layer|lora_[AB]\.\w+|modules_to_save\.\w+|weight|bias)(?=\.|$)")
 
 
 def count_model(model: PreTrainedModel, spec: ModelSpec) -> ModelCounts:
-    """Count a causal language model, on any device (`meta` too), with PEFT's LoRA layers or
-    without.
+    """Count a causal language model on any device, `meta` too, with LoRA adapters or without.
 
     `requires_grad` must be as in training. Sharded parameters (DTensor) count with their global
     shape.
@@ -120,8 +116,8 @@ def _count_unit(
     used = [(name, p) for name, p in owned if ".original_module." not in name]
     stages = {name: _stage(model, name, names, layer) for name, _ in used}
     lowest = min((stages[name] for name, p in used if p.requires_grad), default=_BEYOND)
-    if kind == "embed":
-        used = [(name, p) for name, p in used if ".lora_embedding_B." in name]
+    if kind == "embed":  # a lookup multiplies nothing
+        used = []
     experts = {f"{layer.name}.{name}" for name in layer.experts} if layer else set()
     stacks = [name for name, _ in used if _site(model, name) in experts]
     active = _active_share([p for name, p in used if name in stacks], model.config)
@@ -147,23 +143,20 @@ def _count_unit(
         parameters=sum(p.numel() for p in new),
         trainable_parameters=sum(p.numel() for p in new if p.requires_grad),
         weights=weights,
-        core=_core(layer, model.config) if layer else None,
+        cores=_cores(layer, model.config) if layer else (),
         core_gradient=below or lowest < (*CORE_STAGE, 0),
         backward=below or lowest < _BEYOND,
     )
 
 
-def _core(layer: LayerSpec, config: PretrainedConfig) -> Core | None:
-    cores = [block.kind.core(config) for block in layer.mixers if block.kind.core is not None]
-    return reduce(Both, cores) if cores else None
+def _cores(layer: LayerSpec, config: PretrainedConfig) -> tuple[Core, ...]:
+    return tuple(core for block in layer.mixers for core in block.kind.cores(config))
 
 
 def _site(model: nn.Module, name: str) -> str:
-    """The place in the transformers model where a parameter acts; for a LoRA factor, the place of
-    what it adapts.
-    """
-    module, lora, _ = name.partition(".lora_")
-    wrapper = model.get_submodule(module) if lora else None
+    """Return where in the transformers model a parameter acts; a LoRA factor acts on its base."""
+    module, _, factor = name.partition(".lora_")
+    wrapper = model.get_submodule(module) if factor else None
     if isinstance(wrapper, ParamWrapper):
         name = f"{module}.{wrapper.parameter_name}"
     return _WRAPPING.sub("", name)
@@ -180,11 +173,8 @@ def _stage(
     """
     site = _site(model, name)
     if layer is None:  # the head after the final norm
-        stage = (
-            next(i for i, module in enumerate(modules) if f"{site}.".startswith(f"{module}.")),
-            0,
-            0,
-        )
+        places = [i for i, module in enumerate(modules) if f"{site}.".startswith(f"{module}.")]
+        stage = (places[0], 0, 0)
     else:
         within = site.removeprefix(f"{layer.name}.")
         stage = layer.stage_of(within)
@@ -192,7 +182,7 @@ def _stage(
             f"{name}: say in models/kinds, or in the family's norms, where {within} acts"
         )
     # A's output is B's input: with A trainable, B's input gradient is needed.
-    return (*stage, 1 if re.search(r"\.lora_(embedding_)?B\.", name) else 0)
+    return (*stage, int(".lora_B." in name))
 
 
 def _active_share(stacks: list[nn.Parameter], config: PretrainedConfig) -> float:
@@ -202,9 +192,7 @@ def _active_share(stacks: list[nn.Parameter], config: PretrainedConfig) -> float
 
 
 def _fold_rank(model: nn.Module, name: str) -> int:
-    """The rank of the adapter that a LoRA factor belongs to if PEFT folds it into its parameter,
-    else 0.
-    """
+    """Return the rank of a LoRA factor's adapter if PEFT folds it into its parameter, else 0."""
     module, _, rest = name.partition(".lora_")
     wrapper = model.get_submodule(module)
     return wrapper.r[rest.split(".")[1]] if isinstance(wrapper, ParamWrapper) else 0
@@ -212,11 +200,10 @@ def _fold_rank(model: nn.Module, name: str) -> int:
 
 def _last_product(layer: LayerSpec, names: list[str]) -> str | None:
     """Return the weight of a layer's last product if nothing later is saved (`Kind.ends`)."""
+    after = f"{layer.name}.{layer.norms.after}."
     block = layer.blocks[-1]
     ends = tuple(f"{layer.name}.{block.path}.{end}." for end in block.kind.ends)
-    candidates = [name for name in names if name.startswith(ends) and name.endswith(".weight")]
-    if not candidates or any(
-        name.startswith(f"{layer.name}.{layer.norms.after}.") for name in names
-    ):
+    products = [name for name in names if name.startswith(ends) and name.endswith(".weight")]
+    if not products or any(name.startswith(after) for name in names):
         return None
-    return next((name for name in candidates if ".lora_B." in name), candidates[0])
+    return next((name for name in products if ".lora_B." in name), products[0])

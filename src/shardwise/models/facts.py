@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from peft.tuners.lora import ParamWrapper
 from peft.utils import ModulesToSaveWrapper
@@ -13,12 +15,8 @@ from shardwise.models.families import FAMILIES, Family
 from shardwise.models.patches import experts, lora_kernel, router_loss
 from shardwise.models.spec import ModelSpec
 
-_ATTENTION_DROPOUTS = (
-    "attention_dropout",
-    "attn_pdrop",
-    "attention_probs_dropout_prob",
-    "attn_dropout",
-)
+_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
+"""What the config.json of listed families calls a dropout inside the attention kernel."""
 
 
 def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts:
@@ -60,19 +58,16 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
 
 
 def _attention_dropout(hf: PreTrainedModel, is_listed: bool) -> tuple[str, float] | None:
-    # What a family that is not listed calls dropout may be drawn by a function inside attention, rather than by a
-    # module, whatever its name.
-    keys = (
-        _ATTENTION_DROPOUTS if is_listed else [key for key in hf.config.to_dict() if "drop" in key]
-    )
+    keys: Iterable[str] = _ATTENTION_DROPOUTS
+    if not is_listed:  # whatever the key, a function inside attention may draw the masks
+        keys = [key for key in hf.config.to_dict() if "drop" in key]
     return next(((key, value) for key in keys if (value := getattr(hf.config, key, 0))), None)
 
 
 def _saved_layers(hf: PreTrainedModel, spec: ModelSpec) -> str | None:
-    """Return a module that `lora.modules_to_save` copies and that holds whole decoder layers, if there is one."""
-    for name, module in hf.named_modules():
-        if isinstance(module, ModulesToSaveWrapper) and any(
-            f"{layer.name}.".startswith(f"{name}.") for layer in spec.layers
-        ):
+    """Return a module of `lora.modules_to_save` that holds whole decoder layers, or None."""
+    saved = [name for name, m in hf.named_modules() if isinstance(m, ModulesToSaveWrapper)]
+    for name in saved:
+        if any(f"{layer.name}.".startswith(f"{name}.") for layer in spec.layers):
             return name
     return None

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import UserError
-from shardwise.models.patches.dropout import stable_seed
+from shardwise.models.seeds import stable_seed
 
 
 def random_weights(

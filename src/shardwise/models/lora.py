@@ -1,7 +1,8 @@
-"""LoRA with PEFT: which weights get an adapter, injection on meta, a report of what is covered, first values.
+"""LoRA with PEFT: the choice of weights, injection on meta, what is covered, values to start from.
 
-Routed experts are one stacked parameter, [E, out, in], which PEFT adapts with factors for all experts side by side.
-`auto` leaves them frozen: an adapter there has E times the parameters of one on a linear of that size.
+Routed experts are one stacked parameter, [E, out, in], which PEFT adapts with factors for all
+experts side by side. `auto` leaves them frozen: an adapter there has E times the parameters of one
+on a linear of that size.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from transformers.pytorch_utils import Conv1D
 from shardwise.config import Lora, UserError
 from shardwise.models.families import Family, family_of
 from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.patches.dropout import stable_seed
+from shardwise.models.seeds import stable_seed
 from shardwise.models.spec import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True)
 class CoverageRow:
-    """What became of the weights that an adapter could be on, over all layers of one kind."""
+    """The weights that an adapter could be on, over all layers of one kind."""
 
     kind: str
     layers: int
@@ -51,130 +52,105 @@ class Coverage:
         return 100.0 * self.trainable / self.total
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for record.json."""
+        """Return it as plain data, for record.json."""
         return {**asdict(self), "percent": self.percent}
 
     def __str__(self) -> str:
         head = ("layers", "count", "weights", "adapted", "left frozen")
         body = [
-            (r.kind, r.layers, r.weights, r.adapted, ", ".join(r.frozen) or "-") for r in self.rows
+            (row.kind, row.layers, row.weights, row.adapted, ", ".join(row.frozen) or "-")
+            for row in self.rows
         ]
         table = [[str(cell) for cell in row] for row in (head, *body)]
-        widths = [max(len(row[i]) for row in table) for i in range(4)]
-        lines = [
-            "  ".join(
-                [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2, 3)), row[4]]
-            )
-            for row in table
-        ]
+        name, *numbers, _ = [max(map(len, column)) for column in zip(*table)]
+        lines = []
+        for kind, *counts, frozen in table:
+            right = [count.rjust(width) for count, width in zip(counts, numbers)]
+            lines.append("  ".join([kind.ljust(name), *right, frozen]))
         lines.append(
             f"trainable: {self.trainable:,} of {self.total:,} parameters ({self.percent:.2f} %)"
         )
         return "\n".join(lines)
 
 
-def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
-    """Put adapters on a model on meta, in place, freeze everything else, and say what was adapted.
+@dataclass(frozen=True)
+class _Weight:
+    """What an adapter could be on: a linear of a layer, or a stack of experts."""
 
-    Targets: `auto`, every projection of attention, recurrent mixers, MLPs and shared experts; `attention`, the
-    projections of softmax attention; `all-linear`, also the linears that give scores, and the routed
-    experts; a list, what its names or ends of names match (experts only by a name with `experts` in it). Never the
-    head, nor what `Family.bypassed` holds. Factors have `lora.dtype`; modules to save keep the model's.
-    UserError: a name that adapts nothing; dropout on experts; modules to save that are tied.
+    path: str
+    name: str  # in its layer
+    layer: LayerSpec
+    is_stack: bool
+
+    def is_in(self, modules: Iterable[str]) -> bool:
+        """Return whether it lies in one of these modules."""
+        return any(f"{self.path}.".startswith(f"{module}.") for module in modules)
+
+
+def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
+    """Put adapters on a model on meta, in place, freeze everything else; return what is adapted.
+
+    Targets: `auto`, every projection of attention, recurrent mixers, MLPs and shared experts;
+    `attention`, the projections of softmax attention; `all-linear`, also the linears that give
+    scores, and the routed experts; a list, what its names or ends of names match (experts only by a
+    name with `experts` in it). Never the head, nor what `Family.bypassed` holds. Factors have
+    `lora.dtype`; modules to save keep the model's.
+
+    Raises UserError for a name that adapts nothing, for dropout on experts, and for modules to save
+    that are tied.
     """
     family = family_of(model)
-    full = max(min(parameter.shape[-2:]) for parameter in model.parameters() if parameter.dim() > 1)
-    if lora.r > full:
-        raise UserError(
-            f"lora.r is {lora.r}, but no weight of this model has a rank above {full}; lower lora.r"
-        )
-    candidates = _candidates(model, spec, family)
+    _check_rank(model, lora)
+    weights = _adaptable(model, spec, family)
     saved = _saved_modules(model, lora, spec)
-    chosen = [
-        path
-        for path in _choose(candidates, lora, spec, family)
-        if not any(f"{path}.".startswith(f"{module}.") for module in saved)
-    ]
-    if not chosen:
-        raise UserError(
-            "lora.targets: all of them lie in lora.modules_to_save; leave the section out to train in full"
-        )
-    names = {path: _in_layer(path, layer) for path, layer in candidates.items()}
-    for target in lora.targets if isinstance(lora.targets, list) else ():
-        if not set(_matches(target, names, spec, family)) & set(chosen):
-            raise UserError(
-                f"lora.targets: {target} lies in lora.modules_to_save too; name it in one of them"
-            )
-    stacks = [path for path in chosen if _in_layer(path, candidates[path]) in family.experts]
-    if stacks and lora.dropout > 0.0:
-        raise UserError(
-            f"lora.dropout is {lora.dropout}, but the adapters on routed experts have no input to drop from; "
-            "set it to 0, or leave the experts out of lora.targets"
-        )
-    # PEFT sees the model through a holder without a config: by `config.model_type` it would take Qwen3-Next's MLPs for
-    # experts and adapt neither. Full names, so that nothing else is matched.
-    holder = nn.ModuleDict({"held": model})
-    config = peft_config(
-        lora,
-        transposed=any(
-            isinstance(model.get_submodule(path), Conv1D) for path in chosen if path not in stacks
-        ),
-        modules=[f"held.{path}" for path in chosen if path not in stacks],
-        parameters=[f"held.{path}" for path in stacks],
-        saved=[f"held.{path}" for path in saved],
-    )
-    inject_adapter_in_model(config, holder, low_cpu_mem_usage=True)
+    chosen = [weight for weight in _choose(weights, lora, spec, family) if not weight.is_in(saved)]
+    _check_chosen(chosen, weights, lora, spec, family)
+    _put_adapters(model, lora, chosen, saved)
     layers = adapter_layers(model)
-    assert layers.keys() == set(chosen), (
-        f"PEFT adapted other weights: {sorted(layers.keys() ^ set(chosen))[:5]}"
-    )
+    paths = {weight.path for weight in chosen}
+    assert layers.keys() == paths, f"PEFT adapted others: {sorted(layers.keys() ^ paths)[:5]}"
     for layer in layers.values():
         for factor in (layer.lora_A, layer.lora_B):
             factor.to(torch.float32 if lora.dtype == "float32" else model.config.dtype)
-    trained = {
-        path for path in candidates if any(f"{path}.".startswith(f"{module}.") for module in saved)
-    }
-    return _coverage(
-        model, {p: layer for p, layer in candidates.items() if p not in trained}, layers.keys()
-    )
+    return _coverage(model, [weight for weight in weights if not weight.is_in(saved)], paths)
 
 
 def reach(
     model: PreTrainedModel, spec: ModelSpec, targets: Literal["auto", "attention", "all-linear"]
 ) -> list[str]:
-    """What `inject` would adapt on a model without adapters, by path and in the order of the layers."""
+    """Return the paths that `inject` would adapt on a model without adapters, layer by layer."""
     family = family_of(model)
-    return _choose(_candidates(model, spec, family), Lora(targets=targets), spec, family)
+    chosen = _choose(_adaptable(model, spec, family), Lora(targets=targets), spec, family)
+    return [weight.path for weight in chosen]
 
 
 def adapter_weights(
     model: PreTrainedModel, seed: int, wanted: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full CPU tensor) of every LoRA factor of a model: the first values, a function of (seed, name).
+    """Yield (name, full CPU tensor) of every LoRA factor of a model: its value before training.
 
     With `wanted`, only the factors of these names are drawn.
 
-    A is uniform in +-1/sqrt(fan in) (PEFT's default, Kaiming's rule with a = sqrt(5)), B is 0, so that the model starts
-    as it was. Copies made for `modules_to_save` are not among them: they start from the base weights (`names.hf_name`).
+    The values are a function of (seed, name). A is uniform in +-1/sqrt(fan in) (PEFT's default,
+    Kaiming's rule with a = sqrt(5)), B is 0, so that the model starts as it was. Copies made for
+    `modules_to_save` are not among them: they start from the base weights (`names.hf_name`).
     """
     for name, parameter in model.named_parameters():
         if not is_adapter(name) or (wanted is not None and name not in wanted):
             continue
         factor = model.get_submodule(name.rpartition(".")[0])
         assert isinstance(factor, nn.Linear)
-        value = torch.zeros(
-            factor.out_features, factor.in_features
-        )  # the parameter may be a piece of it, laid flat
+        # The parameter itself may be a rank's share, laid flat.
+        value = torch.zeros(factor.out_features, factor.in_features)
         if ".lora_A." in name:
             bound = 1.0 / math.sqrt(factor.in_features)
-            value.uniform_(
-                -bound, bound, generator=torch.Generator().manual_seed(stable_seed(seed, name))
-            )
+            generator = torch.Generator().manual_seed(stable_seed(seed, name))
+            value.uniform_(-bound, bound, generator=generator)
         yield name, value.to(parameter.dtype)
 
 
 def adapter_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """PEFT's layers by the transformers name of what each adapts: a linear, or a parameter that stacks experts."""
+    """Return PEFT's layers by the transformers name of the linear or stack that each adapts."""
     layers: dict[str, LoraLayer] = {}
     for name, module in model.named_modules():
         if isinstance(module, ParamWrapper):
@@ -187,14 +163,14 @@ def adapter_layers(model: nn.Module) -> dict[str, LoraLayer]:
 def peft_config(
     lora: Lora, modules: list[str], parameters: list[str], saved: list[str], transposed: bool
 ) -> LoraConfig:
-    """PEFT's config for adapters on `modules` (linears) and `parameters`, and modules to save.
+    """Return PEFT's config for adapters on `modules` (linears) and `parameters` (stacks).
 
     `transposed`: the linears are transformers' Conv1D, which keep their weight as [in, out].
     """
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
-        lora_alpha=lora.alpha,  # ty: ignore[invalid-argument-type]  # annotated int, used as a number
+        lora_alpha=lora.alpha,  # ty: ignore[invalid-argument-type]  # used as any number
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
         fan_in_fan_out=transposed,
@@ -204,102 +180,144 @@ def peft_config(
     )
 
 
-def _candidates(model: PreTrainedModel, spec: ModelSpec, family: Family) -> dict[str, LayerSpec]:
-    return {path: layer for layer in spec.layers for path in _adaptable(model, layer, family)}
+def _check_rank(model: PreTrainedModel, lora: Lora) -> None:
+    full = max(min(parameter.shape[-2:]) for parameter in model.parameters() if parameter.dim() > 1)
+    if lora.r > full:
+        raise UserError(
+            f"lora.r is {lora.r}, but no weight of this model has a rank above {full}; lower lora.r"
+        )
 
 
-def _adaptable(model: PreTrainedModel, layer: LayerSpec, family: Family) -> list[str]:
-    module = model.get_submodule(layer.name)
-    linears = [
-        name for name, part in module.named_modules() if isinstance(part, (nn.Linear, Conv1D))
-    ]
-    parameters = {name for name, _ in module.named_parameters()}
-    return [
-        f"{layer.name}.{name}"
-        for name in (*linears, *(name for name in family.experts if name in parameters))
-    ]
+def _check_chosen(
+    chosen: list[_Weight], weights: list[_Weight], lora: Lora, spec: ModelSpec, family: Family
+) -> None:
+    if not chosen:
+        raise UserError(
+            "lora.targets: all of them lie in lora.modules_to_save; leave the section out to train "
+            "in full"
+        )
+    for target in lora.targets if isinstance(lora.targets, list) else ():
+        if not set(_matches(target, weights, spec, family)) & set(chosen):
+            raise UserError(
+                f"lora.targets: {target} lies in lora.modules_to_save too; name it in one of them"
+            )
+    if lora.dropout > 0.0 and any(weight.is_stack for weight in chosen):
+        raise UserError(
+            f"lora.dropout is {lora.dropout}, but the adapters on routed experts have no input to "
+            "drop from; set it to 0, or leave the experts out of lora.targets"
+        )
 
 
-def _in_layer(path: str, layer: LayerSpec) -> str:
-    return path.removeprefix(f"{layer.name}.")
+def _put_adapters(
+    model: PreTrainedModel, lora: Lora, chosen: list[_Weight], saved: list[str]
+) -> None:
+    # PEFT sees the model through a holder without a config: by `config.model_type` it would take
+    # Qwen3-Next's MLPs for experts and adapt neither. Full names, so that nothing else is matched.
+    holder = nn.ModuleDict({"model": model})
+    linears = [weight.path for weight in chosen if not weight.is_stack]
+    config = peft_config(
+        lora,
+        transposed=any(isinstance(model.get_submodule(path), Conv1D) for path in linears),
+        modules=[f"model.{path}" for path in linears],
+        parameters=[f"model.{weight.path}" for weight in chosen if weight.is_stack],
+        saved=[f"model.{path}" for path in saved],
+    )
+    inject_adapter_in_model(config, holder, low_cpu_mem_usage=True)
 
 
-def _choose(
-    candidates: dict[str, LayerSpec], lora: Lora, spec: ModelSpec, family: Family
-) -> list[str]:
-    names = {path: _in_layer(path, layer) for path, layer in candidates.items()}
-    reachable = [path for path in candidates if names[path] not in family.bypassed]
+def _adaptable(model: PreTrainedModel, spec: ModelSpec, family: Family) -> list[_Weight]:
+    weights = []
+    for layer in spec.layers:
+        module = model.get_submodule(layer.name)
+        for name, part in module.named_modules():
+            if isinstance(part, (nn.Linear, Conv1D)):
+                weights.append(_Weight(f"{layer.name}.{name}", name, layer, is_stack=False))
+        parameters = {name for name, _ in module.named_parameters()}
+        for name in family.experts:
+            if name in parameters:
+                weights.append(_Weight(f"{layer.name}.{name}", name, layer, is_stack=True))
+    return weights
+
+
+def _choose(weights: list[_Weight], lora: Lora, spec: ModelSpec, family: Family) -> list[_Weight]:
+    reachable = [weight for weight in weights if weight.name not in family.bypassed]
     match lora.targets:
         case "auto":
             return [
-                path for path in reachable if names[path] not in (*family.gates, *family.experts)
+                weight
+                for weight in reachable
+                if not weight.is_stack and weight.name not in family.gates
             ]
         case "attention":
             chosen = [
-                path
-                for path in reachable
-                if names[path].startswith(
-                    tuple(f"{block}." for block in candidates[path].attention)
-                )
+                weight
+                for weight in reachable
+                if weight.name.startswith(tuple(f"{path}." for path in weight.layer.attention))
             ]
             if not chosen:
                 raise UserError(
-                    f"lora.targets: this {spec.family} has no attention layer for `attention`; use auto"
+                    f"lora.targets: this {spec.family} has no attention layer for `attention`; use "
+                    "auto"
                 )
             return chosen
         case "all-linear":
             return reachable
         case targets:
-            wanted = {path for target in targets for path in _matches(target, names, spec, family)}
-            return [path for path in reachable if path in wanted]
+            wanted = {
+                weight for target in targets for weight in _matches(target, weights, spec, family)
+            }
+            return [weight for weight in reachable if weight in wanted]
 
 
-def _matches(target: str, names: dict[str, str], spec: ModelSpec, family: Family) -> list[str]:
-    # Routed experts are matched by their module's name too, but never by a bare `down_proj`: who lists the projections
-    # of an MLP means the linears.
-    def matched(path: str) -> bool:
-        if names[path] not in family.experts:
-            return _ends_with(path, target)
+def _matches(target: str, weights: list[_Weight], spec: ModelSpec, family: Family) -> list[_Weight]:
+    # Stacks of experts are matched by their module's name too, but never by a bare `down_proj`:
+    # who lists the projections of an MLP means the linears.
+    def is_match(weight: _Weight) -> bool:
+        if not weight.is_stack:
+            return _ends_with(weight.path, target)
         return "experts" in target.split(".") and (
-            _ends_with(path, target) or _ends_with(path.rpartition(".")[0], target)
+            _ends_with(weight.path, target) or _ends_with(weight.path.rpartition(".")[0], target)
         )
 
-    found = [path for path in names if matched(path)]
+    matches = [weight for weight in weights if is_match(weight)]
     if _ends_with(spec.head, target):
         raise UserError(
-            f"lora.targets: {target} is the head; train it in full with lora.modules_to_save: [{target}]"
+            f"lora.targets: {target} is the head; train it in full with lora.modules_to_save: "
+            f"[{target}]"
         )
-    if not found:
+    if not matches:
         raise UserError(
-            f"lora.targets: {target} is no linear of this {spec.family}; {_near(target, names.values())}"
+            f"lora.targets: {target} is no linear of this {spec.family}; "
+            f"{_near(target, [weight.name for weight in weights])}"
         )
-    if all(names[path] in family.bypassed for path in found):
+    if all(weight.name in family.bypassed for weight in matches):
         raise UserError(
-            f"lora.targets: {target} of {spec.family} takes no adapter: its layer reads the weight past the adapter; "
-            "leave it out"
+            f"lora.targets: {target} of {spec.family} takes no adapter: its layer reads the weight "
+            "past the adapter; leave it out"
         )
-    return found
+    return matches
 
 
 def _saved_modules(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> list[str]:
     modules = [
-        n
-        for n, m in model.named_modules()
-        if n and not isinstance(m, (nn.ModuleList, nn.ModuleDict))
+        name
+        for name, module in model.named_modules()
+        if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
     ]
     saved: list[str] = []
     for target in lora.modules_to_save:
-        found = [name for name in modules if _ends_with(name, target)]
-        if not found:
+        matches = [name for name in modules if _ends_with(name, target)]
+        if not matches:
             raise UserError(
-                f"lora.modules_to_save: no module {target} in this {spec.family}; {_near(target, modules)}"
+                f"lora.modules_to_save: no module {target} in this {spec.family}; "
+                f"{_near(target, modules)}"
             )
-        if spec.tied and {spec.head, spec.embed} & set(found):
+        if spec.tied and {spec.head, spec.embed} & set(matches):
             raise UserError(
-                f"lora.modules_to_save: {target} is tied (embedding and head are one matrix), and a trained copy would "
-                "untie it; leave it out"
+                f"lora.modules_to_save: {target} is tied (embedding and head are one matrix), and "
+                "a trained copy would untie it; leave it out"
             )
-        saved += found
+        saved += matches
     return list(dict.fromkeys(saved))
 
 
@@ -308,38 +326,32 @@ def _ends_with(path: str, target: str) -> bool:
 
 
 def _near(target: str, names: Iterable[str]) -> str:
-    pool = sorted(
-        {".".join(parts[i:]) for parts in (n.split(".") for n in names) for i in range(len(parts))}
-    )
+    parts = [name.split(".") for name in names]
+    pool = sorted({".".join(part[i:]) for part in parts for i in range(len(part))})
     near = difflib.get_close_matches(target, pool, n=3, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"there are {', '.join(sorted({name.rpartition('.')[2] for name in pool}))}"
+    return f"there are {', '.join(sorted({part[-1] for part in parts}))}"
 
 
-def _coverage(
-    model: PreTrainedModel, candidates: dict[str, LayerSpec], adapted: Iterable[str]
-) -> Coverage:
-    adapted = set(adapted)
+def _coverage(model: PreTrainedModel, weights: list[_Weight], adapted: set[str]) -> Coverage:
     rows = []
-    for kind in dict.fromkeys(layer.kind for layer in candidates.values()):
-        of_kind = {path: layer for path, layer in candidates.items() if layer.kind == kind}
-        frozen = [_in_layer(path, layer) for path, layer in of_kind.items() if path not in adapted]
+    for kind in dict.fromkeys(weight.layer.kind for weight in weights):
+        of_kind = [weight for weight in weights if weight.layer.kind == kind]
+        frozen = [weight.name for weight in of_kind if weight.path not in adapted]
         rows.append(
             CoverageRow(
                 kind=kind,
-                layers=len(set(of_kind.values())),
+                layers=len({weight.layer.name for weight in of_kind}),
                 weights=len(of_kind),
-                adapted=sum(path in adapted for path in of_kind),
+                adapted=len(of_kind) - len(frozen),
                 frozen=tuple(dict.fromkeys(frozen)),
             )
         )
-    named = [
-        (name, p) for name, p in model.named_parameters() if ".original_module." not in name
-    ]  # replaced by copies
-    sizes = [(parameter.numel(), parameter.requires_grad) for _, parameter in named]
+    # A copy in `modules_to_save` replaces its original, which does not count.
+    parameters = [p for name, p in model.named_parameters() if ".original_module." not in name]
     return Coverage(
         rows=tuple(rows),
-        trainable=sum(size for size, trained in sizes if trained),
-        total=sum(size for size, _ in sizes),
+        trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        total=sum(parameter.numel() for parameter in parameters),
     )

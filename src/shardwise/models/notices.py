@@ -1,4 +1,4 @@
-"""Notices of transformers that say nothing new to whoever runs a model here."""
+"""Notices of transformers that a user of shardwise does not need."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def quiet_notices() -> None:
-    """Drop some of what transformers logs.
+    """Drop two notices of transformers.
 
-    That a recurrent layer runs on plain torch, where there is no GPU to do otherwise; and that it does not know a
-    rope type, which `sizes.check_read` refuses.
+    One says that a recurrent layer runs on plain torch where there is no GPU to do otherwise; the
+    other that transformers does not know a rope type, which `sizes.check_read` refuses.
     """
     logger = logging.getLogger("transformers.integrations.hub_kernels")
     if not torch.cuda.is_available() and _drop_fallback_notice not in logger.filters:

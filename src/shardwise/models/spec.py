@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardwise.models.kinds.base import CORE_STEP, Kind
 
 Stage = tuple[int, int, int]
-"""Where in the dataflow of a layer something acts: what data meets later is greater."""
+"""A place in the dataflow of a layer; what data meets later is greater."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,20 @@ class Norms:
     after: str = "post_feedforward_layernorm"
 
 
-COMMON_NORMS = Norms()
-
-
 @dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer (or, where a family's blocks hold one mixer each, one block)."""
 
     name: str  # module path in the transformers model, such as "model.layers.3"
     kind: str
-    """What mixes its tokens: the name of a kind of `models/kinds`, or one of the family's own where
-    several mixers lie side by side."""
+    """What mixes its tokens: the name of a kind of `models/kinds`, or one that the family gives to
+    mixers side by side."""
     feed_forward: str  # what follows in the same layer: dense | moe | none
     mixers: tuple[Block, ...] = field(default=(), repr=False)
     """What gives the layer its kind: one block, or several side by side."""
     feed_forwards: tuple[Block, ...] = field(default=(), repr=False)
     """What follows: one block, or several side by side."""
-    norms: Norms = field(default=COMMON_NORMS, repr=False)
+    norms: Norms = field(default=Norms(), repr=False)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -88,14 +85,12 @@ class LayerSpec:
 
 
 CORE_STAGE: Stage = (1, *CORE_STEP)
-"""Where the mixer's core acts."""
+"""The stage at which the mixer's core acts."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A causal language model, or a pipeline stage of one, as an ordered list of modules by path in
-    the whole model.
-    """
+    """A causal language model, or a pipeline stage of one, as its modules' paths in order."""
 
     family: str  # config.model_type
     embed: str

@@ -1,8 +1,9 @@
-"""A pipeline stage: transformers' own base model, where modules that pass hidden states through stand for other stages.
+"""A pipeline stage: transformers' own base model, with stand-ins for the modules of other stages.
 
-So masks, positions and whatever else a family does around its layers are computed by its own code, and names stay those
-of the whole model. What a family does to the embeddings before its first layer must not be done again by a later stage,
-which is given hidden states in their place: see `families.base.Cut`.
+A stand-in passes hidden states through. So the family's own code computes masks, positions and
+whatever else it does around its layers, and names stay those of the whole model. What a family does
+to the embeddings before its first layer must not be done again by a later stage, which is given
+hidden states in their place: see `families.base.Cut`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardwise.models.spec import ModelSpec
 
 
 class Stage(CausalLM):
-    """Hidden states in, hidden states out; the first stage reads token ids instead, the last returns the loss."""
+    """A module from hidden states to hidden states, the first from ids, the last to the loss."""
 
     def __init__(
         self,
@@ -34,29 +35,30 @@ class Stage(CausalLM):
         spec: ModelSpec,
         family: Family,
         cfg: RunConfig,
-        whole: PreTrainedModel,
+        whole_model: PreTrainedModel,
     ) -> None:
-        super().__init__(hf, spec, family, cfg, whole)
+        super().__init__(hf, spec, family, cfg, whole_model)
         self.carried_dtype = hidden_dtype(cfg)
         self.microbatches: Sequence[Batch] = ()  # of the step, set before it
         self.loss_scale = 1.0  # the gradient of the loss in this step's backward, set before it
-        self.router_total = torch.zeros(
-            ()
-        )  # router loss that is not in the loss of the last stage, until it is reset
+        self.router_total = torch.zeros(())
+        """The router loss since it was reset, except what is in the loss of the last stage."""
         self.gradient_below = False
         """Hidden states get a gradient all the way down, even if nothing there is trained."""
         if spec.first:
             hf.get_submodule(spec.embed).register_forward_hook(self._require_gradient)
 
-    def forward(  # ty: ignore[incompatible-method-override]  # what torch.distributed.pipelining calls
+    # torch.distributed.pipelining gives these arguments.
+    def forward(  # ty: ignore[incompatible-method-override]
         self, carried: torch.Tensor, microbatch: torch.Tensor, return_logits: bool = False
     ) -> torch.Tensor:
-        """Hidden states [B, T, D], contiguous; of the last stage, the loss or logits [B, T, V] as of CausalLM.
+        """Return hidden states [B, T, D], contiguous; the last stage returns what CausalLM does.
 
-        `carried`: hidden states [B, T, D] from the stage below; the first stage does not look at it. `microbatch`:
-        int64 [1], the place of its batch in `microbatches`; on the CPU, or each forward waits for the device.
+        `carried`: hidden states [B, T, D] from the stage below, which the first stage ignores.
+        `microbatch`: int64 [1], the place of its batch in `microbatches`, on the CPU: on a device,
+        each forward would wait for it.
 
-        Router loss of a stage that is not the last adds its gradient in this stage's backward.
+        The router loss of a stage that is not the last adds its gradient in this stage's backward.
         """
         batch = self.microbatches[int(microbatch)]
         inputs = self._inputs(carried, batch)
@@ -70,17 +72,15 @@ class Stage(CausalLM):
         return hidden
 
     def hidden_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
-        """Hidden states [B, T, D] after this stage's layers, of the last stage after the final norm."""
+        """Return hidden states [B, T, D] after this stage's layers, or after the final norm."""
         hidden = super().hidden_of(batch, inputs)
         if self.spec.last:
             return hidden
         assert hidden.dtype == self.carried_dtype, (hidden.dtype, self.carried_dtype)
         # Zero-bubble schedules detach a stage's output in place, which a view does not allow.
-        return (
-            hidden.clone(memory_format=torch.contiguous_format)
-            if hidden._is_view()
-            else hidden.contiguous()
-        )
+        if hidden._is_view():
+            return hidden.clone(memory_format=torch.contiguous_format)
+        return hidden.contiguous()
 
     def _inputs(self, carried: torch.Tensor, batch: Batch) -> Inputs:
         if self.spec.first:
@@ -101,11 +101,12 @@ def stages(
     cfg: RunConfig,
     family: Family | None = None,
 ) -> tuple[Stage, ...]:
-    """The stages of a rank: one for each chunk in `chunks`, cut from a whole model (with its adapters), which stays.
+    """Return the stages of a rank, one for each chunk in `chunks`; `hf` stays as it is.
 
-    Chunk c holds the units boundaries[c] to boundaries[c + 1] - 1, where unit 0 is the embedding, units 1 to L are the
-    layers, and unit L + 1 is final norm, head and loss. A tied weight is a parameter of the first and of the last
-    stage, by one name; where `chunks` has both, it is one parameter. UserError if the family cannot be cut.
+    Chunk c holds the units boundaries[c] to boundaries[c + 1] - 1, where unit 0 is the embedding,
+    units 1 to L are the layers, and unit L + 1 is final norm, head and loss. A tied weight is a
+    parameter of the first and of the last stage, by one name; where `chunks` has both, it is one
+    parameter.
     """
     family = family or family_of(hf)
     assert family.model_type in FAMILIES, (
@@ -118,46 +119,45 @@ def stages(
     shared: dict[int, nn.Parameter] = {}  # by what they are copies of
     for chunk in chunks:
         low, high = boundaries[chunk], boundaries[chunk + 1]
-        own = replace(
-            spec, layers=spec.layers[max(low - 1, 0) : high - 1], first=low == 0, last=high > last
-        )
-        share = _share(hf, spec, own, family, shared)
-        if spec.tied and (own.first or own.last):
+        layers = spec.layers[max(low - 1, 0) : high - 1]
+        part = replace(spec, layers=layers, first=low == 0, last=high > last)
+        copied = _share(hf, spec, part, family, shared)
+        if spec.tied and (part.first or part.last):
             tied = f"{spec.embed}.weight"
-            shared = {id(hf.get_parameter(tied)): share.get_parameter(tied)}
-        made.append(Stage(share, own, family, cfg, hf))
+            shared = {id(hf.get_parameter(tied)): copied.get_parameter(tied)}
+        made.append(Stage(copied, part, family, cfg, hf))
     return tuple(made)
 
 
 def _share(
     hf: PreTrainedModel,
     spec: ModelSpec,
-    own: ModelSpec,
+    part: ModelSpec,
     family: Family,
     shared: dict[int, nn.Parameter],
 ) -> PreTrainedModel:
-    """A copy of the model that has the modules of `own` only."""
-    foreign = [layer.name for layer in spec.layers if layer not in own.layers]
+    """Return a copy of the model that has the modules of `part` only."""
     stand_ins: dict[str, nn.Module] = {
-        path: _PassThrough(hf.get_submodule(path), family) for path in foreign
+        layer.name: _PassThrough(hf.get_submodule(layer.name), family)
+        for layer in spec.layers
+        if layer not in part.layers
     }
-    if not own.first:
-        stand_ins |= {path: nn.Identity() for path in [family.cut.dropout] if path}
-        stand_ins |= {path: _NoPositions() for path in [spec.positions] if path}
-    if not own.first and not (own.last and spec.tied):
+    if not part.first and family.cut.dropout:
+        stand_ins[family.cut.dropout] = nn.Identity()
+    if not part.first and spec.positions:
+        stand_ins[spec.positions] = _NoPositions()
+    if not part.first and not (part.last and spec.tied):
         stand_ins[spec.embed] = nn.Module()  # has no forward: never called
-    if not own.last:
+    if not part.last:
         stand_ins |= {spec.norm: nn.Identity(), spec.head: nn.Module()}
-    # What a deep copy finds in its memo is taken as copied already.
-    memo: dict[int, Any] = {
-        id(hf.get_submodule(path)): module for path, module in stand_ins.items()
-    }
-    share = copy.deepcopy(hf, memo | shared)
-    if not own.first and family.cut.factor:
-        setattr(share.base_model, family.cut.factor, 1.0)
-    if not own.last:  # nor does transformers tie anything here, which it would by its names
-        share._tied_weights_keys, share.all_tied_weights_keys = {}, {}
-    return share
+    # A deep copy takes what its memo has for copied already.
+    memo: dict[int, Any] = {id(hf.get_submodule(path)): new for path, new in stand_ins.items()}
+    copied = copy.deepcopy(hf, memo | shared)
+    if not part.first and family.cut.factor:
+        setattr(copied.base_model, family.cut.factor, 1.0)
+    if not part.last:  # transformers would tie weights by their names, which are not all here
+        copied._tied_weights_keys, copied.all_tied_weights_keys = {}, {}
+    return copied
 
 
 class _PassThrough(nn.Module):
@@ -183,12 +183,15 @@ class _NoPositions(nn.Module):
 
 
 class _AddLoss(torch.autograd.Function):
-    """Hidden states as they are; in the backward, `loss` gets the gradient `scale`, as if it were added to the loss."""
+    """Return hidden states as they are; in the backward, give `loss` the gradient `scale`.
+
+    That is as if `loss` were added to the loss of the last stage.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, loss: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(torch.full_like(loss, scale))
-        return hidden.clone()  # returned as it is, it would be a view
+        return hidden.clone()  # a schedule detaches it in place, which a view does not allow
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

@@ -11,7 +11,7 @@ Source of the scheme: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -28,13 +28,18 @@ class Indivisible(ValueError):
 class Segment:
     """Consecutive rows that are cut into equal shares, one after the other.
 
-    With fewer shares than ranks, neighbours hold the same share (with 1, all ranks hold everything).
+    With fewer shares than ranks, neighbours hold the same share (with 1, all ranks hold all rows).
     An example is a key/value head that query heads of several ranks attend to. Each of these ranks
     then has a partial sum of its gradient.
     """
 
     size: int
     shares: int
+
+    @property
+    def length(self) -> int:
+        """The rows of one share."""
+        return self.size // self.shares
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Rows:
     @property
     def local_size(self) -> int:
         """The size of a rank's part of the dim."""
-        return sum(segment.size // segment.shares for segment in self.segments)
+        return sum(segment.length for segment in self.segments)
 
     @property
     def in_order(self) -> bool:
@@ -67,70 +72,66 @@ class Rows:
     @property
     def shared(self) -> bool:
         """Whether more than one rank holds some of the rows."""
-        return any(segment.shares < self.num_ranks for segment in self.segments)
+        return self.num_shared > 0
 
     @property
     def num_shared(self) -> int:
         """The number of a rank's rows that other ranks hold too."""
-        return sum(
-            segment.size // segment.shares
-            for segment in self.segments
-            if segment.shares < self.num_ranks
-        )
+        return sum(segment.length for segment in self.segments if segment.shares < self.num_ranks)
 
     def ranges(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, length) in the whole dim of each range of a rank's rows."""
         starts = accumulate((segment.size for segment in self.segments), initial=0)
-        lengths = [segment.size // segment.shares for segment in self.segments]
-        places = [rank * segment.shares // self.num_ranks for segment in self.segments]
         return [
-            (start + place * length, length)
-            for start, place, length in zip(starts, places, lengths)
+            (start + self._share(segment, rank) * segment.length, segment.length)
+            for start, segment in zip(starts, self.segments)
         ]
 
     def counted(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, length) among a rank's rows of those that no lower rank holds."""
-        found, start = [], 0
-        for segment in self.segments:
-            length = segment.size // segment.shares
-            if rank % (self.num_ranks // segment.shares) == 0:
-                found.append((start, length))
-            start += length
-        return found
+        return [
+            (start, segment.length)
+            for start, segment in self._local()
+            if rank % (self.num_ranks // segment.shares) == 0
+        ]
 
     def shared_segments(self, rank: int) -> list[tuple[Segment, int, int, int]]:
         """Return (segment, start, length, place) of each segment that a rank shares with others.
 
         `start` and `length`: where it lies among the rank's rows; `place`: where these lie in it.
         """
-        found, start = [], 0
-        for segment in self.segments:
-            length = segment.size // segment.shares
-            if segment.shares < self.num_ranks:
-                found.append(
-                    (segment, start, length, rank * segment.shares // self.num_ranks * length)
-                )
-            start += length
-        return found
+        return [
+            (segment, start, segment.length, self._share(segment, rank) * segment.length)
+            for start, segment in self._local()
+            if segment.shares < self.num_ranks
+        ]
 
-    def take(self, whole: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    def _local(self) -> Iterable[tuple[int, Segment]]:
+        """Return the segments with where their shares start among a rank's rows."""
+        starts = accumulate((segment.length for segment in self.segments), initial=0)
+        return zip(starts, self.segments)
+
+    def _share(self, segment: Segment, rank: int) -> int:
+        """Return which share of a segment a rank holds."""
+        return rank * segment.shares // self.num_ranks
+
+    def take(self, tensor: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
         """Return a rank's part of a whole tensor: a view if it is one range, else a copy."""
-        pieces = [whole.narrow(dim, start, length) for start, length in self.ranges(rank)]
+        pieces = [tensor.narrow(dim, start, length) for start, length in self.ranges(rank)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
-    def arrange(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    def arrange(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return all ranks' parts of a whole tensor, joined in rank order."""
-        return torch.cat([self.take(whole, dim, rank) for rank in range(self.num_ranks)], dim)
+        return torch.cat([self.take(tensor, dim, rank) for rank in range(self.num_ranks)], dim)
 
     def restore(self, arranged: torch.Tensor, dim: int) -> torch.Tensor:
         """Undo `arrange`; of rows that several ranks hold, take those of the first."""
-        held = arranged.split(self.local_size, dim)
-        pieces, start = [], 0
-        for segment in self.segments:
-            length = segment.size // segment.shares
-            first = range(0, self.num_ranks, self.num_ranks // segment.shares)
-            pieces += [held[rank].narrow(dim, start, length) for rank in first]
-            start += length
+        parts = arranged.split(self.local_size, dim)
+        pieces = [
+            parts[rank].narrow(dim, start, segment.length)
+            for start, segment in self._local()
+            for rank in range(0, self.num_ranks, self.num_ranks // segment.shares)
+        ]
         return torch.cat(pieces, dim)
 
 
@@ -154,7 +155,7 @@ class BlockSplit:
     """How one block is cut; names are those of the transformers model, within the block."""
 
     weights: Mapping[str, Cut]
-    """By parameter; every rank holds all others whole."""
+    """The cut of each parameter; every rank has all of the others."""
     attributes: Mapping[str, int] = field(default_factory=dict)
     """Sizes that the block's own code must find in these attributes. (Those of a Conv1D are set
     anyway.)"""
@@ -220,17 +221,45 @@ def linear(block: Any, name: str, features: str, rows: Rows) -> dict[str, Cut]:
         module = unwrapped(block.get_submodule(name))
     except AttributeError:
         return {}
-    transposed = isinstance(module, Conv1D)
-    cuts = {f"{name}.weight": Cut(int((features == "in") != transposed), rows)}
+    cuts = {f"{name}.weight": Cut(_dim_of(module, features), rows)}
     if features == "out" and getattr(module, "bias", None) is not None:
         cuts[f"{name}.bias"] = Cut(0, rows)
     return cuts
 
 
+def evenly(
+    block: Any, num_ranks: int, what: str, out: Sequence[str] = (), into: Sequence[str] = ()
+) -> dict[str, Cut]:
+    """Return the cuts of linears that the block has in equal shares, as `linear` does.
+
+    `out` are cut by the features that come out, `into` by those that go in; `what` names them.
+    """
+    weights: dict[str, Cut] = {}
+    for names, features in ((out, "out"), (into, "in")):
+        for name in names:
+            if (size := num_features(block, name, features)) is not None:
+                weights |= linear(block, name, features, even(num_ranks, size, what))
+    return weights
+
+
+def num_features(block: Any, name: str, features: str) -> int | None:
+    """Return the `out` or `in` features of a linear (or Conv1D); None if the block has no such."""
+    try:
+        module = unwrapped(block.get_submodule(name))
+    except AttributeError:
+        return None
+    return module.weight.shape[_dim_of(module, features)]
+
+
+def _dim_of(linear: Any, features: str) -> int:
+    """Return a dim of the weight: a linear's is [out, in], a Conv1D's [in, out]."""
+    return int((features == "in") != isinstance(linear, Conv1D))
+
+
 def depthwise(block: Any, name: str, channels: Rows) -> dict[str, Cut]:
     """Return the cuts of a convolution that has one filter for each channel."""
     module = unwrapped(block.get_submodule(name))
-    return {f"{name}.{own}": Cut(0, channels) for own, _ in module.named_parameters()}
+    return {f"{name}.{part}": Cut(0, channels) for part, _ in module.named_parameters()}
 
 
 def unwrapped(module: Any) -> Any:

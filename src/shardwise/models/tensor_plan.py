@@ -29,8 +29,7 @@ def problem(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str | None:
 def split_blocks(
     hf: PreTrainedModel, layer: LayerSpec, num_ranks: int
 ) -> dict[str, BlockSplit | None]:
-    """Return how each block of a layer is cut, by its path there; None for one that every rank
-    computes whole.
+    """Return how each block of a layer is cut, by its path there; None where every rank has it all.
 
     Raises Indivisible.
     """
@@ -45,33 +44,30 @@ def split_blocks(
 
 
 def replicated_weights(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> list[Counter[str]]:
-    """Return the bytes that a rank has of matrices that others have too, whole or in part: by name,
-    for each unit.
+    """Return, by name, the bytes of matrices that a rank shares with others, for each unit.
 
-    Units are the embedding (and what else lies outside of the layers, as learned positions do), the
-    layers, the head.
+    Units are the embedding (with what else lies outside of the layers, as learned positions do),
+    the layers, and the head.
     """
     cuts = cuts_of(hf, spec, num_ranks)
     units = {f"{layer.name}.": Counter() for layer in spec.layers}
     outside: Counter[str] = Counter()
     for name, parameter in hf.named_parameters():
-        if (
-            is_adapter(name)
-            or parameter.dim() < 2
-            or name.startswith((f"{spec.embed}.", f"{spec.head}."))
-        ):
+        is_ends = name.startswith((f"{spec.embed}.", f"{spec.head}."))
+        if is_ends or is_adapter(name) or parameter.dim() < 2:
             continue
         rows = cuts[name].rows if name in cuts else None
         share = 1.0 if rows is None else rows.num_shared / rows.size
         layer = next(filter(name.startswith, units), "")
         module = hf_name(name.removeprefix(layer)).rpartition(".")[0]
         units.get(layer, outside)[module] += round(share * parameter.nbytes)
-    return [+found for found in (outside, *units.values(), Counter())]
+    return [+sizes for sizes in (outside, *units.values(), Counter())]
 
 
 def cuts_of(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
-    """Return how each parameter within the layers that is not whole is cut, by its name. Raises
-    Indivisible.
+    """Return how each parameter within the layers that is not whole is cut, by its name.
+
+    Raises Indivisible.
     """
     cuts: dict[str, Cut] = {}
     for layer in spec.layers:
@@ -83,45 +79,39 @@ def cuts_of(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> dict[str, C
 
 
 def parameter_cuts(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
-    """Return how each parameter of a block, with PEFT's layers in it, that is not whole is cut, by
-    its name there.
+    """Return how each parameter of a block that is not whole is cut, by its name there.
 
     An adapter is cut as its base is: B with the features that come out, A with those that go in.
     """
-    named = dict(block.named_parameters())
+    names = {parameter: name for name, parameter in block.named_parameters()}
     cuts = {
         name: split.weights[hf_name(name)]
-        for name in named
+        for name in names.values()
         if not is_adapter(name) and hf_name(name) in split.weights
     }
-    names = {parameter: name for name, parameter in named.items()}
     for path, layer in adapter_layers(block).items():
         cut = split.weights.get(path) or split.weights.get(f"{path}.weight")
-        if cut is not None:
-            factor, dim = (
-                (layer.lora_A, 1) if _goes_in(unwrapped(layer), cut) else (layer.lora_B, 0)
-            )
-            cuts |= {names[p]: Cut(dim, cut.rows) for p in factor.parameters()}
+        if cut is None:
+            continue
+        goes_in = _goes_in(unwrapped(layer), cut)
+        for factor in (layer.lora_A if goes_in else layer.lora_B).parameters():
+            cuts[names[factor]] = Cut(int(goes_in), cut.rows)
     return cuts
 
 
 def rows_in(block: nn.Module, split: BlockSplit) -> dict[str, Cut]:
-    """Return the linears of a block, with PEFT's layers in it, whose input features are cut, by
-    their path there.
-    """
-    found = {}
+    """Return the linears of a block whose input features are cut, by their path there."""
+    cuts = {}
     for path, module in block.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and not is_adapter(f"{path}."):
             cut = split.weights.get(hf_name(f"{path}.weight"))
             if cut is not None and _goes_in(module, cut):
-                found[path] = cut
-    return found
+                cuts[path] = cut
+    return cuts
 
 
 def _goes_in(base: nn.Module, cut: Cut) -> bool:
-    """Return whether a linear [out, in], a Conv1D [in, out] or a stack of experts [E, out, in] is
-    cut by its input.
-    """
+    """Return whether a linear [out, in], Conv1D [in, out] or stack [E, out, in] is cut by input."""
     if isinstance(base, nn.Linear):
         return cut.dim == 1
     return cut.dim == (0 if isinstance(base, Conv1D) else 2)

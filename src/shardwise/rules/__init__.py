@@ -1,8 +1,9 @@
 """Every rule of what may run together.
 
-`refusals` answers whether a run may begin, from its run file and a few facts, and imports neither torch nor
-transformers. Whoever wants to know asks here: the parser of run files, the launcher, `train`, `split`, `models` and the
-parity matrix. No other module refuses a combination, so a new strategy brings its rules as rows of a list here.
+`refusals` answers whether a run may begin, from its run file and a few facts, and imports neither
+torch nor transformers. The parser of run files, the launcher, `train`, `split`, `models` and the
+parity matrix all ask here. No other module refuses a combination, so a new strategy brings its
+rules as rows of a list here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from shardwise.config import Data, Model, RunConfig, Training, UserError
 from shardwise.layouts import NAMES, Facts, ModelFacts, parallel_of
 from shardwise.rules import models, ranks, run_file
-from shardwise.rules.rule import Rule
+from shardwise.rules.rule import Case, Rule
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "run file": run_file.RULES,
@@ -20,22 +21,23 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "step": ranks.STEP_RULES,
     "model": models.RULES,
 }
-"""The rules by what they ask for. A group may rely on the groups before it, so that a group is asked only where no
-earlier one refuses."""
+"""The rules by what they ask for. A group may rely on the groups before it, so it is asked only
+where no earlier group refuses."""
 
 
 def refusals(cfg: RunConfig, facts: Facts | None = None) -> Iterator[tuple[str, str]]:
     """Yield the name and the message of every rule of the first group that forbids a run.
 
-    Without `facts` only the rules on the run file are asked, without `facts.model` not those on models.
+    Without `facts` only the rules on the run file are asked; without `facts.model`, all except
+    those on models.
     """
-    known = facts or Facts(num_ranks=1)
+    case = Case(cfg, facts or Facts(num_ranks=1))
     for group, rules in RULES.items():
-        if (group != "run file" and facts is None) or (group == "model" and known.model is None):
+        if (group != "run file" and facts is None) or (
+            group == "model" and case.facts.model is None
+        ):
             return
-        refused = [
-            (rule.name, rule.message(cfg, known)) for rule in rules if rule.applies(cfg, known)
-        ]
+        refused = [(rule.name, rule.message(case)) for rule in rules if rule.applies(case)]
         if refused:
             yield from refused
             return
@@ -48,9 +50,9 @@ def check(cfg: RunConfig, facts: Facts | None = None) -> None:
 
 
 def offered_layouts(model: ModelFacts | None = None) -> tuple[str, ...]:
-    """Return the names of the layouts that no rule refuses, with two ranks along each axis.
+    """Return the layouts that no rule refuses, with two ranks along each axis.
 
-    Of all that can be composed: those of any listed family, or those of a model.
+    Without `model`, they are those that are offered for a listed family.
     """
 
     def is_offered(name: str) -> bool:

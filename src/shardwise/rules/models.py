@@ -2,260 +2,268 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from shardwise.config import RunConfig
-from shardwise.layouts import HALVING, V_SHAPED, Facts, ModelFacts, layout_of
-from shardwise.rules.rule import Rule, either
+from shardwise.layouts import HALVING, V_SHAPED
+from shardwise.rules.rule import Case, Rule, either
 
 MOST_TENSOR_RANKS = 64
 """Up to which sizes of `tp` are tried, to name those that work."""
 
-Predicate = Callable[[RunConfig, ModelFacts], bool]
-Message = Callable[[RunConfig, ModelFacts], str]
+
+def _sizes_of_tp(case: Case) -> str:
+    sizes = range(1, MOST_TENSOR_RANKS + 1)
+    return f"use {either([str(size) for size in sizes if case.model.indivisible(size) is None])}"
 
 
-def _rule(name: str, applies: Predicate, message: Message, why: str) -> Rule:
-    """Return a rule that asks the run file and the model only."""
-    return Rule(
-        name,
-        lambda cfg, facts: applies(cfg, _model(facts)),
-        lambda cfg, facts: message(cfg, _model(facts)),
-        why,
-    )
+def _sums_in_16_bits(case: Case) -> bool:
+    return case.training.accumulation == "float32" and case.model.trains_in_16_bits
 
 
-def _model(facts: Facts) -> ModelFacts:
-    assert facts.model is not None, "a rule on models is asked without one"
-    return facts.model
+def _unknown_kinds(case: Case) -> list[str]:
+    kinds = case.training.checkpointing
+    return sorted(set(kinds) - set(case.model.kinds)) if isinstance(kinds, list) else []
 
 
-def _tensor_message(cfg: RunConfig, model: ModelFacts) -> str:
-    sizes = [
-        str(size) for size in range(1, MOST_TENSOR_RANKS + 1) if model.indivisible(size) is None
-    ]
-    return (
-        f"parallel.tp is {cfg.parallel.tp}, but this {model.family} has {model.indivisible(cfg.parallel.tp)}, which "
-        f"cannot be sharded evenly over so many ranks; use {either(sizes)}"
-    )
+def _num_stages(case: Case) -> int:
+    return case.parallel.pp * case.parallel.num_virtual
 
 
-def _sums_in_16_bits(cfg: RunConfig, model: ModelFacts) -> bool:
-    return cfg.training.accumulation == "float32" and model.trains_in_16_bits
+def _given_split(case: Case) -> list[int]:
+    return [] if isinstance(case.parallel.split, str) else case.parallel.split
 
 
-def _unknown_kinds(cfg: RunConfig, model: ModelFacts) -> list[str]:
-    asked = cfg.training.checkpointing
-    return sorted(set(asked) - set(model.kinds)) if isinstance(asked, list) else []
-
-
-def _num_stages(cfg: RunConfig) -> int:
-    return cfg.parallel.pp * cfg.parallel.num_virtual
-
-
-def _given_split(cfg: RunConfig) -> list[int]:
-    return [] if isinstance(cfg.parallel.split, str) else cfg.parallel.split
-
-
-def _split_is_another_models(cfg: RunConfig, model: ModelFacts) -> bool:
-    split = _given_split(cfg)
-    if cfg.parallel.pp == 1 or not split:
-        return cfg.parallel.split == []
-    return len(split) != _num_stages(cfg) or sum(split) != model.num_layers or min(split) < 0
+def _split_is_another_models(case: Case) -> bool:
+    split = _given_split(case)
+    if case.parallel.pp == 1 or not split:
+        return case.parallel.split == []
+    return len(split) != _num_stages(case) or sum(split) != case.model.num_layers or min(split) < 0
 
 
 RULES = (
-    _rule(
+    Rule(
         "a family that is not listed, with tp or pp",
-        lambda cfg, model: not model.is_listed and (cfg.parallel.tp > 1 or cfg.parallel.pp > 1),
-        lambda cfg, model: (
-            f"{layout_of(cfg.parallel)} is not offered for {model.family}, which is not a family that shardwise knows "
-            "(`shardwise models` lists them); set parallel.pp and parallel.tp to 1"
+        applies=lambda case: (
+            not case.model.is_listed and (case.parallel.tp > 1 or case.parallel.pp > 1)
         ),
-        "how its blocks are sharded, and what it computes around its layers, is not known",
+        problem=(
+            "{layout} is not offered for {model.family}, which is not a family that shardwise "
+            "knows (`shardwise models` lists them)"
+        ),
+        way_out="set parallel.pp and parallel.tp to 1",
+        why="how its blocks are sharded, and what it computes around its layers, is not known",
     ),
-    _rule(
+    Rule(
         "a loss on logits of a family that is not listed",
-        lambda cfg, model: not model.is_listed and cfg.training.loss in ("chunked", "triton"),
-        lambda cfg, model: (
-            f"training.loss is {cfg.training.loss}, but what {model.family}, which is not listed, does to its logits "
-            "is not known; use auto or plain"
+        applies=lambda case: (
+            not case.model.is_listed and case.training.loss in ("chunked", "triton")
         ),
-        "a family may scale or cap its logits before the loss",
+        problem=(
+            "training.loss is {training.loss}, but what {model.family}, which is not listed, "
+            "does to its logits is not known"
+        ),
+        way_out="use auto or plain",
+        why="a family may scale or cap its logits before the loss",
     ),
-    _rule(
+    Rule(
         "kinds of layers to recompute",
-        lambda cfg, model: bool(_unknown_kinds(cfg, model)),
-        lambda cfg, model: (
-            f"training.checkpointing names {_unknown_kinds(cfg, model)[0]}, but this model's layers are of the kinds "
-            f"{', '.join(sorted(model.kinds))}; choose among these, or full or operators"
+        applies=lambda case: bool(_unknown_kinds(case)),
+        problem=lambda case: (
+            f"training.checkpointing names {_unknown_kinds(case)[0]}, but this model's "
+            f"layers are of the kinds {', '.join(sorted(case.model.kinds))}"
         ),
-        "nothing would be recomputed",
+        way_out="choose among these, or full or operators",
+        why="nothing would be recomputed",
     ),
-    _rule(
+    Rule(
         "learned positions",
-        lambda cfg, model: (
-            model.num_positions is not None and cfg.data.sequence_length > model.num_positions
+        applies=lambda case: (
+            case.model.num_positions is not None
+            and case.cfg.data.sequence_length > case.model.num_positions
         ),
-        lambda cfg, model: (
-            f"data.sequence_length is {cfg.data.sequence_length}, but {model.family} has learned only "
-            f"{model.num_positions} positions; lower it"
+        problem=(
+            "data.sequence_length is {cfg.data.sequence_length}, but {model.family} has learned "
+            "only {model.num_positions} positions"
         ),
-        "there is no embedding of a later position",
+        way_out="lower it",
+        why="there is no embedding of a later position",
     ),
-    _rule(
+    Rule(
         "dropout inside attention",
-        lambda cfg, model: model.attention_dropout is not None,
-        lambda cfg, model: (
-            f"{' is '.join(map(str, model.attention_dropout or ()))} in the model's config.json; set it to 0.0: its "
-            "masks would differ between layouts and between runs"
+        applies=lambda case: case.model.attention_dropout is not None,
+        problem=(
+            "{model.attention_dropout[0]} is {model.attention_dropout[1]} in the model's "
+            "config.json, so that its masks would differ between layouts and between runs"
         ),
-        "the fused attention draws them from torch's global generator, which no seed of a run file reaches",
+        way_out="set it to 0.0",
+        why=(
+            "the fused attention draws them from torch's global generator, which no seed of a run "
+            "file reaches"
+        ),
     ),
-    _rule(
+    Rule(
         "isolated documents with added positions",
-        lambda cfg, model: cfg.data.keeps_documents_apart and model.adds_positions,
-        lambda cfg, model: (
-            f"data.packing isolated: {model.family} adds positions before its first layer, where they run on from one "
-            "document to the next; use concat or none"
+        applies=lambda case: case.cfg.data.keeps_documents_apart and case.model.adds_positions,
+        problem=(
+            "data.packing {cfg.data.packed}: {model.family} adds positions before its first layer, where "
+            "they run on from one document to the next"
         ),
-        "a document begins at position 0 only if it stands alone",
+        way_out="use concat or none",
+        why="a document begins at position 0 only if it stands alone",
     ),
-    _rule(
+    Rule(
         "isolated documents in kinds without proof",
-        lambda cfg, model: cfg.data.keeps_documents_apart and bool(model.kinds_without_isolation),
-        lambda cfg, model: (
-            f"data.packing isolated: no test shows that {model.family}'s layers "
-            f"({', '.join(sorted(model.kinds_without_isolation))}) keep documents apart; use concat or none"
+        applies=lambda case: (
+            case.cfg.data.keeps_documents_apart and bool(case.model.kinds_without_isolation)
         ),
-        "tests/models/patches/test_isolation.py::test_every_kind_of_layer_would_leak",
+        problem=lambda case: (
+            f"data.packing {case.cfg.data.packed}: no test shows that {case.model.family}'s layers "
+            f"({', '.join(sorted(case.model.kinds_without_isolation))}) keep documents apart"
+        ),
+        way_out="use concat or none",
+        why="tests/models/patches/test_isolation.py::test_every_kind_of_layer_would_leak",
     ),
-    _rule(
+    Rule(
         "router loss without routers",
-        lambda cfg, model: cfg.model.router_aux_loss_coef != 0 and not model.has_router_loss,
-        lambda cfg, model: (
-            f"model.router_aux_loss_coef is {cfg.model.router_aux_loss_coef}, but {model.family} has no router that "
-            "takes a load-balancing loss here; leave it at 0"
+        applies=lambda case: (
+            case.cfg.model.router_aux_loss_coef != 0 and not case.model.has_router_loss
         ),
-        "the loss would be 0",
+        problem=(
+            "model.router_aux_loss_coef is {cfg.model.router_aux_loss_coef}, but {model.family} "
+            "has no router that takes a load-balancing loss here"
+        ),
+        way_out="leave it at 0",
+        why="the loss would be 0",
     ),
-    _rule(
+    Rule(
         "LoRA kernel without plain adapters",
-        lambda cfg, model: (
-            cfg.lora is not None
-            and cfg.lora.kernel not in ("auto", "peft")
-            and not model.has_plain_adapters
+        applies=lambda case: (
+            case.cfg.lora is not None
+            and case.cfg.lora.kernel not in ("auto", "peft")
+            and not case.model.has_plain_adapters
         ),
-        lambda cfg, model: (
-            f"lora.kernel is {cfg.lora.kernel if cfg.lora else ''}, but no adapter here is plain LoRA on a linear, "
-            "which it is for; leave it out"
+        problem=(
+            "lora.kernel is {cfg.lora.kernel}, but no adapter here is plain LoRA on a linear, "
+            "which it is for"
         ),
-        "no layer would use the kernel",
+        way_out="leave it out",
+        why="no layer would use the kernel",
     ),
-    _rule(
+    Rule(
         "fsdp1 with adapters on experts",
-        lambda cfg, model: cfg.parallel.data == "fsdp1" and model.has_expert_adapters,
-        lambda cfg, model: (
-            "parallel.data fsdp1: PEFT computes adapters on routed experts over a parameter, and finds a view into a "
-            "flat one in its place; use fsdp2, or leave the experts out of lora.targets"
+        applies=lambda case: case.parallel.data == "fsdp1" and case.model.has_expert_adapters,
+        problem=(
+            "parallel.data fsdp1: PEFT computes adapters on routed experts over a parameter, and "
+            "finds a view into a flat one in its place"
         ),
-        "PEFT's wrapper registers a parametrization, which needs the parameter itself",
+        way_out="use fsdp2, or leave the experts out of lora.targets",
+        why="PEFT's wrapper registers a parametrization, which needs the parameter itself",
     ),
-    _rule(
+    Rule(
         "tp with whole layers in modules_to_save",
-        lambda cfg, model: cfg.parallel.tp > 1 and model.saved_layers is not None,
-        lambda cfg, model: (
-            f"lora.modules_to_save: {model.saved_layers} holds whole layers, and parallel.tp shards the blocks in "
-            f"them; name the blocks instead ({', '.join(model.blocks)}), or set parallel.tp to 1"
+        applies=lambda case: case.parallel.tp > 1 and case.model.saved_layers is not None,
+        problem=(
+            "lora.modules_to_save: {model.saved_layers} holds whole layers, and parallel.tp shards "
+            "the blocks in them"
         ),
-        "tests/parallel/test_tensor_parallel.py::test_a_whole_layer_to_save_is_refused",
+        way_out=lambda case: (
+            f"name the blocks instead ({', '.join(case.model.blocks)}), or set parallel.tp to 1"
+        ),
+        why="tests/parallel/test_tensor_parallel.py::test_a_whole_layer_to_save_is_refused",
     ),
-    _rule(
+    Rule(
         "sizes over tp",
-        lambda cfg, model: cfg.parallel.tp > 1 and model.indivisible(cfg.parallel.tp) is not None,
-        _tensor_message,
-        "a rank computes whole heads or channels",
+        applies=lambda case: (
+            case.parallel.tp > 1 and case.model.indivisible(case.parallel.tp) is not None
+        ),
+        problem=lambda case: (
+            f"parallel.tp is {case.parallel.tp}, but this {case.model.family} has "
+            f"{case.model.indivisible(case.parallel.tp)}, which cannot be sharded evenly over so many "
+            "ranks"
+        ),
+        way_out=_sizes_of_tp,
+        why="a rank computes whole heads or channels",
     ),
-    _rule(
+    Rule(
         "compile with experts of odd widths",
-        lambda cfg, model: (
-            cfg.training.compile != "none" and model.odd_experts(cfg.parallel.tp) is not None
+        applies=lambda case: (
+            case.training.compile != "none" and case.model.odd_experts(case.parallel.tp) is not None
         ),
-        lambda cfg, model: (
-            f"training.compile: {model.odd_experts(cfg.parallel.tp)}; set it to none, or use such a width"
-        ),
-        "the experts then run one by one, and would be compiled for every number of tokens",
+        problem=lambda case: f"training.compile: {case.model.odd_experts(case.parallel.tp)}",
+        way_out="set it to none, or use such a width",
+        why="the experts then run one by one, and would be compiled for every number of tokens",
     ),
-    _rule(
+    Rule(
         "float32 sums in a pipeline whose stages add up",
-        lambda cfg, model: (
-            _sums_in_16_bits(cfg, model)
-            and cfg.parallel.pp > 1
-            and (cfg.parallel.data == "fsdp2" or cfg.parallel.schedule in HALVING)
+        applies=lambda case: (
+            _sums_in_16_bits(case)
+            and case.parallel.pp > 1
+            and (case.parallel.data == "fsdp2" or case.parallel.schedule in HALVING)
         ),
-        lambda cfg, model: (
-            "training.accumulation is float32, but in a pipeline with fsdp2 or a zero-bubble schedule the gradients of "
-            "bfloat16 weights add up in bfloat16; use 1f1b with ddp, or set model.dtype to float32"
+        problem=(
+            "training.accumulation is float32, but in a pipeline with fsdp2 or a zero-bubble "
+            "schedule the gradients of bfloat16 weights add up in bfloat16"
         ),
-        "torch's stage adds them up itself",
+        way_out="use 1f1b with ddp, or set model.dtype to float32",
+        why="torch's stage adds them up itself",
     ),
-    _rule(
+    Rule(
         "float32 sums with tp",
-        lambda cfg, model: _sums_in_16_bits(cfg, model) and cfg.parallel.tp > 1,
-        lambda cfg, model: (
-            "training.accumulation is float32, but with tensor parallelism the gradients of bfloat16 weights add up in "
-            "bfloat16; set it to model, or model.dtype to float32"
+        applies=lambda case: _sums_in_16_bits(case) and case.parallel.tp > 1,
+        problem=(
+            "training.accumulation is float32, but with tensor parallelism the gradients of "
+            "bfloat16 weights add up in bfloat16"
         ),
-        "a DTensor's gradient has the dtype of its weight",
+        way_out="set it to model, or model.dtype to float32",
+        why="a DTensor's gradient has the dtype of its weight",
     ),
-    _rule(
+    Rule(
         "float32 sums with fsdp1",
-        lambda cfg, model: _sums_in_16_bits(cfg, model) and cfg.parallel.data == "fsdp1",
-        lambda cfg, model: (
-            "training.accumulation is float32, but fsdp1 keeps the gradients of bfloat16 weights in bfloat16; use "
-            "fsdp2, or set model.dtype to float32"
+        applies=lambda case: _sums_in_16_bits(case) and case.parallel.data == "fsdp1",
+        problem=(
+            "training.accumulation is float32, but fsdp1 keeps the gradients of bfloat16 weights "
+            "in bfloat16"
         ),
-        "a flat parameter's gradient has its dtype: tests/parallel/test_accumulate.py",
+        way_out="use fsdp2, or set model.dtype to float32",
+        why="a flat parameter's gradient has its dtype: tests/parallel/test_accumulate.py",
     ),
-    _rule(
+    Rule(
         "tied weights on one rank, sharded",
-        lambda cfg, model: (
-            model.is_tied
-            and cfg.parallel.schedule in V_SHAPED
-            and cfg.parallel.data == "fsdp2"
-            and cfg.parallel.pp > 1
+        applies=lambda case: (
+            case.model.is_tied
+            and case.parallel.schedule in V_SHAPED
+            and case.parallel.data == "fsdp2"
+            and case.parallel.pp > 1
         ),
-        lambda cfg, model: (
-            f"{cfg.parallel.schedule} has the embedding and the head on one rank, where they share their tied weight, "
-            "and two stages that fsdp2 shards cannot share one; use interleaved-zero-bubble or 1f1b, or ddp"
+        problem=(
+            "{parallel.schedule} has the embedding and the head on one rank, where they share "
+            "their tied weight, and two stages that fsdp2 shards cannot share one"
         ),
-        "fully_shard gives each of the two stages a shard of its own",
+        way_out="use interleaved-zero-bubble or 1f1b, or ddp",
+        why="fully_shard gives each of the two stages a shard of its own",
     ),
-    _rule(
+    Rule(
         "more stages than layers",
-        lambda cfg, model: cfg.parallel.pp > 1 and _num_stages(cfg) > model.num_layers,
-        lambda cfg, model: (
-            f"{_num_stages(cfg)} pipeline stages ({cfg.parallel.pp} ranks x {cfg.parallel.num_virtual}) are more than "
-            f"the model's {model.num_layers} layers; use fewer"
+        applies=lambda case: case.parallel.pp > 1 and _num_stages(case) > case.model.num_layers,
+        problem=lambda case: (
+            f"{_num_stages(case)} pipeline stages ({case.parallel.pp} ranks x "
+            f"{case.parallel.num_virtual}) are more than the model's {case.model.num_layers} layers"
         ),
-        "a stage would hold nothing",
+        way_out="use fewer",
+        why="a stage would hold nothing",
     ),
-    _rule(
+    Rule(
         "a split of another model",
-        _split_is_another_models,
-        lambda cfg, model: (
-            f"the split {cfg.parallel.split} does not cover the model; give {_num_stages(cfg)} numbers of layers that "
-            f"add up to {model.num_layers}"
+        applies=_split_is_another_models,
+        problem="the split {parallel.split} does not cover the model",
+        way_out=lambda case: (
+            f"give {_num_stages(case)} numbers of layers that add up to {case.model.num_layers}"
         ),
-        "every layer belongs to one stage",
+        why="every layer belongs to one stage",
     ),
-    _rule(
+    Rule(
         "an empty stage",
-        lambda cfg, model: cfg.parallel.pp > 1 and 0 in _given_split(cfg)[1:-1],
-        lambda cfg, model: (
-            f"the split {cfg.parallel.split} has a stage with nothing in it; only the first (embedding) and the last "
-            "(head) can be without a layer"
-        ),
-        "a stage of a middle rank has something to compute",
+        applies=lambda case: case.parallel.pp > 1 and 0 in _given_split(case)[1:-1],
+        problem="the split {parallel.split} has a stage with nothing in it",
+        way_out="only the first (embedding) and the last (head) can be without a layer",
+        why="a stage of a middle rank has something to compute",
     ),
 )

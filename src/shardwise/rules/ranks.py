@@ -2,127 +2,128 @@
 
 from __future__ import annotations
 
-from shardwise.config import RunConfig
 from shardwise.layouts import (
-    Facts,
-    axis_sizes,
     least_microbatches,
     microbatches_left_over,
+    num_data_ranks,
     num_microbatches,
 )
-from shardwise.rules.rule import Rule, multiples
+from shardwise.rules.rule import Case, Rule, either, multiples
 
 
-def _ranks_of_one_copy(cfg: RunConfig) -> int:
-    return cfg.parallel.pp * cfg.parallel.tp
+def _ranks_of_one_copy(case: Case) -> int:
+    return case.parallel.pp * case.parallel.tp
 
 
-def _split_axes(cfg: RunConfig) -> str:
+def _split_axes(case: Case) -> str:
     return " x ".join(
-        f"parallel.{axis}" for axis in ("pp", "tp") if getattr(cfg.parallel, axis) > 1
+        f"parallel.{axis}" for axis in ("pp", "tp") if getattr(case.parallel, axis) > 1
     )
 
 
-def _replicas_message(cfg: RunConfig, facts: Facts) -> str:
-    parts = _ranks_of_one_copy(cfg)
-    ranks = facts.num_ranks // parts
-    of_each_part = f" that hold each of the {parts} parts of the model" if parts > 1 else ""
-    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    return (
-        f"parallel.dp_replicate is {cfg.parallel.dp_replicate}, which does not divide the {ranks} "
-        f"processes{of_each_part}; use one of {divisors}"
-    )
+def _data_ranks(case: Case) -> int:
+    return case.facts.num_ranks // _ranks_of_one_copy(case)
+
+
+def _divisors(number: int) -> list[str]:
+    return [str(size) for size in range(1, number + 1) if number % size == 0]
 
 
 GRID_RULES = (
     Rule(
         "pp and tp divide the ranks",
-        lambda cfg, facts: facts.num_ranks % _ranks_of_one_copy(cfg) != 0,
-        lambda cfg, facts: (
-            f"{_split_axes(cfg)} is {_ranks_of_one_copy(cfg)}, which does not divide the {facts.num_ranks} processes; "
-            f"use --nproc {_ranks_of_one_copy(cfg)} or a multiple of it"
+        applies=lambda case: case.facts.num_ranks % _ranks_of_one_copy(case) != 0,
+        problem=lambda case: (
+            f"{_split_axes(case)} is {_ranks_of_one_copy(case)}, which does not divide the "
+            f"{case.facts.num_ranks} processes"
         ),
-        "each rank has one place in a grid",
+        way_out=lambda case: f"use --nproc {_ranks_of_one_copy(case)} or a multiple of it",
+        why="each rank has one place in a grid",
     ),
     Rule(
         "single on several ranks",
-        lambda cfg, facts: (
-            cfg.parallel.data == "single" and facts.num_ranks > _ranks_of_one_copy(cfg)
+        applies=lambda case: (
+            case.parallel.data == "single" and case.facts.num_ranks > _ranks_of_one_copy(case)
         ),
-        lambda cfg, facts: (
-            f"parallel.data is single but there are {facts.num_ranks} processes; use --nproc "
-            f"{_ranks_of_one_copy(cfg)}, or parallel.data ddp or fsdp2"
+        problem=lambda case: (
+            f"parallel.data is single but there are {case.facts.num_ranks} processes"
         ),
-        "the other processes would have nothing to do",
+        way_out=lambda case: (
+            f"use --nproc {_ranks_of_one_copy(case)}, or parallel.data ddp or fsdp2"
+        ),
+        why="the other processes would have nothing to do",
     ),
     Rule(
         "dp_replicate divides the ranks",
-        lambda cfg, facts: (
-            facts.num_ranks // _ranks_of_one_copy(cfg) % cfg.parallel.dp_replicate != 0
+        applies=lambda case: _data_ranks(case) % case.parallel.dp_replicate != 0,
+        problem=lambda case: (
+            f"parallel.dp_replicate is {case.parallel.dp_replicate}, which does not divide the "
+            f"{_data_ranks(case)} data-parallel processes"
         ),
-        _replicas_message,
-        "each replica has as many shards",
+        way_out=lambda case: f"use {either(_divisors(_data_ranks(case)))}",
+        why="each replica has as many shards",
     ),
     Rule(
         "fsdp1 on one rank",
-        lambda cfg, facts: cfg.parallel.data == "fsdp1" and facts.num_ranks == 1,
-        lambda cfg, facts: (
-            "parallel.data is fsdp1 but there is one process, and nothing to shard over; use single"
-        ),
-        "torch's FullyShardedDataParallel falls back to another strategy there",
+        applies=lambda case: case.parallel.data == "fsdp1" and case.facts.num_ranks == 1,
+        problem="parallel.data is fsdp1 but there is one process, and nothing to shard over",
+        way_out="use single",
+        why="torch's FullyShardedDataParallel falls back to another strategy there",
     ),
 )
 
 
-def _data_size(cfg: RunConfig, facts: Facts) -> int:
-    sizes = axis_sizes(cfg, facts.num_ranks)
-    return sizes["dp_replicate"] * sizes["dp_shard"]
+def _rows_at_once(case: Case) -> int:
+    """Return the rows that all ranks compute in one micro-batch."""
+    return num_data_ranks(case.cfg, case.facts.num_ranks) * case.training.micro_batch_size
 
 
-def _left_over(cfg: RunConfig, facts: Facts) -> int:
-    count = num_microbatches(cfg, facts.num_ranks)
-    return microbatches_left_over(cfg.parallel.schedule, cfg.parallel.pp, count)
+def _least(case: Case) -> int:
+    return least_microbatches(case.parallel.schedule, case.parallel.pp)
 
 
-def _least(cfg: RunConfig) -> int:
-    return least_microbatches(cfg.parallel.schedule, cfg.parallel.pp)
+def _left_over(case: Case) -> int:
+    count = num_microbatches(case.cfg, case.facts.num_ranks)
+    return microbatches_left_over(case.parallel.schedule, case.parallel.pp, count)
 
 
 STEP_RULES = (
     Rule(
         "the global batch over the ranks",
-        lambda cfg, facts: (
-            cfg.training.global_batch_size
-            % (_data_size(cfg, facts) * cfg.training.micro_batch_size)
-            != 0
+        applies=lambda case: case.training.global_batch_size % _rows_at_once(case) != 0,
+        problem=lambda case: (
+            f"training.global_batch_size {case.training.global_batch_size} is not a multiple of "
+            f"{num_data_ranks(case.cfg, case.facts.num_ranks)} data-parallel processes x micro_batch_size "
+            f"{case.training.micro_batch_size}"
         ),
-        lambda cfg, facts: (
-            f"training.global_batch_size {cfg.training.global_batch_size} is not a multiple of "
-            f"{_data_size(cfg, facts)} data-parallel processes x micro_batch_size {cfg.training.micro_batch_size}; use "
-            f"{multiples(cfg.training.global_batch_size, _data_size(cfg, facts) * cfg.training.micro_batch_size)}"
+        way_out=lambda case: (
+            f"use {multiples(case.training.global_batch_size, _rows_at_once(case))}"
         ),
-        "every rank computes as many micro-batches, of as many rows",
+        why="every rank computes as many micro-batches, of as many rows",
     ),
     Rule(
         "micro-batches of a schedule",
-        lambda cfg, facts: (
-            cfg.parallel.pp > 1 and num_microbatches(cfg, facts.num_ranks) < _least(cfg)
+        applies=lambda case: (
+            case.parallel.pp > 1 and num_microbatches(case.cfg, case.facts.num_ranks) < _least(case)
         ),
-        lambda cfg, facts: (
-            f"{cfg.parallel.schedule} on {cfg.parallel.pp} ranks needs {_least(cfg)} micro-batches or more, "
-            f"not {num_microbatches(cfg, facts.num_ranks)}; raise training.global_batch_size, lower "
-            "training.micro_batch_size, or use gpipe"
+        problem=lambda case: (
+            f"{case.parallel.schedule} on {case.parallel.pp} ranks needs {_least(case)} micro-batches "
+            f"or more, not {num_microbatches(case.cfg, case.facts.num_ranks)}"
         ),
-        "torch's schedule refuses fewer",
+        way_out=("raise training.global_batch_size, lower training.micro_batch_size, or use gpipe"),
+        why="torch's schedule refuses fewer",
     ),
     Rule(
         "equal rounds of micro-batches",
-        lambda cfg, facts: cfg.parallel.pp > 1 and _left_over(cfg, facts) != 0,
-        lambda cfg, facts: (
-            f"{cfg.parallel.schedule} on {cfg.parallel.pp} ranks makes equal rounds of "
-            f"{num_microbatches(cfg, facts.num_ranks)} micro-batches, which does not work out; give "
-            f"{num_microbatches(cfg, facts.num_ranks) - _left_over(cfg, facts)} by training.global_batch_size"
+        applies=lambda case: case.parallel.pp > 1 and _left_over(case) != 0,
+        problem=lambda case: (
+            f"{case.parallel.schedule} on {case.parallel.pp} ranks needs equal rounds of "
+            f"micro-batches, which {num_microbatches(case.cfg, case.facts.num_ranks)} do not make"
         ),
-        "torch's schedule refuses unequal rounds",
+        way_out=lambda case: (
+            f"give {num_microbatches(case.cfg, case.facts.num_ranks) - _left_over(case)} by "
+            "training.global_batch_size"
+        ),
+        why="torch's schedule refuses unequal rounds",
     ),
 )

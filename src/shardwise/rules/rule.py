@@ -5,8 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwise.config import RunConfig
-from shardwise.layouts import Facts
+from shardwise.config import Parallel, RunConfig, Training
+from shardwise.layouts import Facts, ModelFacts, layout_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rule is asked about: a run file, and what is known beside it."""
+
+    cfg: RunConfig
+    facts: Facts
+
+    @property
+    def parallel(self) -> Parallel:
+        """The section `parallel` of the run file."""
+        return self.cfg.parallel
+
+    @property
+    def training(self) -> Training:
+        """The section `training` of the run file."""
+        return self.cfg.training
+
+    @property
+    def model(self) -> ModelFacts:
+        """The facts of the model, which rules on models rely on."""
+        assert self.facts.model is not None, "a rule on models is asked without one"
+        return self.facts.model
+
+
+Text = str | Callable[[Case], str]
+"""Part of a message: a template whose fields are `cfg`, its sections `parallel` and `training`,
+`model` and `layout`, or a function."""
 
 
 @dataclass(frozen=True)
@@ -14,11 +43,23 @@ class Rule:
     """One reason for which a run may not begin."""
 
     name: str
-    applies: Callable[[RunConfig, Facts], bool]
-    message: Callable[[RunConfig, Facts], str]
-    """One line to the user: what is wrong, and a way out."""
+    applies: Callable[[Case], bool]
+    problem: Text
+    """What is wrong, with the key of the run file that says so."""
+    way_out: Text
+    """What the user can do instead."""
     why: str
     """The reason, with the test that shows it where there is one."""
+
+    def message(self, case: Case) -> str:
+        """Return one line to the user."""
+        cfg = case.cfg
+        fields: dict[str, object] = {"cfg": cfg, "parallel": cfg.parallel, "training": cfg.training}
+        fields |= {"model": case.facts.model, "layout": layout_of(cfg.parallel)}
+        texts = (self.problem, self.way_out)
+        return "; ".join(
+            text.format(**fields) if isinstance(text, str) else text(case) for text in texts
+        )
 
 
 def dotted(version: tuple[int, int]) -> str:

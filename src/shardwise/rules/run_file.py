@@ -4,269 +4,297 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.config import Parallel, RunConfig
-from shardwise.layouts import HALVING, layout_of, virtual_stages_of
+from shardwise.config import Parallel
+from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
-from shardwise.rules.rule import Rule, dotted, multiples
+from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
 """The first torch whose pipelining is known to compute the right gradients."""
 LORA_COMPILE_TORCH = (2, 13)
 """The first torch whose compiled LoRA layers have gradients that are not 0."""
-INSTEAD_OF_HALVING = "use 1f1b, interleaved-1f1b, looped-bfs or gpipe"
+INSTEAD_OF_HALVING = "or use 1f1b, interleaved-1f1b, looped-bfs or gpipe"
 
 
-def _belongs_to(key: str, is_used: Callable[[RunConfig], bool], needs: str) -> Rule:
+def _belongs_to(key: str, is_used: Callable[[Case], bool], strategy: str, way_out: str) -> Rule:
     """Return the rule that a key of `parallel` may differ from its default only where `is_used`."""
     default = getattr(Parallel(), key)
     return Rule(
         f"{key} without its strategy",
-        lambda cfg, facts: getattr(cfg.parallel, key) != default and not is_used(cfg),
-        lambda cfg, facts: (
-            f"parallel.{key} is {shown(getattr(cfg.parallel, key))}, which is {needs}"
+        applies=lambda case: getattr(case.parallel, key) != default and not is_used(case),
+        problem=lambda case: (
+            f"parallel.{key} is {shown(getattr(case.parallel, key))}, which is for {strategy}"
         ),
-        "the key would have no effect",
+        way_out=way_out,
+        why="the key would have no effect",
     )
 
 
-def _without_tensor(key: str, is_set: Callable[[RunConfig], bool], way_out: str) -> Rule:
+def _without_tensor(key: str, is_set: Callable[[Case], bool], way_out: str) -> Rule:
     """Return the rule that tensor parallelism is not offered together with a key."""
-    section, _, name = key.partition(".")
     return Rule(
         f"tp with {key}",
-        lambda cfg, facts: cfg.parallel.tp > 1 and is_set(cfg),
-        lambda cfg, facts: (
-            f"{key} is {getattr(getattr(cfg, section), name)}, which is not proven with tensor parallelism; {way_out}, "
-            "or set parallel.tp to 1"
-        ),
-        "no cell of the parity matrix runs both",
+        applies=lambda case: case.parallel.tp > 1 and is_set(case),
+        problem=f"{key} is {{cfg.{key}}}, which is not proven with tensor parallelism",
+        way_out=f"{way_out}, or set parallel.tp to 1",
+        why="no cell of the parity matrix runs both",
     )
 
 
-def _halves(cfg: RunConfig) -> bool:
-    return cfg.parallel.pp > 1 and cfg.parallel.schedule in HALVING
+def _is_pipeline(case: Case) -> bool:
+    return case.parallel.pp > 1
 
 
-def _is_fsdp2(cfg: RunConfig) -> bool:
-    return cfg.parallel.data == "fsdp2"
+def _halves(case: Case) -> bool:
+    return _is_pipeline(case) and case.parallel.schedule in HALVING
 
 
-def _fixed_virtual_stages(cfg: RunConfig) -> int:
-    return virtual_stages_of(cfg.parallel.schedule, cfg.parallel.num_virtual)
+def _is_fsdp2(case: Case) -> bool:
+    return case.parallel.data == "fsdp2"
+
+
+def _is_compiled(case: Case) -> bool:
+    return case.training.compile != "none"
+
+
+def _fixed_virtual_stages(case: Case) -> int:
+    return virtual_stages_of(case.parallel.schedule, case.parallel.num_virtual)
 
 
 def _stages(num: int) -> str:
     return "one stage" if num == 1 else f"{num} stages"
 
 
-def _tokens(cfg: RunConfig) -> int:
-    return cfg.training.global_batch_size * cfg.data.sequence_length
+def _tokens(case: Case) -> int:
+    return case.training.global_batch_size * case.cfg.data.sequence_length
 
 
 RULES = (
     *(
-        _belongs_to(
-            key, lambda cfg: cfg.parallel.pp > 1, "for a pipeline; set parallel.pp to 2 or more"
-        )
+        _belongs_to(key, _is_pipeline, "a pipeline", "set parallel.pp to 2 or more")
         for key in ("schedule", "virtual_stages", "split", "memory_limit_gib")
     ),
     _belongs_to(
         "sequence_parallel",
-        lambda cfg: cfg.parallel.tp > 1,
-        "for tensor parallelism; set parallel.tp to 2 or more",
+        lambda case: case.parallel.tp > 1,
+        "tensor parallelism",
+        "set parallel.tp to 2 or more",
     ),
-    _belongs_to("dp_replicate", _is_fsdp2, "for parallel.data fsdp2 (HSDP); leave it at 1"),
-    _belongs_to("reshard_after_forward", _is_fsdp2, "for parallel.data fsdp2; leave it at true"),
-    _belongs_to("offload", _is_fsdp2, "for parallel.data fsdp2; leave it at none"),
+    _belongs_to("dp_replicate", _is_fsdp2, "parallel.data fsdp2 (HSDP)", "leave it at 1"),
+    _belongs_to("reshard_after_forward", _is_fsdp2, "parallel.data fsdp2", "leave it at true"),
+    _belongs_to("offload", _is_fsdp2, "parallel.data fsdp2", "leave it at none"),
     _belongs_to(
         "fsdp1_wrap",
-        lambda cfg: cfg.parallel.data == "fsdp1",
-        "for parallel.data fsdp1; leave it out",
+        lambda case: case.parallel.data == "fsdp1",
+        "parallel.data fsdp1",
+        "leave it out",
     ),
     Rule(
         "keep_best without validation",
-        lambda cfg, facts: cfg.training.keep_best and cfg.data.validation == 0,
-        lambda cfg, facts: "training.keep_best needs a validation loss; set data.validation",
-        "there is no loss to compare",
+        applies=lambda case: case.training.keep_best and case.cfg.data.validation == 0,
+        problem="training.keep_best needs a validation loss",
+        way_out="set data.validation",
+        why="there is no loss to compare",
     ),
     Rule(
         "tokens in a step",
-        lambda cfg, facts: _tokens(cfg) > MOST_TOKENS,
-        lambda cfg, facts: (
-            f"training.global_batch_size times data.sequence_length is {_tokens(cfg):,} tokens in a step; give at most "
-            f"{MOST_TOKENS:,}"
+        applies=lambda case: _tokens(case) > MOST_TOKENS,
+        problem=lambda case: (
+            f"training.global_batch_size times data.sequence_length is {_tokens(case):,} tokens in "
+            "a step"
         ),
-        "such a step has no end: tests/test_run_file_fuzz.py",
+        way_out=f"give at most {MOST_TOKENS:,}",
+        why="such a step has no end: tests/test_run_file_fuzz.py",
     ),
     Rule(
         "compile with isolated documents",
-        lambda cfg, facts: cfg.data.keeps_documents_apart and cfg.training.compile != "none",
-        lambda cfg, facts: (
-            f"training.compile is {cfg.training.compile}, but with data.packing isolated layers meet new shapes in "
-            "every micro-batch and would be compiled for each; set compile to none, or packing to concat or none"
+        applies=lambda case: case.cfg.data.keeps_documents_apart and _is_compiled(case),
+        problem=(
+            "training.compile is {training.compile}, but with data.packing {cfg.data.packed} layers "
+            "meet new shapes in every micro-batch and would be compiled for each"
         ),
-        "each number and length of documents is a shape of its own",
+        way_out="set compile to none, or packing to concat or none",
+        why="each number and length of documents is a shape of its own",
     ),
     Rule(
         "compile with checkpointing of operators",
-        lambda cfg, facts: (
-            cfg.training.compile != "none" and cfg.training.checkpointing == "operators"
+        applies=lambda case: _is_compiled(case) and case.training.checkpointing == "operators",
+        problem=(
+            "training.checkpointing operators chooses among operators that training.compile fuses"
         ),
-        lambda cfg, facts: (
-            "training.checkpointing operators chooses among operators that training.compile fuses; use full, none or a "
-            "list of layer kinds, or compile none"
-        ),
-        "the policy of selective checkpointing cannot see operators in compiled code",
+        way_out="use full, none or a list of layer kinds, or compile none",
+        why="the policy of selective checkpointing cannot see operators in compiled code",
     ),
     Rule(
         "compile with LoRA's kernels on an old torch",
-        lambda cfg, facts: (
-            cfg.training.compile != "none"
-            and cfg.lora is not None
-            and cfg.lora.kernel != "peft"
-            and facts.torch_version < LORA_COMPILE_TORCH
+        applies=lambda case: (
+            _is_compiled(case)
+            and case.cfg.lora is not None
+            and case.cfg.lora.kernel != "peft"
+            and case.facts.torch_version < LORA_COMPILE_TORCH
         ),
-        lambda cfg, facts: (
-            f"training.compile loses the gradients of LoRA layers with torch {dotted(facts.torch_version)}; set "
-            f"lora.kernel to peft, or install torch {dotted(LORA_COMPILE_TORCH)} or later"
+        problem=lambda case: (
+            "training.compile loses the gradients of LoRA layers with torch "
+            f"{dotted(case.facts.torch_version)}"
         ),
-        "with torch 2.11 forwards are right and every gradient is exactly 0: tests/parallel/test_compile.py",
+        way_out=f"set lora.kernel to peft, or install torch {dotted(LORA_COMPILE_TORCH)} or later",
+        why=(
+            "with torch 2.11 forwards are right and every gradient is exactly 0: "
+            "tests/parallel/test_compile.py"
+        ),
     ),
     Rule(
         "fsdp1 with tp",
-        lambda cfg, facts: cfg.parallel.data == "fsdp1" and cfg.parallel.tp > 1,
-        lambda cfg, facts: (
-            f"{layout_of(cfg.parallel)} is not offered: fsdp1's flat parameters hold no DTensors; use fsdp2"
-        ),
-        "torch's FullyShardedDataParallel flattens plain tensors only",
+        applies=lambda case: case.parallel.data == "fsdp1" and case.parallel.tp > 1,
+        problem="{layout} is not offered: fsdp1's flat parameters hold no DTensors",
+        way_out="use fsdp2",
+        why="torch's FullyShardedDataParallel flattens plain tensors only",
     ),
     Rule(
         "zero2 with tp",
-        lambda cfg, facts: cfg.parallel.data == "zero2" and cfg.parallel.tp > 1,
-        lambda cfg, facts: (
-            f"{layout_of(cfg.parallel)} is not offered: zero2 reduces gradients before those that tensor parallelism "
-            "sums are complete; use zero1 or fsdp2"
+        applies=lambda case: case.parallel.data == "zero2" and case.parallel.tp > 1,
+        problem=(
+            "{layout} is not offered: zero2 reduces gradients before those that tensor parallelism "
+            "sums are complete"
         ),
-        "zero2 reduce-scatters a gradient in its hook, tensor parallelism sums some after the last backward",
+        way_out="use zero1 or fsdp2",
+        why=(
+            "zero2 reduce-scatters a gradient in its hook, tensor parallelism sums some after the "
+            "last backward"
+        ),
     ),
     Rule(
         "zero or fsdp1 in a pipeline",
-        lambda cfg, facts: cfg.parallel.pp > 1 and cfg.parallel.data in ("zero1", "zero2", "fsdp1"),
-        lambda cfg, facts: (
-            f"{layout_of(cfg.parallel)} is not offered: {cfg.parallel.data} is not proven in a pipeline; use ddp or "
-            "fsdp2"
+        applies=lambda case: (
+            _is_pipeline(case) and case.parallel.data in ("zero1", "zero2", "fsdp1")
         ),
-        "no cell of the parity matrix runs both",
+        problem="{layout} is not offered: {parallel.data} is not proven in a pipeline",
+        way_out="use ddp or fsdp2",
+        why="no cell of the parity matrix runs both",
     ),
     Rule(
         "fsdp1 naive with adapters of another dtype",
-        lambda cfg, facts: (
-            cfg.parallel.data == "fsdp1"
-            and cfg.parallel.fsdp1_wrap == "naive"
-            and cfg.lora is not None
-            and cfg.lora.dtype == "float32"
-            and cfg.model.dtype != "float32"
+        applies=lambda case: (
+            case.parallel.data == "fsdp1"
+            and case.parallel.fsdp1_wrap == "naive"
+            and case.cfg.lora is not None
+            and case.cfg.lora.dtype == "float32"
+            and case.cfg.model.dtype != "float32"
         ),
-        lambda cfg, facts: (
-            "parallel.fsdp1_wrap naive: a flat parameter has one dtype, but the adapters are float32 and the model is "
-            f"{cfg.model.dtype}; set lora.dtype to model, or parallel.fsdp1_wrap to separate"
+        problem=(
+            "parallel.fsdp1_wrap naive: a flat parameter has one dtype, but the adapters are "
+            "float32 and the model is {cfg.model.dtype}"
         ),
-        "torch refuses a flat parameter of two dtypes: tests/parallel/test_fsdp1.py",
+        way_out="set lora.dtype to model, or parallel.fsdp1_wrap to separate",
+        why="torch refuses a flat parameter of two dtypes: tests/parallel/test_fsdp1.py",
     ),
     _without_tensor(
-        "parallel.offload", lambda cfg: cfg.parallel.offload != "none", "set it to none"
+        "parallel.offload", lambda case: case.parallel.offload != "none", "set it to none"
     ),
+    _without_tensor("training.compile", _is_compiled, "set it to none"),
     _without_tensor(
-        "training.compile", lambda cfg: cfg.training.compile != "none", "set it to none"
-    ),
-    _without_tensor(
-        "training.precision", lambda cfg: cfg.training.precision == "float16", "use bfloat16"
+        "training.precision", lambda case: case.training.precision == "float16", "use bfloat16"
     ),
     Rule(
         "tp with a memory limit",
-        lambda cfg, facts: cfg.parallel.tp > 1 and cfg.parallel.memory_limit_gib is not None,
-        lambda cfg, facts: (
-            "parallel.memory_limit_gib counts whole layers, not a tensor-parallel rank's share; leave it out, or set "
-            "parallel.tp to 1"
-        ),
-        "the costs of a split are those of whole layers",
+        applies=lambda case: case.parallel.tp > 1 and case.parallel.memory_limit_gib is not None,
+        problem="parallel.memory_limit_gib counts whole layers, not a tensor-parallel rank's share",
+        way_out="leave it out, or set parallel.tp to 1",
+        why="the costs of a split are those of whole layers",
     ),
     Rule(
         "sequence length over sp",
-        lambda cfg, facts: (
-            cfg.parallel.sequence_parallel and cfg.data.sequence_length % cfg.parallel.tp != 0
+        applies=lambda case: (
+            case.parallel.sequence_parallel
+            and case.cfg.data.sequence_length % case.parallel.tp != 0
         ),
-        lambda cfg, facts: (
-            f"data.sequence_length is {cfg.data.sequence_length}, which parallel.sequence_parallel cannot shard evenly "
-            f"over {cfg.parallel.tp} ranks; use {multiples(cfg.data.sequence_length, cfg.parallel.tp)}, or set "
+        problem=(
+            "data.sequence_length is {cfg.data.sequence_length}, which parallel.sequence_parallel "
+            "cannot shard evenly over {parallel.tp} ranks"
+        ),
+        way_out=lambda case: (
+            f"use {multiples(case.cfg.data.sequence_length, case.parallel.tp)}, or set "
             "parallel.sequence_parallel to false"
         ),
-        "each rank holds 1/tp of a row's tokens",
+        why="each rank holds 1/tp of a row's tokens",
     ),
     Rule(
         "pp on an old torch",
-        lambda cfg, facts: cfg.parallel.pp > 1 and facts.torch_version < PIPELINE_TORCH,
-        lambda cfg, facts: (
-            f"parallel.pp needs torch {dotted(PIPELINE_TORCH)} or later, and this is {dotted(facts.torch_version)}; "
-            "install that"
+        applies=lambda case: _is_pipeline(case) and case.facts.torch_version < PIPELINE_TORCH,
+        problem=lambda case: (
+            f"parallel.pp needs torch {dotted(PIPELINE_TORCH)} or later, and this is "
+            f"{dotted(case.facts.torch_version)}"
         ),
-        "earlier schedules are silently wrong: tests/parallel/test_torch_pipelining.py",
+        way_out="install that",
+        why="earlier schedules are silently wrong: tests/parallel/test_torch_pipelining.py",
     ),
     Rule(
         "pp with offload",
-        lambda cfg, facts: cfg.parallel.pp > 1 and cfg.parallel.offload != "none",
-        lambda cfg, facts: (
-            "parallel.offload is not proven in a pipeline; leave it at none, or parallel.pp at 1"
-        ),
-        "no cell of the parity matrix runs both",
+        applies=lambda case: _is_pipeline(case) and case.parallel.offload != "none",
+        problem="parallel.offload is not proven in a pipeline",
+        way_out="leave it at none, or parallel.pp at 1",
+        why="no cell of the parity matrix runs both",
     ),
     Rule(
         "stages per rank",
-        lambda cfg, facts: cfg.parallel.num_virtual != _fixed_virtual_stages(cfg),
-        lambda cfg, facts: (
-            f"parallel.schedule {cfg.parallel.schedule} has {_stages(_fixed_virtual_stages(cfg))} per rank, not "
-            f"{cfg.parallel.num_virtual}; set parallel.virtual_stages to {_fixed_virtual_stages(cfg)}"
+        applies=lambda case: case.parallel.num_virtual != _fixed_virtual_stages(case),
+        problem=lambda case: (
+            f"parallel.schedule {case.parallel.schedule} has {_stages(_fixed_virtual_stages(case))} "
+            f"per rank, not {case.parallel.num_virtual}"
         ),
-        "by the definition of the schedule",
+        way_out=lambda case: f"set parallel.virtual_stages to {_fixed_virtual_stages(case)}",
+        why="by the definition of the schedule",
     ),
     Rule(
         "halved backwards with fsdp2 that reshards",
-        lambda cfg, facts: _halves(cfg) and _is_fsdp2(cfg) and cfg.parallel.reshard_after_forward,
-        lambda cfg, facts: (
-            f"{cfg.parallel.schedule} halves backwards, and torch loses gradients of weights that fsdp2 frees in "
-            f"between; set parallel.reshard_after_forward to false, or {INSTEAD_OF_HALVING}"
+        applies=lambda case: (
+            _halves(case) and _is_fsdp2(case) and case.parallel.reshard_after_forward
         ),
-        "tests/parallel/test_torch_pipelining.py::test_split_backwards_lose_gradients_of_units_that_reshard",
+        problem=(
+            "{parallel.schedule} halves backwards, and torch loses gradients of weights that "
+            "fsdp2 frees in between"
+        ),
+        way_out=f"set parallel.reshard_after_forward to false, {INSTEAD_OF_HALVING}",
+        why=(
+            "tests/parallel/test_torch_pipelining.py"
+            "::test_split_backwards_lose_gradients_of_units_that_reshard"
+        ),
     ),
     Rule(
         "halved backwards with checkpointing",
-        lambda cfg, facts: _halves(cfg) and cfg.training.checkpointing != "none",
-        lambda cfg, facts: (
-            f"{cfg.parallel.schedule} halves backwards, and torch recomputes a layer in the first half and then again "
-            f"for every weight of it; set training.checkpointing to none, or {INSTEAD_OF_HALVING}"
+        applies=lambda case: _halves(case) and case.training.checkpointing != "none",
+        problem=(
+            "{parallel.schedule} halves backwards, and torch recomputes a layer in the first "
+            "half and then again for every weight of it"
         ),
-        "tests/parallel/test_torch_pipelining.py::test_split_backwards_recompute_again_for_every_weight",
+        way_out=f"set training.checkpointing to none, {INSTEAD_OF_HALVING}",
+        why=(
+            "tests/parallel/test_torch_pipelining.py"
+            "::test_split_backwards_recompute_again_for_every_weight"
+        ),
     ),
     Rule(
         "halved backwards with compile",
-        lambda cfg, facts: _halves(cfg) and cfg.training.compile != "none",
-        lambda cfg, facts: (
-            f"{cfg.parallel.schedule} halves backwards, which compiled code cannot; set training.compile to none, or "
-            f"{INSTEAD_OF_HALVING}"
-        ),
-        "tests/parallel/test_torch_pipelining.py::test_split_backwards_refuse_compiled_stages",
+        applies=lambda case: _halves(case) and _is_compiled(case),
+        problem="{parallel.schedule} halves backwards, which compiled code cannot",
+        way_out=f"set training.compile to none, {INSTEAD_OF_HALVING}",
+        why="tests/parallel/test_torch_pipelining.py::test_split_backwards_refuse_compiled_stages",
     ),
     Rule(
         "pp with float16 products of bfloat16 weights",
-        lambda cfg, facts: (
-            cfg.parallel.pp > 1
-            and cfg.model.dtype == "bfloat16"
-            and cfg.training.precision == "float16"
+        applies=lambda case: (
+            _is_pipeline(case)
+            and case.cfg.model.dtype == "bfloat16"
+            and case.training.precision == "float16"
         ),
-        lambda cfg, facts: (
-            "parallel.pp: with model.dtype bfloat16 and training.precision float16 hidden states change their dtype on "
-            "the way; use bfloat16 or float32 for both"
+        problem=(
+            "parallel.pp: with model.dtype bfloat16 and training.precision float16 hidden states "
+            "change their dtype on the way"
         ),
-        "a float16 product added to a bfloat16 embedding is float32, and a stage is built for one dtype",
+        way_out="use bfloat16 or float32 for both",
+        why=(
+            "a float16 product added to a bfloat16 embedding is float32, and a stage is built for "
+            "one dtype"
+        ),
     ),
 )

@@ -1,4 +1,5 @@
-"""Jet-Nemotron: published names and shapes, one answer by every path, generation, padding, packing, files."""
+"""Jet-Nemotron: published names and shapes, one answer by every path, generation, padding, packing,
+files."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ TINY = CONFIGS / "jet-nemotron-tiny"
 # Around the chunks of 64 tokens and the convolution's 3 tokens back; the window sees 16 tokens.
 SIZES = (1, 2, 3, 4, 17, 63, 64, 65, 131)
 
-# The published checkpoints, by the published modelling code and config.json; layers are counted from 0.
+# The published checkpoints, by the published modelling code and config.json; layers are counted
+# from 0.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "2b": {
         "layers": 28,
@@ -108,7 +110,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def tiny(**changes: Any):
-    """A tiny model in eval mode; its weights are large enough for tokens to matter to each other."""
+    """A tiny model in eval mode, with weights large enough for tokens to matter to each other."""
     config = AutoConfig.from_pretrained(TINY, **{"initializer_range": 0.1, **changes})
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
@@ -182,7 +184,8 @@ def test_fast_paths_compute_what_the_naive_ones_do(length, monkeypatch):
 
 
 def test_the_block_is_the_published_formula():
-    """One token after the other, written out from the paper and the published code: no kernel of the project."""
+    """One token after the other, written out from the paper and the published code: no kernel of
+    the project."""
     model = tiny()
     block, x = (
         model.model.layers[0].self_attn,
@@ -314,7 +317,8 @@ def test_reload_gives_identical_logits(tmp_path):
 
 
 def test_a_folder_like_the_official_one_loads(tmp_path):
-    """All keys of the official config.json, in its own spelling; no code comes with it, and none is asked for."""
+    """All keys of the official config.json, in its own spelling; no code comes with it, and none is
+    asked for."""
     model, ids = tiny(), tokens(70)
     config = json.loads((TINY / "config.json").read_text())
     config["efficient_attention_config"]["jet"] |= {

@@ -62,7 +62,7 @@ def test_a_query_head_finds_its_own_key_head(
         assert own["v_proj"] == own["k_proj"]
 
 
-def test_heads_that_cannot_be_dealt_out_are_named() -> None:
+def test_heads_that_cannot_be_sharded_are_named() -> None:
     with pytest.raises(Indivisible, match=r"^6 attention heads$"):
         attention.split(block(6, 2), 4)
     with pytest.raises(Indivisible, match=r"^6 key/value heads$"):

@@ -32,7 +32,7 @@ def mixer(num_groups: int, num_heads: int = 8) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), FAMILIES)
-def test_every_matrix_is_dealt_out_and_comes_together_again(name: str, num_ranks: int) -> None:
+def test_every_matrix_is_sharded_and_comes_together_again(name: str, num_ranks: int) -> None:
     model = on_meta(tiny(name))
     spec = spec_of(model.config, model)
     whole = set()
@@ -91,7 +91,7 @@ def test_a_ranks_heads_find_their_own_group(num_groups: int, num_ranks: int) -> 
         (1, 6, 4, "6 heads of Mamba2"),
     ],
 )
-def test_groups_and_heads_that_cannot_be_dealt_out(
+def test_groups_and_heads_that_cannot_be_sharded(
     groups: int, heads: int, num_ranks: int, what: str
 ) -> None:
     with pytest.raises(Indivisible, match=what):
@@ -141,15 +141,17 @@ def test_a_norm_of_which_ranks_share_a_group(name: str, groups: int) -> None:
         norm.weight = torch.nn.Parameter(own)
         return mamba2.gated_rms_norm(groups, norm, width, add_up)(features, factor)
 
-    summands: list[torch.Tensor] = []  # of each rank
+    partial_sums: list[torch.Tensor] = []  # of each rank
     for rank in range(num_ranks):
-        computed(lambda summand, num_shares: summands.append(summand) or summand, rank)
+        computed(
+            lambda partial_sum, num_shares: partial_sums.append(partial_sum) or partial_sum, rank
+        )
 
     def sum_for(rank: int) -> Callable[[torch.Tensor, int], torch.Tensor]:
-        def add_up(summand: torch.Tensor, num_shares: int) -> torch.Tensor:
+        def add_up(partial_sum: torch.Tensor, num_shares: int) -> torch.Tensor:
             neighbours = num_ranks // num_shares
             first = rank // neighbours * neighbours
-            return sum(summands[first : first + neighbours], torch.zeros_like(summand))
+            return sum(partial_sums[first : first + neighbours], torch.zeros_like(partial_sum))
 
         return add_up
 

@@ -14,7 +14,7 @@ import pytest
 from shardwise.models import kinds
 from shardwise.models.families import FAMILIES
 from shardwise.models.kinds import KINDS, attention
-from shardwise.models.kinds.base import CORE_STEP, Kind
+from shardwise.models.kinds.base import CORE_STEP, Kind, no_cores
 from tests.models.tiny import PLAIN, on_meta, tiny
 
 SOURCE = Path(kinds.__file__).parents[2]
@@ -24,6 +24,7 @@ ALLOWED = {
     "models/patches/forget_gate.py": {"f_a_proj", "f_b_proj", "A_log", "dt_bias"}
 }
 """By file, the names that it may have, and why."""
+SUFFIXES = (".py", ".j2", ".js", ".css", ".cu", ".cuh", ".h")
 
 
 def plain(name: str) -> bool:
@@ -41,55 +42,94 @@ NAMES = {name for kind in KINDS for name in (kind.name, *modules_of(kind)) if le
 }
 
 
-def words(path: Path) -> Iterator[tuple[int, str]]:
-    """Identifiers, and words of strings that are not prose (which stands alone, as docstrings do),
-    by line."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def is_name(word: str) -> bool:
+    """Whether a word is a name, or, where an underscore shows that some of it is missing, a part.
+
+    `f"{x}_proj"`, `"in_proj_" + x` and `r"[qkv]_proj"` have parts.
+    """
+    if word.startswith("_") and len(word) > 1:
+        return any(name.endswith(word) for name in NAMES)
+    if word.endswith("_"):
+        return len(word) > 2 and any(name.startswith(word) for name in NAMES)
+    return word in NAMES or word in FAMILIES
+
+
+def strings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yield strings that are not prose, which stands alone, as docstrings do."""
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield node
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield what code calls things, by line."""
+    for node in ast.walk(tree):
         for field in ("id", "attr", "arg", "name", "asname"):
             if isinstance(word := getattr(node, field, None), str):
-                yield from ((line, part) for part in word.split(".") if not plain(part))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
-            yield line, node.value
-            yield from (
-                (line, word)
-                for word in re.findall(r"[\w-]+", re.sub(r"\S+://\S+", "", node.value))
-                if not plain(word)
-            )
+                yield from ((getattr(node, "lineno", 0), part) for part in word.split("."))
+
+
+def words_of(text: str) -> Iterator[str]:
+    """Yield the words of a text that may be names; what a regex escapes is none of them."""
+    without_links = re.sub(r"\S+://\S+", "", text)
+    without_escapes = re.sub(r"\\[a-zA-Z]", " ", without_links)
+    yield from (word for word in re.findall(r"[\w-]+", without_escapes) if not plain(word))
+
+
+def names_in(path: Path) -> set[tuple[int, str]]:
+    """The names that a file has, by line."""
+    if path.suffix != ".py":
+        lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        return {(line, word) for line, text in lines for word in words_of(text) if is_name(word)}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    called = {(n, word) for n, word in identifiers(tree) if word in NAMES and not plain(word)}
+    texts = [(node.lineno, node.value) for node in strings(tree)]
+    written = {(n, word) for n, text in texts for word in (text, *words_of(text)) if is_name(word)}
+    return called | written
 
 
 def test_no_name_stands_elsewhere() -> None:
     found: dict[str, set[tuple[int, str]]] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        if not any(path.is_relative_to(home) for home in HOME):
-            own = str(path.relative_to(SOURCE))
-            named = {
-                (line, word)
-                for line, word in words(path)
-                if word in NAMES - ALLOWED.get(own, set())
-            }
-            if named:
-                found[own] = named
+    for path in sorted(SOURCE.rglob("*")):
+        if path.suffix in SUFFIXES and not any(path.is_relative_to(home) for home in HOME):
+            file = str(path.relative_to(SOURCE))
+            names = {(n, word) for n, word in names_in(path) if word not in ALLOWED.get(file, ())}
+            if names:
+                found[file] = names
     assert found == {}
 
 
-def test_the_search_finds_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ('"""A docstring with q_proj."""', set()),
+        ('x = "mlp"', {"mlp"}),
+        ('y.q_proj = "an mlp, and a moe"', {"q_proj"}),
+        ('z = f"{x}.in_proj"', {"in_proj"}),
+        ('z = f"{x}_proj"', {"_proj"}),
+        ('z = "in_proj_" + x', {"in_proj_"}),
+        (r'z = re.compile(r"\bq_proj\b|[qkv]_proj")', {"q_proj", "_proj"}),
+        ('z = config.model_type == "llama"', {"llama"}),
+        ('z = getattr(layer, "self_attn.o_proj")', {"o_proj"}),
+        ('z = kind == "gated_delta_net"', {"gated_delta_net"}),
+    ],
+)
+def test_the_search_finds_names(code: str, names: set[str], tmp_path: Path) -> None:
     file = tmp_path / "some.py"
-    file.write_text(
-        '"""A docstring with q_proj."""\nx = "mlp"\ny.q_proj = "an mlp, and a moe"\nz = f"{x}.in_proj"\n'
-    )
-    assert {(line, word) for line, word in words(file) if word in NAMES} == {
-        (2, "mlp"),
-        (3, "q_proj"),
-        (4, "in_proj"),
-    }
+    file.write_text(code + "\n")
+    assert {word for _, word in names_in(file)} == names
+
+
+def test_the_search_reads_templates(tmp_path: Path) -> None:
+    file = tmp_path / "page.j2"
+    file.write_text("<p>\n{{ layer.q_proj }}</p>\n")
+    assert names_in(file) == {(2, "q_proj")}
 
 
 def test_what_may_have_names_needs_them() -> None:
-    for own, names in ALLOWED.items():
-        assert names <= {word for _, word in words(SOURCE / own)}, own
+    for file, names in ALLOWED.items():
+        assert names == {word for _, word in names_in(SOURCE / file)}, file
 
 
 def test_all_kinds_are_listed() -> None:
@@ -118,7 +158,7 @@ def test_a_kind_speaks_of_its_own_modules(kind: Kind) -> None:
     ):
         assert set(names) <= set(steps)
     assert set(kind.shares_input) <= set(kind.before[0])
-    assert kind.core is None or kind.mixes_tokens
+    assert kind.cores is no_cores or kind.mixes_tokens
     assert kind.split is not None
     assert list(inspect.signature(kind.split).parameters) == ["block", "num_ranks"]
 

@@ -125,6 +125,7 @@ def test_every_dropout_of_a_model_is_replaced():
 
 
 def test_seed_is_a_known_number():
-    # sha256 of "0\x1f1", first eight bytes little-endian, halved: the same on every machine and Python.
+    # sha256 of "0\x1f1", first eight bytes little-endian, halved: the same on every machine and
+    # Python.
     assert stable_seed(0, 1) == 442358102558333453
     assert stable_seed(0, 1) != stable_seed("01")

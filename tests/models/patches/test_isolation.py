@@ -1,4 +1,5 @@
-"""Documents that share a row are kept apart in every layer kind: logits, gradients, masks, and what would leak."""
+"""Documents that share a row are kept apart in every layer kind: logits, gradients, masks, and what
+would leak."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ from tests.models.tiny import relative_error, with_adapters
 from tests.parity.harness import Cell, run_config
 
 ISOLATED = sorted(name for name, family in FAMILIES.items() if family.keeps_documents_apart)
-# The tiny models' chunks have 64 (Gated DeltaNet) and 32 tokens (Mamba2), their convolutions reach 3 tokens back: a
-# document longer than a chunk, one of a single token, two, and rows that part in different places; the last is whole.
+# The tiny models' chunks have 64 (Gated DeltaNet) and 32 tokens (Mamba2), their convolutions reach
+# 3 tokens back: a document longer than a chunk, one of a single token, two, and rows that part in
+# different places; the last is whole.
 LENGTHS = ((1, 66, 2, 15), (20, 3, 61), (84,))
 EXACT = 1e-10  # in float64
 rows_of_lengths = st.integers(2, 90).flatmap(
@@ -90,7 +92,8 @@ def alone(batch: Batch) -> list[Batch]:
 def double() -> Iterator[None]:
     """Compute in float64, also where a model asks for float32.
 
-    Gradients of A_log are small differences of large terms: in float32 the shape of a batch alone moves them by 1e-4.
+    Gradients of A_log are small differences of large terms: in float32 the shape of a batch alone
+    moves them by 1e-4.
     """
     to = torch.Tensor.to
     wider = {torch.float32: torch.float64}
@@ -194,7 +197,8 @@ def test_nothing_of_the_first_document_reaches_the_second(family):
     with torch.no_grad():
         changed = lm(replace(batch, input_ids=ids), return_logits=True)
     assert relative_error(changed[0, first], logits[0, first]) > 1e-2
-    # Not bit by bit: how many tokens go to an expert decides in which order its products are summed.
+    # Not bit by bit: how many tokens go to an expert decides in which order its products are
+    # summed.
     assert relative_error(changed[0, second], logits[0, second]) < 1e-6
 
 

@@ -28,7 +28,8 @@ CPU = torch.device("cpu")
 EXACT = 1e-5
 """Of float32 sums in another order."""
 SMALL = 1e-4
-"""Of whole models: there it moves the smallest gradients, those of what sets a decay, by some 1e-5 of them."""
+"""Of whole models: there it moves the smallest gradients, those of what sets a decay, by some 1e-5
+of them."""
 
 
 def gradients(model: nn.Module, **inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -56,7 +57,8 @@ def calls(monkeypatch) -> list[int]:
 def test_as_peft_computes_and_what_shares_an_input_is_computed_together(name, calls):
     model, _ = with_adapters(tiny(name), Lora(r=4, rslora=True, targets="all-linear"))
     names = [n for n, _ in model.named_modules()]
-    # Which of PEFT's layers are called with one tensor, in one module. Tensors are held: none has the id of another.
+    # Which of PEFT's layers are called with one tensor, in one module. Tensors are held: none has
+    # the id of another.
     inputs: list[tuple[str, torch.Tensor]] = []
 
     def note(path: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from shardwise.models.families.base import FULL, Family, Mixer, mixer
 from shardwise.models.families.falcon_h1 import FALCON_H1
@@ -20,9 +20,9 @@ from shardwise.models.kinds import gated_delta_net
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import Block, LayerSpec, ModelSpec
 
-__all__ = ["FAMILIES", "Family", "family_of", "spec_of", "unproven_note"]
+__all__ = ["FAMILIES", "Family", "every_kind", "family_of", "spec_of", "unproven_note"]
 
-_COMMON = (
+_PROVEN = (
     *(Family(name) for name in ("llama", "qwen3", "olmo2")),
     Family(
         "qwen3_5_text",
@@ -38,19 +38,8 @@ _COMMON = (
             "full_attention": FULL,
         },
     ),
-)
-_PROVEN = (
-    *_COMMON,
-    QWEN3_MOE,
-    QWEN3_NEXT,
-    NEMOTRON_H,
-    LFM2,
-    GPT2,
-    GRANITEMOEHYBRID,
-    FALCON_H1,
-    KIMI_LINEAR,
-    JAMBA,
-    JET_NEMOTRON,
+    *(QWEN3_MOE, QWEN3_NEXT, NEMOTRON_H, LFM2, GPT2, GRANITEMOEHYBRID, FALCON_H1, KIMI_LINEAR),
+    *(JAMBA, JET_NEMOTRON),
 )
 FAMILIES = {family.model_type: family for family in _PROVEN}
 
@@ -70,13 +59,13 @@ def spec_of(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
     names = [f"{family.layers}.{i}" for i in range(len(mixers))]
     assert len(list(model.get_submodule(family.layers).children())) == len(names)
     layers = tuple(_layer(model, name, mixer, family) for name, mixer in zip(names, mixers))
-    blocks = [f"{layer.name}.{block.path}" for layer in layers for block in layer.blocks]
-    if family.model_type not in FAMILIES:  # which blocks a layer of a type has is a guess
-        blocks = []
-    for name in filter(
-        None, (family.embed, family.positions, family.norm, family.head, *names, *blocks)
-    ):
-        model.get_submodule(name)  # raises AttributeError with the missing name
+    paths = [family.embed, family.norm, family.head, *names]
+    if family.positions is not None:
+        paths.append(family.positions)
+    if family.model_type in FAMILIES:  # of others, which blocks a layer of a type has is a guess
+        paths += [f"{layer.name}.{block.path}" for layer in layers for block in layer.blocks]
+    for path in paths:
+        model.get_submodule(path)  # raises AttributeError with the missing name
     return ModelSpec(
         family=family.model_type,
         embed=family.embed,
@@ -88,6 +77,17 @@ def spec_of(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
     )
+
+
+def every_kind(family: Family) -> PretrainedConfig:
+    """Return transformers' config of a family, changed so that it has each kind of layer."""
+    config = AutoConfig.for_model(family.model_type)
+    types = getattr(config, "layer_types", None)
+    if types and len(set(types)) < len(family.mixers):
+        config.layer_types = [[*family.mixers][i % len(family.mixers)] for i in range(len(types))]
+    if hasattr(config, "mlp_only_layers"):  # a mixture of experts in all other layers
+        config.mlp_only_layers = [0]
+    return config
 
 
 def _layer(model: PreTrainedModel, name: str, mixer: Mixer, family: Family) -> LayerSpec:
@@ -102,11 +102,8 @@ def _feed_forward(model: PreTrainedModel, layer: str, family: Family) -> str:
         for name, _ in model.get_submodule(layer).named_parameters()
         if not is_adapter(name)
     }
-    found = [
-        name
-        for name in parameters
-        if any(name.startswith(f"{path}.") for path in family.feed_forward_paths)
-    ]
-    if not found:
+    inside = tuple(f"{path}." for path in family.feed_forward_paths)
+    weights = [name for name in parameters if name.startswith(inside)]
+    if not weights:
         return "none"
-    return "moe" if any(name in family.experts for name in found) else "dense"
+    return "moe" if any(name in family.experts for name in weights) else "dense"

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from shardwise.config import UserError
 from shardwise.models.kinds import attention, feed_forward
 from shardwise.models.kinds.base import Kind
-from shardwise.models.spec import COMMON_NORMS, Block, Norms
+from shardwise.models.spec import Block, Norms
 
 Blocks = Mapping[str, Kind]
 """Kinds of blocks by their path in a layer."""
@@ -41,8 +41,7 @@ class Cut:
     """What a pipeline stage must know of the base model around the layers (see models/stage.py)."""
 
     factor: str | None = None
-    """Attribute of the base model that multiplies the embeddings it is given, and not only its
-    own."""
+    """Attribute of the base model that multiplies embeddings, also those that it is given."""
     dropout: str | None = None
     """The dropout between embedding and first layer."""
     layer_attribute: str | None = None
@@ -60,22 +59,20 @@ class Family:
     norm: str = "model.norm"
     head: str = "lm_head"
     mixers: Mapping[str, Mixer] = field(default_factory=lambda: SOFTMAX)
-    """From the entries of `config.layer_types` to what mixes tokens in such a layer."""
+    """What mixes tokens in a layer, by its entry in `config.layer_types`."""
     feed_forward: Mapping[str, Blocks] = field(
         default_factory=lambda: {"dense": {"mlp": feed_forward.MLP}}
     )
     """What comes after the mixer of a layer, in layers without experts (dense) and with them (moe).
     A family whose layers hold one block each has none."""
-    norms: Norms = COMMON_NORMS
+    norms: Norms = field(default_factory=Norms)
     """Names of a layer's own norms."""
     positions: str | None = None
     """A learned embedding of positions that is added to that of tokens."""
     cut: Cut = Cut()
-    """Where it differs from a base model that only runs its layers on the embeddings it is
-    given."""
+    """What its base model does beside running its layers on the embeddings it is given."""
     router: str | None = None
-    """Class of the routers that are trained with a load-balancing loss, called with hidden
-    states."""
+    """Class of the routers that are trained with a load-balancing loss."""
 
     logits_multiplied_by: str | None = None
     """Attribute of the config with a factor on what the head gives."""
@@ -91,16 +88,9 @@ class Family:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """All blocks that a layer may have; several kinds may lie at one path."""
-        after = [
-            Block(path, kind)
-            for blocks in self.feed_forward.values()
-            for path, kind in blocks.items()
-        ]
-        return tuple(
-            dict.fromkeys(
-                [*(block for mixer in self.mixers.values() for block in mixer.blocks), *after]
-            )
-        )
+        mixers = [block for mixer in self.mixers.values() for block in mixer.blocks]
+        after = [Block(*item) for blocks in self.feed_forward.values() for item in blocks.items()]
+        return tuple(dict.fromkeys([*mixers, *after]))
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -110,9 +100,8 @@ class Family:
     @cached_property
     def feed_forward_paths(self) -> tuple[str, ...]:
         """Paths of the feed-forwards in a layer."""
-        return tuple(
-            dict.fromkeys(path for blocks in self.feed_forward.values() for path in blocks)
-        )
+        paths = (path for blocks in self.feed_forward.values() for path in blocks)
+        return tuple(dict.fromkeys(paths))
 
     @cached_property
     def keeps_documents_apart(self) -> bool:
@@ -141,23 +130,23 @@ class Family:
         return self._named(lambda kind: kind.bypassed)
 
     def mixers_of(self, config: PretrainedConfig) -> list[Mixer]:
-        """Return the mixer of every layer, in order; the same attention in all where the config
-        lists none.
+        """Return the mixer of every layer, in order.
 
-        Raises UserError for an entry that is none of `mixers`.
+        Where the config lists none, all have the same attention. Raises UserError for an entry that
+        is none of `mixers`.
         """
-        alike = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-        types = getattr(config, "layer_types", None) or [alike] * config.num_hidden_layers
+        common = (
+            "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+        )
+        types = getattr(config, "layer_types", None) or [common] * config.num_hidden_layers
         for layer_type in types:
             if layer_type not in self.mixers:
                 raise UserError(
-                    f"layer_types in config.json has {layer_type!r}, which {self.model_type} does not know here; "
-                    f"it may have {', '.join(self.mixers)}"
+                    f"layer_types in config.json has {layer_type!r}, which {self.model_type} does "
+                    f"not know here; it may have {', '.join(self.mixers)}"
                 )
         return [self.mixers[layer_type] for layer_type in types]
 
     def _named(self, names_of: Callable[[Kind], tuple[str, ...]]) -> tuple[str, ...]:
-        named = (
-            ".".join(filter(None, (b.path, name))) for b in self.blocks for name in names_of(b.kind)
-        )
-        return tuple(dict.fromkeys(named))
+        names = ((block.path, name) for block in self.blocks for name in names_of(block.kind))
+        return tuple(dict.fromkeys(".".join(filter(None, parts)) for parts in names))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,17 +19,46 @@ from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.spec import Block
 
 
-def _last_parts(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in names))
+def _linears(names: Iterable[str]) -> str:
+    """Return a pattern of the weights of linears whose names end as those of listed kinds do."""
+    return rf"(^|\.)({'|'.join(sorted({name.rpartition('.')[2] for name in names}))})\.weight$"
 
 
-# What is known of listed kinds says what a name of an unlisted model may mean.
+@dataclass(frozen=True)
+class Clue:
+    """What the name of a parameter in its layer lets one guess."""
+
+    role: str
+    pattern: str
+    """Is searched for in names such as `mlp.experts.gate_up_proj` and `mlp.gate.weight`."""
+    why: str
+
+
+CLUES = (
+    Clue("no block", "norm", "norms lie between the blocks of a layer or within them"),
+    Clue("attention", r"^[^.]*(attn|attention)", "`lora.targets: attention` means its projections"),
+    Clue("feed-forward", r"^[^.]*(mlp|feed_forward|ffn|moe)", "all other blocks may mix tokens"),
+    Clue("experts", r"(^|\.)experts\.\w+$", "a parameter of 3 dims stacks all experts' weights"),
+    Clue("gates", r"(^|\.)experts\.\d+\..*weight$", "experts are left frozen as linears too"),
+    Clue(
+        "gates",
+        _linears(name for kind in KINDS if kind.experts for name in kind.gating),
+        "routers give scores, which `lora.targets: auto` leaves frozen",
+    ),
+    Clue(
+        "gating",
+        _linears(name for kind in KINDS for name in kind.gating),
+        "weight decay leaves alone what only routes tokens or sets how a state decays",
+    ),
+    Clue(
+        "bypassed",
+        _linears(name for kind in KINDS for name in kind.bypassed),
+        "the fused kernel of a recurrent layer may read the weight past an adapter",
+    ),
+)
+"""What is known of listed kinds says what a name of an unlisted model may mean."""
 _ATTENTION = tuple(dict.fromkeys(kind.name for kind in KINDS if kind.is_attention))
 _TOKENWISE = tuple(dict.fromkeys(kind.name for kind in KINDS if not kind.mixes_tokens))
-_SCORES = _last_parts(name for kind in KINDS if kind.experts for name in kind.gating)
-_GATING = _last_parts(name for kind in KINDS for name in kind.gating)
-_BYPASSED = _last_parts(name for kind in KINDS for name in kind.bypassed)
-_FEED_FORWARD = ("mlp", "feed_forward", "ffn", "moe")
 _RENAMED = ("gate_proj", "up_proj", "down_proj", "gate")
 
 
@@ -52,9 +81,7 @@ def inspect_family(model: PreTrainedModel) -> Family:
         for name, parameter in model.named_parameters()
         if not is_adapter(name)
     }
-    _check_rest(
-        model, dims, tuple(f"{path}." for path in (embed, layers, norm, head, positions) if path)
-    )
+    _check_rest(model, dims, tuple(filter(None, (embed, layers, norm, head, positions))))
     _check_weights(model, head)
     types = getattr(model.config, "layer_types", None) or []
     if types and len(types) != num_layers:
@@ -62,22 +89,18 @@ def inspect_family(model: PreTrainedModel) -> Family:
             model, f"config.layer_types names {len(types)} layers, but the model has {num_layers}"
         )
     inside = {
-        name.removeprefix(f"{layers}.").partition(".")[2]: n
-        for name, n in dims.items()
+        name.removeprefix(f"{layers}.").partition(".")[2]: ndim
+        for name, ndim in dims.items()
         if name.startswith(f"{layers}.")
     }
-    children = sorted({name.partition(".")[0] for name in inside if "norm" not in name})
-    attention = next(
-        (name for name in reversed(children) if "attn" in name or "attention" in name), ""
-    )
-    kinds = {
-        name: _guess(name, inside, reads_past=bool(set(types) - set(_ATTENTION)))
-        for name in children
-    }
-    after = {
-        name: kind for name, kind in kinds.items() if any(part in name for part in _FEED_FORWARD)
-    }
-    mixing = {name: kind for name, kind in kinds.items() if name not in after}
+    children = sorted(_children(inside.keys() - _with_role("no block", inside)))
+    is_recurrent = not set(types) <= set(_ATTENTION)
+    kinds = {child: _guess(child, inside, is_recurrent) for child in children}
+    feed_forwards = _children(_with_role("feed-forward", inside))
+    after = {child: kind for child, kind in kinds.items() if child in feed_forwards}
+    mixing = {child: kind for child, kind in kinds.items() if child not in feed_forwards}
+    # Of several, such as that over an encoder's output, the last by name: self_attn.
+    attention = max(_children(_with_role("attention", inside)) & set(children), default="")
     return Family(
         model.config.model_type,
         embed=embed,
@@ -94,46 +117,54 @@ def inspect_family(model: PreTrainedModel) -> Family:
 def unproven_note(family: str) -> str:
     """Return what a run of a model type that is not listed prints."""
     return (
-        f"family {family} is not proven here: its parts were found by inspection, no test shows that it trains alike "
-        "under every layout, its loss is computed from whole logits, and no FLOPs are counted (mfu and hfu are null)"
+        f"family {family} is not proven here: its parts were found by inspection, no test shows "
+        "that it trains alike under every layout, its loss is computed from whole logits, and no "
+        "FLOPs are counted (mfu and hfu are null)"
     )
+
+
+def _with_role(role: str, names: Iterable[str]) -> list[str]:
+    patterns = [clue.pattern for clue in CLUES if clue.role == role]
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _children(names: Iterable[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
 
 
 def _list_of_layers(model: PreTrainedModel) -> tuple[str, int]:
     """Return the path and length of the longest list of modules that lies in no other."""
-    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-    outer = [
-        (path, m)
-        for path, m in lists
-        if not any(path.startswith(f"{other}.") for other, _ in lists)
-    ]
+    lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList)}
+    outer = {
+        path: len(modules)
+        for path, modules in lists.items()
+        if not any(path.startswith(f"{other}.") for other in lists)
+    }
     if not outer:
         raise _not_standard(model, "it has no list of layers")
-    layers, modules = max(outer, key=lambda item: len(item[1]))
-    return layers, len(modules)
+    layers = max(outer, key=lambda path: outer[path])
+    return layers, outer[layers]
 
 
 def _around_layers(model: PreTrainedModel, layers: str) -> tuple[str, str, str]:
     """Return the paths of embedding, final norm and head."""
     paths = {id(module): path for path, module in model.named_modules()}
     above, _, last = layers.rpartition(".")
-    beside = [
-        (name, type(in_use(module)).__name__)
+    beside = {
+        name: type(in_use(module)).__name__
         for name, module in model.get_submodule(above).named_children()
-    ]
-    after = beside[[name for name, _ in beside].index(last) :]
-    embed, norm, head = (
-        paths.get(id(model.get_input_embeddings())),
-        next((f"{above}.{name}" for name, kind in after if "norm" in kind.lower()), None),
-        paths.get(id(model.get_output_embeddings())),
-    )
+    }
+    after = list(beside)[list(beside).index(last) :]
+    norms = [f"{above}.{name}" for name in after if "norm" in beside[name].lower()]
+    embed = paths.get(id(model.get_input_embeddings()))
+    head = paths.get(id(model.get_output_embeddings()))
     if embed is None:
         raise _not_standard(model, "it has no embedding of tokens")
-    if norm is None:
+    if not norms:
         raise _not_standard(model, "it has no final norm after its layers")
     if head is None:
         raise _not_standard(model, "it has no head")
-    return embed, norm, head
+    return embed, norms[0], head
 
 
 def _positions(model: PreTrainedModel, embed: str, layers: str, head: str) -> str | None:
@@ -145,7 +176,7 @@ def _positions(model: PreTrainedModel, embed: str, layers: str, head: str) -> st
 
 
 def _check_rest(model: PreTrainedModel, names: Iterable[str], known: tuple[str, ...]) -> None:
-    beyond = [name for name in names if not name.startswith(known)]
+    beyond = [name for name in names if not name.startswith(tuple(f"{path}." for path in known))]
     if beyond:
         raise _not_standard(
             model, f"it has {beyond[0]} beside embedding, layers, final norm and head"
@@ -161,59 +192,39 @@ def _check_weights(model: PreTrainedModel, head: str) -> None:
             raise _not_standard(model, "an entry of its checkpoints is made of several weights")
 
 
-def _guess(child: str, inside: Mapping[str, int], reads_past: bool) -> Kind:
-    """Return what the names below a child of a layer let one guess; `inside`: dims of a layer's
-    parameters by name.
-    """
-    names = [name for name in inside if name.startswith(f"{child}.")]
-    linears = sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
+def _guess(child: str, dims: Mapping[str, int], is_recurrent: bool) -> Kind:
+    """Return the kind of a child of a layer, by the dims of the layer's parameters."""
+    names = [name for name in dims if name.startswith(f"{child}.")]
 
-    def within(found: Iterable[str]) -> tuple[str, ...]:
-        return tuple(name.removeprefix(child).removeprefix(".") for name in found)
+    def within(role: str) -> tuple[str, ...]:
+        paths = (name.removesuffix(".weight") for name in _with_role(role, names))
+        return tuple(path.removeprefix(child).removeprefix(".") for path in paths)
 
-    scores = [
-        name
-        for name in linears
-        if _ends_with(name, _SCORES) or re.search(r"(^|\.)experts\.\d+\.", name)
-    ]
     return Kind(
         child,
-        experts=within(
-            name for name in names if inside[name] == 3 and re.search(r"(^|\.)experts\.\w+$", name)
-        ),
-        gates=within(scores),
-        gating=within(name for name in linears if _ends_with(name, _GATING)),
-        bypassed=within(name for name in linears if _ends_with(name, _BYPASSED))
-        if reads_past
-        else (),
+        experts=tuple(name for name in within("experts") if dims[f"{child}.{name}"] == 3),
+        gates=within("gates"),
+        gating=within("gating"),
+        bypassed=within("bypassed") if is_recurrent else (),
     )
-
-
-def _ends_with(name: str, ends: tuple[str, ...]) -> bool:
-    return name.rpartition(".")[2] in ends
 
 
 def _mixer(layer_type: str, blocks: Blocks, attention: str) -> Mixer:
     """Return the mixer of layers of a type: all blocks that may mix tokens."""
-    return Mixer(
-        layer_type,
-        tuple(
-            Block(
-                path,
-                replace(
-                    kind,
-                    name=layer_type,
-                    mixes_tokens=layer_type not in _TOKENWISE,
-                    is_attention=path == attention and layer_type in _ATTENTION,
-                ),
-            )
-            for path, kind in blocks.items()
-        ),
-    )
+
+    def of_type(path: str, kind: Kind) -> Kind:
+        return replace(
+            kind,
+            name=layer_type,
+            mixes_tokens=layer_type not in _TOKENWISE,
+            is_attention=path == attention and layer_type in _ATTENTION,
+        )
+
+    return Mixer(layer_type, tuple(Block(path, of_type(path, blocks[path])) for path in blocks))
 
 
 def _not_standard(model: PreTrainedModel, reason: str) -> UserError:
     return UserError(
-        f"model type {model.config.model_type} is not one that shardwise knows (`shardwise models` lists them), nor of "
-        f"the common shape: {reason}"
+        f"model type {model.config.model_type} is not one that shardwise knows (`shardwise models` "
+        f"lists them), nor of the common shape: {reason}"
     )

@@ -1,32 +1,12 @@
-"""One file for each kind of block, which also stands in `KINDS`."""
+"""One file for each kind of block; its variants are the instances of `Kind` in it."""
 
-from shardwise.models.kinds import (
-    attention,
-    feed_forward,
-    gated_delta_net,
-    jet_block,
-    kda,
-    mamba,
-    mamba2,
-    mixture,
-    short_convolution,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from shardwise.models.kinds.base import Kind
 
-KINDS: tuple[Kind, ...] = (
-    *(attention.FULL, attention.SLIDING, attention.LATENT, attention.JOINED),
-    *(gated_delta_net.BY_KEY_HEAD, gated_delta_net.JOINED, gated_delta_net.SEPARATE),
-    *(
-        jet_block.JET_BLOCK,
-        kda.KDA,
-        mamba.MAMBA,
-        mamba2.MAMBA2,
-        short_convolution.SHORT_CONVOLUTION,
-    ),
-    *(feed_forward.MLP, feed_forward.JOINED),
-    *(mixture.MIXTURE, mixture.ROUTER, mixture.WITH_GATED_EXPERT),
-    *(mixture.WITH_SHARED_EXPERTS, mixture.WITHOUT_GATES),
-)
+_FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
+KINDS = tuple(kind for file in _FILES for kind in vars(file).values() if isinstance(kind, Kind))
 """All kinds, with their variants."""
 
 SHARED_INPUTS = frozenset(name for kind in KINDS for name in kind.shares_input)

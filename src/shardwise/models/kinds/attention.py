@@ -1,5 +1,4 @@
-"""Softmax attention: over all tokens before, over a window of them, or with keys and values made of
-a latent.
+"""Softmax attention: over all tokens before, a window of them, or keys and values of a latent.
 
 Tensor parallelism shards the heads.
 """
@@ -11,7 +10,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from shardwise.models.kinds.base import Kind
+from shardwise.models.kinds.base import Core, Kind
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -20,6 +19,7 @@ from shardwise.models.tensor_cuts import (
     Segment,
     blocked,
     even,
+    evenly,
     linear,
     require_divides,
     rms_norm,
@@ -28,9 +28,8 @@ from shardwise.models.tensor_cuts import (
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Causal softmax attention of N query heads, with queries and keys of size K and values of size
-    V.
+class Attention(Core):
+    """Causal softmax attention of N query heads, with queries and keys of size K, values of size V.
 
     Token t meets t keys, (T + 1) / 2 on average; a query-key pair costs 2 K for its score and 2 V
     for its value, so a forward is N (K + V) (T + 1) per token: half of what counters that ignore
@@ -48,19 +47,14 @@ class Attention:
         """See Core."""
         return float(self.num_heads * (self.key_dim + self.value_dim) * (sequence_length + 1))
 
-    def executed_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self.model_forward(sequence_length)
-
     def executed_backward(self, sequence_length: int) -> float:
         """See Core."""
-        return float(
-            self.num_heads * (3 * self.key_dim + 2 * self.value_dim) * (sequence_length + 1)
-        )
+        products = 3 * self.key_dim + 2 * self.value_dim
+        return float(self.num_heads * products * (sequence_length + 1))
 
 
 @dataclass(frozen=True)
-class SlidingAttention:
+class SlidingAttention(Core):
     """Attention of which a token meets the last W keys only, itself among them.
 
     On average over T tokens it meets W - W (W - 1) / 2T of them (W at most T), at 4 N H each.
@@ -86,21 +80,21 @@ class SlidingAttention:
         return 2.5 * self.executed_forward(sequence_length)
 
 
-def full_core(config: PretrainedConfig) -> Attention:
+def full_cores(config: PretrainedConfig) -> tuple[Attention]:
     """Return the core of attention over all tokens before."""
     size = _head_dim(config)
-    return Attention(config.num_attention_heads, size, size)
+    return (Attention(config.num_attention_heads, size, size),)
 
 
-def sliding_core(config: PretrainedConfig) -> SlidingAttention:
+def sliding_cores(config: PretrainedConfig) -> tuple[SlidingAttention]:
     """Return the core of attention over a window."""
-    return SlidingAttention(config.num_attention_heads, _head_dim(config), config.sliding_window)
+    return (SlidingAttention(config.num_attention_heads, _head_dim(config), config.sliding_window),)
 
 
-def latent_core(config: PretrainedConfig) -> Attention:
+def latent_cores(config: PretrainedConfig) -> tuple[Attention]:
     """Return the core of latent attention; `head_dim` in its config is another size."""
     key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-    return Attention(config.num_attention_heads, key_dim, config.v_head_dim)
+    return (Attention(config.num_attention_heads, key_dim, config.v_head_dim),)
 
 
 def _head_dim(config: PretrainedConfig) -> int:
@@ -115,24 +109,21 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     head are whole on every rank; those over all heads are sharded.
     """
     size = block.head_dim
-    leaves = "o_proj" if hasattr(block, "o_proj") else "out_proj"
-    num_heads = unwrapped(block.get_submodule(leaves)).in_features // size
-    num_kv_heads = unwrapped(block.get_submodule("v_proj")).out_features // size
+    output = "o_proj" if hasattr(block, "o_proj") else "out_proj"
+    num_heads = unwrapped(block.get_submodule(output)).in_features // size
+    num_kv_heads = unwrapped(block.v_proj).out_features // size
     require_divides(num_ranks, num_heads, "attention heads")
     shares = min(num_ranks, num_kv_heads)
     if num_kv_heads % shares or num_ranks % shares:
         raise Indivisible(f"{num_kv_heads} key/value heads")
     # A head of q may come with as many features for its gate.
-    queries = even(
-        num_ranks, unwrapped(block.get_submodule("q_proj")).out_features, "query features"
-    )
+    queries = even(num_ranks, unwrapped(block.q_proj).out_features, "query features")
     keys = Rows(num_ranks, (Segment(num_kv_heads * size, shares),))
-    out = even(num_ranks, num_heads * size, "attention heads")
     weights = {
         **linear(block, "q_proj", "out", queries),
         **linear(block, "k_proj", "out", keys),
         **linear(block, "v_proj", "out", keys),
-        **linear(block, leaves, "in", out),
+        **evenly(block, num_ranks, "attention heads", into=[output]),
     }
     norms = {}
     for name, rows in (("q_norm", queries), ("k_norm", keys)):
@@ -149,30 +140,19 @@ def split_latent(block: Any, num_ranks: int) -> BlockSplit:
 
     All heads share a latent, so it is whole on every rank.
     """
-    require_divides(num_ranks, block.num_heads, "attention heads")
-    weights: dict[str, Cut] = {}
-    for name, size, features in (
-        ("q_proj", block.qk_head_dim, "out"),
-        ("q_b_proj", block.qk_head_dim, "out"),
-        ("kv_b_proj", block.qk_nope_head_dim + block.v_head_dim, "out"),
-        ("o_proj", block.v_head_dim, "in"),
-    ):
-        weights |= linear(
-            block, name, features, even(num_ranks, block.num_heads * size, "attention heads")
-        )
-    return BlockSplit(weights)
+    what = "attention heads"
+    require_divides(num_ranks, block.num_heads, what)
+    expanding = ("q_proj", "q_b_proj", "kv_b_proj")
+    return BlockSplit(evenly(block, num_ranks, what, out=expanding, into=["o_proj"]))
 
 
 def split_joined(block: Any, num_ranks: int) -> BlockSplit:
     """Shard a Conv1D in which q, k and v lie one after the other."""
     require_divides(num_ranks, block.num_heads, "attention heads")
     width = block.embed_dim
-    weights = {
-        **linear(
-            block, "c_attn", "out", blocked(num_ranks, (width, width, width), "query features")
-        ),
-        **linear(block, "c_proj", "in", even(num_ranks, width, "attention features")),
-    }
+    rows = blocked(num_ranks, (width, width, width), "query features")
+    weights = linear(block, "c_attn", "out", rows)
+    weights |= evenly(block, num_ranks, "attention features", into=["c_proj"])
     return BlockSplit(
         weights, {"split_size": width // num_ranks, "num_heads": block.num_heads // num_ranks}
     )
@@ -182,7 +162,7 @@ FULL = Kind(
     "full_attention",
     before=(("q_proj", "k_proj", "v_proj"), ("q_norm", "k_norm", "q_layernorm", "k_layernorm")),
     after=(("o_proj", "out_proj"),),
-    core=full_core,
+    cores=full_cores,
     split=split,
     keeps_documents_apart=True,
     is_attention=True,
@@ -190,7 +170,7 @@ FULL = Kind(
     shares_input=("q_proj", "k_proj", "v_proj"),
     ends=("o_proj", "out_proj"),
 )
-SLIDING = replace(FULL, name="sliding_attention", core=sliding_core)
+SLIDING = replace(FULL, name="sliding_attention", cores=sliding_cores)
 LATENT = replace(
     FULL,
     before=(
@@ -199,13 +179,13 @@ LATENT = replace(
         ("q_b_proj", "kv_b_proj"),
     ),
     after=(("o_proj",),),
-    core=latent_core,
+    cores=latent_cores,
     split=split_latent,
     # Not q_a_proj, which takes the same tensor: no tiny model has it.
     shares_input=("q_proj", "kv_a_proj_with_mqa"),
     ends=("o_proj",),
 )
-"""Of DeepSeek-V2, which Kimi Linear has too."""
+"""Latent attention of DeepSeek-V2, which Kimi Linear has too."""
 JOINED = replace(
     FULL,
     before=(("c_attn",),),

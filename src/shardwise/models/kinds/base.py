@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from transformers import PretrainedConfig
 
 from shardwise.models.tensor_cuts import SplitBlock
 
 
-class Core(Protocol):
-    """The function between the projections of a mixer, by the sequence length T. Units: FLOPs per
-    token.
+class Core:
+    """The function between the projections of a mixer, by its FLOPs per token of T tokens.
 
     Its *model* FLOPs are what the definition of the layer asks for, whatever computes it. Its
     *executed* FLOPs are what transformers' torch code runs (fused attention; recurrences in chunks,
@@ -28,43 +26,24 @@ class Core(Protocol):
 
     def model_forward(self, sequence_length: int) -> float:
         """Return what the definition asks of a forward; a backward is twice that."""
-        ...
+        raise NotImplementedError
 
     def executed_forward(self, sequence_length: int) -> float:
-        """Return what a forward runs."""
-        ...
+        """Return what a forward runs; by default, what the definition asks for."""
+        return self.model_forward(sequence_length)
 
     def executed_backward(self, sequence_length: int) -> float:
-        """Return what a backward runs, without the forward that a checkpoint runs again."""
-        ...
+        """Return what a backward runs, without a recomputed forward; by default, twice that."""
+        return 2.0 * self.executed_forward(sequence_length)
 
 
-@dataclass(frozen=True)
-class Both:
-    """Two cores in one layer: side by side on the same input, or one after the other."""
-
-    one: Core
-    other: Core
-
-    def model_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self.one.model_forward(sequence_length) + self.other.model_forward(sequence_length)
-
-    def executed_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self.one.executed_forward(sequence_length) + self.other.executed_forward(
-            sequence_length
-        )
-
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self.one.executed_backward(sequence_length) + self.other.executed_backward(
-            sequence_length
-        )
+def no_cores(config: PretrainedConfig) -> tuple[Core, ...]:
+    """Return the cores of a kind that has none."""
+    return ()
 
 
 CORE_STEP = (0, 0)
-"""Where the core stands among the steps of `Kind.step_of`."""
+"""The place of the core among the steps of `Kind.step_of`."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +61,9 @@ class Kind:
     files."""
     before: tuple[tuple[str, ...], ...] = ()
     after: tuple[tuple[str, ...], ...] = ()
-    core: Callable[[PretrainedConfig], Core] | None = None
-    """Return the core by the config of a model; None where tokens do not meet, or meet in a weight
-    like any other."""
+    cores: Callable[[PretrainedConfig], tuple[Core, ...]] = no_cores
+    """Return the core by the config of a model, in one part or several; empty where tokens do not
+    meet, or meet in a weight like any other."""
     split: SplitBlock | None = None
     """Return how tensor parallelism shards a block; None: every rank computes all of it."""
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from shardwise.models.kinds.base import Kind
+from shardwise.models.kinds.base import Core, Kind
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
-    Rows,
     blocked,
     even,
+    evenly,
     linear,
     require_divides,
 )
@@ -27,21 +27,16 @@ VALUE_HEADS = "value heads of Gated DeltaNet"
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet:
-    """The gated delta rule (arXiv 2412.06464) of N value heads, with a state S of K x V (key and
-    value size) per head.
+class DeltaRule(Core):
+    """A delta rule of N heads, with a state S of K x V (key and value size) per head.
 
     Model FLOPs, the recurrence on one token: decay S (K V), predict the value S^T k (2 K V), add k
     times its error (2 K V), read S^T q (2 K V): 7 N K V. (Megatron-LM counts 8 N V^2.)
 
-    Executed, per head and chunk of C tokens: products k k^T and q k^T (2 C^2 K each), weights times
-    new values (2 C^2 V), the state read by keys and by queries and then updated (2 C K V each); and
-    two unit-triangular solves of a C x C system with K and with V columns, C (C - 1) per column,
-    which torch's FLOP counter counts as 0. The backward has two products for each of those, less
-    what has no gradient: the first chunk reads a constant state (2 C K V saved twice) and the last
-    one's updated state is dropped (4 C K V). A solve's backward is the transposed solve and one
-    full product, 2 C^2 per column. Kernels of other packages chunk in their own way; their count
-    differs.
+    Executed, in chunks of C tokens: of each, what the rule at hand says. The backward lacks what
+    has no gradient: the first chunk reads a constant state (2 C K V saved twice) and the last one's
+    updated state is dropped (4 C K V). Kernels of other packages chunk in their own way; their
+    count differs.
     """
 
     num_heads: int
@@ -55,15 +50,44 @@ class GatedDeltaNet:
 
     def executed_forward(self, sequence_length: int) -> float:
         """See Core."""
-        return self._per_token(sequence_length, self._products() + self._solves())
+        return self._per_token(sequence_length, self.chunk_forward())
 
     def executed_backward(self, sequence_length: int) -> float:
         """See Core."""
-        columns = self.key_dim + self.value_dim
-        per_chunk = 2 * self._products() + self._solves() + 2 * self.chunk_size**2 * columns
-        return self._per_token(
-            sequence_length, per_chunk, -8 * self.chunk_size * self.key_dim * self.value_dim
-        )
+        without_gradient = 8 * self.chunk_size * self.key_dim * self.value_dim
+        return self._per_token(sequence_length, self.chunk_backward(), -without_gradient)
+
+    def chunk_forward(self) -> int:
+        """Return what a forward runs for one head and chunk."""
+        raise NotImplementedError
+
+    def chunk_backward(self) -> int:
+        """Return what a backward runs for one head and chunk; by default, twice the forward."""
+        return 2 * self.chunk_forward()
+
+    def _per_token(self, sequence_length: int, per_chunk: int, per_sequence: int = 0) -> float:
+        chunks = -(-sequence_length // self.chunk_size)
+        return self.num_heads * (chunks * per_chunk + per_sequence) / sequence_length
+
+
+class GatedDeltaNet(DeltaRule):
+    """The gated delta rule (arXiv 2412.06464), whose decay is one number per head.
+
+    Executed, per head and chunk: products k k^T and q k^T (2 C^2 K each), weights times new values
+    (2 C^2 V), the state read by keys and by queries and then updated (2 C K V each); and two
+    unit-triangular solves of a C x C system with K and with V columns, C (C - 1) per column, which
+    torch's FLOP counter counts as 0. The backward has two products for each of those; a solve's
+    backward is the transposed solve and one full product, 2 C^2 per column.
+    """
+
+    def chunk_forward(self) -> int:
+        """See DeltaRule."""
+        return self._products() + self._solves()
+
+    def chunk_backward(self) -> int:
+        """See DeltaRule."""
+        full_products = 2 * self.chunk_size**2 * (self.key_dim + self.value_dim)
+        return 2 * self._products() + self._solves() + full_products
 
     def _products(self) -> int:
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
@@ -72,71 +96,41 @@ class GatedDeltaNet:
     def _solves(self) -> int:
         return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)
 
-    def _per_token(self, sequence_length: int, per_chunk: int, per_sequence: int = 0) -> float:
-        chunks = -(-sequence_length // self.chunk_size)
-        return self.num_heads * (chunks * per_chunk + per_sequence) / sequence_length
 
-
-def core(config: PretrainedConfig) -> GatedDeltaNet:
+def cores(config: PretrainedConfig) -> tuple[GatedDeltaNet]:
     """Return the core by the config."""
-    return GatedDeltaNet(
-        config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    )
+    heads, key_dim = config.linear_num_value_heads, config.linear_key_head_dim
+    return (GatedDeltaNet(heads, key_dim, config.linear_value_head_dim),)
 
 
 def split_by_key_head(block: Any, num_ranks: int) -> BlockSplit:
     """Shard two projections: q, k, v and z of a key head lie together, and so do its b and a."""
-    require_divides(num_ranks, block.num_k_heads, HEADS)
-    keys, values, heads = block.key_dim, block.value_dim, block.num_v_heads
-    projections = {
-        "in_proj_qkvz": even(num_ranks, 2 * keys + 2 * values, HEADS),
-        "in_proj_ba": even(num_ranks, 2 * heads, HEADS),
-    }
-    return _split(block, num_ranks, projections, "out_proj")
+    return _split(block, num_ranks, out=("in_proj_qkvz", "in_proj_ba"), into="out_proj")
 
 
 def split_joined(block: Any, num_ranks: int) -> BlockSplit:
     """Shard a projection of q, k and v, one after the other, and one each of z, b and a."""
-    require_divides(num_ranks, block.num_k_heads, HEADS)
-    keys, values = block.key_dim, block.value_dim
-    per_head = even(num_ranks, block.num_v_heads, VALUE_HEADS)
-    projections = {
-        "in_proj_qkv": blocked(num_ranks, (keys, keys, values), HEADS),
-        "in_proj_z": even(num_ranks, values, HEADS),
-        "in_proj_b": per_head,
-        "in_proj_a": per_head,
-    }
-    return _split(block, num_ranks, projections, "out_proj")
+    split = _split(block, num_ranks, out=("in_proj_z", "in_proj_b", "in_proj_a"), into="out_proj")
+    rows = split.weights["conv1d.weight"].rows
+    return replace(split, weights={**split.weights, **linear(block, "in_proj_qkv", "out", rows)})
 
 
 def split_separate(block: Any, num_ranks: int) -> BlockSplit:
     """Shard one projection for each of q, k, v, gate, a and b."""
+    names = ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj")
+    return _split(block, num_ranks, out=names, into="o_proj")
+
+
+def _split(block: Any, num_ranks: int, out: tuple[str, ...], into: str) -> BlockSplit:
+    """Shard the projections that lie head by head, the convolution over [q, k, v], and the rates of
+    decay.
+    """
     require_divides(num_ranks, block.num_k_heads, HEADS)
-    keys, values = (even(num_ranks, size, HEADS) for size in (block.key_dim, block.value_dim))
-    per_head = even(num_ranks, block.num_v_heads, VALUE_HEADS)
-    projections = {
-        "q_proj": keys,
-        "k_proj": keys,
-        "v_proj": values,
-        "g_proj": values,
-        "a_proj": per_head,
-        "b_proj": per_head,
-    }
-    return _split(block, num_ranks, projections, "o_proj")
-
-
-def _split(block: Any, num_ranks: int, projections: dict[str, Rows], out: str) -> BlockSplit:
-    """Add what all have: convolution over [q, k, v], rates of decay, and the last projection."""
     keys, values = block.key_dim, block.value_dim
     channels = blocked(num_ranks, (keys, keys, values), HEADS)
     per_head = even(num_ranks, block.num_v_heads, VALUE_HEADS)
     weights = {
-        name: cut
-        for path, rows in projections.items()
-        for name, cut in linear(block, path, "out", rows).items()
-    }
-    weights |= linear(block, out, "in", even(num_ranks, values, HEADS))
-    weights |= {
+        **evenly(block, num_ranks, HEADS, out=out, into=[into]),
         "conv1d.weight": Cut(0, channels),
         "A_log": Cut(0, per_head),
         "dt_bias": Cut(0, per_head),
@@ -153,7 +147,7 @@ BY_KEY_HEAD = Kind(
     "gated_delta_net",
     before=(("in_proj_qkvz", "in_proj_ba"), ("conv1d", "A_log", "dt_bias")),
     after=(("norm",), ("out_proj",)),
-    core=core,
+    cores=cores,
     split=split_by_key_head,
     keeps_documents_apart=True,
     shares_input=("in_proj_qkvz", "in_proj_ba"),

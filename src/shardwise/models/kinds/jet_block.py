@@ -1,5 +1,4 @@
-"""JetBlock: a gated delta rule whose values pass a convolution with kernels generated from the
-input.
+"""JetBlock: a gated delta rule whose values pass a convolution with generated kernels.
 
 Tensor parallelism shards the heads. What generates the kernels of a token has two factors: all
 heads share the result of the first one, which is whole on every rank; of the second one the rows of
@@ -14,14 +13,18 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds import gated_delta_net
-from shardwise.models.kinds.base import Both, Kind
-from shardwise.models.tensor_cuts import BlockSplit, Cut, even, linear, unwrapped
+from shardwise.models.kinds.base import Core, Kind
+from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
+from shardwise.models.tensor_cuts import BlockSplit, Cut, even, evenly
 
 HEADS = "heads of JetBlock"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")
+GENERATOR = ("dynamic_conv1d.kernel_generator.w1", "dynamic_conv1d.kernel_generator.w2")
+"""The two factors of what generates the kernels."""
 
 
 @dataclass(frozen=True)
-class DynamicConvolution:
+class DynamicConvolution(Core):
     """A convolution of C channels whose kernel of W taps is an activation: another one for each
     token and channel.
 
@@ -37,19 +40,11 @@ class DynamicConvolution:
         """See Core."""
         return 2.0 * self.num_channels * self.width
 
-    def executed_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self.model_forward(sequence_length)
 
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return 2.0 * self.model_forward(sequence_length)
-
-
-def core(config: PretrainedConfig) -> Both:
-    """Return the core by the config: the convolution, then the rule."""
-    rule = gated_delta_net.core(config)
-    return Both(DynamicConvolution(rule.num_heads * rule.value_dim, config.jet["conv_size"]), rule)
+def cores(config: PretrainedConfig) -> tuple[DynamicConvolution, GatedDeltaNet]:
+    """Return the convolution and the rule by the config."""
+    (rule,) = gated_delta_net.cores(config)
+    return DynamicConvolution(rule.num_heads * rule.value_dim, config.jet["conv_size"]), rule
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
@@ -59,38 +54,18 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     """
     per_head = even(num_ranks, block.A_log.numel(), HEADS)
     weights = {name: Cut(0, per_head) for name in ("A_log", "dt_bias")}
-    for path in (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "g_proj",
-        "a_proj",
-        "b_proj",
-        "dynamic_conv1d.kernel_generator.w2",
-    ):
-        features = even(num_ranks, unwrapped(block.get_submodule(path)).out_features, HEADS)
-        weights |= linear(block, path, "out", features)
-    values = even(num_ranks, unwrapped(block.get_submodule("o_proj")).in_features, HEADS)
-    return BlockSplit(weights | linear(block, "o_proj", "in", values))
+    weights |= evenly(block, num_ranks, HEADS, out=(*PROJECTIONS, GENERATOR[1]), into=["o_proj"])
+    return BlockSplit(weights)
 
 
-FIRST = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "a_proj",
-    "b_proj",
-    "g_proj",
-    "dynamic_conv1d.kernel_generator.w1",
-)
 JET_BLOCK = Kind(
     "jet_block",
-    before=(FIRST, ("dynamic_conv1d.kernel_generator.w2", "A_log", "dt_bias")),
+    before=((*PROJECTIONS, GENERATOR[0]), (GENERATOR[1], "A_log", "dt_bias")),
     after=(("o_norm",), ("o_proj",)),
-    core=core,
+    cores=cores,
     split=split,
     keeps_documents_apart=True,
-    shares_input=FIRST,
+    shares_input=(*PROJECTIONS, GENERATOR[0]),
     ends=("o_proj",),
     gating=("a_proj", "b_proj"),
     rates=("A_log",),

@@ -1,5 +1,4 @@
-"""Mamba (the first one, arXiv 2312.00752): a selective scan, in which each channel has a state of
-its own.
+"""Mamba (the first one, arXiv 2312.00752): a selective scan with a state for each channel.
 
 Tensor parallelism shards the channels.
 """
@@ -11,20 +10,21 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from shardwise.models.kinds.base import Kind
+from shardwise.models.kinds.base import Core, Kind
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
     blocked,
     depthwise,
     even,
+    evenly,
     linear,
     unwrapped,
 )
 
 
 @dataclass(frozen=True)
-class Mamba:
+class Mamba(Core):
     """The selective scan of Mamba (arXiv 2312.00752): C channels, each with a state of S.
 
     Model FLOPs, the recurrence on one token: decay the state (C S), add x B^T (2 C S), read with C
@@ -39,18 +39,10 @@ class Mamba:
         """See Core."""
         return 5.0 * self.num_channels * self.state_size
 
-    def executed_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self.model_forward(sequence_length)
 
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return 2.0 * self.model_forward(sequence_length)
-
-
-def core(config: PretrainedConfig) -> Mamba:
+def cores(config: PretrainedConfig) -> tuple[Mamba]:
     """Return the core by the config."""
-    return Mamba(config.mamba_expand * config.hidden_size, config.mamba_d_state)
+    return (Mamba(config.mamba_expand * config.hidden_size, config.mamba_d_state),)
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
@@ -58,16 +50,13 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
 
     All channels together give time step, B and C (x_proj), and their norms take them whole.
     """
-    width, what = unwrapped(block.get_submodule("out_proj")).in_features, "channels of Mamba"
+    width, what = unwrapped(block.out_proj).in_features, "channels of Mamba"
     channels = even(num_ranks, width, what)
-    weights = linear(block, "in_proj", "out", blocked(num_ranks, (width, width), what))
+    weights = {"A_log": Cut(0, channels), "D": Cut(0, channels)}  # [channels, state], [channels]
+    weights |= linear(block, "in_proj", "out", blocked(num_ranks, (width, width), what))
     weights |= depthwise(block, "conv1d", channels)
-    weights |= linear(block, "x_proj", "in", channels) | linear(block, "dt_proj", "out", channels)
-    weights |= {
-        "A_log": Cut(0, channels),
-        "D": Cut(0, channels),
-    }  # [channels, state] and [channels]
-    return BlockSplit(weights | linear(block, "out_proj", "in", channels), summed=("x_proj",))
+    weights |= evenly(block, num_ranks, what, out=["dt_proj"], into=("x_proj", "out_proj"))
+    return BlockSplit(weights, summed=("x_proj",))
 
 
 MAMBA = Kind(
@@ -80,7 +69,7 @@ MAMBA = Kind(
         ("dt_proj",),
     ),
     after=(("out_proj",),),
-    core=core,
+    cores=cores,
     split=split,
     keeps_documents_apart=True,
     ends=("out_proj",),

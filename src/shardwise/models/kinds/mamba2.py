@@ -1,5 +1,4 @@
-"""Mamba2 (arXiv 2405.21060): a state-space scan by heads, each of which reads one of several groups
-of B and C.
+"""Mamba2 (arXiv 2405.21060): a state-space scan by heads, which share groups of B and C.
 
 Tensor parallelism shards the heads, with the group that each reads.
 """
@@ -15,7 +14,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from shardwise.models.kinds.base import Kind
+from shardwise.models.kinds.base import Core, Kind
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -32,7 +31,7 @@ HEADS = "heads of Mamba2"
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(Core):
     """The state-space scan of Mamba2 (arXiv 2405.21060): N heads of size P, with a state of P x S
     per head.
 
@@ -41,8 +40,7 @@ class Mamba2:
 
     Executed, per head and chunk of Q tokens: scores C B^T (2 Q^2 S), scores times x (2 Q^2 P), the
     chunk's state and the read of the state before it (2 Q P S each); then, over the n chunks of a
-    sequence, all states passed on at once by one (n + 1) x (n + 1) product, 2 (n + 1)^2 P S. Twice
-    that in the backward.
+    sequence, all states passed on at once by one (n + 1) x (n + 1) product, 2 (n + 1)^2 P S.
     """
 
     num_heads: int
@@ -58,25 +56,18 @@ class Mamba2:
         """See Core."""
         q, p, s = self.chunk_size, self.head_dim, self.state_size
         chunks = -(-sequence_length // q)
-        per_chunk = 2 * q * q * (p + s) + 4 * q * p * s
-        return (
-            self.num_heads * (chunks * per_chunk + 2 * (chunks + 1) ** 2 * p * s) / sequence_length
-        )
-
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return 2.0 * self.executed_forward(sequence_length)
+        within = chunks * (2 * q * q * (p + s) + 4 * q * p * s)
+        between = 2 * (chunks + 1) ** 2 * p * s
+        return self.num_heads * (within + between) / sequence_length
 
 
-def core(config: PretrainedConfig) -> Mamba2:
+def cores(config: PretrainedConfig) -> tuple[Mamba2]:
     """Return the core by the config, which has one of two sets of names."""
     if hasattr(config, "mamba_n_heads"):
-        return Mamba2(
-            config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state, config.mamba_chunk_size
-        )
-    return Mamba2(
-        config.mamba_num_heads, config.mamba_head_dim, config.ssm_state_size, config.chunk_size
-    )
+        names = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size")
+    else:
+        names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "chunk_size")
+    return (Mamba2(*(getattr(config, name) for name in names)),)
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
@@ -120,15 +111,15 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
         norms={"norm": partial(gated_rms_norm, normed)} if spread else {},
         norm_groups=max(normed, 1),
         buffers={"mup_vector": Cut(2, way_in)} if hasattr(block, "mup_vector") else {},
-        # mamba_ssm's training kernel ends with a norm over the features that this rank has of a
-        # group.
+        # mamba_ssm's training kernel ends with a norm over this rank's features of a group.
         as_in_evaluation=spread,
     )
 
 
 def _norm_groups(block: Any) -> int:
-    """Return the number of groups of features that the norm is over; 0: there is none, which
-    Falcon-H1 may choose.
+    """Return the number of groups of features that the norm is over, 0 if there is no norm.
+
+    Falcon-H1 may choose to have none.
     """
     if not hasattr(block.norm, "weight"):
         return 0
@@ -141,10 +132,10 @@ def _norm_groups(block: Any) -> int:
 def gated_rms_norm(
     num_groups: int, norm: Any, num_features: int, add_up: Sum
 ) -> Callable[..., torch.Tensor]:
-    """Return an RMS norm over the features of each group, which several ranks share, before or
-    after a gate.
+    """Return an RMS norm over each group of features, which several ranks share, before or after a
+    gate.
 
-    In float32, as transformers' Mamba2 layers have it.
+    It computes in float32, as transformers' Mamba2 layers do.
     """
     gate_first = not getattr(norm, "norm_before_gate", False)
 
@@ -152,9 +143,8 @@ def gated_rms_norm(
         wide, factor = x.float(), F.silu(gate.float())
         if gate_first:
             wide = wide * factor
-        mean_square = add_up(wide.square().sum(-1, keepdim=True), num_groups) * (
-            num_groups / num_features
-        )
+        squares = add_up(wide.square().sum(-1, keepdim=True), num_groups)
+        mean_square = squares * (num_groups / num_features)
         normed = norm.weight * (wide * torch.rsqrt(mean_square + norm.variance_epsilon))
         return (normed if gate_first else normed * factor).to(x.dtype)
 
@@ -165,12 +155,11 @@ MAMBA2 = Kind(
     "mamba2",
     before=(("in_proj",), ("conv1d", "A_log", "dt_bias", "D")),
     after=(("norm",), ("out_proj",)),
-    core=core,
+    cores=cores,
     split=split,
     keeps_documents_apart=True,
     ends=("out_proj",),
     rates=("A_log",),
-    # mamba_ssm's training kernel ends with the output projection and takes its weight as an
-    # argument.
+    # mamba_ssm's training kernel takes the weight of the output projection as an argument.
     bypassed=("out_proj",),
 )

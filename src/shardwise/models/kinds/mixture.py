@@ -1,5 +1,6 @@
-"""Mixtures of experts. Tensor parallelism shards the feed-forward width of every expert alike;
-routers are whole.
+"""Mixtures of experts.
+
+Tensor parallelism shards the feed-forward width of every expert alike; routers are whole.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from shardwise.models.tensor_cuts import (
     Segment,
     blocked,
     even,
+    evenly,
     linear,
     unwrapped,
 )
@@ -27,30 +29,20 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     Rows of gate and up lie one after the other in one stack.
     """
     experts = unwrapped(block.experts)
-    weights: dict[str, Cut] = {}
-    width = experts.down_proj.shape[2]
+    width, what = experts.down_proj.shape[2], "features of an expert"
+    weights = {"experts.down_proj": Cut(2, even(num_ranks, width, what))}
     if hasattr(experts, "gate_up_proj"):
-        weights["experts.gate_up_proj"] = Cut(
-            1, blocked(num_ranks, (width, width), "features of an expert")
-        )
+        weights["experts.gate_up_proj"] = Cut(1, blocked(num_ranks, (width, width), what))
     else:
-        weights["experts.up_proj"] = Cut(1, even(num_ranks, width, "features of an expert"))
-    weights["experts.down_proj"] = Cut(2, even(num_ranks, width, "features of an expert"))
-    latent = getattr(
-        block, "fc2_latent_proj", None
-    )  # Nemotron-H, where experts have a narrower width of their own
+        weights["experts.up_proj"] = Cut(1, even(num_ranks, width, what))
+    # Nemotron-H's experts have a narrower width of their own, out of which a linear leads.
+    latent = unwrapped(getattr(block, "fc2_latent_proj", None))
     if getattr(latent, "bias", None) is not None:
-        # Held whole, but called a share, so that its bias is added once and not on each rank.
-        weights |= linear(
-            block,
-            "fc2_latent_proj",
-            "in",
-            Rows(num_ranks, (Segment(unwrapped(latent).in_features, 1),)),
-        )
-    for name in ("shared_expert", "shared_experts"):
-        if hasattr(block, name):
-            weights |= feed_forward.cuts(block, name, num_ranks)
-    return BlockSplit(weights)
+        # Every rank holds it whole; it is called cut, so that its bias is added by one rank only.
+        whole = Rows(num_ranks, (Segment(latent.in_features, 1),))
+        weights |= linear(block, "fc2_latent_proj", "in", whole)
+    up, down = _shared(feed_forward.UP), _shared(feed_forward.DOWN)
+    return BlockSplit(weights | evenly(block, num_ranks, feed_forward.FEATURES, out=up, into=down))
 
 
 def _shared(names: tuple[str, ...]) -> tuple[str, ...]:

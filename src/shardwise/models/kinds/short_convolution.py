@@ -13,10 +13,7 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
 
     B, C and x lie one after the other in the first projection.
     """
-    width, what = (
-        unwrapped(block.get_submodule("out_proj")).in_features,
-        "channels of a short convolution",
-    )
+    width, what = unwrapped(block.out_proj).in_features, "channels of a short convolution"
     channels = even(num_ranks, width, what)
     return BlockSplit(
         linear(block, "in_proj", "out", blocked(num_ranks, (width, width, width), what))

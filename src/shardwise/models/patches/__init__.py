@@ -1,8 +1,8 @@
 """What replaces a forward of transformers, in the order in which it is done.
 
-Each patch is a function `apply(part, cfg, device)`, which asks the run file itself whether there is anything to do. A
-forward is replaced rather than a module wrapped: names stay, and LoRA, checkpointing and sharding see what they always
-see. A later patch wraps what an earlier one has left.
+Each patch is a function `apply(part, cfg, device)`, which reads in the run file whether there is
+anything to do. A forward is replaced rather than a module wrapped: names stay, and LoRA,
+checkpointing and sharding see what they always see. A later patch wraps what an earlier one left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("attention kernel", attention.apply),
     ("experts one by one", experts.apply),
     ("finite forget gates", forget_gate.apply),
-    ("isolated documents", isolation.apply),  # around mixers, whose dropouts it tells of their rows
+    ("isolated documents", isolation.apply),  # around mixers; gives their dropouts the documents
     ("router loss", router_loss.apply),
     ("loss in the head", loss.apply),
     ("LoRA kernel", lora_kernel.apply),  # inside mixers and blocks; replaces what PEFT computes
@@ -42,7 +42,7 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
 
 
 def patch(part: CausalLM, cfg: RunConfig, device: torch.device) -> CausalLM:
-    """Apply all patches to a part of a model, before a strategy does anything to it, and return it."""
+    """Apply all patches to a part of a model, before any strategy is applied, and return it."""
     for _, apply in PATCHES:
         apply(part, cfg, device)
     return part

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.config import RunConfig, UserError
-from shardwise.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
@@ -25,19 +23,16 @@ _NO_KERNEL = ("No viable backend", "No available kernel")  # what torch says on 
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
-    """Let every layer's attention run on the kernel `model.sdpa_backend` alone (`auto`: what torch chooses)."""
-    use_kernel(part.hf, part.spec, cfg.model.sdpa_backend)
+    """Let every layer's attention run on the kernel `model.sdpa_backend` alone.
 
-
-def use_kernel(hf: nn.Module, spec: ModelSpec, name: str) -> None:
-    """Let every layer's attention run on the kernel `name` alone (`auto`: what torch chooses).
-
-    Chosen within the layer, so that a layer that is computed again in the backward chooses the same; a backward itself
-    follows its forward. UserError in the first forward that the kernel cannot run.
+    `auto` leaves torch the choice. The choice is made within the layer, so that a layer that is
+    computed again in the backward chooses the same. A backward follows its forward. The first
+    forward that the kernel cannot run raises UserError.
     """
+    name = cfg.model.sdpa_backend
     if name != "auto":
-        for layer in spec.layers:
-            module = hf.get_submodule(layer.name)
+        for layer in part.spec.layers:
+            module = part.hf.get_submodule(layer.name)
             module.forward = _with_kernel(module.forward, name)
 
 
@@ -50,8 +45,8 @@ def _with_kernel(forward: Callable[..., torch.Tensor], name: str) -> Callable[..
             if not any(sign in str(error) for sign in _NO_KERNEL):
                 raise
             raise UserError(
-                f"model.sdpa_backend is {name}, but that kernel cannot run this attention on this device in this "
-                "dtype; use auto or math"
+                f"model.sdpa_backend is {name}, but that kernel cannot run this attention on this "
+                "device in this dtype; use auto or math"
             ) from None
 
     return with_kernel

@@ -1,8 +1,7 @@
-"""Dropout whose masks are a function of (seed, step, slot, module), so that they do not depend on the layout."""
+"""Dropout whose masks are a function of (seed, step, slot, module), whatever the layout."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,15 +12,10 @@ from torch import nn
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch
 from shardwise.kernels.dropout import Dropout, hash32
+from shardwise.models.seeds import stable_seed
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
-
-
-def stable_seed(*parts: object) -> int:
-    """A 63-bit seed from the parts' text, equal on every machine (`hash` is not)."""
-    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 @dataclass
@@ -29,22 +23,25 @@ class DropoutState:
     """What the masks depend on; one object is shared by all dropouts of a model."""
 
     seed: int
-    used: bool = False  # by a dropout that drops
-    batch: Batch | None = None  # whose rows are being computed
-    rows: torch.Tensor | None = None  # [B] int32: a seed for each of them
-    tokens: torch.Tensor | None = None  # [B, T] int32: and for each of their tokens
+    used: bool = False
+    """Whether a dropout of the model drops anything."""
+    batch: Batch | None = None
+    """The micro-batch that is being computed."""
+    rows: torch.Tensor | None = None
+    """A seed for each of its rows, [B] int32."""
+    tokens: torch.Tensor | None = None
+    """A seed for each of its tokens, [B, T] int32."""
     unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """In a mixer that sees one document per row: from [B, T, ...] to those rows (see models/patches/isolation.py)."""
+    """In a mixer that sees one document per row: makes those rows of [B, T, ...] (isolation.py)."""
 
     def start(self, batch: Batch) -> None:
-        """From here on, `batch` is computed."""
+        """Begin a forward of `batch`."""
         self.batch, self.rows, self.tokens = batch, None, None
         if not self.used:
             return
-        rows = [_int32(stable_seed(self.seed, batch.step, slot)) for slot in batch.slots]
-        self.rows = torch.tensor(rows, dtype=torch.int32).to(
-            batch.input_ids.device, non_blocking=True
-        )
+        seeds = [_int32(stable_seed(self.seed, batch.step, slot)) for slot in batch.slots]
+        rows = torch.tensor(seeds, dtype=torch.int32)
+        self.rows = rows.to(batch.input_ids.device, non_blocking=True)
         if batch.positions is None:
             self.tokens = self.seeds(batch.input_ids.shape[1])
         else:
@@ -63,18 +60,17 @@ class DropoutState:
 
 
 class SlotDropout(nn.Module):
-    """Dropout of probability `p` on [B, ..., D] or [B*T, D]: a row has the mask of its slot, wherever it lies."""
+    """Dropout of probability `p` on [B, ..., D] or [B*T, D], with the masks of the rows' slots."""
 
     def __init__(self, p: float, name: str, state: DropoutState) -> None:
         super().__init__()
         state.used |= p > 0.0
         self.p, self.name, self.state = p, name, state
-        # A tensor: compiled layers share code, of which a number would be a part. Of one element, on the CPU: any
-        # device takes it without a wait.
+        # A tensor: compiled layers share code, of which a number would be a part. It has one
+        # element and is on the CPU, so any device takes it without a wait.
         self.salt = torch.tensor(_int32(stable_seed(name)), dtype=torch.int32)
-        self.features: torch.Tensor | None = (
-            None  # those of the last dim, int32, of which x holds a share
-        )
+        self.features: torch.Tensor | None = None
+        """Which features of the last dim x has, int32, where it has a rank's share of them."""
 
     @property
     def active(self) -> bool:
@@ -90,7 +86,7 @@ class SlotDropout(nn.Module):
         return masks.drop(x.flatten(0, -2)).view(x.shape)
 
     def seeds(self, x: torch.Tensor) -> torch.Tensor:
-        """A seed for each token of x [B, ..., D] or [B*T, D]: int32, as many."""
+        """Return a seed for each token of x [B, ..., D] or [B*T, D]: [B*T] int32."""
         state = self.state
         if state.unpack is not None:
             assert state.tokens is not None

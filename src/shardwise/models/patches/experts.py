@@ -1,4 +1,4 @@
-"""How a mixture's experts are multiplied: all in one grouped product, or one expert after the other."""
+"""How experts are multiplied: all in one grouped product, or one expert after the other."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ GROUPED, ONE_BY_ONE = "grouped_mm", "eager"
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
-    """Let the experts of a part run one by one where torch's grouped product cannot take a rank's share of them.
+    """Let the experts of a part run one by one where torch's grouped product cannot take them.
 
-    transformers' own loop computes the same.
+    What counts is a rank's share of them. transformers' own loop computes the same.
     """
     if why_one_by_one(part.hf, part.spec, part.family, cfg.parallel.tp):
         part.hf.set_experts_implementation(ONE_BY_ONE)
@@ -35,22 +35,26 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
 def why_one_by_one(
     hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int
 ) -> str | None:
-    """Return why the grouped product cannot take the experts of one of `num_ranks` ranks of `tp`; None if it can."""
+    """Return why the grouped product cannot take a rank's experts with `num_ranks` ranks of `tp`.
+
+    Returns None if it can.
+    """
     stack = _odd_stack(hf, spec, family, num_ranks)
     if stack is None or hf.config._experts_implementation != GROUPED:
         return None
     name, shape, multiple = stack
     return (
-        f"{name} is {shape} on a rank, and torch's grouped product takes rows of multiples of {ROW_BYTES} bytes: "
-        f"widths that are multiples of {multiple}"
+        f"{name} is {shape} on a rank, and torch's grouped product takes rows of multiples of "
+        f"{ROW_BYTES} bytes: widths that are multiples of {multiple}"
     )
 
 
 def _odd_stack(
     hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int
 ) -> tuple[str, list[int], int] | None:
-    """The first stack of experts whose rows have the wrong size: its name, a rank's shape, and what whole widths must
-    be multiples of.
+    """Return (name, a rank's shape, multiple) of the first stack whose rows have the wrong size.
+
+    The widths of the whole stack must be multiples of `multiple`.
     """
     cuts = tensor_plan.cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
     ends = tuple(f".{name}" for name in family.experts)

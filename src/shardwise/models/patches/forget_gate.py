@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
 
 GATES = ("KimiLinearForgetGate", "Glm5NextTextForgetGate")
-"""transformers' classes that compute `where(g > 20, g, log(1 + exp(g)))`: from 89 on, where exp overflows, the branch
-that is not taken has the gradient 0 times infinity, which is NaN."""
+"""transformers' classes that compute `where(g > 20, g, log(1 + exp(g)))`: from 89 on, where exp
+overflows, the branch that is not taken has the gradient 0 times infinity, which is NaN."""
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
@@ -27,15 +27,13 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
 def use_finite_gates(hf: nn.Module) -> None:
     """Let every such gate of a model compute torch's softplus, which is the same function."""
     for module in hf.modules():
-        if (
-            type(module).__name__ in GATES
-            and getattr(module, "safe_gate_lower_bound", None) is None
-        ):
+        is_safe = getattr(module, "safe_gate_lower_bound", None) is not None
+        if type(module).__name__ in GATES and not is_safe:
             module.forward = MethodType(_forward, module)
 
 
 def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The log of how much of the state each channel keeps, [B, T, N, H] in float32, of hidden states [B, T, D]."""
+    """Return the log of the decay of each channel, [B, T, N, H] float32, of hidden [B, T, D]."""
     g = self.f_b_proj(self.f_a_proj(hidden_states)).float() + self.dt_bias.float()
     g = g.unflatten(-1, (-1, self.head_dim))
     return -self.A_log.float().exp().view(1, 1, -1, 1) * F.softplus(g)

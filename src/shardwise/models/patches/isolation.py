@@ -1,9 +1,10 @@
-"""Packing that isolates documents: around every module that mixes tokens, each document has a row of its own.
+"""Packing that isolates documents: in every mixer, each document has a row of its own.
 
-Restarting position ids keeps documents apart in attention only; the state of recurrent layers and the window of
-convolutions run on into the next document. So the rows of a micro-batch are unpacked before a mixer and packed again
-after it: each document starts at position 0 and from zero state, whatever the mixer computes, and needs no mask, since
-its padding comes after it and mixers are causal. What works token by token (norms, MLPs, experts) stays packed.
+Restarting position ids keeps documents apart in attention only; the state of recurrent layers and
+the window of convolutions run on into the next document. So the rows of a micro-batch are unpacked
+before a mixer and packed again after it. Each document starts at position 0 and from zero state,
+whatever the mixer computes. It needs no mask, since its padding comes after it and mixers are
+causal. What works token by token (norms, MLPs, experts) stays packed.
 """
 
 from __future__ import annotations
@@ -29,21 +30,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the tokens of a micro-batch lie when each document has a row of its own.
+    """The places of a micro-batch's tokens when each document has a row of its own.
 
-    Documents of 1 token, of 2, of 3-4, of 5-8, ... make a group each, padded to the longest one in it: so the rows of
-    all groups hold fewer than twice the tokens, and a mixer runs at most 1 + log2(T) times.
+    Documents of 1 token, of 2, of 3-4, of 5-8, ... make a group each, padded to the longest one in
+    it. So the rows of all groups hold fewer than twice the tokens, and a mixer runs at most
+    1 + log2(T) times.
     """
 
-    places: (
-        torch.Tensor
-    )  # [B*T] int64: where each token lies in the rows of all groups, joined end to end
-    shapes: tuple[
-        tuple[int, int], ...
-    ]  # of each group: its documents, and the tokens of the longest
+    places: torch.Tensor
+    """The place of each token in the rows of all groups, joined end to end: [B*T] int64."""
+    shapes: tuple[tuple[int, int], ...]
+    """The number of documents of each group, and the tokens of the longest."""
 
     def unpack(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """From [B, T, ...] to a tensor [documents, longest, ...] for each group, zero where padded."""
+        """Return [documents, longest, ...] of each group, zero where padded, of x [B, T, ...]."""
         flat = x.flatten(0, 1)
         sizes = [documents * longest for documents, longest in self.shapes]
         joined = flat.new_zeros(sum(sizes), *flat.shape[1:]).index_copy(0, self.places, flat)
@@ -53,23 +53,28 @@ class Documents:
         ]
 
     def repack(self, groups: Sequence[torch.Tensor]) -> torch.Tensor:
-        """From the groups' tensors [documents, longest, ...] to [B*T, ...], without the padding."""
+        """Return [B*T, ...] of the groups' tensors, without the padding: undo `unpack`."""
         return torch.cat([group.flatten(0, 1) for group in groups]).index_select(0, self.places)
 
 
 @dataclass(frozen=True)
 class IsolatedBatch(Batch):
-    """A batch whose documents were found once, outside the layers; they go with it to where a layer is computed again.
+    """A batch with its documents, which are found once, outside the layers.
 
-    Found inside, they would be operations that a recomputation may have and its forward had not, or the reverse.
+    A layer that is computed again takes them from the batch. If it found them itself, forward and
+    recomputation could run different operations, which checkpointing forbids.
     """
 
     documents: Documents | None
 
 
 def documents_of(document_ids: torch.Tensor) -> Documents | None:
-    """The documents of rows [B, T] (what is filled up counts as one); None where every row is one document."""
-    # The ends of rows and documents shape what follows, so they are needed on the host: one wait per micro-batch.
+    """Return the documents of rows [B, T]; None where every row is one document.
+
+    What fills a row up counts as a document.
+    """
+    # The host must know where documents begin, to give tensors their shapes: one wait per
+    # micro-batch.
     begins_here = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
     begins = begins_here.flatten().nonzero().flatten().tolist()
     if len(begins) == len(document_ids):
@@ -85,9 +90,8 @@ def documents_of(document_ids: torch.Tensor) -> Documents | None:
         for document in members:
             shifts[document] = taken - begins[document]
             taken += longest
-    places = torch.arange(document_ids.numel()) + torch.tensor(shifts).repeat_interleave(
-        torch.tensor(lengths)
-    )
+    shift_of_token = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths))
+    places = torch.arange(document_ids.numel()) + shift_of_token
     return Documents(places.to(document_ids.device, non_blocking=True), tuple(shapes))
 
 
@@ -99,10 +103,9 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
 
 
 def isolate(hf: PreTrainedModel, spec: ModelSpec, state: DropoutState) -> None:
-    """Wrap the forward of every mixer of `hf`, whose kinds of layers are all proven to be isolated by it.
+    """Wrap the forward of every mixer of `hf`; a rule has refused kinds that are not proven.
 
-    A forward is replaced rather than a module wrapped, so that names stay and LoRA, checkpointing and sharding see
-    what they always see. `state.batch` must be one `with_documents`.
+    `state.batch` must be one `with_documents`.
     """
     for layer in spec.layers:
         assert layer.keeps_documents_apart, (
@@ -115,12 +118,12 @@ def isolate(hf: PreTrainedModel, spec: ModelSpec, state: DropoutState) -> None:
 
 
 def with_documents(batch: Batch) -> IsolatedBatch:
-    """The batch as the mixers of an isolated model want it."""
+    """Return the batch as the mixers of an isolated model need it."""
     return IsolatedBatch(**vars(batch), documents=documents_of(batch.document_ids))
 
 
 def _isolated(forward: Callable[..., Any], state: DropoutState) -> Callable[..., Any]:
-    """A mixer's forward, given each document by itself."""
+    """Return a mixer's forward that takes packed rows and computes each document by itself."""
 
     def isolated(hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         assert isinstance(state.batch, IsolatedBatch)
@@ -132,9 +135,9 @@ def _isolated(forward: Callable[..., Any], state: DropoutState) -> Callable[...,
             for group, rows in enumerate(documents.unpack(hidden_states)):
                 state.unpack = lambda mask, group=group: documents.unpack(mask)[group]
                 outs.append(forward(rows, **_from_position_0(kwargs, rows.shape[1])))
-        finally:  # also when checkpointing has all it wants and ends the recomputation here
+        finally:  # checkpointing ends a recomputation by an error once it has all tensors
             state.unpack = None
-        if isinstance(outs[0], tuple):  # attention: its output, and weights that nobody asked for
+        if isinstance(outs[0], tuple):  # attention: its output, and weights that are None
             return documents.repack([out for out, _ in outs]).view(hidden_states.shape), None
         return documents.repack(outs).view(hidden_states.shape)
 
@@ -142,16 +145,13 @@ def _isolated(forward: Callable[..., Any], state: DropoutState) -> Callable[...,
 
 
 def _from_position_0(kwargs: dict[str, Any], length: int) -> dict[str, Any]:
-    """A mixer's other arguments, for rows of `length` tokens: the model counted every row's positions from 0."""
+    """Return a mixer's other arguments for rows of `length` tokens that begin at position 0."""
     changed = dict(kwargs)
-    if (
-        kwargs.get("attention_mask") is not None
-    ):  # a window's, [1 or B, 1, T, T], alike for all rows
-        changed["attention_mask"] = kwargs["attention_mask"][:1, :, :length, :length]
+    mask, angles = kwargs.get("attention_mask"), kwargs.get("position_embeddings")
+    if mask is not None:  # a window's, [1 or B, 1, T, T], equal for all rows
+        changed["attention_mask"] = mask[:1, :, :length, :length]
     if kwargs.get("position_ids") is not None:
         changed["position_ids"] = kwargs["position_ids"][:1, :length]
-    if kwargs.get("position_embeddings") is not None:  # cosines and sines [1 or B, T, H]
-        changed["position_embeddings"] = tuple(
-            angles[:1, :length] for angles in kwargs["position_embeddings"]
-        )
+    if angles is not None:  # cosines and sines, [1 or B, T, H]
+        changed["position_embeddings"] = tuple(part[:1, :length] for part in angles)
     return changed

@@ -1,11 +1,12 @@
 """LoRA layers that compute through kernels/lora_linear in the place of PEFT's forward.
 
-Modules, names and what is saved stay PEFT's; only the forward of a plain layer is replaced: one linear, one adapter, no
-variant (DoRA and the like). What else PEFT can do with such a layer later (switch the adapter off, merge it, take
-another or several) is left to its own forward, and so are adapters on stacks of experts.
+Modules, names and what is saved stay PEFT's. Only the forward of a plain layer is replaced: one
+linear, one adapter, no variant (DoRA and the like). What else PEFT can do with such a layer later
+(switch the adapter off, merge it, take another or several) is left to its own forward, and so are
+adapters on stacks of experts.
 
-Projections that share their input (queries, keys and values; gate and up) are computed together: the first one that is
-called with a tensor computes all, and the others hand out what is theirs if they are called with that very tensor.
+Projections that share their input (queries, keys and values; gate and up) are computed together, so
+that the input is read once: see `_Shared`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 OTHER_DTYPE = "set training.precision to bfloat16, or lora.kernel to auto"
 
 Kernel = Literal["auto", "torch", "triton", "cuda", "peft"]
-"""As `lora.kernel` has it."""
+"""The values of `lora.kernel`."""
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
@@ -50,11 +51,12 @@ def use_lora_kernel(
     precision: str = "float32",
     half: BackwardHalf | None = None,
 ) -> str:
-    """Let the plain LoRA layers of a model, on any device yet, compute with a kernel that runs on `device`.
+    """Let the plain LoRA layers of a model compute with a kernel that runs on `device`.
 
-    Return its name; with `peft` nothing is replaced. Call it once the model's dropouts are `SlotDropout`s, and before a
-    strategy wraps them. `half` says which half of a backward runs, in a pipeline whose schedule has two. Raises
-    UserError as `kernel_for`.
+    The model may still be on another device. Return the name of the kernel; with `peft` nothing is
+    replaced. The model's dropouts must be `SlotDropout`s, which no strategy has wrapped yet. `half`
+    says which half of a backward runs, in a pipeline whose schedule has two. Raises UserError as
+    `kernel_for`.
     """
     kernel, backend = kernel_for(model, kernel, device, precision)
     if backend is None:
@@ -62,10 +64,7 @@ def use_lora_kernel(
     for layer in _plain_layers(model):
         _Shared([layer], backend, half)
     for parent in list(model.modules()):
-        inner: list[tuple[str, Any]] = list(parent.named_modules())
-        together = _alike(
-            [module for path, module in inner if path in SHARED_INPUTS and _is_plain(module)]
-        )
+        together = _alike(_with_one_input(parent))
         if len(together) > 1:
             shared = _Shared(together, backend, half)
             parent.forward = shared.within(parent.forward)
@@ -75,9 +74,10 @@ def use_lora_kernel(
 def kernel_for(
     model: nn.Module, kernel: Kernel, device: torch.device, precision: str
 ) -> tuple[Kernel, Backend | None]:
-    """What `kernel` comes to for the plain LoRA layers of a model, and its backend; None for `peft`, which has none.
+    """Return the kernel that runs for the plain LoRA layers of a model, and its backend.
 
-    UserError if it cannot run on `device`, or not with what `training.precision` makes it multiply.
+    `peft` has no backend. Raises UserError if the kernel cannot run on `device`, or not with the
+    dtypes that `training.precision` makes it multiply.
     """
     if kernel == "peft":
         return kernel, None
@@ -96,20 +96,21 @@ def has_plain_layers(model: nn.Module) -> bool:
 
 
 def backend_of(kernel: Kernel, device: torch.device) -> tuple[Kernel, Backend]:
-    """The backend of that name; `auto`: on a GPU Triton's where it can run, else torch's. UserError if it cannot."""
+    """Return a kernel that runs on `device` and its backend. Raises UserError if there is none.
+
+    `auto` is Triton's on a GPU where it can run, else torch's.
+    """
     if kernel == "auto":
-        kernel = (
-            "triton" if device.type == "cuda" and _why_not("triton", device) is None else "torch"
-        )
+        has_triton = device.type == "cuda" and _why_not("triton", device) is None
+        kernel = "triton" if has_triton else "torch"
     if why := _why_not(kernel, device):
         raise UserError(f"lora.kernel is {kernel}, but {why}; use auto or torch")
     return kernel, _module(kernel)
 
 
 def _module(kernel: str) -> Any:
-    return importlib.import_module(
-        f"shardwise.kernels.lora_linear.{'torch_backend' if kernel == 'torch' else kernel}"
-    )
+    name = "torch_backend" if kernel == "torch" else kernel
+    return importlib.import_module(f"shardwise.kernels.lora_linear.{name}")
 
 
 def _why_not(kernel: str, device: torch.device) -> str | None:
@@ -134,8 +135,17 @@ def _is_plain(module: nn.Module) -> bool:
     )
 
 
+def _with_one_input(parent: nn.Module) -> list[Any]:
+    """Return the plain layers in a module that are called with one tensor."""
+    return [
+        module
+        for path, module in parent.named_modules()
+        if path in SHARED_INPUTS and _is_plain(module)
+    ]
+
+
 def _alike(layers: list[PeftLinear]) -> list[PeftLinear]:
-    """Those like the first: of its rank, dtype and dropout."""
+    """Return the layers that have the rank, dtype and dropout of the first."""
 
     def traits(layer: PeftLinear) -> object:
         (name,) = layer.lora_A
@@ -146,7 +156,13 @@ def _alike(layers: list[PeftLinear]) -> list[PeftLinear]:
 
 
 class _Shared:
-    """Layers of one input, and what those that were not called yet will give for it."""
+    """Layers that are called with one tensor, or a single layer.
+
+    The first layer that is called with a tensor computes the outputs of all. The outputs of the
+    others wait here, until these layers are called with that very tensor, unchanged; a layer that
+    is called with another tensor computes by itself. At the end of the forward of the module that
+    holds the layers, whatever still waits is dropped.
+    """
 
     def __init__(
         self, layers: list[PeftLinear], backend: Backend, half: BackwardHalf | None
@@ -154,61 +170,51 @@ class _Shared:
         self.layers = layers
         self.backend = backend
         self.half = half
-        self.x: torch.Tensor | None = None
-        self.version = 0
-        self.waiting: dict[int, torch.Tensor] = {}  # by place in `layers`
+        self.x: torch.Tensor | None = None  # the input of what waits
+        self.version = 0  # how often it had been changed in place
+        self.waiting: dict[int, torch.Tensor] = {}  # outputs by place in `layers`
         for place, layer in enumerate(layers):
-            assert all(
-                isinstance(dropout, SlotDropout | nn.Identity)
-                for dropout in layer.lora_dropout.values()
-            )
+            for dropout in layer.lora_dropout.values():
+                assert isinstance(dropout, SlotDropout | nn.Identity)
             layer.forward = self._forward(place, PeftLinear.forward.__get__(layer))
 
     def _forward(
-        self, place: int, otherwise: Callable[..., torch.Tensor]
+        self, place: int, forward_of_peft: Callable[..., torch.Tensor]
     ) -> Callable[..., torch.Tensor]:
         layer = self.layers[place]
-        (own,) = layer.lora_A
+        (name,) = layer.lora_A
 
         def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if (
-                args
-                or kwargs
-                or layer.disable_adapters
-                or layer.merged
-                or layer.active_adapters != [own]
-            ):
-                return otherwise(x, *args, **kwargs)
-            return self.compute(place, x)
+            is_off = layer.disable_adapters or layer.merged or layer.active_adapters != [name]
+            if args or kwargs or is_off:
+                return forward_of_peft(x, *args, **kwargs)
+            return self.output_of(place, x)
 
         return forward
 
-    def compute(self, place: int, x: torch.Tensor) -> torch.Tensor:
-        """What the layer at a place gives for x."""
+    def output_of(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of the layer at a place for x."""
         version = _version(x)
-        if len(self.layers) == 1 or version is None:
-            (y,) = _compute([self.layers[place]], x, self.backend, self.half)
-            return y
-        if x is self.x and self.version == version and place in self.waiting:
+        if place in self.waiting and x is self.x and version == self.version:
             return self.waiting.pop(place)
-        if self.waiting:  # not called together after all
-            (y,) = _compute([self.layers[place]], x, self.backend, self.half)
-            return y
-        ys = _compute(self.layers, x, self.backend, self.half)
+        if len(self.layers) == 1 or version is None or self.waiting:
+            (output,) = _compute([self.layers[place]], x, self.backend, self.half)
+            return output
+        outputs = _compute(self.layers, x, self.backend, self.half)
         self.x, self.version = x, version
-        self.waiting = {other: y for other, y in enumerate(ys) if other != place}
-        return ys[place]
+        self.waiting = {other: y for other, y in enumerate(outputs) if other != place}
+        return outputs[place]
 
     def within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of the module that holds the layers: nothing outlives it."""
+        """Return the forward of the module that holds the layers, after which nothing waits."""
 
-        def forgetting(*args: Any, **kwargs: Any) -> Any:
+        def forward_and_drop(*args: Any, **kwargs: Any) -> Any:
             try:
                 return forward(*args, **kwargs)
-            finally:  # also when checkpointing has all it wants and ends the recomputation here
+            finally:  # checkpointing ends a recomputation by an error once it has all tensors
                 self.x, self.waiting = None, {}
 
-        return forgetting
+        return forward_and_drop
 
 
 def _linear(layer: PeftLinear) -> Linear:
@@ -220,7 +226,7 @@ def _linear(layer: PeftLinear) -> Linear:
 
 
 def _version(x: torch.Tensor) -> int | None:
-    """How often x was changed in place; None where it does not tell."""
+    """Return how often x was changed in place; None where torch does not count it."""
     if torch.compiler.is_compiling():
         return 0
     return None if x.is_inference() else x._version
@@ -231,11 +237,10 @@ def _compute(
 ) -> tuple[torch.Tensor, ...]:
     linears = [_linear(layer) for layer in layers]
     dropouts: list[Any] = [next(iter(layer.lora_dropout.values())) for layer in layers]
-    drop = None
-    if isinstance(dropouts[0], SlotDropout) and dropouts[0].active:
-        drop = Dropout(
-            dropouts[0].p, torch.stack([own.seeds(x) for own in dropouts]), dropouts[0].features
-        )
+    first, drop = dropouts[0], None
+    if isinstance(first, SlotDropout) and first.active:
+        seeds = torch.stack([dropout.seeds(x) for dropout in dropouts])
+        drop = Dropout(first.p, seeds, first.features)
     try:
         return lora_linear(x, linears, drop, backend, half)
     except UserError as error:  # only a forward knows the dtype of its input

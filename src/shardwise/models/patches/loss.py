@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
 
 KERNELS: dict[str, Kernel] = {"auto": "auto", "chunked": "torch", "triton": "triton"}
-"""By `training.loss`."""
+"""The kernel of each value of `training.loss` except plain."""
 
 
 def loss_of_run(cfg: RunConfig, family: Family, device: torch.device) -> str:
@@ -27,31 +27,32 @@ def loss_of_run(cfg: RunConfig, family: Family, device: torch.device) -> str:
 
     Raises UserError where Triton is asked for and cannot run.
     """
-    if cfg.training.loss == "plain" or family.model_type not in FAMILIES:
-        return "plain"  # what a family that is not listed does to its logits is not known
+    if not _is_in_head(cfg, family):
+        return "plain"
     if cfg.training.loss == "triton" and (reason := why_not(device)) is not None:
         raise UserError(f"training.loss is triton, but {reason}; use auto or chunked")
     return "triton" if kernel_of(KERNELS[cfg.training.loss], device) == "triton" else "chunked"
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
-    """Let the head of a part that has it return the loss where it is given labels, unless `training.loss` is plain."""
-    # What a family that is not listed does to its logits is not known.
-    part.loss_in_head = cfg.training.loss != "plain" and part.family.model_type in FAMILIES
+    """Let the head of a part return the loss where it is given labels, unless the loss is plain."""
+    part.loss_in_head = _is_in_head(cfg, part.family)
     if part.loss_in_head and part.spec.last:
         head = part.hf.get_submodule(part.spec.head)
-        _give_loss(
-            head, *_scale_and_softcap(part.hf.config, part.family), KERNELS[cfg.training.loss]
-        )
+        scale, softcap = _scale_and_softcap(part.hf.config, part.family)
+        _give_loss(head, scale, softcap, KERNELS[cfg.training.loss])
+
+
+def _is_in_head(cfg: RunConfig, family: Family) -> bool:
+    # What a family that is not listed does to its logits is not known.
+    return cfg.training.loss != "plain" and family.model_type in FAMILIES
 
 
 def _give_loss(head: nn.Module, scale: float, softcap: float | None, kernel: Kernel) -> None:
-    """Let the linear of a head, or both copies that PEFT's `modules_to_save` holds, take labels and return the loss."""
+    """Let the linear of a head, or both copies that PEFT has of it, take labels."""
     linears: list[Any] = [module for module in head.modules() if isinstance(module, nn.Linear)]
     for module in linears:
-        module.vocabulary = (
-            None  # which rows of the weight this rank has, if others have the others
-        )
+        module.vocabulary = None  # tensor parallelism sets which rows of the weight a rank has
         module.forward = _logits_or_loss(module, scale, softcap, kernel)
 
 
@@ -79,12 +80,11 @@ def _logits_or_loss(
 
 
 def _scale_and_softcap(config: PretrainedConfig, family: Family) -> tuple[float, float | None]:
-    """What transformers' model does to its head's output before the loss."""
+    """Return what a family multiplies its logits by, and what it caps them at, before the loss."""
     scale = 1.0
     if family.logits_multiplied_by is not None:
         scale *= getattr(config, family.logits_multiplied_by)
     if family.logits_divided_by is not None:
         scale /= getattr(config, family.logits_divided_by)
-    return scale, None if family.logits_capped_by is None else getattr(
-        config, family.logits_capped_by
-    )
+    cap = family.logits_capped_by
+    return scale, None if cap is None else getattr(config, cap)

@@ -1,4 +1,4 @@
-"""The load-balancing loss of mixture-of-experts layers, in a form that adds up over rows, layers and stages."""
+"""The load-balancing loss of mixtures of experts, as a sum over rows, layers and stages."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ if TYPE_CHECKING:
 
 def routers_of(hf: PreTrainedModel, family: Family) -> list[nn.Module]:
     """Return the routers of a model that are trained with a load-balancing loss."""
-    # Not what a copy in `modules_to_save` replaces: that is never called.
-    named = (
-        (name, module) for name, module in hf.named_modules() if ".original_module" not in name
-    )
-    return [module for _, module in named if type(module).__name__ == family.router]
+    return [
+        module
+        for name, module in hf.named_modules()
+        # What a copy in `modules_to_save` replaces is never called.
+        if type(module).__name__ == family.router and ".original_module" not in name
+    ]
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
-    """Let a part compute its routers' share of the load-balancing loss, with `model.router_aux_loss_coef`."""
+    """Let a part compute its routers' share of the loss, by `model.router_aux_loss_coef`."""
     coefficient = cfg.model.router_aux_loss_coef
     if coefficient:
-        part.router_loss = RouterLoss(
-            routers_of(part.hf, part.family), coefficient, part.num_routers
-        )
+        routers = routers_of(part.hf, part.family)
+        part.router_loss = RouterLoss(routers, coefficient, part.num_routers)
 
 
 class RouterLoss:
-    """Load-balancing loss of mixture-of-experts layers (Fedus et al. 2021, eq. 4-6), in a form that adds up.
+    """The load-balancing loss (Fedus et al. 2021, arXiv 2101.03961, eq. 4-6), as a sum over rows.
 
-    For layer l and row b with n_b target tokens: E * sum_e f_e P_e, where f_e is the number of the row's target tokens
-    times choices routed to expert e, over n_b, and P_e the mean router probability over those tokens. The loss is the
-    sum over rows and layers of n_b times that, times coefficient / number of layers. Divided by the global number of
-    target tokens it is the same for every split of rows over ranks and micro-batches. transformers pools the tokens of
-    all rows and layers before it multiplies f_e by P_e, and that product depends on which rows share a forward.
+    For layer l and row b with n_b target tokens: E * sum_e f_e P_e, where f_e is the number of the
+    row's target tokens times choices routed to expert e, over n_b, and P_e the mean router
+    probability over those tokens. The loss is the sum over rows and layers of n_b times that, times
+    coefficient / number of layers. Divided by the global number of target tokens it is the same for
+    every split of rows over ranks and micro-batches. transformers pools the tokens of all rows and
+    layers before it multiplies f_e by P_e, and that product depends on which rows share a forward.
     """
 
     def __init__(self, routers: list[nn.Module], coefficient: float, num_layers: int) -> None:
-        self.weight = (
-            coefficient / num_layers
-        )  # of the whole model, of which these may be a stage's
+        """Hook the routers of a model or stage; `num_layers`: all mixtures of the whole model."""
+        self.weight = coefficient / num_layers
         self.routers = routers
-        self.gradient_share = 1.0  # of the loss, that this rank's backward is to give
+        self.gradient_share = 1.0
+        """The share of the loss's gradient that this rank's backward gives."""
         self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for router in routers:
             router.register_forward_hook(self._record)
@@ -60,27 +61,26 @@ class RouterLoss:
         self.outputs.append((logits, chosen))
 
     def start(self) -> None:
-        """Forget what was recorded: under activation checkpointing the backward before has run every layer again."""
+        """Drop what was recorded: with activation checkpointing, the last backward recorded too."""
         self.outputs = []
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """The summed loss of the forward just done (scalar, float32)."""
+        """Return the summed loss of the forward just done (scalar, float32)."""
         outputs, self.outputs = self.outputs, []
         assert len(outputs) == len(self.routers)
         targets = (batch.labels != IGNORED).float()  # [B, T]
         tokens = targets.sum(dim=1, keepdim=True)  # [B, 1]
+        divisor = tokens.clamp(min=1)  # rows without a target weigh nothing
         total = torch.zeros((), device=targets.device)
         for logits, chosen in outputs:
             num_experts = logits.shape[-1]
             probabilities = F.softmax(logits.float(), dim=-1).view(*targets.shape, num_experts)
             routed = F.one_hot(chosen, num_experts).sum(dim=1).view(*targets.shape, num_experts)
-            # Both [B, E]; rows without a target weigh nothing, the clamp only keeps 0/0 away.
-            share = torch.einsum("bte,bt->be", routed.float(), targets) / tokens.clamp(min=1)
-            mean_probability = torch.einsum("bte,bt->be", probabilities, targets) / tokens.clamp(
-                min=1
-            )
+            # Both are [B, E].
+            share = torch.einsum("bte,bt->be", routed.float(), targets) / divisor
+            mean_probability = torch.einsum("bte,bt->be", probabilities, targets) / divisor
             total = total + num_experts * (tokens * share * mean_probability).sum()
         total = total * self.weight
-        return (
-            total if self.gradient_share == 1.0 else total.detach().lerp(total, self.gradient_share)
-        )
+        if self.gradient_share == 1.0:
+            return total
+        return total.detach().lerp(total, self.gradient_share)

@@ -1,4 +1,4 @@
-"""Jet-Nemotron, which transformers does not have: `shardwise.models` makes its Auto classes know it."""
+"""Jet-Nemotron, which transformers does not have: `shardwise.models` registers it there."""
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -9,6 +9,9 @@ __all__ = ["JetNemotronConfig", "JetNemotronForCausalLM", "JetNemotronModel", "r
 
 
 def register() -> None:
-    """Let AutoConfig and AutoModelForCausalLM find `model_type: jet_nemotron`; a second call changes nothing."""
+    """Let AutoConfig and AutoModelForCausalLM find `model_type: jet_nemotron`.
+
+    A second call changes nothing.
+    """
     AutoConfig.register(JetNemotronConfig.model_type, JetNemotronConfig, exist_ok=True)
     AutoModelForCausalLM.register(JetNemotronConfig, JetNemotronForCausalLM, exist_ok=True)

@@ -15,19 +15,18 @@ from transformers import PreTrainedConfig
 _KINDS = {"jet": "linear_attention", "attn": "full_attention", "swa": "sliding_attention"}
 _JET = {"num_heads": 6, "head_dim": 256, "expand_v": 2.0}
 _JET |= {"conv_size": 4, "dconv_generator_reduction": 8, "norm_eps": 1e-5}
-_HOW = (
-    "mode",
-    "dconv_implementation",
-)  # which of the published kernels computes it: nothing to this model
+_IGNORED = ("mode", "dconv_implementation")
+"""Keys that choose among the published kernels, which this model does not use."""
 _PUBLISHED = {kind: name for name, kind in _KINDS.items()}
 
 
 @strict
 class JetNemotronConfig(PreTrainedConfig):
-    """As published, but that `layer_types` has transformers' names in memory: its masks and caches go by them.
+    """The published config, except that `layer_types` has transformers' names in memory.
 
-    Files keep the published ones (`jet`, `attn`, `swa`); either are read from them. What JetBlock and the window take
-    from `efficient_attention_config` also goes by the names that other hybrids have. ValueError if it does not fit.
+    transformers' masks and caches go by these names. Files keep the published ones (`jet`, `attn`,
+    `swa`), and may have either. What JetBlock and the window take from `efficient_attention_config`
+    has also the names that other hybrids use. Raises ValueError if sizes do not fit.
     """
 
     model_type = "jet_nemotron"
@@ -55,17 +54,15 @@ class JetNemotronConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Translate, and check the sizes of what `layer_types` names."""
+        """Translate `layer_types`, and check the sizes that its layers need."""
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         types = self.layer_types or ["attn"] * self.num_hidden_layers
         self.layer_types = [_KINDS.get(name, name) for name in types]
         self._check()
-        kwargs.pop(
-            "sliding_window", None
-        )  # the published model goes by that of efficient_attention_config alone
-        kwargs.pop(
-            "auto_map", None
-        )  # names files of code that do not come with what is saved from here
+        # The published model goes by the window in efficient_attention_config alone. `auto_map`
+        # names files of code, which are not saved with a model.
+        for key in ("sliding_window", "auto_map"):
+            kwargs.pop(key, None)
         super().__post_init__(**kwargs)
 
     def _check(self) -> None:
@@ -82,14 +79,14 @@ class JetNemotronConfig(PreTrainedConfig):
             raise ValueError(
                 "layer_types has jet, but efficient_attention_config no jet with its sizes"
             )
-        if unknown := [key for key in given if key not in (*_JET, *_HOW)]:
+        if unknown := [key for key in given if key not in (*_JET, *_IGNORED)]:
             raise ValueError(
                 f"efficient_attention_config.jet has {unknown[0]!r}; it may have {', '.join(_JET)}"
             )
         for key in ("num_heads", "head_dim", "conv_size", "dconv_generator_reduction"):
             if not _is_size(self.jet[key]):
                 raise ValueError(
-                    f"efficient_attention_config.jet has {key} {self.jet[key]!r}, which is no number of them"
+                    f"efficient_attention_config.jet has {key} {self.jet[key]!r}, which is no size"
                 )
         if not math.isclose(
             self.jet["head_dim"] * self.jet["expand_v"], self.linear_value_head_dim, rel_tol=1e-5
@@ -97,23 +94,21 @@ class JetNemotronConfig(PreTrainedConfig):
             raise ValueError(
                 "head_dim times expand_v in efficient_attention_config is not a whole number"
             )
-        values, reduction = (
-            self.linear_num_value_heads * self.linear_value_head_dim,
-            self.jet["dconv_generator_reduction"],
-        )
+        values = self.linear_num_value_heads * self.linear_value_head_dim
+        reduction = self.jet["dconv_generator_reduction"]
         if values < reduction:
             raise ValueError(
-                f"efficient_attention_config.jet has dconv_generator_reduction {reduction}, which leaves "
-                f"nothing of the {values} features of its values"
+                f"efficient_attention_config.jet has dconv_generator_reduction {reduction}, which "
+                f"leaves nothing of the {values} features of its values"
             )
 
     def _of(self, mixer: str) -> dict[str, Any]:
         return (self.efficient_attention_config or {}).get(mixer) or {}
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is written to config.json."""
+        """Return what is written to config.json."""
         types = [_PUBLISHED.get(kind, kind) for kind in self.layer_types]
-        # The published class knows no rope_parameters, and without rope_theta would take another one.
+        # The published class has no rope_parameters, and takes another theta without rope_theta.
         theta = (self.rope_parameters or {}).get("rope_theta", self.default_theta)
         return super().to_dict() | {"layer_types": types, "rope_theta": theta}
 

@@ -1,6 +1,7 @@
-"""JetBlock: a gated delta rule whose values pass a short convolution with kernels generated from the input.
+"""JetBlock: a gated delta rule whose values pass a convolution with kernels made of the input.
 
-Facts (names, shapes, formulas) from github.com/NVlabs/Jet-Nemotron (Apache-2.0) and arXiv 2508.15884.
+Facts (names, shapes, formulas) are from github.com/NVlabs/Jet-Nemotron (Apache-2.0) and arXiv
+2508.15884.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from shardwise.models.families.jet_nemotron.configuration import JetNemotronConf
 
 
 class JetNemotronRMSNorm(nn.Module):
-    """Root mean square norm; with a gate, times its silu. All of it in float32 (float64 of float64), rounded once."""
+    """Root mean square norm; with a gate, times its silu.
+
+    It computes in float32 (float64 of float64) and rounds once.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -30,14 +34,17 @@ class JetNemotronRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """Of x [..., size], and gate alike; the result in x's dtype."""
+        """Return the norm of x [..., size], with a gate of that shape, in x's dtype."""
         y = wide(x)
         y = self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps))
         return (y if gate is None else y * F.silu(wide(gate))).to(x.dtype)
 
 
 class JetNemotronDynamicConv(nn.Module):
-    """The convolution of values; its kernels are w2(silu(w1(input))), and w2's bias is the kernel that all share."""
+    """The convolution of values, whose kernels are w2(silu(w1(input))).
+
+    w2's bias is the kernel that all tokens share.
+    """
 
     def __init__(self, config: JetNemotronConfig) -> None:
         super().__init__()
@@ -53,7 +60,10 @@ class JetNemotronDynamicConv(nn.Module):
         )
 
     def forward(self, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """From values [B, P + T, N V], the last T of them of the tokens `hidden` [B, T, D], to [B, T, N V]."""
+        """Return [B, T, N V] of values [B, P + T, N V] and tokens `hidden` [B, T, D].
+
+        The last T values are those of `hidden`.
+        """
         kernels = self.kernel_generator(hidden).unflatten(-1, (-1, self.width))
         return F.silu(dynamic_conv(values, kernels))
 
@@ -86,15 +96,15 @@ class JetBlock(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states [B, T, D]; attention_mask [B, T], 0 where padded, before a sequence or after it.
+        """Return [B, T, D], and None for attention's weights, of hidden_states [B, T, D].
 
-        A cache holds the state and the last values before the convolution. A padded token leaves both as they are if
-        it comes before the sequence, and not by itself, since transformers makes no mask for one token. Returns
-        [B, T, D], and None for attention's weights.
+        attention_mask [B, T] is 0 where padded, before a sequence or after it. A cache holds the
+        state and the last values before the convolution. A padded token leaves both as they are if
+        it comes before the sequence, and not by itself, since transformers makes no mask for one
+        token.
         """
-        if (
-            attention_mask is not None
-        ):  # no projection has a bias, so a padded token's value and key are 0
+        # No projection has a bias, so a padded token's value and key are 0.
+        if attention_mask is not None:
             hidden_states = hidden_states * attention_mask[..., None].to(hidden_states.dtype)
         values, state = self.v_proj(hidden_states), None
         if past_key_values is not None:
@@ -118,13 +128,14 @@ class JetBlock(nn.Module):
 
     @torch.no_grad()
     def initialise(self, std: float) -> None:
-        """Draw what is no matrix: decays as in Gated DeltaNet (e^A_log in (0, 16), dt in (0.001, 0.1)), the kernel."""
-        init.copy_(
-            self.A_log, torch.empty_like(self.A_log, dtype=torch.float32).uniform_(0, 16).log_()
-        )
+        """Draw what is no matrix: the rates of decay, and the kernel that all tokens share.
+
+        Rates are as in Gated DeltaNet: e^A_log in (0, 16), dt in (0.001, 0.1).
+        """
+        rate = torch.empty_like(self.A_log, dtype=torch.float32).uniform_(0, 16)
+        init.copy_(self.A_log, rate.log_())
         low, high = math.log(0.001), math.log(0.1)
         dt = (torch.rand_like(self.dt_bias, dtype=torch.float32) * (high - low) + low).exp()
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # what softplus makes dt of
-        init.normal_(
-            self.dynamic_conv1d.kernel_generator.get_parameter("w2.bias"), mean=0.0, std=std
-        )
+        shared_kernel = self.dynamic_conv1d.kernel_generator.get_parameter("w2.bias")
+        init.normal_(shared_kernel, mean=0.0, std=std)

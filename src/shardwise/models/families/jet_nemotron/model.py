@@ -1,7 +1,8 @@
-"""Jet-Nemotron: Qwen2 of which most attention layers are JetBlock, some see a window; for training and generation.
+"""Jet-Nemotron, for training and generation: Qwen2 with JetBlock in place of most attention.
 
-Facts (names, shapes, formulas) from github.com/NVlabs/Jet-Nemotron (Apache-2.0) and arXiv 2508.15884. What it shares
-with Qwen2 (attention, MLP, rotary positions) is transformers' code.
+Some of its attention layers see a window. Facts (names, shapes, formulas) are from
+github.com/NVlabs/Jet-Nemotron (Apache-2.0) and arXiv 2508.15884. What it shares with Qwen2
+(attention, MLP, rotary positions) is transformers' code.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class JetNemotronDecoderLayer(qwen2.Qwen2DecoderLayer):
     """Qwen2's layer around one of the three mixers, each of which goes by the name `self_attn`."""
 
     def __init__(self, config: JetNemotronConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)  # ty: ignore[invalid-argument-type]  # has all that Qwen2's config has
+        # The config has all that Qwen2's has.
+        super().__init__(config, layer_idx)  # ty: ignore[invalid-argument-type]
         if config.layer_types[layer_idx] == "linear_attention":
             self.self_attn = JetBlock(config, layer_idx)
         self.input_layernorm = JetNemotronRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -36,7 +38,7 @@ class JetNemotronDecoderLayer(qwen2.Qwen2DecoderLayer):
 
 
 class JetNemotronPreTrainedModel(PreTrainedModel):
-    """What transformers wants to know of the family."""
+    """What transformers asks of a family."""
 
     config_class = JetNemotronConfig
     config: JetNemotronConfig
@@ -85,7 +87,7 @@ class JetNemotronModel(JetNemotronPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states [B, T, D] after the final norm; arguments as in other models of transformers."""
+        """Return hidden states [B, T, D] after the final norm, as transformers' models do."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -123,10 +125,12 @@ class JetNemotronModel(JetNemotronPreTrainedModel):
     def _of_kind(self, kind: str, cache: Cache | None) -> Cache | None:
         if cache is None:
             return None
-        # A mask is as wide as its layers' cache; of a hybrid one, transformers 5.17 asks whichever layer is first.
-        own = copy(cache)
-        own.layers = [layer for k, layer in zip(self.config.layer_types, cache.layers) if k == kind]
-        return own
+        # A mask is as wide as its layers' cache. transformers 5.17 asks the first layer of a cache,
+        # whatever its kind.
+        types = self.config.layer_types
+        of_kind = copy(cache)
+        of_kind.layers = [layer for type_, layer in zip(types, cache.layers) if type_ == kind]
+        return of_kind
 
 
 class JetNemotronForCausalLM(JetNemotronPreTrainedModel, GenerationMixin):
