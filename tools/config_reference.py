@@ -1,4 +1,6 @@
-"""Write docs/reference/config.md from the docstrings in src/shardwise/config.py: `python tools/config_reference.py`."""
+"""Write docs/reference/config.md from the docstrings in src/shardwise/config.py: `python
+tools/config_reference.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,35 +1,41 @@
-"""GPT-2 Large under single, DDP, ZeRO-3 and ZeRO-3 x TP: bytes a rank, beside the peaks of a published comparison.
+"""GPT-2 Large under single, DDP, ZeRO-3 and ZeRO-3 x TP: bytes a rank, beside the peaks of a
+published comparison.
 
     python tools/gpt2_large.py [--out results/gpt2-large]
 
-States are exact: each of configs/gpt2-large/*.yaml is built as a run builds it, all strategies applied, on `meta` and
-in a process group that is only pretended; then gradients are set, AdamW does a step, and what rank 0 holds is counted.
+States are exact: each of configs/gpt2-large/*.yaml is built as a run builds it, all strategies
+applied, on `meta` and in a process group that is only pretended; then gradients are set, AdamW does
+a step, and what rank 0 holds is counted.
 
-The peak is predicted, and was not measured at this size: the most of five moments of a step on a GPU, each the states
-that are there and what lies beside them. B rows of T tokens, D wide, L layers, F = 4 D, V tokens, t = tp.
+The peak is predicted, and was not measured at this size: the most of five moments of a step on a
+GPU, each the states that are there and what lies beside them. B rows of T tokens, D wide, L layers,
+F = 4 D, V tokens, t = tp.
 
-- Weights are float32, products bfloat16: `hidden`, the stream between layers and what a checkpoint holds, is 4 B T D
-  bytes.
-- forward: a checkpoint per layer, and autocast's bfloat16 copies of all layers' weights, which it keeps until the model
-  ends (not of tensor parallelism's shares: these are no leaves of the graph).
-- loss: the checkpoints, the last layer's and the final norm's output. Chunked: the rows with a target (4 B T D), their
-  gradient (4 B T D), in bfloat16 (2 B T D); of the head the gradient (4 V D / t), a bfloat16 copy and a chunk's product
-  (2 V D / t each); a chunk of logits in float32 and in bfloat16. Plain: the head in bfloat16 (2 V D / t) and three
-  times all logits in float32 (12 B T V): log-probabilities, their gradient, and the logits' gradient.
-- last layer, first layer: what a layer keeps while it is computed again, per token and D: 8 bytes whole (products'
-  inputs of bfloat16 after the norms, the sum in the middle), 8 / t of attention (queries, keys, values, output) and
-  64 / t of the feed-forward (GPT-2's activation has a power, which autocast computes in float32 on a GPU; 40 / t on a
-  CPU); its bfloat16 weights (24 D^2 / t); gradients: two of the stream, two as wide as F. In the last layer all
-  checkpoints are there and only the head's gradient; in the first one checkpoint and all gradients. In between both
-  change evenly.
-- step: all gradients, and the square roots of one moment, which AdamW makes for all weights at once (on a CPU twice
-  those of the largest).
+- Weights are float32, products bfloat16: `hidden`, the stream between layers and what a checkpoint
+  holds, is 4 B T D bytes.
+- forward: a checkpoint per layer, and autocast's bfloat16 copies of all layers' weights, which it
+  keeps until the model ends (not of tensor parallelism's shares: these are no leaves of the graph).
+- loss: the checkpoints, the last layer's and the final norm's output. Chunked: the rows with a
+  target (4 B T D), their gradient (4 B T D), in bfloat16 (2 B T D); of the head the gradient (4 V D
+  / t), a bfloat16 copy and a chunk's product (2 V D / t each); a chunk of logits in float32 and in
+  bfloat16. Plain: the head in bfloat16 (2 V D / t) and three times all logits in float32 (12 B T
+  V): log-probabilities, their gradient, and the logits' gradient.
+- last layer, first layer: what a layer keeps while it is computed again, per token and D: 8 bytes
+  whole (products' inputs of bfloat16 after the norms, the sum in the middle), 8 / t of attention
+  (queries, keys, values, output) and 64 / t of the feed-forward (GPT-2's activation has a power,
+  which autocast computes in float32 on a GPU; 40 / t on a CPU); its bfloat16 weights (24 D^2 / t);
+  gradients: two of the stream, two as wide as F. In the last layer all checkpoints are there and
+  only the head's gradient; in the first one checkpoint and all gradients. In between both change
+  evenly.
+- step: all gradients, and the square roots of one moment, which AdamW makes for all weights at once
+  (on a CPU twice those of the largest).
 
-DDP keeps its buckets, which are the gradients, throughout. ZeRO-3 keeps the embeddings and the final norm gathered for
-the whole step, since the head is tied, and their gradient whole to its end; of the layers it has two gathered (the next
-is fetched beforehand), and one's gradient whole, twice. ZeRO-3 x TP does so with a tensor-parallel rank's share: the
-token embedding's rows and a layer's matrices are 1 / t of the whole ones, the other weights are whole. What an
-allocator rounds up or holds in reserve, NCCL's buffers and CUDA's context are not in it.
+DDP keeps its buckets, which are the gradients, throughout. ZeRO-3 keeps the embeddings and the
+final norm gathered for the whole step, since the head is tied, and their gradient whole to its end;
+of the layers it has two gathered (the next is fetched beforehand), and one's gradient whole, twice.
+ZeRO-3 x TP does so with a tensor-parallel rank's share: the token embedding's rows and a layer's
+matrices are 1 / t of the whole ones, the other weights are whole. What an allocator rounds up or
+holds in reserve, NCCL's buffers and CUDA's context are not in it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Write a study's table into the guide that quotes it: `python tools/study_table.py [BENCH] [PAGE]`.
+"""Write a study's table into the guide that quotes it: `python tools/study_table.py [BENCH]
+[PAGE]`.
 
-For each strategy and group: tokens/s over the baseline's, and the peak memory of a rank in MiB. What was not timed has
-no speed; a cell without figures has neither.
+For each strategy and group: tokens/s over the baseline's, and the peak memory of a rank in MiB.
+What was not timed has no speed; a cell without figures has neither.
 """
 
 from __future__ import annotations

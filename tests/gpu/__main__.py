@@ -1,4 +1,6 @@
-"""`make gpu`: tests on a CUDA device, then LoRA steps timed against Hugging Face Trainer + PEFT. See README.md here."""
+"""`make gpu`: tests on a CUDA device, then LoRA steps timed against Hugging Face Trainer + PEFT.
+See README.md here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.gpu.workload import LORA_STEP, REHEARSAL  # noqa: E402
 
 TOTAL_SECONDS = 460
 LIMITS = {"draw": 90, "tests torch": 140, "tests fla": 60, "timing fla": 220, "timing torch": 140}
-"""Seconds each stage may take, as far as the total has them left; fla's first step compiles and tunes its kernels."""
+"""Seconds each stage may take, as far as the total has them left; fla's first step compiles and
+tunes its kernels.
+"""
 
 
 class Files:
@@ -54,7 +58,8 @@ def child_environment() -> dict[str, str]:
 
 
 def run_tests(gdn: str, device: str, scratch: Path, limit: float, only: str = "") -> dict[str, Any]:
-    """The tests of one choice of kernels, each with what it measured, also if time runs out between them.
+    """The tests of one choice of kernels, each with what it measured, also if time runs out between
+    them.
 
     `only`: those of one family.
     """
@@ -69,7 +74,8 @@ def run_tests(gdn: str, device: str, scratch: Path, limit: float, only: str = ""
         "no:cacheprovider",
         "--tb=short",
     ]
-    # Other versions of the libraries than the pinned ones warn of other things: here warnings are shown, not errors.
+    # Other versions of the libraries than the pinned ones warn of other things: here warnings are
+    # shown, not errors.
     command += ["-W", "default", "-m", "gpu" if device == "cuda" else "not gpu", "-k", only]
     env = {**child_environment(), "SHARDWISE_GDN": gdn, "SHARDWISE_GPU_REPORT": str(report)}
     started = time.monotonic()
@@ -98,7 +104,9 @@ def finds_device() -> bool:
 
 
 def begin(program: str, doc: str | None) -> tuple[str, Files] | None:
-    """What a command line asks for: cuda or cpu, and where the results go; None where it cannot be, as a line says."""
+    """What a command line asks for: cuda or cpu, and where the results go; None where it cannot be,
+    as a line says.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description=doc)
     parser.add_argument(
         "--rehearse",

@@ -1,7 +1,8 @@
-"""Makes what is read by what is timed, in a process of its own: `python -m tests.gpu.draw FOLDER DEVICE [WORKLOAD]`.
+"""Makes what is read by what is timed, in a process of its own: `python -m tests.gpu.draw FOLDER
+DEVICE [WORKLOAD]`.
 
-Into FOLDER go the model, drawn at random on the device (safetensors in bfloat16), and `facts.json`: where this runs,
-what its device can do at best, and what a step costs.
+Into FOLDER go the model, drawn at random on the device (safetensors in bfloat16), and `facts.json`:
+where this runs, what its device can do at best, and what a step costs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def main(folder: str, device_type: str, name: str = "qwen3_5") -> None:
     }
     facts = {
         "environment": where(),
-        # Both are there for every device: of one without a published peak, the first is measured too and says so.
+        # Both are there for every device: of one without a published peak, the first is measured
+        # too and says so.
         "peaks": {
             name: {"flops_per_second": p.flops_per_second, "source": p.source}
             for name, p in peaks.items()
@@ -59,7 +61,9 @@ def main(folder: str, device_type: str, name: str = "qwen3_5") -> None:
 
 
 def flops_per_token(workload: Workload, folder: str, device: torch.device) -> float:
-    """Model FLOPs of a LoRA step: the same for both sides, with and without checkpointing, whatever the kernels."""
+    """Model FLOPs of a LoRA step: the same for both sides, with and without checkpointing, whatever
+    the kernels.
+    """
     cfg = run_config(workload, folder, "none", device)
     hf = load.build_meta(cfg.model, load.read_config(cfg.model))
     spec = spec_of(hf.config, hf)
@@ -69,7 +73,9 @@ def flops_per_token(workload: Workload, folder: str, device: torch.device) -> fl
 
 
 def where() -> dict[str, Any]:
-    """`environment()` with what else a figure from a GPU needs; the commit may come from SHARDWISE_COMMIT."""
+    """`environment()` with what else a figure from a GPU needs; the commit may come from
+    SHARDWISE_COMMIT.
+    """
     found = environment()
     found["commit"] = found["commit"] or os.environ.get("SHARDWISE_COMMIT")
     for name in ("accelerate", "triton", "fla-core", "causal-conv1d"):

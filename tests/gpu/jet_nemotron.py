@@ -1,4 +1,6 @@
-"""`make gpu-jet-nemotron`: LoRA steps of Jet-Nemotron-2B's shape on one CUDA device, with and without checkpointing."""
+"""`make gpu-jet-nemotron`: LoRA steps of Jet-Nemotron-2B's shape on one CUDA device, with and
+without checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.gpu.workload import workload_of  # noqa: E402
 NAME = "jet_nemotron"
 TOTAL_SECONDS = 460
 LIMITS = {"draw": 120, "timing": 300, "tests": 120}
-"""Seconds each stage may take, as far as the total has them left; fla's first step compiles and tunes its kernels."""
+"""Seconds each stage may take, as far as the total has them left; fla's first step compiles and
+tunes its kernels.
+"""
 PUBLISHED = {
     "tokens_per_second": 28275,
     "device": "one H100",

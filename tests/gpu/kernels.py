@@ -1,7 +1,9 @@
-"""Which code computes the gated delta rule, and how it is chosen: transformers takes fla's where it can import it.
+"""Which code computes the gated delta rule, and how it is chosen: transformers takes fla's where it
+can import it.
 
-It decides when a family's module is imported, and where the import fails, for whatever reason, it takes its own torch
-code without a word. So a process chooses first, and what was really taken is read back.
+It decides when a family's module is imported, and where the import fails, for whatever reason, it
+takes its own torch code without a word. So a process chooses first, and what was really taken is
+read back.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ FUNCTIONS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 
 
 def choose(gdn: str) -> None:
-    """`torch`: make the optional packages unimportable. `fla`: import its kernels, and so say why if that fails."""
+    """`torch`: make the optional packages unimportable. `fla`: import its kernels, and so say why
+    if that fails.
+    """
     assert not any("gated_delta" in name or ".modeling_qwen3" in name for name in sys.modules), (
         "chosen too late"
     )
@@ -48,7 +52,8 @@ def taken(model: nn.Module) -> dict[str, str]:
 
 
 def check(model: nn.Module, gdn: str) -> dict[str, str]:
-    """`taken(model)`; an assert fails if the gated delta rule is not computed by what was chosen."""
+    """`taken(model)`; an assert fails if the gated delta rule is not computed by what was chosen.
+    """
     kernels = taken(model)
     if not kernels:  # not transformers' code; JetBlock looks for fla when it is called
         assert (find_spec("fla") is not None) == (gdn == "fla")

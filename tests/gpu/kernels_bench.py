@@ -1,4 +1,6 @@
-"""`make gpu-kernels`: LoRA linears, the loss and LoRA steps, with shardwise's kernels and without. See README.md."""
+"""`make gpu-kernels`: LoRA linears, the loss and LoRA steps, with shardwise's kernels and without.
+See README.md.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ from tests.gpu.workload import LORA_STEP, REHEARSAL  # noqa: E402
 
 TOTAL_SECONDS = 460
 LIMITS = {"lora": 190, "loss": 60, "draw": 60, "step": 200}
-"""Seconds each stage may take, as far as the total has them left; the first compiles and tunes the kernels."""
+"""Seconds each stage may take, as far as the total has them left; the first compiles and tunes the
+kernels.
+"""
 STEP_SIDES = ("shardwise", "shardwise:cuda", "shardwise:peft", "transformers")
 """`shardwise`: with what `lora.kernel: auto` takes; after a colon, what else it is told to take."""
 AIMS = {
     "lora": {"times_floor": 1.10, "times_faster_than_peft": 1.35},
     "loss": {"times_less_memory": 4.8, "times_faster": 1.3},
 }
-"""Of forward and backward together; of the loss with a frozen head, against all logits and torch's cross entropy."""
+"""Of forward and backward together; of the loss with a frozen head, against all logits and torch's
+cross entropy.
+"""
 
 
 def main() -> int:
@@ -88,7 +94,9 @@ class Run:
         return [json.loads(line) for line in text.split("\n")[:-1]]
 
     def gate(self, side: str) -> str:
-        """Whether LoRA linears came out right with a side's kernels wherever they were compared: green, or why not."""
+        """Whether LoRA linears came out right with a side's kernels wherever they were compared:
+        green, or why not.
+        """
         lora = self.lines("lora")
         name = side.partition(":")[2] or next(
             (line["auto"] for line in lora if line["kind"] == "environment"), "auto"
@@ -105,7 +113,9 @@ class Run:
         return (wrong or ["green"])[0] if rows else f"{name} was compared nowhere"
 
     def step(self) -> None:
-        """Whole LoRA steps, all sides in turns; a side whose kernels are wrong or cannot run here is left out."""
+        """Whole LoRA steps, all sides in turns; a side whose kernels are wrong or cannot run here
+        is left out.
+        """
         drawn = self.scratch / "model"
         drawn.mkdir()
         self.command("draw", "tests.gpu.draw", str(drawn), self.device)
@@ -192,7 +202,8 @@ class Run:
 
 
 def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """LoRA rows with what follows from their times: against the floor and against both of PEFT's."""
+    """LoRA rows with what follows from their times: against the floor and against both of PEFT's.
+    """
 
     def seconds(row: dict[str, Any]) -> float:
         return row["forward"]["median"] + row["backward"]["median"]
@@ -216,7 +227,8 @@ def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Loss rows with how much less memory and time they take than the eager one of the same head."""
+    """Loss rows with how much less memory and time they take than the eager one of the same head.
+    """
     eager = {
         json.dumps(row["head"]): row
         for row in rows

@@ -1,8 +1,9 @@
 """Times LoRA linears, in a process of its own: `python -m tests.gpu.lora_rows OUT.jsonl DEVICE`.
 
-Sides: the frozen linear alone; PEFT's eager forward, under autocast with adapters in float32 (as Trainer runs it) and
-with adapters in bfloat16; shardwise's with each backend. All but the first compute the same. A side's outputs and
-gradients are compared with float64 before it is timed; one that is off is not timed.
+Sides: the frozen linear alone; PEFT's eager forward, under autocast with adapters in float32 (as
+Trainer runs it) and with adapters in bfloat16; shardwise's with each backend. All but the first
+compute the same. A side's outputs and gradients are compared with float64 before it is timed; one
+that is off is not timed.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def main(out: str, device_type: str) -> None:
 
 
 class Problem:
-    """The numbers of a setting: x, weights, adapters, gradients of the outputs; and what float64 makes of them."""
+    """The numbers of a setting: x, weights, adapters, gradients of the outputs; and what float64
+    makes of them.
+    """
 
     def __init__(self, setting: Setting, tokens: int, device: torch.device) -> None:
         self.setting, self.device = setting, device
@@ -213,7 +216,9 @@ def peft_model(problem: Problem, dtype: torch.dtype) -> nn.ModuleDict:
 
 
 def checked(problem: Problem, side: str) -> dict[str, Any]:
-    """Whether a side's outputs and gradients are as close to float64 as bfloat16 allows, and come out equal twice."""
+    """Whether a side's outputs and gradients are as close to float64 as bfloat16 allows, and come
+    out equal twice.
+    """
     if side == "frozen" or (side.startswith("peft") and problem.drop is not None):
         return {"status": "green", "reason": "not ours: torch's own random masks, or none"}
     try:

@@ -1,8 +1,10 @@
-"""Times the loss with its head, in a process of its own: `python -m tests.gpu.loss_rows OUT.jsonl DEVICE`.
+"""Times the loss with its head, in a process of its own: `python -m tests.gpu.loss_rows OUT.jsonl
+DEVICE`.
 
-Sides: all logits, then torch's cross entropy of them in float32, as transformers computes it; shardwise's chunked loss
-with torch's operations and with Triton's kernels; Liger's fused linear cross entropy where it is installed. Memory is
-the most that is alive above what was there before, less the head's gradient where it is trained.
+Sides: all logits, then torch's cross entropy of them in float32, as transformers computes it;
+shardwise's chunked loss with torch's operations and with Triton's kernels; Liger's fused linear
+cross entropy where it is installed. Memory is the most that is alive above what was there before,
+less the head's gradient where it is trained.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from tests.gpu.shapes import FULL, REHEARSAL, Head
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 SIDES = ("eager", "torch", "triton", "liger")
 TOLERANCE = {"loss": 1e-4, "gradient": 2.0**-7}
-"""Relative to the chunked loss in float32; gradients by their norm, after two roundings to bfloat16."""
+"""Relative to the chunked loss in float32; gradients by their norm, after two roundings to
+bfloat16.
+"""
 
 
 def main(out: str, device_type: str) -> None:

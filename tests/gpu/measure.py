@@ -1,4 +1,6 @@
-"""Seconds of a piece of work on a device, the device's own ceilings, and the least a LoRA linear can take."""
+"""Seconds of a piece of work on a device, the device's own ceilings, and the least a LoRA linear
+can take.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Clock:
     def time(
         self, work: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None
     ) -> dict[str, float]:
-        """Seconds of `work(prepare())`, where preparing is not timed; two runs come before, which may compile."""
+        """Seconds of `work(prepare())`, where preparing is not timed; two runs come before, which
+        may compile.
+        """
         first, second = (self._once(work, prepare) for _ in range(2))
         pause = max(0.002, 2 * min(first[1], second[1]))
         runs = [self._once(work, prepare, pause) for _ in range(self.repeats)]
@@ -66,7 +70,9 @@ class Clock:
 
 
 def ceilings(clock: Clock) -> dict[str, float]:
-    """Bytes a second of a copy, read and written counted, and FLOPs a second of a product; random data."""
+    """Bytes a second of a copy, read and written counted, and FLOPs a second of a product; random
+    data.
+    """
     device = clock.device
     size, numbers = (8192, 2**29) if device.type == "cuda" else (256, 2**20)
     source = torch.randn(numbers, dtype=torch.bfloat16, device=device)
@@ -81,10 +87,12 @@ def ceilings(clock: Clock) -> dict[str, float]:
 
 
 def floors(setting: Setting, tokens: int, device: dict[str, float]) -> dict[str, float]:
-    """Seconds that forward and backward take at the least: by FLOPs, or by bytes if each operand is moved once.
+    """Seconds that forward and backward take at the least: by FLOPs, or by bytes if each operand is
+    moved once.
 
-    bfloat16. Forward: reads x, the weights and factors, writes the outputs. Backward: reads the outputs' gradients, the
-    weights, the factors and x, writes the gradients of x and of the factors; no gradient of the weights.
+    bfloat16. Forward: reads x, the weights and factors, writes the outputs. Backward: reads the
+    outputs' gradients, the weights, the factors and x, writes the gradients of x and of the
+    factors; no gradient of the weights.
     """
     k, r, total = setting.k, setting.r, sum(setting.n)
     factors = len(setting.n) * r * k + r * total

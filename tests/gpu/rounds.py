@@ -1,7 +1,9 @@
-"""A training loop that runs in rounds another process asks for, so that two programs can be timed in turns.
+"""A training loop that runs in rounds another process asks for, so that two programs can be timed
+in turns.
 
-Requests and replies are JSON objects, one a line, on stdin and on what was stdout when the process started:
-`{"do": "build", "checkpointing": "none"}`, `{"do": "steps", "steps": 5, ...}` (see `Rounds.more`) and `{"do": "stop"}`.
+Requests and replies are JSON objects, one a line, on stdin and on what was stdout when the process
+started: `{"do": "build", "checkpointing": "none"}`, `{"do": "steps", "steps": 5, ...}` (see
+`Rounds.more`) and `{"do": "stop"}`.
 """
 
 from __future__ import annotations
@@ -55,10 +57,11 @@ class Rounds:
     def more(self) -> bool:
         """Called before every step: whether to take it. False means that this loop is to end.
 
-        A round is `lead_in` steps and then `steps` timed ones, from before the first of these to before the step that
-        would follow; the device is waited for at both ends only. With `memory`, peak memory is measured instead. After
-        a round the allocator's cache is given back, so that the two programs never need the device's memory at once;
-        the lead-in step fills it again.
+        A round is `lead_in` steps and then `steps` timed ones, from before the first of these to
+        before the step that would follow; the device is waited for at both ends only. With
+        `memory`, peak memory is measured instead. After a round the allocator's cache is given
+        back, so that the two programs never need the device's memory at once; the lead-in step
+        fills it again.
         """
         if self.left == 0:
             if self.request["do"] == "steps":

@@ -1,7 +1,8 @@
-"""What the kernels are timed on: linears of published models, and heads. Imports nothing but the standard library.
+"""What the kernels are timed on: linears of published models, and heads. Imports nothing but the
+standard library.
 
-Sizes: tools/pipeline_shapes.py has the sources of Qwen3.5's and Llama's, github.com/NVlabs/Jet-Nemotron
-(jetai/modeling/configs/jetlm_2B.json) is that of Jet-Nemotron's.
+Sizes: tools/pipeline_shapes.py has the sources of Qwen3.5's and Llama's,
+github.com/NVlabs/Jet-Nemotron (jetai/modeling/configs/jetlm_2B.json) is that of Jet-Nemotron's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The two programs that are timed: shardwise's own step, and Hugging Face's Trainer with PEFT, on the same work."""
+"""The two programs that are timed: shardwise's own step, and Hugging Face's Trainer with PEFT, on
+the same work.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,9 @@ class _Rows(torch.utils.data.Dataset):
 
 
 def transformers(cfg: RunConfig, workload: Workload, device: torch.device, rounds: Rounds) -> None:
-    """Trainer and PEFT with the same weights, first factors, rows and settings. Runs until `rounds` ends it."""
+    """Trainer and PEFT with the same weights, first factors, rows and settings. Runs until `rounds`
+    ends it.
+    """
     assert cfg.lora is not None
     hf = AutoModelForCausalLM.from_pretrained(
         cfg.model.path, dtype=torch.bfloat16, attn_implementation="sdpa"

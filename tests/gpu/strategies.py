@@ -1,4 +1,6 @@
-"""A few steps of one strategy on one device, and what they are held against: the same work in float32 on the CPU."""
+"""A few steps of one strategy on one device, and what they are held against: the same work in
+float32 on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.gpu import kernels
 from tests.parity.harness import start
 
 GDN = os.environ.get("SHARDWISE_GDN")
-"""The kernels that the gated delta rule must be computed by: fla or torch; None: whichever transformers takes."""
+"""The kernels that the gated delta rule must be computed by: fla or torch; None: whichever
+transformers takes.
+"""
 ROWS, SEQUENCE = 4, 70  # 70 is no multiple of the recurrent layers' chunks of 64 and 32
 STEPS = 3
 
@@ -42,13 +46,15 @@ class Cell:
         return replace(self, strategy="single", dtype="float32", device="cpu")
 
     def control(self) -> Cell:
-        """The same work in one process on the CPU in this cell's dtype: what rounding alone does."""
+        """The same work in one process on the CPU in this cell's dtype: what rounding alone does.
+        """
         return replace(self, strategy="single", device="cpu")
 
 
 @dataclass(frozen=True)
 class FirstStep:
-    """What the first step computed, before its update; tensors are whole, float32 and on the CPU."""
+    """What the first step computed, before its update; tensors are whole, float32 and on the CPU.
+    """
 
     loss: float
     logits: torch.Tensor  # [B, T, V], without dropout
@@ -68,7 +74,8 @@ class Outcome:
 
 
 def run_config(cell: Cell) -> RunConfig:
-    """The run file of a cell. Weights are stored in the cell's dtype and products computed in it."""
+    """The run file of a cell. Weights are stored in the cell's dtype and products computed in it.
+    """
     return RunConfig(
         model=Model(cell.model, init="random", dtype=cell.dtype),
         lora=Lora(r=4, alpha=8) if cell.mode == "lora" else None,
@@ -101,7 +108,9 @@ def microbatches(device: torch.device) -> list[Batch]:
 
 
 def start_values(cell: Cell) -> State:
-    """Every parameter as the cell's own dtype has it, LoRA's B at random; filled into float32 it loses nothing."""
+    """Every parameter as the cell's own dtype has it, LoRA's B at random; filled into float32 it
+    loses nothing.
+    """
     cfg = run_config(cell.control())
     job, _ = set_up(cell.control(), start(cfg))
     return State({name: p.detach() for name, p in job.pm.named_parameters()})
@@ -162,7 +171,9 @@ def hf_model(job: Job) -> PreTrainedModel:
 
 
 def _expected_state(named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, int]:
-    """At world size 1: what is trained has a gradient, two moments like itself and a 4-byte step counter."""
+    """At world size 1: what is trained has a gradient, two moments like itself and a 4-byte step
+    counter.
+    """
     every = sum(p.numel() * p.element_size() for _, p in named)
     trained = [(p.numel(), p.element_size()) for _, p in named if p.requires_grad]
     size = sum(numel * element for numel, element in trained)
@@ -172,8 +183,8 @@ def _expected_state(named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, in
 def distances(one: FirstStep, reference: FirstStep) -> dict[str, float]:
     """How far two outcomes are apart.
 
-    Of the logits and of all gradients together, the 2-norm of the difference over that of the reference; the most that
-    any logit differs by, and what the first loss differs by.
+    Of the logits and of all gradients together, the 2-norm of the difference over that of the
+    reference; the most that any logit differs by, and what the first loss differs by.
     """
     grads, expected = (
         torch.cat([step.grads[name].flatten() for name in reference.grads])
@@ -188,9 +199,11 @@ def distances(one: FirstStep, reference: FirstStep) -> dict[str, float]:
 
 
 def shares(one: FirstStep, reference: FirstStep) -> dict[str, float]:
-    """How much of each gradient of the reference is there: 0 for one that is missing, 2 for one that is doubled.
+    """How much of each gradient of the reference is there: 0 for one that is missing, 2 for one
+    that is doubled.
 
-    Rounding moves it little, even where a gradient is a small difference of large numbers, as that of `A_log` is.
+    Rounding moves it little, even where a gradient is a small difference of large numbers, as that
+    of `A_log` is.
     """
     assert one.grads.keys() == reference.grads.keys()
     return {

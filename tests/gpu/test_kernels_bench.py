@@ -1,4 +1,5 @@
-"""The bench of the kernels: its arithmetic, its gate, and that a rehearsal goes through all of it."""
+"""The bench of the kernels: its arithmetic, its gate, and that a rehearsal goes through all of it.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ CPU = torch.device("cpu")
 
 def test_the_floor_is_what_flops_or_bytes_take():
     setting = Setting("", "", k=64, n=(32, 16), r=8)
-    # 10 tokens. Factors: 2 of 8 x 64 and 8 x (32 + 16), 1408. FLOPs: 2 * 10 * (64 * 48 + 1408), twice the factors in
-    # the backward. Bytes: 2 * (10 * (64 + 48) + 64 * 48 + 1408), in the backward x and the factors' gradients too.
+    # 10 tokens. Factors: 2 of 8 x 64 and 8 x (32 + 16), 1408. FLOPs: 2 * 10 * (64 * 48 + 1408),
+    # twice the factors in the backward. Bytes: 2 * (10 * (64 + 48) + 64 * 48 + 1408), in the
+    # backward x and the factors' gradients too.
     by_flops = floors(setting, 10, {"flops_per_second": 1.0, "bytes_per_second": 1e12})
     assert by_flops == {"forward": 20 * (3072 + 1408), "backward": 20 * (3072 + 2816)}
     by_bytes = floors(setting, 10, {"flops_per_second": 1e12, "bytes_per_second": 1.0})

@@ -25,7 +25,8 @@ from tests.gpu.timing import (
 )
 from tests.gpu.workload import REHEARSAL
 
-# A worker without torch: a step takes 10 ms, or 20 on the other side; `dies` ends it at the second timed round.
+# A worker without torch: a step takes 10 ms, or 20 on the other side; `dies` ends it at the second
+# timed round.
 WORKER = """
 import json, sys
 seconds, dies, rounds = float(sys.argv[1]), sys.argv[2] == "dies", 0

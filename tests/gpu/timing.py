@@ -1,4 +1,6 @@
-"""Asks the two sides for rounds in turns and keeps what they say. Imports no torch: it only waits and counts."""
+"""Asks the two sides for rounds in turns and keeps what they say. Imports no torch: it only waits
+and counts.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ from tests.gpu.workload import Workload
 SIDES = ("shardwise", "transformers")
 CHECKPOINTING = ("none", "full")
 LOSS_TOLERANCE = 2**-8
-"""Relative, of the first step's loss and gradient norm between the sides: one bfloat16 rounding of the whole. Both
-round the same products of the same numbers; what differs (see sides.DIFFERENCES) is in float32."""
+"""Relative, of the first step's loss and gradient norm between the sides: one bfloat16 rounding of
+the whole. Both round the same products of the same numbers; what differs (see sides.DIFFERENCES) is
+in float32.
+"""
 
 
 class Deadline:
@@ -41,7 +45,9 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A process that answers each line of JSON with a line of JSON; what else it prints goes to `log`."""
+    """A process that answers each line of JSON with a line of JSON; what else it prints goes to
+    `log`.
+    """
 
     def __init__(self, command: Sequence[str], env: dict[str, str], log: Path) -> None:
         self.log = log
@@ -116,7 +122,8 @@ def time_pair(
     sides: Sequence[str] = SIDES,
     modes: Sequence[str] = CHECKPOINTING,
 ) -> None:
-    """Time the sides with one choice of kernels; `save(rows)` is called whenever there is something new.
+    """Time the sides with one choice of kernels; `save(rows)` is called whenever there is something
+    new.
 
     A side that fails keeps its reason in its row, and the others go on without it.
     """
@@ -189,7 +196,8 @@ def _time_mode(
 
 
 def with_figures(row: dict[str, Any], workload: Workload, facts: dict[str, Any]) -> dict[str, Any]:
-    """A row with what follows from its rounds: seconds a step, tokens a second, MFU by both peaks."""
+    """A row with what follows from its rounds: seconds a step, tokens a second, MFU by both peaks.
+    """
     if not row.get("rounds"):
         return row
     median = statistics.median(row["rounds"])
@@ -209,10 +217,11 @@ def with_figures(row: dict[str, Any], workload: Workload, facts: dict[str, Any])
 def comparisons(
     rows: Sequence[dict[str, Any]], gate: str, sides: tuple[str, str] = SIDES
 ) -> list[dict[str, Any]]:
-    """The two sides of each variant against each other: what was equal, and ratios if the gate is green and all was.
+    """The two sides of each variant against each other: what was equal, and ratios if the gate is
+    green and all was.
 
-    `gate` is that of the tests with the same kernels. A ratio above 1 says that shardwise takes less. `time` is over
-    the rounds, each side's against the other's next to it.
+    `gate` is that of the tests with the same kernels. A ratio above 1 says that shardwise takes
+    less. `time` is over the rounds, each side's against the other's next to it.
     """
     found = []
     for gdn, checkpointing in dict.fromkeys((row["gdn"], row["checkpointing"]) for row in rows):
@@ -241,7 +250,9 @@ def comparisons(
 
 
 def equal_work(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, bool]:
-    """Whether the two sides did the same: parameters by dtype, adapters, optimizer, kernels, first loss and norm."""
+    """Whether the two sides did the same: parameters by dtype, adapters, optimizer, kernels, first
+    loss and norm.
+    """
     same = {key: ours["facts"][key] == theirs["facts"][key] for key in ours["facts"]}
     for key in ("losses", "grad_norms"):
         one, other = ours["warmup"][key][0], theirs["warmup"][key][0]

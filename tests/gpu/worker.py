@@ -1,6 +1,8 @@
-"""One side of the timing, as a process of its own: `python -m tests.gpu.worker SIDE GDN FOLDER DEVICE WORKLOAD`.
+"""One side of the timing, as a process of its own: `python -m tests.gpu.worker SIDE GDN FOLDER
+DEVICE WORKLOAD`.
 
-SIDE is `transformers`, or `shardwise`, then a colon and `lora.kernel` where that is not to be `auto`.
+SIDE is `transformers`, or `shardwise`, then a colon and `lora.kernel` where that is not to be
+`auto`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ GDN_SHAPE = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-"""Gated DeltaNet as the model of LORA_STEP has it. Triton compiles and tunes fla's kernels for a shape once."""
+"""Gated DeltaNet as the model of LORA_STEP has it. Triton compiles and tunes fla's kernels for a
+shape once.
+"""
 
 
 def _layers(blocks: int) -> dict[str, Any]:
@@ -51,7 +53,8 @@ class Workload:
 
 
 LORA_STEP = Workload(
-    # Qwen3.5-0.8B's published shape but for the vocabulary (248,320 there): float32 logits of 8,192 tokens take 2 GiB.
+    # Qwen3.5-0.8B's published shape but for the vocabulary (248,320 there): float32 logits of 8,192
+    # tokens take 2 GiB.
     model={
         **_HYBRID,
         **GDN_SHAPE,
