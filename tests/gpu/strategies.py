@@ -1,6 +1,4 @@
-"""A few steps of one strategy on one device, and what they are held against: the same work in
-float32 on the CPU.
-"""
+"""A few steps of one strategy on one device, and the same work in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -42,19 +40,17 @@ class Cell:
     device: Literal["cuda", "cpu"]
 
     def reference(self) -> Cell:
-        """The same work in one process on the CPU in float32."""
+        """Return the same work in one process on the CPU in float32."""
         return replace(self, strategy="single", dtype="float32", device="cpu")
 
     def control(self) -> Cell:
-        """The same work in one process on the CPU in this cell's dtype: what rounding alone does.
-        """
+        """Return the same work on the CPU in this cell's dtype: what rounding alone does."""
         return replace(self, strategy="single", device="cpu")
 
 
 @dataclass(frozen=True)
 class FirstStep:
-    """What the first step computed, before its update; tensors are whole, float32 and on the CPU.
-    """
+    """What the first step computed before its update; full tensors, float32, on the CPU."""
 
     loss: float
     logits: torch.Tensor  # [B, T, V], without dropout
@@ -74,8 +70,7 @@ class Outcome:
 
 
 def run_config(cell: Cell) -> RunConfig:
-    """The run file of a cell. Weights are stored in the cell's dtype and products computed in it.
-    """
+    """Return the run of a cell. Its dtype is that of weights and products."""
     return RunConfig(
         model=Model(cell.model, init="random", dtype=cell.dtype),
         lora=Lora(r=4, alpha=8) if cell.mode == "lora" else None,
@@ -99,18 +94,13 @@ def microbatches(device: torch.device) -> list[Batch]:
     labels = ids[:, 1:].clone()
     labels[ROWS // 2 :, 40:] = IGNORED
     halves = (slice(0, ROWS // 2), slice(ROWS // 2, ROWS))
-    return [
-        Batch(
-            ids[h, :-1], labels[h], torch.zeros_like(labels[h]), tuple(range(ROWS))[h], step=1
-        ).to(device)
-        for h in halves
-    ]
+    documents, slots = torch.zeros_like(labels), tuple(range(ROWS))
+    batches = [Batch(ids[h, :-1], labels[h], documents[h], slots[h], step=1) for h in halves]
+    return [batch.to(device) for batch in batches]
 
 
 def start_values(cell: Cell) -> State:
-    """Every parameter as the cell's own dtype has it, LoRA's B at random; filled into float32 it
-    loses nothing.
-    """
+    """Return every parameter in the cell's own dtype, LoRA's B at random: exact in float32 too."""
     cfg = run_config(cell.control())
     job, _ = set_up(cell.control(), start(cfg))
     return State({name: p.detach() for name, p in job.pm.named_parameters()})
@@ -119,9 +109,8 @@ def start_values(cell: Cell) -> State:
 def set_up(cell: Cell, start: State) -> tuple[Job, Mesh]:
     """A cell's run with these values; a process group must be up."""
     cfg = run_config(cell)
-    mesh = build_mesh(
-        cfg, torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
-    )
+    device = torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
+    mesh = build_mesh(cfg, device)
     return build(cfg, mesh, start), mesh
 
 
@@ -137,9 +126,8 @@ def first_step(job: Job, mesh: Mesh) -> FirstStep:
             logits = torch.cat([part(batch, return_logits=True) for batch in batches]).float().cpu()
         loss, _ = forward_backward(job.pm, batches, mesh)
     trained = [(n, p.grad) for n, p in job.pm.named_parameters() if p.requires_grad]
-    return FirstStep(
-        loss.item(), logits, {n: full_tensor(g).float().cpu() for n, g in trained if g is not None}
-    )
+    grads = {n: full_tensor(g).float().cpu() for n, g in trained if g is not None}
+    return FirstStep(loss.item(), logits, grads)
 
 
 def run_cell(cell: Cell, start: State) -> Outcome:
@@ -171,8 +159,8 @@ def hf_model(job: Job) -> PreTrainedModel:
 
 
 def _expected_state(named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, int]:
-    """At world size 1: what is trained has a gradient, two moments like itself and a 4-byte step
-    counter.
+    """Return the bytes at world size 1: of a trained parameter also a gradient, two moments and a
+    step counter of 4 bytes.
     """
     every = sum(p.numel() * p.element_size() for _, p in named)
     trained = [(p.numel(), p.element_size()) for _, p in named if p.requires_grad]
@@ -181,7 +169,7 @@ def _expected_state(named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, in
 
 
 def distances(one: FirstStep, reference: FirstStep) -> dict[str, float]:
-    """How far two outcomes are apart.
+    """Return how far two outcomes are apart.
 
     Of the logits and of all gradients together, the 2-norm of the difference over that of the
     reference; the most that any logit differs by, and what the first loss differs by.
@@ -199,8 +187,7 @@ def distances(one: FirstStep, reference: FirstStep) -> dict[str, float]:
 
 
 def shares(one: FirstStep, reference: FirstStep) -> dict[str, float]:
-    """How much of each gradient of the reference is there: 0 for one that is missing, 2 for one
-    that is doubled.
+    """Return how much of each gradient of the reference is there: 0 if it is missing, 2 if doubled.
 
     Rounding moves it little, even where a gradient is a small difference of large numbers, as that
     of `A_log` is.

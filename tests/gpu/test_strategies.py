@@ -54,8 +54,7 @@ cuda = [
 
 
 def model_folder(name: str, scratch: Callable[[str], str]) -> str:
-    """A tiny model of a family; with fla, one whose recurrent layers have the shape that is timed.
-    """
+    """Return a tiny model; with fla, its recurrent layers have the shape that is timed."""
     if GDN != "fla":
         return str(CONFIGS / name)
     folder = scratch(name)
