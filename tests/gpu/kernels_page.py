@@ -39,7 +39,7 @@ def page(device: str, common: dict[str, Any], content: dict[str, dict[str, Any]]
     parts.append(table(STEP_COLUMNS, map(step_cells, step["rows"])))
     parts += [f"{entry['side']}: {in_words(entry)}." for entry in step["comparisons"]]
     for name, stage in content.items():
-        if stage.get("status", "ok") != "ok":
+        if stage["status"] != "ok":
             parts.append(f"Stage {name}: {stage['status']} ({stage['reason']}).")
     return "\n\n".join(parts) + "\n"
 

@@ -8,7 +8,6 @@ that is wrong is not timed.
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 
 from shardwise.benchmark.paired import Results
 from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import Linear, lora_linear, naive
+from shardwise.kernels.lora_linear import Linear, load_backend, lora_linear, naive
 from tests.gpu.draw import machine
 from tests.gpu.measure import METHOD, Clock, ceilings, floors
 from tests.gpu.shapes import ODD, Setting, sizes_of
@@ -157,18 +156,12 @@ def autocast(device: torch.device, side: str = "") -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=side != "peft bfloat16")
 
 
-def backend_of(side: str) -> Any:
-    """Return the module with the five functions of one of OURS."""
-    name = "torch_backend" if side == "torch" else side
-    return importlib.import_module(f"shardwise.kernels.lora_linear.{name}")
-
-
 def why_not(side: str, device: torch.device) -> str | None:
     """Return why a side cannot run here, None if it can."""
     if side not in OURS:
         return None
     try:
-        return backend_of(side).missing(device)
+        return load_backend(side).missing(device)
     except ImportError as error:
         return str(error)
 
@@ -183,7 +176,7 @@ def forward_of(side: str, problem: Problem) -> tuple[Forward, list[torch.Tensor]
         model = peft_model(problem, torch.float32 if side == "peft" else torch.bfloat16)
         trained = [p for p in model.parameters() if p.requires_grad]
         return lambda x: tuple(module(x) for module in model.values()), trained
-    backend = backend_of(side)
+    backend = load_backend(side)
     return lambda x: lora_linear(x, linears, problem.drop, backend), factors
 
 

@@ -9,7 +9,15 @@ import torch
 
 from shardwise.config import UserError
 from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import Linear, cuda, lora_linear, naive, torch_backend
+from shardwise.kernels.lora_linear import (
+    Linear,
+    cuda,
+    load_backend,
+    lora_linear,
+    naive,
+    operators,
+    torch_backend,
+)
 from shardwise.kernels.lora_linear.cuda import launch, library
 from tests.kernels.without_gpu.cuda_emulator import emulated, stand_in
 
@@ -251,7 +259,9 @@ def wide(x, linears, drop):
 
 def test_forward_and_backward_of_linears_that_share_an_input():
     x, linears, drop = draw()
-    ours = gradients(lambda *args: lora_linear(*args, backend=cuda), x, linears, drop)
+    ours = gradients(
+        lambda *args: lora_linear(*args, backend=load_backend("cuda")), x, linears, drop
+    )
     torchs = gradients(lora_linear, x, linears, drop)
     exact = gradients(naive.lora_linear, *wide(x, linears, drop))
 
@@ -273,7 +283,7 @@ def test_compiles_without_a_graph_break():
     x, linears, drop = draw()
 
     def forward(*args):
-        return lora_linear(*args, backend=cuda)
+        return lora_linear(*args, backend=load_backend("cuda"))
 
     plain = gradients(forward, x, linears, drop)
     compiled = gradients(
@@ -286,17 +296,17 @@ def test_fakes_say_what_the_operators_give():
     p = Problem(70, 40, 24, 8, linears=2, p=0.1)
     checks = ("test_schema", "test_faketensor")
     seeds, own_h = p.drop.seeds, p.h[:, :8]
-    for op, args in (
-        (cuda._project, (p.x, p.a, seeds, None, 0.1)),
-        (cuda._product, (p.x, p.weights[0], p.bias, own_h, p.b, 0.7)),
-        (cuda._product, (p.x, p.weights[0], None, own_h, p.b, 0.7)),
-        (cuda._output_gradients, (p.dy, p.b, own_h, 0.7)),
-        (cuda._output_gradients, (p.dy, p.b, None, 0.7)),
-        (cuda._output_gradients, (p.dy, None, own_h, 0.7)),
-        (cuda._input_gradient, ([p.dy, p.dy], p.weights, p.h, p.a, None, None, 0.0)),
-        (cuda._factor_gradient, (p.h, p.x, seeds, None, 0.1)),
+    for operator, args in (
+        (operators.project, (p.x, p.a, seeds, None, 0.1)),
+        (operators.product, (p.x, p.weights[0], p.bias, own_h, p.b, 0.7)),
+        (operators.product, (p.x, p.weights[0], None, own_h, p.b, 0.7)),
+        (operators.output_gradients, (p.dy, p.b, own_h, 0.7)),
+        (operators.output_gradients, (p.dy, p.b, None, 0.7)),
+        (operators.output_gradients, (p.dy, None, own_h, 0.7)),
+        (operators.input_gradient, ([p.dy, p.dy], p.weights, p.h, p.a, None, None, 0.0)),
+        (operators.factor_gradient, (p.h, p.x, seeds, None, 0.1)),
     ):
-        torch.library.opcheck(op, args, test_utils=checks)
+        torch.library.opcheck(operator, ("cuda", *args), test_utils=checks)
 
 
 def without(kernel, text):

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from shardwise.kernels.dropout import Dropout, as_arguments
-from shardwise.kernels.lora_linear import Linear, lora_linear, naive, torch_backend, triton
+from shardwise.kernels.lora_linear import (
+    Linear,
+    load_backend,
+    lora_linear,
+    naive,
+    operators,
+    torch_backend,
+    triton,
+)
 
 N = 21  # of the outputs
 
@@ -146,7 +154,9 @@ def test_in_the_autograd_node(p):
     x, linears, drop = problem(p)
     expected = gradients(naive.lora_linear, x, linears, drop)
     for found, other in zip(
-        gradients(lora_linear, x, linears, drop, backend=triton), expected, strict=True
+        gradients(lora_linear, x, linears, drop, backend=load_backend("triton")),
+        expected,
+        strict=True,
     ):
         torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-12)
 
@@ -158,9 +168,9 @@ def test_compiled_in_one_graph():
         torch._dynamo.reset()
         return torch.compile(lora_linear, backend="aot_eager", fullgraph=True)(*args, **options)
 
-    expected = gradients(lora_linear, x, linears, drop, backend=triton)
+    expected = gradients(lora_linear, x, linears, drop, backend=load_backend("triton"))
     for found, other in zip(
-        gradients(compiled, x, linears, drop, backend=triton), expected, strict=True
+        gradients(compiled, x, linears, drop, backend=load_backend("triton")), expected, strict=True
     ):
         assert torch.equal(found, other)
 
@@ -176,15 +186,16 @@ def test_operators_are_what_they_say(p):
     )
     own, mask = h[:, :3], as_arguments(drop)
     arguments = [
-        (triton._project, (x, a, *mask)),
-        (triton._product, (x, weight, bias, own, b, 2.0)),
-        (triton._output_gradients, (dy, b, own, 2.0)),
-        (triton._output_gradients, (dy, None, own, 2.0)),
-        (triton._output_gradients, (dy, b, None, 2.0)),
-        (triton._input_gradient, ([dy, dy], [weight, weight], g, a, *mask)),
-        (triton._factor_gradient, (g, x, *mask)),
+        (operators.project, (x, a, *mask)),
+        (operators.product, (x, weight, bias, own, b, 2.0)),
+        (operators.output_gradients, (dy, b, own, 2.0)),
+        (operators.output_gradients, (dy, None, own, 2.0)),
+        (operators.output_gradients, (dy, b, None, 2.0)),
+        (operators.input_gradient, ([dy, dy], [weight, weight], g, a, *mask)),
+        (operators.factor_gradient, (g, x, *mask)),
     ]
-    for operator, args in arguments:
+    for operator, tensors in arguments:
+        args = ("triton", *tensors)
         torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
         outputs, fakes = operator(*args), fake(operator, args)
         for one, other in zip(

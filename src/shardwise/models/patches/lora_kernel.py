@@ -10,7 +10,6 @@ called with a tensor computes all, and the others hand out what is theirs if the
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import Backend, BackwardHalf, Linear, lora_linear
+from shardwise.kernels.lora_linear import Backend, BackwardHalf, Linear, load_backend, lora_linear
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.patches.dropout import SlotDropout
@@ -103,18 +102,12 @@ def backend_of(kernel: Kernel, device: torch.device) -> tuple[Kernel, Backend]:
         )
     if why := _why_not(kernel, device):
         raise UserError(f"lora.kernel is {kernel}, but {why}; use auto or torch")
-    return kernel, _module(kernel)
-
-
-def _module(kernel: str) -> Any:
-    return importlib.import_module(
-        f"shardwise.kernels.lora_linear.{'torch_backend' if kernel == 'torch' else kernel}"
-    )
+    return kernel, load_backend(kernel)
 
 
 def _why_not(kernel: str, device: torch.device) -> str | None:
     try:
-        return _module(kernel).missing(device)
+        return load_backend(kernel).missing(device)
     except ImportError as error:
         return f"{error.name} is not installed (pip install {error.name})"
 
