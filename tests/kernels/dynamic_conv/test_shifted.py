@@ -1,4 +1,6 @@
-"""The convolution with a kernel per token against its loop, and against torch's where all kernels are the same."""
+"""The convolution with a kernel per token against its loop, and against torch's where all kernels
+are the same.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What fla's kernels are given on a GPU means what the torch path computes: by a stand-in with their signature.
+"""What fla's kernels are given on a GPU means what the torch path computes: by a stand-in with
+their signature.
 
-The kernels themselves need a GPU (tests/gpu). The stand-in is written from their source, in plain torch on a CPU.
+The kernels themselves need a GPU (tests/gpu). The stand-in is written from their source, in plain
+torch on a CPU.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ BF16 = 2 * torch.finfo(torch.bfloat16).eps
 
 
 def kernel(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What both compute of their arguments: q, k [B, T, H, K], v [B, T, H, V], g (a log) and beta [B, T, H], the state
-    [B, H, K, V] in float32. Tokens are scaled by 1/sqrt(K) if no scale is given, and norms have 1e-6 under the root.
+    """What both compute of their arguments: q, k [B, T, H, K], v [B, T, H, V], g (a log) and beta
+    [B, T, H], the state [B, H, K, V] in float32. Tokens are scaled by 1/sqrt(K) if no scale is
+    given, and norms have 1e-6 under the root.
     """
     assert given["v"].element_size() == 2
     assert {given[name].dtype for name in ("q", "k", "beta")} == {
@@ -77,7 +80,9 @@ def kernel(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @pytest.fixture(params=["0.4.2", "0.6.0"])
 def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
-    """fla is installed, and tensors say that they are on a GPU: which kernel was called, and with what."""
+    """fla is installed, and tensors say that they are on a GPU: which kernel was called, and with
+    what.
+    """
     found: list[tuple[str, dict[str, Any]]] = []
     ops: Any = ModuleType("fla.ops.gated_delta_rule")
     for name, text in (SIGNATURES if request.param == "0.4.2" else LATER).items():

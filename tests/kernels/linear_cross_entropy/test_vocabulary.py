@@ -1,4 +1,6 @@
-"""The chunked loss where each rank has other rows of the weight, against the plain one on the whole weight."""
+"""The chunked loss where each rank has other rows of the weight, against the plain one on the whole
+weight.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,16 @@ OPTIONS = [
         (True, False), ((1.0, None), (0.3, None), (1.0, 2.0), (1.7, 2.0))
     )
 ]
-# (rows, whether the weight is frozen, options). One row; a whole chunk; one more; many, and a last chunk not full.
+# (rows, whether the weight is frozen, options). One row; a whole chunk; one more; many, and a last
+# chunk not full.
 CASES = [
     (n, frozen, options) for n in (1, 3, 4, 50) for frozen in (True, False) for options in OPTIONS
 ]
 
 
 def every_case() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    # Four rows of the last rank's float64 logits, but three of the others': all must take three. (Set for good here.)
+    # Four rows of the last rank's float64 logits, but three of the others': all must take three.
+    # (Set for good here.)
     chunked.CHUNK_BYTES = 4 * 8 * {2: 18, 3: 11}[dist.get_world_size()]
     found = []
     for n, frozen, options in CASES:
@@ -78,9 +82,11 @@ def low_precision() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
 
 
 def test_low_precision_is_as_good_as_the_plain_loss():
-    """Against float64, no more than twice the error of whole logits and their gradient in the same dtype.
+    """Against float64, no more than twice the error of whole logits and their gradient in the same
+    dtype.
 
-    (In float32 both errors are roundings of sums in another order, of a few units in the last place, 6e-8.)
+    (In float32 both errors are roundings of sums in another order, of a few units in the last
+    place, 6e-8.)
     """
     for (dtype, autocast), *ranks in zip(PRECISIONS, *run_ranks(2, low_precision), strict=True):
         exact, labels = inputs(130, 64, 999)
@@ -124,7 +130,8 @@ def extremes() -> tuple[float, list[float], float]:
 @pytest.mark.parametrize("num_ranks", [2, 3])  # the last rank has one token either way
 def test_large_logits_stay_finite_and_no_target_is_no_loss(num_ranks):
     for loss, gradient, nothing in run_ranks(num_ranks, extremes):
-        # The distance of each target's logit, 1e4 and 0, from the largest, 1e4; d loss / d hidden is w[0] - w[target].
+        # The distance of each target's logit, 1e4 and 0, from the largest, 1e4; d loss / d hidden
+        # is w[0] - w[target].
         assert (loss, gradient, nothing) == (1e4, [0.0, 1e4], 0.0)
 
 
@@ -153,7 +160,9 @@ N, D, LARGE = 512, 16, 4001
 
 
 def peak(frozen: bool, chunk_bytes: int) -> tuple[int, int, int]:
-    """Bytes that the loss takes at its peak beyond what was there, those of this rank's weight, and of `hidden`."""
+    """Bytes that the loss takes at its peak beyond what was there, those of this rank's weight, and
+    of `hidden`.
+    """
     chunked.CHUNK_BYTES = chunk_bytes
     (hidden, weight, _), labels = inputs(N, D, LARGE, dtype=torch.float32, frozen=frozen)
     vocabulary, rows = own_vocabulary(LARGE)
@@ -170,7 +179,8 @@ def peak(frozen: bool, chunk_bytes: int) -> tuple[int, int, int]:
 def test_no_rank_ever_has_all_logits(frozen, capsys):
     full = N * LARGE * 4  # 8.2 MB
     share = -(-LARGE // 3)
-    # 32 rows of a rank's logits, 171 KB, 48 times less than all logits; then all rows in one chunk, 1/3 of them.
+    # 32 rows of a rank's logits, 171 KB, 48 times less than all logits; then all rows in one chunk,
+    # 1/3 of them.
     for rows_in_chunk in (32, N):
         chunk = rows_in_chunk * share * 4
         for rank, (taken, weight, hidden) in enumerate(run_ranks(3, peak, frozen, chunk)):
@@ -179,7 +189,7 @@ def test_no_rank_ever_has_all_logits(frozen, capsys):
                     f"\n  rank {rank}, {rows_in_chunk} rows: peak {taken:>9,} B, all logits {full:,} B",
                     end="",
                 )
-            # A chunk (at least 0.6 of one: of 512 rows 30 % have no target, and chunks are alike), the weight's
-            # gradient, and a few tensors of hidden's size.
+            # A chunk (at least 0.6 of one: of 512 rows 30 % have no target, and chunks are alike),
+            # the weight's gradient, and a few tensors of hidden's size.
             assert 0.6 * chunk < taken - (not frozen) * weight < chunk + 6 * hidden + 2**16
             assert taken < full / 2

@@ -38,7 +38,9 @@ def draw(
     p: float = 0.0,
     device: str = "cpu",
 ) -> Problem:
-    """A linear for each of `sizes`, of about 1 all; `factors`: the dtype of a and b if it is another."""
+    """A linear for each of `sizes`, of about 1 all; `factors`: the dtype of a and b if it is
+    another.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int, std: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -78,7 +80,9 @@ def to(problem: Problem, dtype: torch.dtype) -> Problem:
 
 
 def run(forward: Callable[..., tuple[torch.Tensor, ...]], problem: Problem) -> list[torch.Tensor]:
-    """Outputs, then the gradients of `problem.inputs()`, where each output has a gradient of its own."""
+    """Outputs, then the gradients of `problem.inputs()`, where each output has a gradient of its
+    own.
+    """
     ys = forward(*problem)
     places = [torch.arange(y.numel(), device=y.device).view(y.shape) for y in ys]
     # Sixteenths from -1 to 1, exact in every dtype.
@@ -90,7 +94,9 @@ def run(forward: Callable[..., tuple[torch.Tensor, ...]], problem: Problem) -> l
 
 
 def worst(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest of the tensors' largest differences, each over the largest number that is expected."""
+    """The largest of the tensors' largest differences, each over the largest number that is
+    expected.
+    """
     assert [t.shape for t in found] == [t.shape for t in expected]
     return max(
         (

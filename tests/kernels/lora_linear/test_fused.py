@@ -57,8 +57,8 @@ def test_every_dtype_against_float64(dtype, p):
     expected = run(naive.lora_linear, to(problem, torch.float64))
     found = run(lora_linear, problem)
     assert {t.dtype for t in found} == {dtype}
-    # Each number is rounded at most three times on its way (h or g, a product, a sum), by half an eps each; a sum's
-    # own rounding in float32 is nothing beside it, but for float32: 48 terms.
+    # Each number is rounded at most three times on its way (h or g, a product, a sum), by half an
+    # eps each; a sum's own rounding in float32 is nothing beside it, but for float32: 48 terms.
     assert worst(found, expected) < (3 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5)
 
 

@@ -24,6 +24,7 @@
 
 #define __global__
 #define __device__
+#define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \

@@ -1,4 +1,6 @@
-"""Every Triton kernel becomes machine code for both generations of GPUs, and fits into their shared memory."""
+"""Every Triton kernel becomes machine code for both generations of GPUs, and fits into their shared
+memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The CUDA kernels, run on the CPU by an emulator: against float64, in many orders of their threads, and assembled."""
+"""The CUDA kernels, run on the CPU by an emulator: against float64, in many orders of their
+threads, and assembled.
+"""
 
 from __future__ import annotations
 
@@ -74,13 +76,16 @@ class Problem:
 
 
 def assert_close(found, expected, dtype, roundings=1):
-    """Within what rounding the result `roundings` times to its dtype can do, and sums in float32 beside it."""
+    """Within what rounding the result `roundings` times to its dtype can do, and sums in float32
+    beside it.
+    """
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].shape == value.shape, name
         assert found[name].dtype == (torch.float32 if name in ("da", "db") else dtype), name
         largest = float(value.abs().max()) if value.numel() else 0.0
-        # Sums of up to 500 products of numbers up to 5 in float32: 500 * 2^-24 of what is summed, 2^-15 of the largest.
+        # Sums of up to 500 products of numbers up to 5 in float32: 500 * 2^-24 of what is summed,
+        # 2^-15 of the largest.
         small = 2.0**-15 * max(largest, 1.0)
         if name in ("da", "db"):
             torch.testing.assert_close(found[name].double(), value, rtol=0, atol=small)
@@ -359,7 +364,8 @@ def test_nvcc_assembles_them_for_both_architectures(tmp_path, monkeypatch):
             said,
             re.DOTALL,
         )
-        # 2 dtypes of 8 rows_kernels (4 sizes, 2 ways round), 5 columns_kernels and 2 product_kernels.
+        # 2 dtypes of 8 rows_kernels (4 sizes, 2 ways round), 5 columns_kernels and 2
+        # product_kernels.
         assert len({name for name, _, _ in parts}) == 2 * (8 + 5 + 2)
         for name, spills, registers in parts:
             assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in spills, name

@@ -1,4 +1,6 @@
-"""The LoRA linear's Triton backend, interpreted, against torch's in float64: odd sizes, every dtype, views, no rows."""
+"""The LoRA linear's Triton backend, interpreted, against torch's in float64: odd sizes, every
+dtype, views, no rows.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ N = 21  # of the outputs
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Two stripes or more of 40 rows, and two blocks or more of 21 columns; 16 factors at once in float32."""
+    """Two stripes or more of 40 rows, and two blocks or more of 21 columns; 16 factors at once in
+    float32.
+    """
     monkeypatch.setattr(triton, "STRIPE", 32)
     monkeypatch.setattr(triton, "COLUMN_BYTES", 64)
     monkeypatch.setattr(triton, "FACTOR_BYTES", 64)
@@ -113,9 +117,10 @@ def test_equals_torchs_backend(case):
     narrow = case.dtype in (torch.bfloat16, torch.float16)
     for found, expected, dtype in zip(calls(case, triton, inputs, drop), exact, types, strict=True):
         assert (found.shape, found.dtype) == (expected.shape, dtype)
-        # Cut off by the interpreter, or rounded to nearest by half an eps: once; but the product twice, when it starts
-        # out as the adapter's part and when it is done, and the gradient of the input with two siblings thrice, earlier
-        # ones on smaller numbers. Else sums of at most 60 numbers, in another order.
+        # Cut off by the interpreter, or rounded to nearest by half an eps: once; but the product
+        # twice, when it starts out as the adapter's part and when it is done, and the gradient of
+        # the input with two siblings thrice, earlier ones on smaller numbers. Else sums of at most
+        # 60 numbers, in another order.
         eps = (
             1.5 * torch.finfo(dtype).eps
             if narrow and dtype == case.dtype
