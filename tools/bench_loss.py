@@ -60,7 +60,7 @@ def main() -> None:
 def compare(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, repeats: int
 ) -> dict[str, Any]:
-    """Return the seconds and peak bytes of both losses, and how many times less the chunked takes."""
+    """Return seconds and peak bytes of both losses, and the ratios plain over chunked."""
     sides = {name: partial(measure, name, hidden, weight, labels) for name in LOSSES}
     taken = take_turns(sides, repeats)
     losses = [loss for name in LOSSES for loss in taken["loss"][name]]

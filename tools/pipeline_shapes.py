@@ -38,7 +38,7 @@ RANK_OF_LORA = 16
 
 
 class Shape(NamedTuple):
-    """A published model, the folder of configs/models with its numbers, and the length of its rows."""
+    """A published model, the folder of configs/models with its numbers, and tokens per row."""
 
     repository: str
     preset: str

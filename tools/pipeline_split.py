@@ -1,7 +1,7 @@
 """What a split by measured cost gains over equal numbers of layers: measured, and possible at most.
 
-    python tools/pipeline_split.py [--sweep configs/pipeline-split.yaml] [--runs runs/pipeline-split]
-                                   [--out results/pipeline-split]
+    python tools/pipeline_split.py [--sweep configs/pipeline-split.yaml]
+        [--runs runs/pipeline-split] [--out results/pipeline-split]
 
 For each case of the sweep the costs of its model's units are measured (`shardwise split
 --profile`), `shardwise bench` runs both splits by turns, and one JSON file and one chart are
@@ -126,7 +126,7 @@ def measured_bench(path: Path, runs: Path) -> tuple[Sweep, dict[str, CellRecord]
 
 
 def measure(cfg: RunConfig, cache: Path) -> None:
-    """Measure a profile into the cache, again while the machine is disturbed; keep the fastest one."""
+    """Measure a profile into the cache, again while it is disturbed; keep the fastest one."""
     profiles: list[tuple[float, str, Path]] = []
     before = set(cache.rglob("*.json"))
     for _ in range(TRIES):

@@ -1,14 +1,13 @@
-"""Does a zero-bubble schedule help where weights are frozen? Measured on two processes, predicted
-for more.
+"""Does a zero-bubble schedule help where weights are frozen? Measured and predicted.
 
-    python tools/pipeline_zero_bubble.py [--sweep configs/pipeline-zero-bubble.yaml] [--runs runs/pipeline-zero-bubble]
-                                         [--out results/pipeline-split]
+    python tools/pipeline_zero_bubble.py [--sweep configs/pipeline-zero-bubble.yaml]
+        [--runs runs/pipeline-zero-bubble] [--out results/pipeline-split]
 
-With F, I and W the seconds of a stage's forward and of its backward's two halves, 1F1B idles (p -
-1)(F + I + W) of a step and ZB1P (p - 1)(F + I - W) (arXiv 2401.10241, table 1): with W = 0, as LoRA
-nearly has it, nothing is won. The prediction is for equal stages that cost F = I = 1 and W = 1
-(full) or 0 (LoRA); what cutting a backward in two costs on top is only in the measurement. ZB-V has
-two chunks on each rank; interleaved 1F1B shows what these alone are worth.
+With F, I and W the seconds of a stage's forward and of its backward's two halves, 1F1B idles
+(p - 1)(F + I + W) of a step and ZB1P (p - 1)(F + I - W) (arXiv 2401.10241, table 1): with W = 0, as
+LoRA nearly has it, nothing is won. The prediction is for equal stages that cost F = I = 1 and W = 1
+(full) or 0 (LoRA); only the measurement has what cutting a backward in two costs. ZB-V has two
+chunks on each rank; interleaved 1F1B shows what these alone are worth.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The chunked loss where each rank has other rows of the weight, against the plain one on the whole
-weight.
-"""
+"""The chunked loss with the weight sharded over ranks, against the plain one on all of it."""
 
 from __future__ import annotations
 
@@ -185,10 +183,8 @@ def test_no_rank_ever_has_all_logits(frozen, capsys):
         chunk = rows_in_chunk * share * 4
         for rank, (taken, weight, hidden) in enumerate(run_ranks(3, peak, frozen, chunk)):
             with capsys.disabled():
-                print(
-                    f"\n  rank {rank}, {rows_in_chunk} rows: peak {taken:>9,} B, all logits {full:,} B",
-                    end="",
-                )
+                where = f"rank {rank}, {rows_in_chunk} rows"
+                print(f"\n  {where}: peak {taken:>9,} B, all logits {full:,} B", end="")
             # A chunk (at least 0.6 of one: of 512 rows 30 % have no target, and chunks are alike),
             # the weight's gradient, and a few tensors of hidden's size.
             assert 0.6 * chunk < taken - (not frozen) * weight < chunk + 6 * hidden + 2**16

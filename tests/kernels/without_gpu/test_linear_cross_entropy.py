@@ -1,6 +1,4 @@
-"""The loss with Triton's softmax, interpreted, against the plain one: value and gradients, odd
-sizes, all options.
-"""
+"""The loss with Triton's softmax, interpreted, against the plain one, at odd sizes."""
 
 from __future__ import annotations
 

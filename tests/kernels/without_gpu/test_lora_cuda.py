@@ -1,6 +1,4 @@
-"""The CUDA kernels, run on the CPU by an emulator: against float64, in many orders of their
-threads, and assembled.
-"""
+"""The CUDA kernels, emulated on the CPU, against float64 in many orders of their threads."""
 
 from __future__ import annotations
 
@@ -287,8 +285,10 @@ def test_compiles_without_a_graph_break():
     torch._dynamo.reset()
     x, linears, drop = draw()
 
+    backend = load_backend("cuda")
+
     def forward(*args):
-        return lora_linear(*args, backend=load_backend("cuda"))
+        return lora_linear(*args, backend=backend)
 
     plain = gradients(forward, x, linears, drop)
     compiled = gradients(

@@ -1,6 +1,4 @@
-"""The LoRA linear's Triton backend, interpreted, against torch's in float64: odd sizes, every
-dtype, views, no rows.
-"""
+"""The Triton backend of LoRA linears, interpreted, against torch's in float64."""
 
 from __future__ import annotations
 
