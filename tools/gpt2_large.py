@@ -156,15 +156,16 @@ def moments(
         loss = 2 * own_vocab * d + 12 * tokens * vocab
     wide = (64 if gpu else 40) + 8 + (32 if gpu else 16)
     layer = tokens * d * (8 + wide / tp) + 2 * hidden + 2 * layer_weights
-    whole = 4 * layer_weights * 4 if sharded else 0  # two layers gathered, one's gradient twice
+    # Two layers are gathered, and one's full gradient is there twice.
+    gathered_layers = 4 * layer_weights * 4 if sharded else 0
     update = states["weights"] if gpu else 2 * head_gradient
     copies = 2 * layer_weights * layers if tp == 1 else 0  # autocast's, of all layers
     last = head_gradient if sharded else 0  # the tied head's, not reduced before the end
     sizes = {
-        "forward": before + whole // 2 + checkpoints + copies,
+        "forward": before + gathered_layers // 2 + checkpoints + copies,
         "loss": before + checkpoints + 2 * hidden + loss,
-        "last layer": before + whole + checkpoints + head_gradient + layer,
-        "first layer": kept + gathered + gradients + whole + hidden + layer + last,
+        "last layer": before + gathered_layers + checkpoints + head_gradient + layer,
+        "first layer": kept + gathered + gradients + gathered_layers + hidden + layer + last,
         "step": kept + gradients + update,
     }
     return {moment: int(size) for moment, size in sizes.items()}

@@ -89,7 +89,7 @@ def run_config(cell: Cell) -> RunConfig:
 
 
 def microbatches(device: torch.device) -> list[Batch]:
-    """Two micro-batches of two rows, the second with fewer target tokens."""
+    """Return two micro-batches of two rows, the second with fewer target tokens."""
     ids = torch.randint(256, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
     labels = ids[:, 1:].clone()
     labels[ROWS // 2 :, 40:] = IGNORED
@@ -107,7 +107,7 @@ def start_values(cell: Cell) -> State:
 
 
 def set_up(cell: Cell, start: State) -> tuple[Job, Mesh]:
-    """A cell's run with these values; a process group must be up."""
+    """Build a cell's run with these values; a process group must be up."""
     cfg = run_config(cell)
     device = torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
     mesh = build_mesh(cfg, device)
@@ -115,7 +115,7 @@ def set_up(cell: Cell, start: State) -> tuple[Job, Mesh]:
 
 
 def first_step(job: Job, mesh: Mesh) -> FirstStep:
-    """Forward and backward; gradients stay where they are."""
+    """Run forward and backward; gradients stay where they are."""
     batches = microbatches(mesh.device)
     (part,) = job.pm.parts
     # fla's kernels know no CPU.
@@ -131,15 +131,15 @@ def first_step(job: Job, mesh: Mesh) -> FirstStep:
 
 
 def run_cell(cell: Cell, start: State) -> Outcome:
-    """Take STEPS steps and look at everything on the way."""
+    """Take STEPS steps and record everything on the way."""
     job, mesh = set_up(cell, start)
     if GDN is not None and any(layer.kind == "gated_delta_net" for layer in job.spec.layers):
         kernels.check(hf_model(job), GDN)
     first = first_step(job, mesh)
-    named = list(job.pm.named_parameters())
-    frozen = [n for n, p in named if not p.requires_grad and p.grad is not None]
+    parameters = list(job.pm.named_parameters())
+    frozen = [n for n, p in parameters if not p.requires_grad and p.grad is not None]
     job.optimizer.step()
-    state = state_bytes([p for _, p in named], job.optimizer)
+    state = state_bytes([p for _, p in parameters], job.optimizer)
     job.optimizer.zero_grad(set_to_none=True)
     batches = microbatches(mesh.device)
     losses = [first.loss]
@@ -148,22 +148,22 @@ def run_cell(cell: Cell, start: State) -> Outcome:
     with PeakMemory(mesh.device) as memory:
         losses.append(training_step(job, batches, mesh, 1.0).loss)
     figures = {key: getattr(memory, f"{key}_bytes") for key in ("entry", "peak", "exit")}
-    return Outcome(first, losses, frozen, state, _expected_state(named), figures)
+    return Outcome(first, losses, frozen, state, _expected_state(parameters), figures)
 
 
 def hf_model(job: Job) -> PreTrainedModel:
-    """The transformers model of a run."""
+    """Return the transformers model of a run."""
     (part,) = job.pm.parts
     assert isinstance(part, CausalLM)
     return part.hf
 
 
-def _expected_state(named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, int]:
+def _expected_state(parameters: list[tuple[str, torch.nn.Parameter]]) -> dict[str, int]:
     """Return the bytes at world size 1: of a trained parameter also a gradient, two moments and a
     step counter of 4 bytes.
     """
-    every = sum(p.numel() * p.element_size() for _, p in named)
-    trained = [(p.numel(), p.element_size()) for _, p in named if p.requires_grad]
+    every = sum(p.numel() * p.element_size() for _, p in parameters)
+    trained = [(p.numel(), p.element_size()) for _, p in parameters if p.requires_grad]
     size = sum(numel * element for numel, element in trained)
     return {"weights": every, "gradients": size, "optimizer": 2 * size + 4 * len(trained)}
 

@@ -102,10 +102,10 @@ def test_what_is_wrong_has_a_red_gate_and_no_time(monkeypatch, name, change, ten
     problem = lora_rows.Problem(Setting("", "", 48, (40,), 8, 0.1), 70, CPU)
     right = getattr(torch_backend, name)
     monkeypatch.setattr(torch_backend, name, lambda *args: change(right(*args)))
-    found = lora_rows.timed(problem, "torch", Clock(CPU, 1))
-    assert found["status"] == "failed"
-    assert f"errors of the tensors {tensors} are over" in found["reason"]
-    assert "forward" not in found
+    row = lora_rows.timed(problem, "torch", Clock(CPU, 1))
+    assert row["status"] == "failed"
+    assert f"errors of the tensors {tensors} are over" in row["reason"]
+    assert "forward" not in row
 
 
 def test_a_loss_that_is_wrong_has_no_time(monkeypatch, tmp_path):

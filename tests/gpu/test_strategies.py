@@ -139,10 +139,10 @@ def check(result: Result, room: float) -> None:
     )
     assert outcome.frozen_with_gradient == []
     assert outcome.state == outcome.expected_state
-    held = (
+    kept_bytes = (
         outcome.state["weights"] + 2 * outcome.state["gradients"]
     )  # and the two moments; step counters may be elsewhere
-    assert held <= outcome.memory["entry"]
+    assert kept_bytes <= outcome.memory["entry"]
     assert outcome.memory["entry"] + outcome.state["gradients"] <= outcome.memory["peak"]
 
 
@@ -207,11 +207,11 @@ def _two_other_linears() -> tuple[dict[str, float], dict[str, float], dict[str, 
     def in_tf32(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
         return linear(_ten_bits(x), _ten_bits(w), b)
 
-    found = []
+    results = []
     for other in (reversed_sum, in_tf32):
         with mock.patch.object(F, "linear", other):
-            found.append(distances(first_step(*set_up(cell, start)), reference))
-    return found[0], found[1], control
+            results.append(distances(first_step(*set_up(cell, start)), reference))
+    return results[0], results[1], control
 
 
 def _ten_bits(x: torch.Tensor) -> torch.Tensor:

@@ -26,10 +26,10 @@ def plain_mix(x: int) -> int:
 @settings(deadline=None)
 @given(int32, int32)
 def test_the_hash_is_what_it_says(seed, counter):
-    found = hash32(
+    actual = hash32(
         torch.tensor([seed], dtype=torch.int32), torch.tensor([counter], dtype=torch.int32)
     )
-    assert found.item() == plain_mix(seed ^ plain_mix(counter))
+    assert actual.item() == plain_mix(seed ^ plain_mix(counter))
 
 
 def test_known_numbers():

@@ -81,7 +81,7 @@ def kernel(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
 @pytest.fixture(params=["0.4.2", "0.6.0"])
 def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
     """Pretend that fla is installed and tensors are on a GPU; give the calls of its kernels."""
-    found: list[tuple[str, dict[str, Any]]] = []
+    kernel_calls: list[tuple[str, dict[str, Any]]] = []
     ops: Any = ModuleType("fla.ops.gated_delta_rule")
     for name, text in (SIGNATURES if request.param == "0.4.2" else LATER).items():
         namespace: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
             bound = _signature.bind(*args, **kwargs)
             bound.apply_defaults()
             assert not bound.arguments.get("kwargs")  # what it does not know
-            found.append((_name, bound.arguments))
+            kernel_calls.append((_name, bound.arguments))
             if _name.startswith("fused"):
                 assert not torch.is_grad_enabled(), "the recurrent kernel has no backward"
             return kernel(bound.arguments)
@@ -106,7 +106,7 @@ def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
     for module in (package, ModuleType("fla.ops"), ops):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    return found
+    return kernel_calls
 
 
 @pytest.mark.parametrize("with_state", [True, False])

@@ -66,16 +66,16 @@ def run_shared(
     hidden, weight, bias = (
         t.detach() if i == 0 else t.detach()[rows].clone() for i, t in enumerate(tensors)
     )
-    own = [
+    local = [
         t.requires_grad_(whole.requires_grad) for t, whole in zip((hidden, weight, bias), tensors)
     ]
-    value, (summand, *shares) = run(
-        chunked.linear_cross_entropy, own, labels, vocabulary=vocabulary, **options
+    value, (partial_sum, *shares) = run(
+        chunked.linear_cross_entropy, local, labels, vocabulary=vocabulary, **options
     )
     joined: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(joined, shares)
-    assert summand[labels == IGNORED].eq(0).all()
+    assert partial_sum[labels == IGNORED].eq(0).all()
     return value, [
-        reduced(summand, dist.ReduceOp.SUM),
+        reduced(partial_sum, dist.ReduceOp.SUM),
         *(torch.cat(pieces) for pieces in zip(*joined)),
     ]

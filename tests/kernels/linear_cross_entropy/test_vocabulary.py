@@ -40,21 +40,21 @@ def every_case() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     # Four rows of the last rank's float64 logits, but three of the others': all must take three.
     # (Set for good here.)
     chunked.CHUNK_BYTES = 4 * 8 * {2: 18, 3: 11}[dist.get_world_size()]
-    found = []
+    results = []
     for n, frozen, options in CASES:
         tensors, labels = inputs(n, 5, V, ignored=0.3 if n > 1 else 0.0, frozen=frozen)
-        found.append(run_shared(tensors, labels, **options))
-    return found
+        results.append(run_shared(tensors, labels, **options))
+    return results
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_equals_the_plain_loss(num_ranks):
     ranks = run_ranks(num_ranks, every_case)
-    for (n, frozen, options), *found in zip(CASES, *ranks, strict=True):
+    for (n, frozen, options), *results in zip(CASES, *ranks, strict=True):
         tensors, labels = inputs(n, 5, V, ignored=0.3 if n > 1 else 0.0, frozen=frozen)
         expected, expected_grads = run(naive.linear_cross_entropy, tensors, labels, **options)
-        assert all(value == found[0][0] for value, _ in found)  # bit for bit
-        for value, grads in found:
+        assert all(value == results[0][0] for value, _ in results)  # bit for bit
+        for value, grads in results:
             torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
             assert (
                 len(grads) == len(expected_grads) == 1 + (not frozen) * (1 + options["with_bias"])
@@ -68,15 +68,15 @@ PRECISIONS = list(product((torch.float32, torch.bfloat16, torch.float16), (True,
 
 def low_precision() -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     chunked.CHUNK_BYTES = 40 * 500 * 4  # 40 rows of this rank's 500 or 499 logits: four chunks
-    found = []
+    results = []
     for dtype, autocast in PRECISIONS:
         exact, labels = inputs(130, 64, 999)
         stored = [
             t.detach().to(torch.float32 if autocast else dtype).requires_grad_() for t in exact
         ]
         with torch.autocast("cpu", dtype=dtype, enabled=autocast and dtype != torch.float32):
-            found.append(run_shared(stored, labels))
-    return found
+            results.append(run_shared(stored, labels))
+    return results
 
 
 def test_low_precision_is_as_good_as_the_plain_loss():
@@ -164,13 +164,13 @@ def peak(frozen: bool, chunk_bytes: int) -> tuple[int, int, int]:
     chunked.CHUNK_BYTES = chunk_bytes
     (hidden, weight, _), labels = inputs(N, D, LARGE, dtype=torch.float32, frozen=frozen)
     vocabulary, rows = own_vocabulary(LARGE)
-    own = weight.detach()[rows].clone().requires_grad_(not frozen)
+    local_weight = weight.detach()[rows].clone().requires_grad_(not frozen)
     del weight
     with PeakMemory(torch.device("cpu")) as memory:
-        chunked.linear_cross_entropy(hidden, own, labels, vocabulary=vocabulary).backward()
+        chunked.linear_cross_entropy(hidden, local_weight, labels, vocabulary=vocabulary).backward()
     assert memory.peak_bytes is not None
     assert memory.entry_bytes is not None
-    return memory.peak_bytes - memory.entry_bytes, own.nbytes, hidden.nbytes
+    return memory.peak_bytes - memory.entry_bytes, local_weight.nbytes, hidden.nbytes
 
 
 @pytest.mark.parametrize("frozen", [True, False])

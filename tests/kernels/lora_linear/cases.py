@@ -89,14 +89,14 @@ def run(forward: Callable[..., tuple[torch.Tensor, ...]], problem: Problem) -> l
     return [*(y.detach() for y in ys), *torch.autograd.grad(ys, problem.inputs(), dys)]
 
 
-def worst(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+def worst(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """Return the largest difference, relative to the largest expected number of its tensor."""
-    assert [t.shape for t in found] == [t.shape for t in expected]
+    assert [t.shape for t in actual] == [t.shape for t in expected]
     return max(
         (
             (one.double() - other.double()).abs().max()
             / other.double().abs().max().clamp_min(1e-300)
         ).item()
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(actual, expected, strict=True)
         if other.numel()
     )
