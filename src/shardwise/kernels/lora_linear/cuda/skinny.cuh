@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) rows_kernel(
                 for (int i = 0; i < 4; i++) {
                     int k = step * SKINNY_TILE + depth + lane % 4 * 2 + i / 2 * 8;
                     int last = in.tall.columns - 1;
-                    uint32_t low = in.dropout.feature(min(k, last));
-                    uint32_t high = in.dropout.feature(min(k + 1, last));
-                    left[i] = keep_pair(left[i], in.dropout.keeps(seeds[i % 2], low),
-                                        in.dropout.keeps(seeds[i % 2], high));
+                    uint32_t feature = in.dropout.feature(min(k, last));
+                    uint32_t next = in.dropout.feature(min(k + 1, last));
+                    bool low = in.dropout.keeps(seeds[i % 2], feature);
+                    left[i] = keep_pair(left[i], low, in.dropout.keeps(seeds[i % 2], next));
                 }
 #pragma unroll
             for (int j = 0; j < R / 16; j++) {
@@ -200,11 +200,10 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>)
                 for (int i = 0; i < 4; i++) {
                     int m = first_row + tile * SKINNY_TILE + depth + lane % 4 * 2 + i / 2 * 8;
                     int n = column + warp_offset + lane / 4 + i % 2 * 8, last = in.tall.rows - 1;
-                    int32_t low = in.dropout.seeds[min(m, last)];
-                    int32_t high = in.dropout.seeds[min(m + 1, last)];
                     uint32_t feature = in.dropout.feature(min(n, in.tall.columns - 1));
-                    left[i] = keep_pair(left[i], in.dropout.keeps(low, feature),
-                                        in.dropout.keeps(high, feature));
+                    bool low = in.dropout.keeps(in.dropout.seeds[min(m, last)], feature);
+                    bool high = in.dropout.keeps(in.dropout.seeds[min(m + 1, last)], feature);
+                    left[i] = keep_pair(left[i], low, high);
                 }
 #pragma unroll
             for (int j = 0; j < R / 16; j++) {
@@ -250,10 +249,10 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>)
                 for (int i = 0; i < 4; i++) {
                     int64_t n = column + warp_offset + lane / 4 + i / 2 * 8;
                     int r = j * 8 + lane % 4 * 2 + i % 2;
-                    int64_t columns = in.tall.columns;
-                    int64_t place = in.transposed ? r * columns + n : n * rank + r;
-                    if (n < columns && r < rank)
-                        in.columns_out[blockIdx.y * columns * rank + place] = in.scale * sums[j][i];
+                    int64_t place = in.transposed ? r * int64_t(in.tall.columns) + n : n * rank + r;
+                    int64_t block = blockIdx.y * int64_t(in.tall.columns) * rank;
+                    if (n < in.tall.columns && r < rank)
+                        in.columns_out[block + place] = in.scale * sums[j][i];
                 }
 #pragma unroll
         for (int j = 0; j < R / 8; j++)
@@ -269,8 +268,9 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>)
                 for (int i = 0; i < 4; i++) {
                     int64_t m = first_row + tile * SKINNY_TILE + warp_offset + lane / 4 + i / 2 * 8;
                     int r = 16 * half + 8 * j + lane % 4 * 2 + i % 2;
-                    int64_t place = (blockIdx.x * int64_t(in.tall.rows) + m) * rank + r;
-                    if (m < in.tall.rows && r < rank) in.rows_out[place] = in.scale * values[i];
+                    int64_t block = blockIdx.x * int64_t(in.tall.rows);
+                    if (m < in.tall.rows && r < rank)
+                        in.rows_out[(block + m) * rank + r] = in.scale * values[i];
                 }
             }
 }
