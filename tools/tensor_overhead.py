@@ -75,8 +75,8 @@ def main() -> None:
     parser = command_line(__doc__, results / "tensor-overhead.json")
     parser.add_argument("--pairs", type=int, default=30)
     options = parser.parse_args()
-    sizes = {"rows": ROWS, "tokens": TOKENS, "model": SIZES}
-    results = Results(options.out, {"environment": environment(), **sizes, "pairs": options.pairs})
+    sizes = {"rows": ROWS, "tokens": TOKENS, "model": SIZES, "pairs": options.pairs}
+    results = Results(options.out, {"environment": environment(), "sizes": sizes})
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SIZES), encoding="utf-8")
         for mode in ("full", "lora"):

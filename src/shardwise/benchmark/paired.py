@@ -108,6 +108,7 @@ class Results:
     """
 
     def __init__(self, path: Path, equal: Mapping[str, Any]) -> None:
+        assert not {"complete", "rows"} & equal.keys(), "these two keys of the file are taken"
         self.path = path
         self.equal: dict[str, Any] = json.loads(dumps(equal))
         self.rows: dict[str, Any] = {}
