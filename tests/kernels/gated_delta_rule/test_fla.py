@@ -48,9 +48,9 @@ BF16 = 2 * torch.finfo(torch.bfloat16).eps
 
 
 def kernel(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what both compute of their arguments: q, k [B, T, H, K], v [B, T, H, V], g (a log) and beta
-    [B, T, H], the state [B, H, K, V] in float32. Tokens are scaled by 1/sqrt(K) if no scale is
-    given, and norms have 1e-6 under the root.
+    """Return what both compute: q, k [B, T, H, K], v [B, T, H, V], g (a log) and beta [B, T, H],
+    the state [B, H, K, V] in float32. Tokens are scaled by 1/sqrt(K) if no scale is given, and
+    norms have 1e-6 under the root.
     """
     assert given["v"].element_size() == 2
     assert {given[name].dtype for name in ("q", "k", "beta")} == {
