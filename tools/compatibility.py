@@ -13,23 +13,25 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "compatibility.md"
 HEAD = """\
 # What may run together
 
-A layout is named by its parts: `pp` pipeline; `ddp`, `zero1`, `zero2`, `fsdp1`, `fsdp2`, `hsdp` (fsdp2 with replicas)
-over the data; `tp` tensor and `sp` sequence parallelism.
+A layout is named by its parts: `pp` pipeline; `ddp`, `zero1`, `zero2`, `fsdp1`, `fsdp2`, `hsdp`
+(fsdp2 with replicas) over the data; `tp` tensor and `sp` sequence parallelism.
 
-**Layouts.** Every listed family may run under each of these {num_offered} layouts, and the parity matrix proves each of
-them for each family, with LoRA and in full ([how](../concepts/parity.md), [results](../../results/parity.json)):
+**Layouts.** Every listed family may run under each of these {num_offered} layouts, and the parity
+matrix proves each of them for each family, with LoRA and in full ([how](../concepts/parity.md),
+[results](../../results/parity.json)):
 
 {offered}
 
-Listed families: {families}. A family that is not listed runs under the layouts without `pp` and `tp`. Not offered:
-{others}.
+Listed families: {families}. A family that is not listed runs under the layouts without `pp` and
+`tp`. Not offered: {others}.
 
-To prove a layout on your machine, in a checkout, for instance of `jamba` under `pp-tp` on four processes:
+To prove a layout on your machine, in a checkout, for instance of `jamba` under `pp-tp` on four
+processes:
 
     python -m tests.parity --out proof.json --only jamba-pp-tp-1f1b
 
-**Rules.** `shardwise` refuses a run before it takes memory where one of these rules forbids it, in one line with a way
-out. The rules stand in `src/shardwise/rules/`.
+**Rules.** `shardwise` refuses a run before it takes memory where one of these rules forbids it, in
+one line with a way out. The rules stand in `src/shardwise/rules/`.
 """
 TITLES = {
     "run file": "On the run file alone",
@@ -51,7 +53,7 @@ def page() -> str:
     paragraphs = head.strip().split("\n\n")
     lines = [
         "\n\n".join(
-            part if part.startswith(" ") else textwrap.fill(part, 120, break_on_hyphens=False)
+            part if part.startswith(" ") else textwrap.fill(part, 100, break_on_hyphens=False)
             for part in paragraphs
         ),
         "",

@@ -1,4 +1,4 @@
-"""Write docs/reference/config.md from the docstrings in src/shardwise/config.py: `python tools/config_reference.py`."""
+"""Write docs/reference/config.md from the docstrings of the run file's sections."""
 
 from __future__ import annotations
 
@@ -13,61 +13,54 @@ AS_YAML = {"field(default_factory=list)": "[]", "None": "null", "True": "true", 
 HEAD = """\
 # The run file
 
-A YAML mapping of sections. Every key is typed; an unknown or misspelt one is an error that names the nearest. On the
-command line `--section.key=value` replaces a value (values are YAML: `null`, `[a, b]`), `--lora=null` a whole section.
+A YAML mapping of sections. Every key is typed; an unknown or misspelt one is an error that names
+the nearest. On the command line `--section.key=value` replaces a value (values are YAML: `null`,
+`[a, b]`), `--lora=null` a whole section.
 
 This page is written by `tools/config_reference.py` from `src/shardwise/config.py`.
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     tree = ast.parse((ROOT / "src" / "shardwise" / "config.py").read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    needs = {None: "required", "null": "leave it out to train in full"}
     parts = [HEAD]
-    for field in fields(classes["RunConfig"]):
-        name, kind, default, _ = field
-        section = classes[kind.removesuffix(" | None")]
-        needed = (
-            "required"
-            if default is None
-            else "leave it out to train in full"
-            if default == "null"
-            else "optional"
-        )
-        parts += [f"\n## `{name}` ({needed})\n", "| key | type | default | |", "|---|---|---|---|"]
-        for key, key_kind, key_default, text in fields(section):
+    for name, kind, default, _ in fields(classes["RunConfig"]):
+        parts += [f"\n## `{name}` ({needs.get(default, 'optional')})\n"]
+        parts += ["| key | type | default | |", "|---|---|---|---|"]
+        for key, key_kind, key_default, text in fields(classes[kind.removesuffix(" | None")]):
             shown = "required" if key_default is None else f"`{key_default}`"
             least, most = RANGES.get(f"{name}.{key}", (None, None))
             bounds = f" From {least:,} to {most:,}." if least is not None else ""
-            parts.append(
-                f"| `{name}.{key}` | {cell(key_kind)} | {shown} | {' '.join(text.split())}{bounds} |"
-            )
+            text = " ".join(text.split()) + bounds
+            parts.append(f"| `{name}.{key}` | {cell(key_kind)} | {shown} | {text} |")
     return "\n".join(parts) + "\n"
 
 
 def fields(section: ast.ClassDef) -> list[tuple[str, str, str | None, str]]:
-    """Name, type, default (None: required) and docstring of each field."""
-    found = []
+    """Return name, type, default (None: required) and docstring of each field."""
+    rows = []
     for node, after in zip(section.body, [*section.body[1:], None]):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            text = (
-                after.value.value
-                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                else ""
-            )
-            default = None if node.value is None else ast.unparse(node.value)
-            default = (
-                AS_YAML.get(default, default.strip("'").replace("(", "[").replace(")", "]"))
-                if default
-                else None
-            )
-            found.append((node.target.id, ast.unparse(node.annotation), default, str(text)))
-    return found
+            text = ""
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = str(after.value.value)
+            rows.append((node.target.id, ast.unparse(node.annotation), yaml_of(node.value), text))
+    return rows
+
+
+def yaml_of(default: ast.expr | None) -> str | None:
+    """Return the default of a field as YAML, None if it has none."""
+    if default is None:
+        return None
+    text = ast.unparse(default)
+    return AS_YAML.get(text, text.strip("'").replace("(", "[").replace(")", "]"))
 
 
 def cell(kind: str) -> str:
-    """A type as people write it."""
+    """Return a type as people write it."""
     kind = kind.replace("DType", "Literal['float32', 'bfloat16']")
     while "Literal[" in kind:
         before, _, rest = kind.partition("Literal[")

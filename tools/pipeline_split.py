@@ -1,29 +1,28 @@
-"""What a split by measured cost gains over equal numbers of layers: measured, predicted, and possible at most.
+"""What a split by measured cost gains over equal numbers of layers: measured, and possible at most.
 
-    python tools/pipeline_split.py [--sweep configs/pipeline-split.yaml] [--runs runs/pipeline-split]
-                                   [--out results/pipeline-split]
+    python tools/pipeline_split.py [--sweep configs/pipeline-split.yaml]
+        [--runs runs/pipeline-split] [--out results/pipeline-split]
 
-For each case of the sweep: the costs of its model's units are measured (`shardwise split --profile`), and what two busy
-processes lose against one; `shardwise bench` runs both splits by turns; then one JSON file and one chart are written.
+For each case of the sweep the costs of its model's units are measured (`shardwise split
+--profile`), `shardwise bench` runs both splits by turns, and one JSON file and one chart are
+written. A ratio is tokens per second of a round, balanced over uniform. Nothing is reported of a
+case whose losses differ.
 
-Of each round the ratio of tokens per second, balanced over uniform. The interval goes from the smallest to the largest:
-with n rounds it holds the true median with a probability of 1 - 2^(1-n). Nothing is reported of a case whose losses
-differ.
+The bound is what no split could beat: the uniform split's predicted step over `bound_seconds`, in
+which both ranks are busy all the time (`physical`), and over the best of all splits, whose pipeline
+has to fill and drain (`simulated`).
 
-The bound is what no split could beat: the uniform split's predicted step over `bound_seconds`, in which both ranks are
-busy all the time (`physical`), and over the best of all splits, whose pipeline has to fill and drain (`simulated`).
-
-Both assume that a rank is as fast whether the other one works or waits. On a machine whose processes share caches and
-memory it is not: the costs are those of two busy processes, but under the uniform split the slower rank often works
-while the other one waits, and is `slowdown` times faster then. So the uniform step is shorter than predicted, the
-balanced one hardly so, and less can be gained. The correction is exact for two ranks and messages that take no time:
-on a clock that runs `slowdown` times faster while one rank alone works, every action takes what it was said to cost, so
+Both assume that a rank is as fast whether the other one works or waits. On a machine whose
+processes share caches and memory it is not: the costs are those of two busy processes, but under
+the uniform split the slower rank often works while the other one waits, and is `slowdown` times
+faster then. So the uniform step is shorter than predicted, the balanced one hardly so, and less can
+be gained. The correction is exact for two ranks and messages that take no time: on a clock that
+runs `slowdown` times faster while one rank alone works, every action takes its predicted time, so
 on that clock the step is the simulated one, with the same waits. `corrected_seconds` turns it back.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -42,11 +41,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import build
+from shardwise.benchmark.paired import command_line, ratios, spread, table, write_json
 from shardwise.benchmark.runner import bench
 from shardwise.benchmark.sweep import Sweep, read_sweep
 from shardwise.config import RunConfig
 from shardwise.drawing.gantt import gantt_file
-from shardwise.drawing.svg import PALETTE, colour, drawing, svg_of
 from shardwise.interfaces import Batch, Mesh
 from shardwise.launch.local import start_processes
 from shardwise.models.stage import Stage
@@ -64,57 +63,55 @@ from shardwise.schedule.split import bound_seconds
 from shardwise.schedule.timeline import Timeline, unpack
 
 ROOT = Path(__file__).parents[1]
+OUT = ROOT / "results" / "pipeline-split"
 SPLITS = ("uniform", "balanced")
 WINDOW_SECONDS, WINDOWS = 0.4, 9
 TRIES, CALM = 3, 0.1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, OUT)
     parser.add_argument("--sweep", type=Path, default=ROOT / "configs" / "pipeline-split.yaml")
     parser.add_argument("--runs", type=Path, default=Path("runs/pipeline-split"))
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "pipeline-split")
     options = parser.parse_args()
     sweep, records = measured_bench(options.sweep, options.runs)
-    (options.out / "figures").mkdir(parents=True, exist_ok=True)
-    found = {}
-    plans = [p for p in sweep.record.cells if not p.control]
-    for case in dict.fromkeys(p.values["case"] for p in plans):
-        cells = {
-            p.values["parallel.split"]: records[p.id] for p in plans if p.values["case"] == case
-        }
+    figures = options.out / "figures"
+    figures.mkdir(parents=True, exist_ok=True)
+    timed = [cell for cell in sweep.record.cells if not cell.control]
+    lines = []
+    for case in dict.fromkeys(cell.values["case"] for cell in timed):
+        of_case = [cell for cell in timed if cell.values["case"] == case]
+        cells = {cell.values["parallel.split"]: records[cell.id] for cell in of_case}
         check(sweep, records, list(cells.values()))
-        found[case] = result(case, sweep, options.runs, cells)
-        (options.out / f"{case}.json").write_text(
-            json.dumps(found[case], indent=1) + "\n", encoding="utf-8"
-        )
-        timelines = {
-            f"{name}: {' + '.join(map(str, pipeline['layers']))} layers": unpack(pipeline["events"])
-            for name, pipeline in ((name, cells[name].pipeline) for name in SPLITS)
-            if pipeline is not None
-        }
-        (options.out / "figures" / f"{case}.svg").write_text(
-            gantt_file(timelines) + "\n", encoding="utf-8"
-        )
-        told = {
-            key: found[case][key]
-            for key in ("ratio", "bound", "slowdown", "corrected_bound", "share_reached")
-        }
-        print(case, json.dumps(told), flush=True)
-    (options.out / "figures" / "bounds.svg").write_text(bars(found), encoding="utf-8")
+        result = result_of(case, sweep, options.runs, cells)
+        write_json(options.out / f"{case}.json", result)
+        (figures / f"{case}.svg").write_text(chart(cells) + "\n", encoding="utf-8")
+        ratio, bound = result["ratio"], result["bound"]["physical"]
+        corrected = result["corrected_bound"]["physical"]
+        lines.append([case, bound, corrected, ratio["median"], *ratio["interval"]])
+    head = ["case", "bound", "corrected bound", "measured", "from", "to"]
+    (options.out / "bounds.md").write_text(table(head, lines) + "\n", encoding="utf-8")
+    print(table(head, lines))
 
 
-# ----------------------------------------------------------------------------------------------- measurements
+def chart(cells: dict[str, CellRecord]) -> str:
+    """Return an SVG file with the measured step of each split."""
+    timelines = {}
+    for name in SPLITS:
+        pipeline = cells[name].pipeline
+        assert pipeline is not None
+        layers = " + ".join(map(str, pipeline["layers"]))
+        timelines[f"{name}: {layers} layers"] = unpack(pipeline["events"])
+    return gantt_file(timelines)
+
+
+# Measurements
 
 
 def measured_bench(path: Path, runs: Path) -> tuple[Sweep, dict[str, CellRecord]]:
-    """Measure the costs that the cells of a sweep need, anew, then run the sweep; its cells' records by id."""
+    """Measure the costs that the cells of a sweep need, run it, and return its records by cell."""
     if torch.get_num_threads() != 1:
-        sys.exit(
-            "set OMP_NUM_THREADS=1: two processes of one thread each are what two cores can time"
-        )
+        sys.exit("set OMP_NUM_THREADS=1: two cores can time two processes of one thread each")
     profiles = runs.with_name(f"{runs.name}-profiles")
     for folder in (runs, profiles):
         shutil.rmtree(folder, ignore_errors=True)
@@ -125,57 +122,53 @@ def measured_bench(path: Path, runs: Path) -> tuple[Sweep, dict[str, CellRecord]
         if not plan(cfg).source.is_measured:
             print(f"measuring the units of {cell.plan.id}", flush=True)
             measure(cfg, profiles)
-    records = {record.cell["id"]: record for record in bench(path, runs)}
-    return sweep, records
+    return sweep, {record.cell["id"]: record for record in bench(path, runs)}
 
 
 def measure(cfg: RunConfig, cache: Path) -> None:
-    """Measure a profile into the cache, again while something disturbs it; the fastest is kept, as load only adds."""
-    found: list[tuple[float, str, Path]] = []
+    """Measure a profile into the cache, again while it is disturbed; keep the fastest one."""
+    profiles: list[tuple[float, str, Path]] = []
     before = set(cache.rglob("*.json"))
     for _ in range(TRIES):
         assert profile.measure(cfg, cfg.parallel.pp, start_processes) == 0, "the profile failed"
         (path,) = set(cache.rglob("*.json")) - before
         text = path.read_text(encoding="utf-8")
-        told = json.loads(text)
-        total = sum(
-            unit["forward_seconds"] + unit["backward_seconds"] for unit in told["units"].values()
-        )
-        found.append((total, text, path))
         path.unlink()
-        if told["spread"] < CALM and told["slowdown"] < 1 + 2 * CALM:
+        content = json.loads(text)
+        units = content["units"].values()
+        seconds = sum(unit["forward_seconds"] + unit["backward_seconds"] for unit in units)
+        profiles.append((seconds, text, path))
+        if content["spread"] < CALM and content["slowdown"] < 1 + 2 * CALM:
             break
-    _, text, path = min(found)
+    _, text, path = min(profiles)
     path.write_text(text, encoding="utf-8")
 
 
 def check(sweep: Sweep, records: dict[str, CellRecord], cells: Sequence[CellRecord]) -> None:
-    """End where a cell did not run, or its losses are not those of its reference: no figures on a wrong result."""
-    found = verdicts(sweep.record, records)
+    """Exit where a cell did not run, or where its losses are not those of its reference."""
+    states = verdicts(sweep.record, records)
     for record in cells:
         name = record.cell["id"]
-        if record.status != "ok" or found[name].state != "ok":
-            sys.exit(
-                f"{name}: {record.reason or found[name].reason or 'nothing to compare its losses with'}"
-            )
+        if record.status != "ok" or states[name].state != "ok":
+            reason = record.reason or states[name].reason or "its losses have no reference"
+            sys.exit(f"{name}: {reason}")
 
 
 def stage_slowdown(cfg: RunConfig) -> list[float]:
-    """How much longer each rank's own stage takes while the other's runs too, against alone: one figure a window.
+    """Return how much longer each rank's stage takes while the other's runs too, for each window.
 
-    Forwards and backwards of the stages as they are in the run, no messages between them; ranks take turns alone and
-    together, and every turn lasts WINDOW_SECONDS.
+    Forwards and backwards of the stages as they are in the run, without messages between them.
+    Ranks take turns alone and together, and every turn lasts WINDOW_SECONDS.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
-        told = Path(folder, "slowdown.json")
-        here = replace(cfg, training=replace(cfg.training, output_dir=folder))
-        assert start_processes(here, cfg.parallel.pp, partial(_take_turns, told)) == 0, (
-            "the stages failed"
-        )
-        return json.loads(told.read_text(encoding="utf-8"))
+        file = Path(folder, "slowdown.json")
+        cfg = replace(cfg, training=replace(cfg.training, output_dir=folder))
+        code = start_processes(cfg, cfg.parallel.pp, partial(_measure_slowdown, file))
+        assert code == 0, "the stages failed"
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _take_turns(told: Path, cfg: RunConfig, mesh: Mesh) -> None:
+def _measure_slowdown(file: Path, cfg: RunConfig, mesh: Mesh) -> None:
     job = build(cfg, mesh)
     (part,) = job.pm.parts
     assert isinstance(part, Stage)
@@ -183,11 +176,10 @@ def _take_turns(told: Path, cfg: RunConfig, mesh: Mesh) -> None:
     shape = (cfg.training.micro_batch_size, cfg.data.sequence_length)
     generator = torch.Generator().manual_seed(cfg.training.seed)
     tokens = torch.randint(part.spec.vocab_size, shape, generator=generator)
+    slots = tuple(range(shape[0]))
     hidden = torch.randn(*shape, part.spec.hidden_size, generator=generator)
     part.train()
-    part.microbatches = [
-        Batch(tokens, tokens, torch.zeros_like(tokens), tuple(range(shape[0])), step=1)
-    ]
+    part.microbatches = [Batch(tokens, tokens, torch.zeros_like(tokens), slots, step=1)]
     assert job.cut is not None
     below = any(unit.trainable for unit in job.cut.units[: job.cut.split.boundaries[rank]])
 
@@ -206,76 +198,63 @@ def _take_turns(told: Path, cfg: RunConfig, mesh: Mesh) -> None:
             number += 1
         return (time.perf_counter() - start) / max(number, 1)
 
-    ratios = []
+    slowdowns = []
     for window in range(WINDOWS + 1):
         turns = [[r] for r in ranks] + [list(ranks)]
         taken = [seconds_each(turn) for turn in turns]
-        # A number, from every rank to all.
-        ratio = statistics.mean(of_every_rank(taken[-1] / taken[rank]))
-        ratios += [ratio] if window else []  # the first one warms up
+        # 8 bytes, from every rank to all.
+        slowdown = statistics.mean(of_every_rank(taken[-1] / taken[rank]))
+        if window > 0:  # the first one warms up
+            slowdowns.append(slowdown)
     if rank == 0:
-        told.write_text(json.dumps(ratios), encoding="utf-8")
+        file.write_text(json.dumps(slowdowns), encoding="utf-8")
     dist.barrier()
 
 
-# ----------------------------------------------------------------------------------------------- arithmetic
+# Arithmetic
 
 
 def alone_seconds(timeline: Timeline) -> float:
-    """For how long just one rank works."""
-    edges = sorted(
-        edge for event in timeline.events for edge in ((event.start, 1), (event.end, -1))
-    )
+    """Return for how long just one rank works."""
+    starts = [(event.start, 1) for event in timeline.events]
+    edges = sorted(starts + [(event.end, -1) for event in timeline.events])
     busy, alone = 0, 0.0
     for (moment, change), (after, _) in pairwise(edges):
         busy += change
-        alone += (after - moment) * (busy == 1)
+        if busy == 1:
+            alone += after - moment
     return alone
 
 
 def corrected_seconds(timeline: Timeline, slowdown: float) -> float:
-    """The step of a timeline whose costs are those of two busy ranks, if a rank alone is `slowdown` times faster."""
-    assert timeline.num_ranks == 2, "of more ranks it is not known how fast some of them are"
+    """Return the seconds of a step if a rank that works alone is `slowdown` times faster.
+
+    The costs of the timeline are those of two busy ranks.
+    """
+    assert timeline.num_ranks == 2, "how fast some of more ranks are is not known"
     return timeline.seconds - alone_seconds(timeline) * (1 - 1 / slowdown)
 
 
-def middle(values: Sequence[float]) -> dict[str, Any]:
-    """Values, their median, and from where to where they go."""
-    return {
-        "median": round(statistics.median(values), 4),
-        "interval": [round(min(values), 4), round(max(values), 4)],
-        "rounds": [round(value, 4) for value in values],
-    }
+# Results
 
 
-def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
-    """Round by round, with how surely the interval holds the median."""
-    each = [a / b for a, b in zip(over, under, strict=True)]
-    return middle(each) | {"interval_holds_median": round(1 - 2.0 ** (1 - len(each)), 4)}
-
-
-# ----------------------------------------------------------------------------------------------- results
-
-
-def result(case: str, sweep: Sweep, runs: Path, records: dict[str, CellRecord]) -> dict[str, Any]:
-    """What one case came to: see the head of this file."""
+def result_of(
+    case: str, sweep: Sweep, runs: Path, records: dict[str, CellRecord]
+) -> dict[str, Any]:
+    """Return the result of a case; the head of this file says what it is."""
     cfg = parse_config(records["balanced"].config, case)
     cut = plan(cfg)
     units, pipeline = cut.units, cut.pipeline
-    slowdown = middle(stage_slowdown(cfg))
+    slowdown = spread(stage_slowdown(cfg))
     predicted = {"uniform": cut.others["uniform"].timeline, "balanced": cut.chosen.timeline}
-    bound = bound_seconds(units, pipeline)
     corrected = {
         name: corrected_seconds(timeline, slowdown["median"])
         for name, timeline in predicted.items()
     }
     rounds = {name: read_rounds(runs / record.cell["id"]) for name, record in records.items()}
-    speeds = {name: [r.tokens_per_second or 0.0 for r in each] for name, each in rounds.items()}
-    ratio = ratios(speeds["balanced"], speeds["uniform"])
-    limits = {
-        "physical": round(corrected["uniform"] / bound, 4),
-        "simulated": round(corrected["uniform"] / corrected["balanced"], 4),
-    }
+    ratio = ratios(speeds(rounds["balanced"]), speeds(rounds["uniform"]))
+    seconds = bound_seconds(units, pipeline)
+    limits = bounds(corrected["uniform"], seconds, corrected["balanced"])
     layers = [unit.seconds for unit in units[1:-1]]
     return {
         "case": case,
@@ -285,10 +264,7 @@ def result(case: str, sweep: Sweep, runs: Path, records: dict[str, CellRecord]) 
         "ranks": pipeline.num_ranks,
         "micro_batches": pipeline.num_microbatches,
         "ratio": ratio,
-        "bound": {
-            "physical": round(predicted["uniform"].seconds / bound, 4),
-            "simulated": round(predicted["uniform"].seconds / predicted["balanced"].seconds, 4),
-        },
+        "bound": bounds(predicted["uniform"].seconds, seconds, predicted["balanced"].seconds),
         "slowdown": slowdown,
         "corrected_bound": limits,
         "share_reached": {
@@ -308,41 +284,50 @@ def result(case: str, sweep: Sweep, runs: Path, records: dict[str, CellRecord]) 
     }
 
 
+def bounds(uniform: float, least: float, balanced: float) -> dict[str, float]:
+    """Return how much faster than the uniform split no pipeline is, and the best split is."""
+    return {"physical": round(uniform / least, 4), "simulated": round(uniform / balanced, 4)}
+
+
 def read_rounds(folder: Path) -> list[RunRecord]:
-    """What each round of a cell left."""
+    """Return the records of a cell's rounds."""
     return [RunRecord.read(path) for path in sorted(folder.glob("round-*/record.json"))]
+
+
+def speeds(rounds: Sequence[RunRecord]) -> list[float]:
+    """Return the tokens per second of each round."""
+    return [record.tokens_per_second or 0.0 for record in rounds]
 
 
 def of_split(
     record: CellRecord, rounds: Sequence[RunRecord], predicted: Timeline, corrected: float
 ) -> dict[str, Any]:
-    """One split: where it cuts, how fast it was, and how far the simulator was off."""
+    """Return where a split cuts, how fast it was, and how far the simulator was off."""
     steps = [r.pipeline["measured"] for r in rounds if r.pipeline]
     seconds = [step["seconds"] for step in steps]
+    own_costs = [100 * (own_seconds(r.pipeline) - 1) for r in rounds if r.pipeline]
     assert record.pipeline is not None
     return {
         "layers": record.pipeline["layers"],
         "boundaries": record.pipeline["boundaries"],
-        "tokens_per_second": middle([r.tokens_per_second or 0.0 for r in rounds]),
-        "pipeline_seconds": middle(seconds),
+        "tokens_per_second": spread(speeds(rounds)),
+        "pipeline_seconds": spread(seconds),
         "predicted_seconds": round(predicted.seconds, 4),
         "corrected_seconds": round(corrected, 4),
-        "error_percent": middle([100 * (predicted.seconds / s - 1) for s in seconds]),
-        "corrected_error_percent": middle([100 * (corrected / s - 1) for s in seconds]),
-        "error_percent_of_own_costs": middle(
-            [100 * (own_seconds(r.pipeline) - 1) for r in rounds if r.pipeline]
-        ),
-        "bubble": middle([step["bubble"] for step in steps]),
+        "error_percent": spread([100 * (predicted.seconds / s - 1) for s in seconds]),
+        "corrected_error_percent": spread([100 * (corrected / s - 1) for s in seconds]),
+        "error_percent_of_own_costs": spread(own_costs),
+        "bubble": spread([step["bubble"] for step in steps]),
         "predicted_bubble": round(predicted.bubble(), 4),
         "started": [entry["started"] for entry in record.rounds],
     }
 
 
 def own_seconds(step: dict[str, Any]) -> float:
-    """The simulated over the measured step, if every action took as long as such actions did on average in that step.
+    """Return the simulated over the measured step, where costs are the means of that very step.
 
-    So it shows what the simulator leaves out, where `error_percent` also has what the machine did between the profile
-    and the step.
+    So it shows what the simulator leaves out. `error_percent` also has what the machine did between
+    the profile and the step.
     """
     measured = unpack(step["events"])
     lasted: dict[tuple[int, str], list[float]] = {}
@@ -351,57 +336,10 @@ def own_seconds(step: dict[str, Any]) -> float:
     mean = {action: statistics.mean(seconds) for action, seconds in lasted.items()}
     pipeline = Pipeline(step["schedule"], measured.num_ranks, len(lasted[0, "F"]))
     chunks = [
-        Cost(f"{c}", mean[c, "F"], mean.get((c, "B"), 0.0), 0.0, 0, 0, backward=(c, "B") in mean)
+        Cost(str(c), mean[c, "F"], mean.get((c, "B"), 0.0), 0.0, 0, 0, backward=(c, "B") in mean)
         for c in range(pipeline.num_chunks)
     ]
     return simulate(pipeline, chunks).seconds / measured.seconds
-
-
-def bars(found: dict[str, dict[str, Any]]) -> str:
-    """An SVG file: of each case the bound, the corrected bound, and what was measured with its interval."""
-    from matplotlib.figure import Figure
-
-    shown = {"bound": "muted", "corrected bound": "c1", "measured": "c2"}
-    assert set(shown.values()) <= PALETTE.keys()
-    with drawing():
-        figure = Figure(figsize=(6.4, 0.9 * len(found) + 1.1), layout="constrained")
-        axes = figure.subplots()
-        for place, values in enumerate(found.values()):
-            low, high = values["ratio"]["interval"]
-            lengths = (
-                values["bound"]["physical"],
-                values["corrected_bound"]["physical"],
-                values["ratio"]["median"],
-            )
-            for row, ((name, tint), length) in enumerate(zip(shown.items(), lengths, strict=True)):
-                y = place + 0.26 * (row - 1)
-                axes.barh(
-                    y,
-                    length - 1,
-                    0.22,
-                    left=1,
-                    color=colour(tint),
-                    label=name if place == 0 else None,
-                )
-                axes.text(
-                    (max(length, high) if name == "measured" else length) + 0.01,
-                    y,
-                    f"{length:.2f}",
-                    va="center",
-                    size=8,
-                )
-            axes.plot([low, high], [place + 0.26] * 2, color=colour("ink"), linewidth=1.2)
-        axes.set_yticks(range(len(found)), [f"case {case}" for case in found])
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set_xlim(
-            1,
-            max(max(v["bound"]["physical"], v["ratio"]["interval"][1]) for v in found.values())
-            * 1.08,
-        )
-        axes.set_xlabel("times the tokens per second of equal numbers of layers")
-        figure.legend(loc="outside upper left", ncols=3)
-        return svg_of(figure, "bounds")
 
 
 if __name__ == "__main__":

@@ -1,51 +1,49 @@
-"""Does a zero-bubble schedule help where weights are frozen? Measured on two processes, and predicted for more.
+"""Does a zero-bubble schedule help where weights are frozen? Measured and predicted.
 
-    python tools/pipeline_zero_bubble.py [--sweep configs/pipeline-zero-bubble.yaml] [--runs runs/pipeline-zero-bubble]
-                                         [--out results/pipeline-split]
+    python tools/pipeline_zero_bubble.py [--sweep configs/pipeline-zero-bubble.yaml]
+        [--runs runs/pipeline-zero-bubble] [--out results/pipeline-split]
 
-With F, I and W the seconds of a stage's forward and of its backward's two halves, 1F1B idles (p - 1)(F + I + W) of a
-step and ZB1P (p - 1)(F + I - W) (arXiv 2401.10241, table 1): with W = 0, as LoRA nearly has it, nothing is won. The
-prediction is for equal stages that cost F = I = 1 and W = 1 (full) or 0 (LoRA); what cutting a backward in two costs on
-top is only in the measurement. ZB-V has two chunks on each rank; what these alone are worth, interleaved 1F1B shows.
+With F, I and W the seconds of a stage's forward and of its backward's two halves, 1F1B idles
+(p - 1)(F + I + W) of a step and ZB1P (p - 1)(F + I - W) (arXiv 2401.10241, table 1): with W = 0, as
+LoRA nearly has it, nothing is won. The prediction is for equal stages that cost F = I = 1 and W = 1
+(full) or 0 (LoRA); only the measurement has what cutting a backward in two costs. ZB-V has two
+chunks on each rank; interleaved 1F1B shows what these alone are worth.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
-from pipeline_split import check, measured_bench, middle, ratios, read_rounds
+from pipeline_split import OUT, ROOT, check, measured_bench, read_rounds, speeds
 
+from shardwise.benchmark.paired import command_line, ratios, spread, write_json
 from shardwise.records.cell import CellRecord
 from shardwise.run_file import parse_config
 from shardwise.schedule.costs import Cost
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.simulate import simulate
 
-ROOT = Path(__file__).parents[1]
 SCHEDULES = {
     "1f1b": ("1f1b", 1),
     "zb1p": ("interleaved-zero-bubble", 1),
     "interleaved": ("interleaved-1f1b", 2),
     "zbv": ("zbv", 2),
 }
-"""Each zero-bubble schedule comes after the one that it is to be set against: as many chunks, backwards in one go."""
+"""Each zero-bubble schedule follows the one that it is compared with: as many chunks, backwards in
+one piece.
+"""
 MODES = {"lora": 0.0, "full": 1.0}
 """Seconds of the weights' gradients where forward and inputs' gradients take 1."""
 RANKS, PER_RANK = (2, 4, 8), (2, 4, 8)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--sweep", type=Path, default=ROOT / "configs" / "pipeline-zero-bubble.yaml"
-    )
+    parser = command_line(__doc__, OUT)
+    default = ROOT / "configs" / "pipeline-zero-bubble.yaml"
+    parser.add_argument("--sweep", type=Path, default=default)
     parser.add_argument("--runs", type=Path, default=Path("runs/pipeline-zero-bubble"))
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "pipeline-split")
     options = parser.parse_args()
     sweep, records = measured_bench(options.sweep, options.runs)
     plans = [plan for plan in sweep.record.cells if not plan.control]
@@ -66,49 +64,42 @@ def main() -> None:
             predicted(mode, p, each * p) for mode in MODES for p in RANKS for each in PER_RANK
         ],
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "zero-bubble.json").write_text(
-        json.dumps(result, indent=1) + "\n", encoding="utf-8"
-    )
+    write_json(options.out / "zero-bubble.json", result)
     for mode, schedules in measured.items():
         for name, cell in schedules.items():
-            print(
-                mode,
-                name,
-                json.dumps({key: cell[key] for key in ("speed_over_1f1b", "predicted", "layers")}),
-            )
+            shown = {key: cell[key] for key in ("speed_over_1f1b", "predicted", "layers")}
+            print(mode, name, json.dumps(shown))
 
 
 def of_cell(runs: Path, record: CellRecord, base: CellRecord) -> dict[str, Any]:
-    """One schedule: how fast it was, also against 1F1B round by round, and what the simulator says of both."""
+    """Return how fast a schedule was, also over 1F1B round by round, and what the simulator
+    predicts.
+    """
     rounds, base_rounds = (read_rounds(runs / one.cell["id"]) for one in (record, base))
     steps = [r.pipeline["measured"] for r in rounds if r.pipeline]
+    errors = [r.pipeline["simulator_error_percent"] for r in rounds if r.pipeline]
     assert record.pipeline is not None
     assert base.pipeline is not None
     simulated, base_simulated = record.pipeline["simulated"], base.pipeline["simulated"]
     return {
         "layers": record.pipeline["layers"],
         "micro_batches": parse_config(record.config, record.cell["id"]).training.global_batch_size,
-        "tokens_per_second": middle([r.tokens_per_second or 0.0 for r in rounds]),
-        "speed_over_1f1b": ratios(
-            *([r.tokens_per_second or 0.0 for r in each] for each in (rounds, base_rounds))
-        ),
-        "pipeline_seconds": middle([step["seconds"] for step in steps]),
-        "bubble": middle([step["bubble"] for step in steps]),
+        "tokens_per_second": spread(speeds(rounds)),
+        "speed_over_1f1b": ratios(speeds(rounds), speeds(base_rounds)),
+        "pipeline_seconds": spread([step["seconds"] for step in steps]),
+        "bubble": spread([step["bubble"] for step in steps]),
         "predicted": {
             "speed_over_1f1b": round(base_simulated["seconds"] / simulated["seconds"], 4),
             "seconds": round(simulated["seconds"], 4),
             "bubble": round(simulated["bubble"], 4),
         },
-        "error_percent": middle(
-            [r.pipeline["simulator_error_percent"] for r in rounds if r.pipeline]
-        ),
+        "error_percent": spread(errors),
         "costs": record.pipeline["costs"],
     }
 
 
 def predicted(mode: str, ranks: int, num_microbatches: int) -> dict[str, Any]:
-    """Of each schedule the bubble, and the speed over 1F1B's, on stages that all cost the same."""
+    """Return bubble and speed over 1F1B of each schedule, on stages that all cost the same."""
     steps = {}
     for name, (schedule, num_virtual) in SCHEDULES.items():
         pipeline = Pipeline(schedule, ranks, num_microbatches, num_virtual)

@@ -1,18 +1,18 @@
-"""Memory that reading a corpus larger than memory takes: generate one, open it as a run does, read batches.
+"""Memory that reading a corpus larger than memory takes: generate it, open it, read batches.
 
     python tools/stream_memory.py [--scale 1.0] [--batches 300] [--out results/stream_memory.json]
 
-There are two: 2 GB of documents of some 3,000 bytes, and 0.5 GB of lines of some 50 bytes, which are ten million
-documents (2 GB of them would only take longer to write and to find). Each reading has a process of its own, with a
-tokenizer loaded and used before the first figure, so that a growth is the loader's: the index of the documents and the
-rows that are held. The sum of the resident memory of the process and those it has started is sampled every few
-milliseconds. With a worker process that sum holds the worker's libraries, too, so there the growth is against the same
-reading of a small corpus.
+There are two: 2 GB of documents of some 3,000 bytes, and 0.5 GB of lines of some 50 bytes, which
+are ten million documents (2 GB of them would only take longer). Each reading has a process of its
+own, with a tokenizer loaded and used before the first figure, so that a growth is the loader's: the
+index of the documents and the rows that are waiting. The sum of the resident memory of the process
+and of those it has started is sampled every few milliseconds. With a worker process that sum has
+the worker's libraries too, so there the growth is against the same reading of a small corpus. The
+exit code is 1 where a growth is over the bound.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Generator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from shardwise.benchmark.paired import Results, command_line
 from shardwise.config import Data, Model, RunConfig, Training
 from shardwise.data.loader import build_loaders
 from shardwise.data.tokenizer import load_tokenizer
@@ -41,72 +43,50 @@ from shardwise.metrics.hardware import environment
 BOUND = 150 * 10**6
 SMALL = 10**7
 CORPORA = {"documents": (2 * 10**9, (2000, 4000)), "lines": (5 * 10**8, (10, 40))}
-"""Bytes, and from how many to how many characters a document has."""
+"""Bytes of a corpus, and from how many to how many characters its documents have."""
 BATCH = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, Path(__file__).parents[1] / "results" / "stream_memory.json")
     parser.add_argument("--scale", type=float, default=1.0, help="of the bytes of the corpora")
     parser.add_argument("--batches", type=int, default=300)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "results" / "stream_memory.json"
-    )
     options = parser.parse_args()
+    sizes = {"scale": options.scale, "batches": options.batches, "global_batch_size": BATCH}
+    results = Results(options.out, {"environment": environment(), **sizes, "bound": BOUND})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_tokenizer(folder)
-        cases = [measure(folder, name, options.scale, options.batches) for name in CORPORA]
-    result = {
-        "environment": environment(),
-        "batches": options.batches,
-        "global_batch_size": BATCH,
-        "bound": BOUND,
-        "ok": all(row["ok"] for case in cases for row in case["rows"]),
-        "cases": cases,
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    sys.exit(not result["ok"])
+        for corpus in CORPORA:
+            results.add(corpus, partial(measure, folder, corpus, options.scale, options.batches))
+    results.write()
+    sys.exit(any(case["growth"] > BOUND for row in results.rows.values() for case in row["cases"]))
 
 
-def measure(folder: Path, name: str, scale: float, batches: int) -> dict[str, Any]:
-    """Generate a corpus and a small one like it, read both without and with a worker process, and remove them."""
-    size, characters = CORPORA[name]
-    if shutil.disk_usage(folder).free < 2 * scale * size:
-        sys.exit(
-            f"{folder}: less than {2 * scale * size:,.0f} bytes free; set TMPDIR to a larger disk"
-        )
-    paths = {"small": folder / "small.jsonl", "large": folder / "large.jsonl"}
-    write_corpus(paths["small"], SMALL, characters)
-    documents = write_corpus(paths["large"], int(scale * size), characters)
-    case = {
-        "corpus": name,
-        "documents": documents,
-        "corpus_bytes": paths["large"].stat().st_size,
-        "small_corpus_bytes": paths["small"].stat().st_size,
-        "rows": [],
-    }
+def measure(folder: Path, corpus: str, scale: float, batches: int) -> dict[str, Any]:
+    """Generate a corpus and a small one, read both without and with a worker, and remove them."""
+    size, characters = CORPORA[corpus]
+    needed_bytes = 2 * scale * size
+    if shutil.disk_usage(folder).free < needed_bytes:
+        sys.exit(f"{folder}: less than {needed_bytes:,.0f} bytes free; set TMPDIR to a larger disk")
+    small_path, large_path = folder / "small.jsonl", folder / "large.jsonl"
+    write_corpus(small_path, SMALL, characters)
+    documents = write_corpus(large_path, int(scale * size), characters)
+    cases = []
     for workers in (0, 1):
-        small, large = (in_new_process(folder, path, workers, batches) for path in paths.values())
+        small = in_new_process(folder, small_path, workers, batches)
+        large = in_new_process(folder, large_path, workers, batches)
         growth = large["peak"] - (large["before"] if workers == 0 else small["peak"])
-        row = {
-            "workers": workers,
-            "small": small,
-            "large": large,
-            "growth": growth,
-            "ok": growth <= BOUND,
-        }
-        print(name, json.dumps(row), flush=True)
-        case["rows"].append(row)
-    for path in paths.values():
-        path.unlink()
-    return case
+        cases.append({"workers": workers, "small": small, "large": large, "growth": growth})
+    sizes = {"corpus_bytes": large_path.stat().st_size}
+    sizes["small_corpus_bytes"] = small_path.stat().st_size
+    small_path.unlink()
+    large_path.unlink()
+    return {"documents": documents, **sizes, "cases": cases}
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One token a byte."""
+    """Save a tokenizer with one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(
         models.BPE({symbol: i for i, symbol in enumerate(["<end>", *alphabet])}, [])
@@ -117,7 +97,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def write_corpus(path: Path, size: int, characters: tuple[int, int]) -> int:
-    """At least `size` bytes of JSONL; how many documents they are."""
+    """Write at least `size` bytes of JSONL, and return how many documents they are."""
     draw = random.Random(0)
     words = [
         "".join(draw.choices(string.ascii_lowercase, k=draw.randint(1, 12))) for _ in range(5000)
@@ -139,7 +119,7 @@ def in_new_process(folder: Path, corpus: Path, workers: int, batches: int) -> di
 
 
 def read(folder: Path, corpus: Path, workers: int, batches: int) -> dict[str, Any]:
-    """Resident bytes before and after opening, the most of all while opening and reading, and seconds of both."""
+    """Return resident bytes before opening, after it and at their most, and the seconds taken."""
     model = Model(str(folder))
     tokenizer = load_tokenizer(model)
     tokenizer("the first text starts what a tokenizer starts")
@@ -172,7 +152,7 @@ def read(folder: Path, corpus: Path, workers: int, batches: int) -> dict[str, An
 
 @contextlib.contextmanager
 def sampled() -> Generator[list[int], None, None]:
-    """Resident bytes, again and again while the block runs."""
+    """Give a list that grows by the resident bytes, again and again while the block runs."""
     samples, done = [resident()], threading.Event()
 
     def sample() -> None:
@@ -189,7 +169,7 @@ def sampled() -> Generator[list[int], None, None]:
 
 
 def resident() -> int:
-    """Bytes of this process and of those below it."""
+    """Return the resident bytes of this process and of those that it started."""
     total, here = 0, psutil.Process()
     for process in [here, *here.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended since it was listed

@@ -1,7 +1,8 @@
-"""Write a study's table into the guide that quotes it: `python tools/study_table.py [BENCH] [PAGE]`.
+"""Write a study's table into the guide that quotes it: `python tools/study_table.py [BENCH]
+[PAGE]`.
 
-For each strategy and group: tokens/s over the baseline's, and the peak memory of a rank in MiB. What was not timed has
-no speed; a cell without figures has neither.
+For each strategy and group: tokens/s over the baseline's, and the peak memory of a rank in MiB.
+What was not timed has no speed; a cell without figures has neither.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardwise.benchmark.paired import table as markdown
 from shardwise.report.folder import read_bench
 from shardwise.report.names import group_title
 from shardwise.report.tables import Row, groups_of, make_rows
@@ -25,29 +27,20 @@ def table(folder: Path) -> str:
     bench = read_bench(folder)
     groups = groups_of([row for row in make_rows(bench) if not row.plan.control])
     labels = dict.fromkeys(row.label for rows in groups.values() for row in rows)
-    lines = [
-        ["", *(group_title(group, bench.sweep) for group in groups)],
-        ["---"] * (1 + len(groups)),
-    ]
+    lines = []
     for label in labels:
-        cells = [
-            next((row for row in rows if row.label == label), None) for rows in groups.values()
-        ]
-        lines.append([f"`{label}`", *map(figures, cells)])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        by_group = [{row.label: row for row in rows} for rows in groups.values()]
+        lines.append([f"`{label}`", *(figures(rows.get(label)) for rows in by_group)])
+    return markdown(["", *(group_title(group, bench.sweep) for group in groups)], lines) + "\n"
 
 
 def figures(row: Row | None) -> str:
     """Return a cell's speed-up and peak, as in `1.79 · 37.1`."""
     if row is None or row.peak_memory_bytes is None:
         return NOTHING
-    speed = (
-        "not timed"
-        if not row.plan.timed
-        else NOTHING
-        if row.speedup is None
-        else f"{row.speedup:.2f}"
-    )
+    speed = NOTHING if row.speedup is None else f"{row.speedup:.2f}"
+    if not row.plan.timed:
+        speed = "not timed"
     return f"{speed} · {row.peak_memory_bytes / 2**20:.1f}"
 
 
@@ -59,13 +52,9 @@ def put(text: str, content: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the table of a bench (default: the committed study) into a page (default: the guide)."""
-    folder = Path(arguments[0]) if arguments else ROOT / "results" / "study-cpu"
-    page = (
-        Path(arguments[1])
-        if len(arguments) > 1
-        else ROOT / "docs" / "guides" / "choosing-a-strategy.md"
-    )
+    """Write the table of a bench (the committed study) into a page (the guide)."""
+    study = ROOT / "results" / "study-cpu", ROOT / "docs" / "guides" / "choosing-a-strategy.md"
+    folder, page = map(Path, (*arguments, *study[len(arguments) :]))
     page.write_text(put(page.read_text(encoding="utf-8"), table(folder)), encoding="utf-8")
 
 

@@ -1,4 +1,6 @@
-"""What `make gpu` asks of the tests here: which kernels to use, and a line per test as soon as it has ended."""
+"""What `make gpu` asks of the tests here: which kernels to use, and a line per test as soon as it
+has ended.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Which code computes the gated delta rule, and how it is chosen: transformers takes fla's where it can import it.
+"""Choose and check what computes the gated delta rule: fla's kernels or transformers' torch code.
 
-It decides when a family's module is imported, and where the import fails, for whatever reason, it takes its own torch
-code without a word. So a process chooses first, and what was really taken is read back.
+transformers decides when a family's module is imported: it takes fla's kernels if it can import
+them, and else, for whatever reason, its own code without a message. So a process chooses first, and
+what was really taken is read back.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
+from typing import Any
 from unittest import mock
 
 from torch import nn
@@ -23,32 +25,33 @@ FUNCTIONS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 
 
 def choose(gdn: str) -> None:
-    """`torch`: make the optional packages unimportable. `fla`: import its kernels, and so say why if that fails."""
-    assert not any("gated_delta" in name or ".modeling_qwen3" in name for name in sys.modules), (
-        "chosen too late"
-    )
+    """Make the optional packages unimportable (torch), or import fla's kernels, which may raise."""
+    decided = [name for name in sys.modules if "gated_delta" in name or ".modeling_qwen3" in name]
+    assert not decided, f"chosen too late, after the import of {decided[0]}"
     if gdn == "torch":
-        sys.modules.update(dict.fromkeys(OPTIONAL))  # ty: ignore[no-matching-overload]  # None makes `import` fail
+        for name in OPTIONAL:
+            sys.modules[name] = None  # ty: ignore[invalid-assignment]  # makes `import` fail
     else:
         assert gdn == "fla", gdn
         importlib.import_module("fla.ops.gated_delta_rule")
 
 
 def taken(model: nn.Module) -> dict[str, str]:
-    """From each of FUNCTIONS that the model's module has to the module of the code behind it."""
+    """Return the module of the code behind each of FUNCTIONS that the model's module has."""
+    modules = {}
+    for name, function in _functions(model).items():
+        variables = inspect.getclosurevars(function).nonlocals
+        modules[name] = variables["implementation"].__module__
+    return modules
+
+
+def _functions(model: nn.Module) -> dict[str, Any]:
     module = sys.modules[type(model).__module__]
-    found = {
-        name: inspect.getclosurevars(getattr(module, name))
-        for name in FUNCTIONS
-        if hasattr(module, name)
-    }
-    return {
-        name: variables.nonlocals["implementation"].__module__ for name, variables in found.items()
-    }
+    return {name: getattr(module, name) for name in FUNCTIONS if hasattr(module, name)}
 
 
 def check(model: nn.Module, gdn: str) -> dict[str, str]:
-    """`taken(model)`; an assert fails if the gated delta rule is not computed by what was chosen."""
+    """Return `taken(model)`; assert that what was chosen computes the gated delta rule."""
     kernels = taken(model)
     if not kernels:  # not transformers' code; JetBlock looks for fla when it is called
         assert (find_spec("fla") is not None) == (gdn == "fla")
@@ -62,10 +65,8 @@ def check(model: nn.Module, gdn: str) -> dict[str, str]:
 
 @contextmanager
 def reference_code(model: nn.Module) -> Generator[None]:
-    """Within it the functions of a model's module are the torch code, whatever was chosen."""
+    """Make the functions of a model's module the torch code within it, whatever was chosen."""
     module = sys.modules[type(model).__module__]
-    plain = {
-        name: inspect.unwrap(getattr(module, name)) for name in FUNCTIONS if hasattr(module, name)
-    }
+    plain = {name: inspect.unwrap(function) for name, function in _functions(model).items()}
     with mock.patch.multiple(module, **plain) if plain else nullcontext():
         yield

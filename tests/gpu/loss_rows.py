@@ -1,14 +1,13 @@
-"""Times the loss with its head, in a process of its own: `python -m tests.gpu.loss_rows OUT.jsonl DEVICE`.
+"""Time the loss with its head, in a process: `python -m tests.gpu.loss_rows OUT.json DEVICE`.
 
-Sides: all logits, then torch's cross entropy of them in float32, as transformers computes it; shardwise's chunked loss
-with torch's operations and with Triton's kernels; Liger's fused linear cross entropy where it is installed. Memory is
-the most that is alive above what was there before, less the head's gradient where it is trained.
+Sides: all logits, then torch's cross entropy of them in float32, as transformers computes it;
+shardwise's chunked loss with torch's operators and with Triton's kernels; Liger's fused linear
+cross entropy where it is installed. Memory is the most that is alive above what was there before,
+less the head's gradient where it is trained.
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,66 +18,79 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise.benchmark.paired import Results
 from shardwise.interfaces import IGNORED
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.kernels.triton_support import why_not
 from shardwise.metrics.memory import PeakMemory
+from shardwise.metrics.rounds import free_cache
 from tests.gpu.measure import Clock
-from tests.gpu.shapes import FULL, REHEARSAL, Head
+from tests.gpu.shapes import Head, sizes_of
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 SIDES = ("eager", "torch", "triton", "liger")
 TOLERANCE = {"loss": 1e-4, "gradient": 2.0**-7}
-"""Relative to the chunked loss in float32; gradients by their norm, after two roundings to bfloat16."""
+"""Relative to the chunked loss in float32; gradients by norm, after two roundings to bfloat16."""
 
 
 def main(out: str, device_type: str) -> None:
-    """A line for each row."""
+    """Write a row for each head and side."""
     device = torch.device("cuda", 0) if device_type == "cuda" else torch.device("cpu")
-    sizes = FULL if device_type == "cuda" else REHEARSAL
+    sizes = sizes_of(device_type)
     torch.backends.cuda.matmul.allow_tf32 = False
     clock = Clock(device, sizes.repeats)
-    for head in sizes.heads:
-        generator = torch.Generator(device).manual_seed(head.width)
-        hidden = torch.randn(
-            sizes.tokens, head.width, generator=generator, device=device
-        ).bfloat16()
-        weight = (
-            torch.randn(head.vocabulary, head.width, generator=generator, device=device)
-            .mul_(0.02)
-            .bfloat16()
-        )
-        labels = torch.randint(head.vocabulary, (sizes.tokens,), generator=generator, device=device)
-        labels[::16] = IGNORED
-        hidden.requires_grad_()
-        weight.requires_grad_(head.trained)
-        exact = reference(hidden, weight, labels)
+    results = Results(Path(out), {"tokens": sizes.tokens})
+    for i, head in enumerate(sizes.heads):
+        problem = Problem(head, sizes.tokens, device)
         for side in SIDES:
-            loss, reason = loss_of(side, device)
-            row = {"head": vars(head), "tokens": sizes.tokens, "side": side}
-            if loss is None:
-                row |= {"status": "skipped", "reason": reason}
-            else:
-                row |= measured(loss, head, hidden, weight, labels, exact, clock)
-            with Path(out).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            results.add(f"head {i} {side}", partial(row_of, problem, side, clock))
+            free_cache(device)
+    results.write()
+
+
+class Problem:
+    """The tensors of a head in bfloat16, and their loss and gradients in float32 throughout."""
+
+    def __init__(self, head: Head, tokens: int, device: torch.device) -> None:
+        self.head = head
+        generator = torch.Generator(device).manual_seed(head.width)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, device=device)
+
+        self.hidden = randn(tokens, head.width).bfloat16().requires_grad_()
+        weight = randn(head.vocabulary, head.width).mul_(0.02)
+        self.weight = weight.bfloat16().requires_grad_(head.trained)
+        self.labels = torch.randint(head.vocabulary, (tokens,), generator=generator, device=device)
+        self.labels[::16] = IGNORED
+        self.trained = [self.hidden, self.weight] if head.trained else [self.hidden]
+        wide = [self.hidden.detach().float().requires_grad_()]
+        wide.append(self.weight.detach().float().requires_grad_(head.trained))
+        loss = linear_cross_entropy(*wide, self.labels, kernel="torch")
+        self.loss = loss.item()
+        self.gradients = torch.autograd.grad(loss, wide[: len(self.trained)])
+
+
+def row_of(problem: Problem, side: str, clock: Clock) -> dict[str, Any]:
+    """Return gate, memory and time of a side, or why it cannot run."""
+    row = {"head": vars(problem.head), "side": side}
+    loss, reason = loss_of(side, problem.hidden.device)
+    if loss is None:
+        return {**row, "status": "skipped", "reason": reason}
+    return {**row, **measured(loss, problem, clock)}
 
 
 def loss_of(side: str, device: torch.device) -> tuple[Loss | None, str | None]:
-    """What a side calls, or why it cannot run here."""
+    """Return the loss of a side, or why it cannot run here."""
     match side:
         case "eager":
             return eager, None
         case "torch":
             return partial(linear_cross_entropy, kernel="torch"), None
         case "triton":
-            reason = why_not(device)
-            return (
-                (None, reason) if reason else (partial(linear_cross_entropy, kernel="triton"), None)
-            )
+            if reason := why_not(device):
+                return None, reason
+            return partial(linear_cross_entropy, kernel="triton"), None
         case _:
             if find_spec("liger_kernel") is None:
                 return None, "liger-kernel is not installed"
@@ -91,64 +103,32 @@ def loss_of(side: str, device: torch.device) -> tuple[Loss | None, str | None]:
 
 
 def eager(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As transformers' loss functions compute it."""
-    return F.cross_entropy(
-        F.linear(hidden, weight).float(), labels, ignore_index=IGNORED, reduction="sum"
-    )
+    """Return the loss as transformers' loss functions compute it."""
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 
-def reference(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
-) -> tuple[float, tuple[torch.Tensor, ...]]:
-    """Loss and gradients in float32 throughout."""
-    wide = [
-        tensor.detach().float().requires_grad_(tensor.requires_grad) for tensor in (hidden, weight)
-    ]
-    loss = linear_cross_entropy(*wide, labels, kernel="torch")
-    return loss.item(), torch.autograd.grad(
-        loss, [tensor for tensor in wide if tensor.requires_grad]
-    )
-
-
-def measured(
-    loss: Loss,
-    head: Head,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    exact: tuple[float, tuple[torch.Tensor, ...]],
-    clock: Clock,
-) -> dict[str, Any]:
-    """Gate, memory, and time of forward and backward together."""
-    inputs = [hidden, weight] if head.trained else [hidden]
+def measured(loss: Loss, problem: Problem, clock: Clock) -> dict[str, Any]:
+    """Return gate, memory, and time of forward and backward together."""
 
     def step(_: Any) -> tuple[torch.Tensor, ...]:
-        value = loss(hidden, weight, labels)
-        return (value.detach(), *torch.autograd.grad(value, inputs))
+        value = loss(problem.hidden, problem.weight, problem.labels)
+        return (value.detach(), *torch.autograd.grad(value, problem.trained))
 
     try:
-        with PeakMemory(hidden.device) as memory:
+        with PeakMemory(problem.hidden.device) as memory:
             value, *gradients = step(None)
+        pairs = zip(gradients, problem.gradients, strict=True)
         errors = {
-            "loss": abs(value.item() - exact[0]) / exact[0],
-            "gradient": max(
-                float((g.float() - e).norm() / e.norm())
-                for g, e in zip(gradients, exact[1], strict=True)
-            ),
+            "loss": abs(value.item() - problem.loss) / problem.loss,
+            "gradient": max(float((g.float() - e).norm() / e.norm()) for g, e in pairs),
         }
         del gradients
         if not all(errors[key] <= TOLERANCE[key] for key in TOLERANCE):
             return {"status": "failed", "reason": f"red gate: errors {errors}", "gate": errors}
-        assert memory.peak_bytes is not None
-        assert memory.entry_bytes is not None
-        peak = memory.peak_bytes - memory.entry_bytes - weight.nbytes * head.trained
-        return {
-            "status": "ok",
-            "reason": "",
-            "gate": errors,
-            "peak_bytes": peak,
-            "seconds": clock.time(step),
-        }
+        head_bytes = problem.weight.nbytes if problem.head.trained else 0
+        row = {"status": "ok", "reason": "", "gate": errors}
+        return {**row, "peak_bytes": memory.added_bytes() - head_bytes, "seconds": clock.time(step)}
     except Exception as error:
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:300]}
 

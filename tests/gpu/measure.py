@@ -1,4 +1,4 @@
-"""Seconds of a piece of work on a device, the device's own ceilings, and the least a LoRA linear can take."""
+"""Seconds of work on a device, what the device can do, and the least a LoRA linear can take."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from shardwise.benchmark.paired import spread
 from tests.gpu.shapes import Setting
 
 METHOD = {
-    "cuda": "Each time is the median over repeats of what CUDA events around the work say. Before each repeat 256 MiB "
-    "are written, so that nothing of its operands is left in the L2 cache, and the device then idles for 2 ms or twice "
-    "what the host takes to queue the work: device time alone, no gaps for launches. `host` is what queueing took.",
+    "cuda": "Each time is the median over repeats of what CUDA events around the work say. Before "
+    "each repeat 256 MiB are written, so that nothing of its operands is left in the L2 cache, and "
+    "the device then idles for 2 ms or twice what the host takes to queue the work: device time "
+    "alone, no gaps for launches. `host` is what queueing took.",
     "cpu": "Each time is the median over repeats by the wall clock.",
 }
 FLUSH_BYTES = 256 * 2**20
@@ -26,24 +28,21 @@ class Clock:
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
-        self.flush = torch.empty(
-            FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device
-        )
+        num_bytes = FLUSH_BYTES if device.type == "cuda" else 0
+        self.flush = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def time(
         self, work: Callable[[Any], Any], prepare: Callable[[], Any] = lambda: None
-    ) -> dict[str, float]:
-        """Seconds of `work(prepare())`, where preparing is not timed; two runs come before, which may compile."""
+    ) -> dict[str, Any]:
+        """Return the seconds of `work(prepare())`, where preparing is not timed.
+
+        Two runs come first, which may compile.
+        """
         first, second = (self._once(work, prepare) for _ in range(2))
         pause = max(0.002, 2 * min(first[1], second[1]))
         runs = [self._once(work, prepare, pause) for _ in range(self.repeats)]
-        seconds = [run[0] for run in runs]
-        return {
-            "median": statistics.median(seconds),
-            "min": min(seconds),
-            "max": max(seconds),
-            "host": statistics.median(run[1] for run in runs),
-        }
+        seconds, host_seconds = zip(*runs)
+        return {**spread(seconds), "host": statistics.median(host_seconds)}
 
     def _once(
         self, work: Callable[[Any], Any], prepare: Callable[[], Any], pause: float = 0.002
@@ -66,7 +65,7 @@ class Clock:
 
 
 def ceilings(clock: Clock) -> dict[str, float]:
-    """Bytes a second of a copy, read and written counted, and FLOPs a second of a product; random data."""
+    """Return the bytes/s of a copy, read and written, and FLOP/s of a product of random data."""
     device = clock.device
     size, numbers = (8192, 2**29) if device.type == "cuda" else (256, 2**20)
     source = torch.randn(numbers, dtype=torch.bfloat16, device=device)
@@ -81,10 +80,11 @@ def ceilings(clock: Clock) -> dict[str, float]:
 
 
 def floors(setting: Setting, tokens: int, device: dict[str, float]) -> dict[str, float]:
-    """Seconds that forward and backward take at the least: by FLOPs, or by bytes if each operand is moved once.
+    """Return the least seconds of forward and backward: by FLOPs, or by bytes moved once each.
 
-    bfloat16. Forward: reads x, the weights and factors, writes the outputs. Backward: reads the outputs' gradients, the
-    weights, the factors and x, writes the gradients of x and of the factors; no gradient of the weights.
+    bfloat16. Forward: reads x, the weights and factors, writes the outputs. Backward: reads the
+    outputs' gradients, the weights, the factors and x, writes the gradients of x and of the
+    factors; no gradient of the weights.
     """
     k, r, total = setting.k, setting.r, sum(setting.n)
     factors = len(setting.n) * r * k + r * total

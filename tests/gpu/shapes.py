@@ -1,12 +1,12 @@
-"""What the kernels are timed on: linears of published models, and heads. Imports nothing but the standard library.
+"""What the kernels are timed on: linears of published models, and heads. It imports no torch.
 
-Sizes: tools/pipeline_shapes.py has the sources of Qwen3.5's and Llama's, github.com/NVlabs/Jet-Nemotron
-(jetai/modeling/configs/jetlm_2B.json) is that of Jet-Nemotron's.
+Sizes: tools/pipeline_shapes.py has the sources of Qwen3.5's and Llama's,
+github.com/NVlabs/Jet-Nemotron (jetai/modeling/configs/jetlm_2B.json) is that of Jet-Nemotron's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Head:
     model: str
     width: int
     vocabulary: int
-    trained: bool
+    trained: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,27 +67,21 @@ TOGETHER = (
 
 
 def _with(settings: tuple[Setting, ...], r: int, p: float) -> tuple[Setting, ...]:
-    return tuple(Setting(s.model, s.name, s.k, s.n, r, p) for s in settings)
+    return tuple(replace(setting, r=r, p=p) for setting in settings)
 
 
+HEADS = (Head("Llama-3.1-8B", 4096, 128_256), Head("Qwen3.5-2B", 2048, 248_320))
 FULL = Sizes(
     tokens=8192,
     settings=(
-        *_with(ONE, 16, 0.0),
-        *_with(TOGETHER, 16, 0.0),
-        *_with(ONE, 16, 0.1),
-        *_with(ONE, 64, 0.0),
-        *_with(ONE, 64, 0.1),
-        *_with(TOGETHER, 16, 0.1),
+        *(*ONE, *TOGETHER, *_with(ONE, 16, 0.1), *_with(ONE, 64, 0.0)),
+        *(*_with(ONE, 64, 0.1), *_with(TOGETHER, 16, 0.1)),
     ),
-    heads=(
-        Head("Llama-3.1-8B", 4096, 128_256, trained=False),
-        Head("Qwen3.5-2B", 2048, 248_320, trained=False),
-        Head("Llama-3.1-8B", 4096, 128_256, trained=True),
-        Head("Qwen3.5-2B", 2048, 248_320, trained=True),
-    ),
+    heads=(*HEADS, *(replace(head, trained=True) for head in HEADS)),
     repeats=15,
 )
+ODD = (Setting("odd", "", 77, (61,), 5, 0.1), Setting("odd", "", 136, (40, 24), 200, 0.0))
+"""Sizes that no tile divides. A side is compared at these before all."""
 REHEARSAL = Sizes(
     tokens=70,
     settings=(
@@ -95,7 +89,12 @@ REHEARSAL = Sizes(
         Setting("toy", "q", 48, (40,), 4, 0.1),
         Setting("toy", "gate, up", 48, (33, 24), 4, 0.1),
     ),
-    heads=(Head("toy", 48, 200, trained=False), Head("toy", 48, 200, trained=True)),
+    heads=(Head("toy", 48, 200), Head("toy", 48, 200, trained=True)),
     repeats=2,
 )
-"""The same code on toys, on the CPU: everything but the device."""
+"""The same code on toys, on the CPU: everything except the device."""
+
+
+def sizes_of(device_type: str) -> Sizes:
+    """Return what is timed on cuda or cpu."""
+    return FULL if device_type == "cuda" else REHEARSAL

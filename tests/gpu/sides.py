@@ -1,8 +1,11 @@
-"""The two programs that are timed: shardwise's own step, and Hugging Face's Trainer with PEFT, on the same work."""
+"""The two programs that are timed: shardwise's own step, and Hugging Face's Trainer with PEFT, on
+the same work.
+"""
 
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from typing import Any, Literal
 
 import torch
@@ -13,7 +16,6 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainerControl,
-    TrainerState,
     TrainingArguments,
     default_data_collator,
 )
@@ -21,23 +23,27 @@ from transformers import (
 from shardwise.assembly.build import build
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
 from shardwise.interfaces import IGNORED, Batch
+from shardwise.metrics.rounds import Rounds
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import spec_of
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 from tests.gpu import kernels
-from tests.gpu.rounds import Rounds
 from tests.gpu.workload import Workload
 
 Checkpointing = Literal["none", "full"]
 
 DIFFERENCES = (
-    "Trainer (accelerate) runs the forward and the loss under autocast and turns the logits to float32 when the model "
-    "returns; shardwise runs the forward under autocast and turns them to float32 for the loss.",
-    "Trainer fetches, collates and pins the rows for every step (no worker processes); shardwise moves a ready batch.",
-    "Both wait for the device in each step: Trainer to look for a loss that is not finite, shardwise to read it.",
-    "With checkpointing, Trainer keeps and restores the random state around each layer; shardwise has no need to.",
+    "Trainer (accelerate) runs the forward and the loss under autocast and turns the logits to "
+    "float32 when the model returns; shardwise runs the forward under autocast and turns them to "
+    "float32 for the loss.",
+    "Trainer fetches, collates and pins the rows for every step (no worker processes); shardwise "
+    "moves a ready batch.",
+    "Both wait for the device in each step: Trainer to look for a loss that is not finite, "
+    "shardwise to read it.",
+    "With checkpointing, Trainer keeps and restores the random state around each layer; shardwise "
+    "does not need to.",
 )
 """What is not equal between the two sides."""
 
@@ -49,7 +55,7 @@ def run_config(
     device: torch.device,
     kernel: str = "auto",
 ) -> RunConfig:
-    """The work as a run file says it."""
+    """Return the work as a run file."""
     return RunConfig(
         model=Model(folder, dtype="bfloat16"),
         lora=Lora(r=workload.r, alpha=workload.alpha, kernel=kernel),
@@ -72,17 +78,14 @@ def run_config(
 
 
 def tokens(workload: Workload) -> torch.Tensor:
-    """The rows of every step, [B, T] int64."""
+    """Return the rows of every step, [B, T] int64."""
     generator = torch.Generator().manual_seed(workload.seed)
-    return torch.randint(
-        workload.model["vocab_size"],
-        (workload.batch, workload.sequence_length),
-        generator=generator,
-    )
+    shape = (workload.batch, workload.sequence_length)
+    return torch.randint(workload.model["vocab_size"], shape, generator=generator)
 
 
 def targets(cfg: RunConfig) -> list[str]:
-    """The linears that get an adapter, by name: shardwise's choice, handed to PEFT as a list."""
+    """Return the names of the linears that get an adapter: shardwise's choice, for PEFT."""
     hf = load.build_meta(cfg.model, load.read_config(cfg.model))
     assert cfg.lora is not None
     lora.inject(hf, cfg.lora, spec_of(hf.config, hf))
@@ -90,13 +93,11 @@ def targets(cfg: RunConfig) -> list[str]:
 
 
 def facts(hf: nn.Module, optimizer: str) -> dict[str, Any]:
-    """What must be equal on both sides."""
-    sizes: dict[str, int] = {}
+    """Return what must be equal on both sides."""
+    sizes: Counter[str] = Counter()
     for parameter in hf.parameters():
-        key = f"{'trained' if parameter.requires_grad else 'frozen'} {parameter.dtype}".replace(
-            "torch.", ""
-        )
-        sizes[key] = sizes.get(key, 0) + parameter.numel()
+        kind = "trained" if parameter.requires_grad else "frozen"
+        sizes[f"{kind} {parameter.dtype}".replace("torch.", "")] += parameter.numel()
     return {
         "parameters": dict(sorted(sizes.items())),
         "adapters": len(lora.adapter_layers(hf)),
@@ -106,7 +107,7 @@ def facts(hf: nn.Module, optimizer: str) -> dict[str, Any]:
 
 
 def shardwise(cfg: RunConfig, workload: Workload, device: torch.device, rounds: Rounds) -> None:
-    """Our step; the process group must be up. Runs until `rounds` ends it."""
+    """Run our step until `rounds` ends it; the process group must be up."""
     mesh = build_mesh(cfg, device)
     job = build(cfg, mesh)
     ids = tokens(workload)
@@ -121,29 +122,21 @@ def shardwise(cfg: RunConfig, workload: Workload, device: torch.device, rounds: 
 
 
 class _InRounds(TrainerCallback):
+    """Lets Trainer's loop run in rounds."""
+
     def __init__(self, rounds: Rounds) -> None:
         self.rounds = rounds
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         if not self.rounds.more():
-            control.should_training_stop = True  # after one more step, which nobody times
+            control.should_training_stop = True  # after one more step, which is not timed
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         control.should_log = self.rounds.wants_figures
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if logs and "loss" in logs:
+    def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        logs = more.get("logs") or {}
+        if "loss" in logs:
             self.rounds.note(logs["loss"], logs["grad_norm"])
 
 
@@ -160,15 +153,16 @@ class _Rows(torch.utils.data.Dataset):
 
 
 def transformers(cfg: RunConfig, workload: Workload, device: torch.device, rounds: Rounds) -> None:
-    """Trainer and PEFT with the same weights, first factors, rows and settings. Runs until `rounds` ends it."""
+    """Trainer and PEFT with the same weights, first factors, rows and settings. Runs until `rounds`
+    ends it.
+    """
     assert cfg.lora is not None
     hf = AutoModelForCausalLM.from_pretrained(
         cfg.model.path, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     hf.config.use_cache = False
-    adapted = get_peft_model(
-        hf, LoraConfig(r=cfg.lora.r, lora_alpha=int(cfg.lora.alpha), target_modules=targets(cfg))
-    )
+    r, alpha = cfg.lora.r, int(cfg.lora.alpha)
+    adapted = get_peft_model(hf, LoraConfig(r=r, lora_alpha=alpha, target_modules=targets(cfg)))
     with torch.no_grad():
         for name, value in lora.adapter_weights(hf, cfg.training.seed):
             hf.get_parameter(name).copy_(value)
@@ -208,20 +202,7 @@ def transformers(cfg: RunConfig, workload: Workload, device: torch.device, round
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:
-    keys = (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "foreach",
-        "fused",
-        "maximize",
-        "amsgrad",
-        "capturable",
-    )
-    settings = {
-        str({key: group[key] for key in keys})
-        for group in optimizer.param_groups
-        if group["params"]
-    }
+    """Return the class and the settings of an optimizer, as its groups of parameters have them."""
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    settings = {str({key: group[key] for key in sorted(optimizer.defaults)}) for group in groups}
     return f"{type(optimizer).__name__} {' and '.join(sorted(settings))}"

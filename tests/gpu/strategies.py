@@ -1,4 +1,4 @@
-"""A few steps of one strategy on one device, and what they are held against: the same work in float32 on the CPU."""
+"""A few steps of one strategy on one device, and the same work in float32 on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tests.gpu import kernels
 from tests.parity.harness import start
 
 GDN = os.environ.get("SHARDWISE_GDN")
-"""The kernels that the gated delta rule must be computed by: fla or torch; None: whichever transformers takes."""
+"""The kernels that the gated delta rule must be computed by: fla or torch; None: whichever
+transformers takes.
+"""
 ROWS, SEQUENCE = 4, 70  # 70 is no multiple of the recurrent layers' chunks of 64 and 32
 STEPS = 3
 
@@ -39,17 +41,17 @@ class Cell:
     device: Literal["cuda", "cpu"]
 
     def reference(self) -> Cell:
-        """The same work in one process on the CPU in float32."""
+        """Return the same work in one process on the CPU in float32."""
         return replace(self, strategy="single", dtype="float32", device="cpu")
 
     def control(self) -> Cell:
-        """The same work in one process on the CPU in this cell's dtype: what rounding alone does."""
+        """Return the same work on the CPU in this cell's dtype: what rounding alone does."""
         return replace(self, strategy="single", device="cpu")
 
 
 @dataclass(frozen=True)
 class FirstStep:
-    """What the first step computed, before its update; tensors are whole, float32 and on the CPU."""
+    """What the first step computed before its update; full tensors, float32, on the CPU."""
 
     loss: float
     logits: torch.Tensor  # [B, T, V], without dropout
@@ -69,7 +71,7 @@ class Outcome:
 
 
 def run_config(cell: Cell) -> RunConfig:
-    """The run file of a cell. Weights are stored in the cell's dtype and products computed in it."""
+    """Return the run of a cell. Its dtype is that of weights and products."""
     return RunConfig(
         model=Model(cell.model, init="random", dtype=cell.dtype),
         lora=Lora(r=4, alpha=8) if cell.mode == "lora" else None,
@@ -88,37 +90,33 @@ def run_config(cell: Cell) -> RunConfig:
 
 
 def microbatches(device: torch.device) -> list[Batch]:
-    """Two micro-batches of two rows, the second with fewer target tokens."""
+    """Return two micro-batches of two rows, the second with fewer target tokens."""
     ids = torch.randint(256, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
     labels = ids[:, 1:].clone()
     labels[ROWS // 2 :, 40:] = IGNORED
     halves = (slice(0, ROWS // 2), slice(ROWS // 2, ROWS))
-    return [
-        Batch(
-            ids[h, :-1], labels[h], torch.zeros_like(labels[h]), tuple(range(ROWS))[h], step=1
-        ).to(device)
-        for h in halves
-    ]
+    documents, slots = torch.zeros_like(labels), tuple(range(ROWS))
+    batches = [Batch(ids[h, :-1], labels[h], documents[h], slots[h], step=1) for h in halves]
+    return [batch.to(device) for batch in batches]
 
 
 def start_values(cell: Cell) -> MemoryState:
-    """Every parameter as the cell's own dtype has it, LoRA's B at random; filled into float32 it loses nothing."""
+    """Return every parameter in the cell's own dtype, LoRA's B at random: exact in float32 too."""
     cfg = run_config(cell.control())
     job, _ = set_up(cell.control(), start(cfg))
     return MemoryState({f"weights/{name}": p.detach() for name, p in job.pm.named_parameters()})
 
 
 def set_up(cell: Cell, start: MemoryState) -> tuple[Job, Mesh]:
-    """A cell's run with these values; a process group must be up."""
+    """Build a cell's run with these values; a process group must be up."""
     cfg = run_config(cell)
-    mesh = build_mesh(
-        cfg, torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
-    )
+    device = torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
+    mesh = build_mesh(cfg, device)
     return build(cfg, mesh, start), mesh
 
 
 def first_step(job: Job, mesh: Mesh) -> FirstStep:
-    """Forward and backward; gradients stay where they are."""
+    """Run forward and backward; gradients stay where they are."""
     batches = microbatches(mesh.device)
     (part,) = job.pm.parts
     # fla's kernels know no CPU.
@@ -129,21 +127,20 @@ def first_step(job: Job, mesh: Mesh) -> FirstStep:
             logits = torch.cat([part(batch, return_logits=True) for batch in batches]).float().cpu()
         loss, _ = forward_backward(job.pm, batches, mesh)
     trained = [(n, p.grad) for n, p in job.pm.named_parameters() if p.requires_grad]
-    return FirstStep(
-        loss.item(), logits, {n: full_tensor(g).float().cpu() for n, g in trained if g is not None}
-    )
+    grads = {n: full_tensor(g).float().cpu() for n, g in trained if g is not None}
+    return FirstStep(loss.item(), logits, grads)
 
 
 def run_cell(cell: Cell, start: MemoryState) -> Outcome:
-    """Take STEPS steps and look at everything on the way."""
+    """Take STEPS steps and record everything on the way."""
     job, mesh = set_up(cell, start)
     if GDN is not None and any(layer.kind == "gated_delta_net" for layer in job.spec.layers):
         kernels.check(hf_model(job), GDN)
     first = first_step(job, mesh)
-    named = list(job.pm.named_parameters())
-    frozen = [n for n, p in named if not p.requires_grad and p.grad is not None]
+    parameters = list(job.pm.named_parameters())
+    frozen = [n for n, p in parameters if not p.requires_grad and p.grad is not None]
     job.optimizer.step()
-    state = state_bytes([p for _, p in named], job.optimizer)
+    state = state_bytes([p for _, p in parameters], job.optimizer)
     job.optimizer.zero_grad(set_to_none=True)
     batches = microbatches(mesh.device)
     losses = [first.loss]
@@ -152,29 +149,31 @@ def run_cell(cell: Cell, start: MemoryState) -> Outcome:
     with PeakMemory(mesh.device) as memory:
         losses.append(training_step(job, batches, mesh, 1.0).loss)
     figures = {key: getattr(memory, f"{key}_bytes") for key in ("entry", "peak", "exit")}
-    return Outcome(first, losses, frozen, state, _expected_state(named), figures)
+    return Outcome(first, losses, frozen, state, _expected_state(parameters), figures)
 
 
 def hf_model(job: Job) -> PreTrainedModel:
-    """The transformers model of a run."""
+    """Return the transformers model of a run."""
     (part,) = job.pm.parts
     assert isinstance(part, CausalLM)
     return part.hf
 
 
-def _expected_state(named: list[tuple[str, torch.nn.Parameter]]) -> dict[str, int]:
-    """At world size 1: what is trained has a gradient, two moments like itself and a 4-byte step counter."""
-    every = sum(p.numel() * p.element_size() for _, p in named)
-    trained = [(p.numel(), p.element_size()) for _, p in named if p.requires_grad]
+def _expected_state(parameters: list[tuple[str, torch.nn.Parameter]]) -> dict[str, int]:
+    """Return the bytes at world size 1: of a trained parameter also a gradient, two moments and a
+    step counter of 4 bytes.
+    """
+    every = sum(p.numel() * p.element_size() for _, p in parameters)
+    trained = [(p.numel(), p.element_size()) for _, p in parameters if p.requires_grad]
     size = sum(numel * element for numel, element in trained)
     return {"weights": every, "gradients": size, "optimizer": 2 * size + 4 * len(trained)}
 
 
 def distances(one: FirstStep, reference: FirstStep) -> dict[str, float]:
-    """How far two outcomes are apart.
+    """Return how far two outcomes are apart.
 
-    Of the logits and of all gradients together, the 2-norm of the difference over that of the reference; the most that
-    any logit differs by, and what the first loss differs by.
+    Of the logits and of all gradients together, the 2-norm of the difference over that of the
+    reference; the most that any logit differs by, and what the first loss differs by.
     """
     grads, expected = (
         torch.cat([step.grads[name].flatten() for name in reference.grads])
@@ -189,9 +188,10 @@ def distances(one: FirstStep, reference: FirstStep) -> dict[str, float]:
 
 
 def shares(one: FirstStep, reference: FirstStep) -> dict[str, float]:
-    """How much of each gradient of the reference is there: 0 for one that is missing, 2 for one that is doubled.
+    """Return how much of each gradient of the reference is there: 0 if it is missing, 2 if doubled.
 
-    Rounding moves it little, even where a gradient is a small difference of large numbers, as that of `A_log` is.
+    Rounding moves it little, even where a gradient is a small difference of large numbers, as that
+    of `A_log` is.
     """
     assert one.grads.keys() == reference.grads.keys()
     return {

@@ -1,4 +1,4 @@
-"""The bench of the kernels: its arithmetic, its gate, and that a rehearsal goes through all of it."""
+"""The bench of the kernels: its arithmetic, its gate, and a rehearsal of all of it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import torch
 
 from shardwise.kernels.lora_linear import torch_backend
 from tests.distributed import PATIENCE
-from tests.gpu import kernels_bench, lora_rows, loss_rows
+from tests.gpu import kernels_bench, lora_rows, loss_rows, suite
 from tests.gpu.kernels_bench import Run, with_gains, with_ratios
-from tests.gpu.kernels_page import page
 from tests.gpu.measure import Clock, floors
 from tests.gpu.shapes import FULL, Setting
+from tests.gpu.suite import Suite
 
 CPU = torch.device("cpu")
 
 
 def test_the_floor_is_what_flops_or_bytes_take():
     setting = Setting("", "", k=64, n=(32, 16), r=8)
-    # 10 tokens. Factors: 2 of 8 x 64 and 8 x (32 + 16), 1408. FLOPs: 2 * 10 * (64 * 48 + 1408), twice the factors in
-    # the backward. Bytes: 2 * (10 * (64 + 48) + 64 * 48 + 1408), in the backward x and the factors' gradients too.
+    # 10 tokens. Factors: 2 of 8 x 64 and 8 x (32 + 16), 1408. FLOPs: 2 * 10 * (64 * 48 + 1408),
+    # twice the factors in the backward. Bytes: 2 * (10 * (64 + 48) + 64 * 48 + 1408), in the
+    # backward x and the factors' gradients too.
     by_flops = floors(setting, 10, {"flops_per_second": 1.0, "bytes_per_second": 1e12})
     assert by_flops == {"forward": 20 * (3072 + 1408), "backward": 20 * (3072 + 2816)}
     by_bytes = floors(setting, 10, {"flops_per_second": 1e12, "bytes_per_second": 1.0})
@@ -101,17 +102,17 @@ def test_what_is_wrong_has_a_red_gate_and_no_time(monkeypatch, name, change, ten
     problem = lora_rows.Problem(Setting("", "", 48, (40,), 8, 0.1), 70, CPU)
     right = getattr(torch_backend, name)
     monkeypatch.setattr(torch_backend, name, lambda *args: change(right(*args)))
-    found = lora_rows.timed(problem, "torch", Clock(CPU, 1))
-    assert found["status"] == "failed"
-    assert f"errors of the tensors {tensors} are over" in found["reason"]
-    assert "forward" not in found
+    row = lora_rows.timed(problem, "torch", Clock(CPU, 1))
+    assert row["status"] == "failed"
+    assert f"errors of the tensors {tensors} are over" in row["reason"]
+    assert "forward" not in row
 
 
 def test_a_loss_that_is_wrong_has_no_time(monkeypatch, tmp_path):
     right = loss_rows.eager
     monkeypatch.setattr(loss_rows, "eager", lambda *args: right(*args) * 1.001)
     loss_rows.main(str(tmp_path / "rows"), "cpu")
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    rows = json.loads((tmp_path / "rows").read_text())["rows"].values()
     assert {(r["side"], r["status"]) for r in rows} >= {("eager", "failed"), ("torch", "ok")}
     assert all("seconds" not in r for r in rows if r["status"] != "ok")
 
@@ -119,25 +120,24 @@ def test_a_loss_that_is_wrong_has_no_time(monkeypatch, tmp_path):
 class Elsewhere(Run):
     """Times linears and losses in this process, which has imported everything."""
 
-    def command(self, stage: str, module: str, *arguments: str) -> None:
-        if stage == "draw":
-            return super().command(stage, module, *arguments)
-        {"lora": lora_rows, "loss": loss_rows}[stage].main(*arguments)
-        self.stages[stage] = {"status": "ok", "reason": ""}
-        return None
+    def rows_stage(self, name: str) -> dict[str, str]:
+        {"lora": lora_rows, "loss": loss_rows}[name].main(str(self.file(name)), "cpu")
+        return {"status": "ok", "reason": ""}
+
+
+def run_in(folder: Path, kind: type[Run] = Run) -> Run:
+    (folder / "scratch").mkdir()
+    limits = dict.fromkeys(kernels_bench.LIMITS, PATIENCE)
+    return kind(Suite("cpu", folder / "out", folder / "scratch", limits))
 
 
 def test_a_rehearsal_goes_through_all_of_it(tmp_path, monkeypatch):
     monkeypatch.chdir(kernels_bench.ROOT)
-    monkeypatch.setattr(
-        kernels_bench, "TOTAL_SECONDS", 10 * PATIENCE
-    )  # however busy this machine is
-    monkeypatch.setattr(kernels_bench, "LIMITS", dict.fromkeys(kernels_bench.LIMITS, PATIENCE))
-    monkeypatch.setattr(
-        kernels_bench, "STEP_SIDES", ("shardwise:torch", "shardwise:cuda", "transformers")
-    )
-    (tmp_path / "scratch").mkdir()
-    run = Elsewhere("cpu", kernels_bench.Files(tmp_path / "out"), tmp_path / "scratch")
+    # However busy this machine is.
+    monkeypatch.setattr(suite, "TOTAL_SECONDS", 10 * PATIENCE)
+    sides = ("shardwise:torch", "shardwise:cuda", "transformers")
+    monkeypatch.setattr(kernels_bench, "STEP_SIDES", sides)
+    run = run_in(tmp_path, Elsewhere)
     run.all()
     run.save()
     assert run.exit_code() == 0
@@ -167,60 +167,39 @@ def test_a_rehearsal_goes_through_all_of_it(tmp_path, monkeypatch):
 
 
 def test_a_side_is_left_out_of_the_step_if_its_kernels_were_wrong_or_not_compared(tmp_path):
-    run = Run("cpu", kernels_bench.Files(tmp_path), tmp_path)
+    run = run_in(tmp_path)
     assert run.gate("shardwise:cuda") == "cuda was compared nowhere"
-    lines = [{"kind": "gate", "side": "cuda", "status": "green", "reason": ""}]
-    lines.append(
-        {"kind": "row", "side": "cuda", "status": "failed", "reason": "red gate: two runs differ"}
-    )
-    write(run, "lora", lines)
-    assert run.gate("shardwise:cuda") == "red gate: two runs differ"
+    gate = {"kind": "gate", "side": "cuda", "status": "green", "reason": ""}
+    wrong = {"kind": "row", "side": "cuda", "status": "failed", "reason": "red gate: runs differ"}
+    write(run, "lora", [gate, wrong])
+    assert run.gate("shardwise:cuda") == "red gate: runs differ"
     assert run.gate("shardwise:peft") == run.gate("transformers") == "green"
 
 
 def test_what_auto_takes_is_left_out_if_it_was_wrong(tmp_path):
-    run = Run("cpu", kernels_bench.Files(tmp_path), tmp_path)
-    lines = [{"kind": "environment", "auto": "triton"}]
-    lines.append({"kind": "gate", "side": "triton", "status": "red", "reason": "errors"})
-    lines.append(
-        {"kind": "row", "side": "triton", "status": "skipped", "reason": "red gate: errors"}
-    )
-    write(run, "lora", lines)
+    run = run_in(tmp_path)
+    gate = {"kind": "gate", "side": "triton", "status": "red", "reason": "errors"}
+    row = {"kind": "row", "side": "triton", "status": "skipped", "reason": "red gate: errors"}
+    write(run, "lora", [gate, row], auto="triton")
     assert run.gate("shardwise") == "errors"
-    write(run, "lora", [lines[0], {"kind": "row", "side": "triton", "status": "ok", "reason": ""}])
+    write(run, "lora", [{**row, "status": "ok", "reason": ""}], auto="triton")
     assert run.gate("shardwise") == "green"
     write(run, "loss", [{"side": "triton", "status": "failed", "reason": "red gate: dw"}])
     assert run.gate("shardwise") == "red gate: dw"
     assert run.gate("shardwise:peft") == "green"
 
 
-def write(run: Run, stage: str, lines: list[dict[str, Any]]) -> None:
-    run.lines_file(stage).write_text("".join(json.dumps(line) + "\n" for line in lines))
+def write(run: Run, stage: str, rows: list[dict[str, Any]], **more: str) -> None:
+    content = {**more, "rows": {str(i): row for i, row in enumerate(rows)}}
+    run.file(stage).write_text(json.dumps(content))
 
 
 def test_half_a_run_is_whole_json(tmp_path):
-    (tmp_path / "scratch").mkdir()
-    run = Run("cpu", kernels_bench.Files(tmp_path), tmp_path / "scratch")
-    run.lines_file("loss").write_text(
-        '{"side": "eager", "status": "failed", "reason": "", "head": {"mo'
-    )
+    run = run_in(tmp_path)
     run.save()
-    assert json.loads((tmp_path / "kernels-loss.json").read_text())["reason"] == "not reached"
-    assert "Stage loss: skipped (not reached)." in (tmp_path / "kernels.md").read_text()
-    assert "not reached" not in page(
-        "cuda",
-        {"environment": None, "method": None},
-        {
-            "lora": {
-                "ceilings": None,
-                "tokens": None,
-                "aims": kernels_bench.AIMS["lora"],
-                "rows": [],
-            },
-            "loss": {"aims": kernels_bench.AIMS["loss"], "rows": []},
-            "step": {"rows": [], "comparisons": []},
-        },
-    )
+    folder = tmp_path / "out"
+    assert json.loads((folder / "kernels-loss.json").read_text())["reason"] == "not reached"
+    assert "Stage loss: skipped (not reached)." in (folder / "kernels.md").read_text()
 
 
 def test_a_rehearsal_never_writes_where_results_of_gpus_are(monkeypatch, capsys):

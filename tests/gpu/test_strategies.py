@@ -1,8 +1,9 @@
-"""Every strategy at world size 1 on a CUDA device (NCCL), in bfloat16 and in float32, against float32 on the CPU.
+"""Every strategy at world size 1 on a CUDA device (NCCL), in bfloat16 and in float32, against
+float32 on the CPU.
 
-How far bfloat16 may be from float32 is not a number that we choose: it is what the same work in bfloat16 in one process
-on the CPU, the control, is off by. A device rounds at other places and adds up in another order, so it gets ROOM times
-that.
+How far bfloat16 may be from float32 is not a number that we choose: it is what the same work in
+bfloat16 in one process on the CPU, the control, is off by. A device rounds at other places and adds
+up in another order, so it gets ROOM times that.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from tests.parity.harness import CONFIGS, FAMILIES
 STRATEGIES = ("single", "ddp", "fsdp2")
 MODES = ("lora", "full")
 ROOM = 3.0
-# The control rounds each result to bfloat16 (unit roundoff 2^-9) but adds up in float32. In float32 the unit is 2^-24,
-# and a sum of n products adds about sqrt(n) of them; the longest sums are over all tokens. (TF32's unit is 2^-11: a
-# quarter of the control, hundreds of times this share.)
+# The control rounds each result to bfloat16 (unit roundoff 2^-9) but adds up in float32. In float32
+# the unit is 2^-24, and a sum of n products adds about sqrt(n) of them; the longest sums are over
+# all tokens. (TF32's unit is 2^-11: a quarter of the control, hundreds of times this share.)
 FLOAT32_SHARE = 2.0**-24 / 2.0**-9 * (ROWS * SEQUENCE) ** 0.5
 
 cuda = [
@@ -53,7 +54,7 @@ cuda = [
 
 
 def model_folder(name: str, scratch: Callable[[str], str]) -> str:
-    """A tiny model of a family; with fla, one whose recurrent layers have the shape that is timed."""
+    """Return a tiny model; with fla, its recurrent layers have the shape that is timed."""
     if GDN != "fla":
         return str(CONFIGS / name)
     folder = scratch(name)
@@ -110,7 +111,9 @@ def run(cell: Cell) -> Result:
 
 @cache
 def expected(cell: Cell) -> tuple[MemoryState, FirstStep, dict[str, float]]:
-    """What does not depend on device and strategy: start values, reference, and the control's distances to it."""
+    """What does not depend on device and strategy: start values, reference, and the control's
+    distances to it.
+    """
     start = start_values(cell)
     reference = first_step(*set_up(cell.reference(), start))
     return (
@@ -136,10 +139,10 @@ def check(result: Result, room: float) -> None:
     )
     assert outcome.frozen_with_gradient == []
     assert outcome.state == outcome.expected_state
-    held = (
+    kept_bytes = (
         outcome.state["weights"] + 2 * outcome.state["gradients"]
     )  # and the two moments; step counters may be elsewhere
-    assert held <= outcome.memory["entry"]
+    assert kept_bytes <= outcome.memory["entry"]
     assert outcome.memory["entry"] + outcome.state["gradients"] <= outcome.memory["peak"]
 
 
@@ -166,7 +169,8 @@ def test_float32_on_the_device(device, family, mode, folder, nccl, record_proper
     check(result, ROOM * FLOAT32_SHARE)
 
 
-# The same lines without a GPU: fsdp2 keeps olmo_hybrid's float32 parameters whole, qwen3_next routes in float32.
+# The same lines without a GPU: fsdp2 keeps olmo_hybrid's float32 parameters whole, qwen3_next
+# routes in float32.
 CPU_CELLS = [
     ("olmo_hybrid", "fsdp2", "full"),
     ("qwen3_next", "ddp", "lora"),
@@ -203,11 +207,11 @@ def _two_other_linears() -> tuple[dict[str, float], dict[str, float], dict[str, 
     def in_tf32(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
         return linear(_ten_bits(x), _ten_bits(w), b)
 
-    found = []
+    results = []
     for other in (reversed_sum, in_tf32):
         with mock.patch.object(F, "linear", other):
-            found.append(distances(first_step(*set_up(cell, start)), reference))
-    return found[0], found[1], control
+            results.append(distances(first_step(*set_up(cell, start)), reference))
+    return results[0], results[1], control
 
 
 def _ten_bits(x: torch.Tensor) -> torch.Tensor:

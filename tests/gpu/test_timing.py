@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,20 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu import __main__ as suite
-from tests.gpu.rounds import Rounds
-from tests.gpu.timing import (
-    Deadline,
-    Worker,
-    WorkerError,
-    comparisons,
-    run_limited,
-    time_pair,
-    with_figures,
-)
+from shardwise.benchmark.worker import Deadline, Worker
+from tests.gpu import __main__ as lora_step
+from tests.gpu.suite import python
+from tests.gpu.timing import comparisons, time_sides, with_figures
 from tests.gpu.workload import REHEARSAL
 
-# A worker without torch: a step takes 10 ms, or 20 on the other side; `dies` ends it at the second timed round.
+# A worker without torch: a step takes 10 ms, or 20 on the other side; `dies` ends it at the second
+# timed round.
 WORKER = """
 import json, sys
 seconds, dies, rounds = float(sys.argv[1]), sys.argv[2] == "dies", 0
@@ -44,7 +37,7 @@ for line in sys.stdin:
 
 def start(tmp_path: Path, seconds: float, dies: str = "") -> Worker:
     command = [sys.executable, "-c", WORKER, str(seconds), dies]
-    return Worker(command, dict(os.environ), tmp_path / f"{seconds}.log")
+    return Worker(command, tmp_path / f"{seconds}.log")
 
 
 def timed(tmp_path: Path, dies: str = "") -> tuple[list[dict[str, Any]], int]:
@@ -53,13 +46,9 @@ def timed(tmp_path: Path, dies: str = "") -> tuple[list[dict[str, Any]], int]:
     def starting(side: str, gdn: str) -> Worker:
         return start(tmp_path, 0.01) if side == "shardwise" else start(tmp_path, 0.02, dies)
 
-    time_pair(
-        "torch",
-        REHEARSAL,
-        starting,
-        Deadline(30),
-        30,
-        lambda rows: saved.append(json.loads(json.dumps(rows))),
+    keep = saved.append
+    time_sides(
+        "torch", REHEARSAL, starting, Deadline(30), lambda rows: keep(json.loads(json.dumps(rows)))
     )
     return saved[-1], len(saved)
 
@@ -73,7 +62,7 @@ def test_a_pair_is_timed_in_rounds_and_compared(tmp_path):
         ("shardwise", "full", "ok"),
         ("transformers", "full", "ok"),
     ]
-    # 0.1 s a round over 0.02 s a step of the slower side: 5 steps for both.
+    # 0.1 s per round over 0.02 s a step of the slower side: 5 steps for both.
     assert {row["steps_per_round"] for row in rows} == {5}
     assert rows[0]["rounds"] == pytest.approx([0.01] * REHEARSAL.rounds)
     facts = {"flops": {"model_per_token": 50.0}, "peaks": {"published": {"flops_per_second": 7e6}}}
@@ -81,11 +70,11 @@ def test_a_pair_is_timed_in_rounds_and_compared(tmp_path):
     # 2 x 70 tokens in 0.01 s are 14,000 a second; x 50 FLOPs = 7e5 of 7e6.
     assert row["tokens_per_second"] == pytest.approx(14000)
     assert row["mfu"]["published"] == pytest.approx(0.1)
-    found = comparisons(rows, "green")
-    assert [entry["checkpointing"] for entry in found] == ["none", "full"]
-    assert found[0]["time"]["median"] == pytest.approx(2.0)
-    assert found[0]["peak_memory"] == 1.0
-    assert all(found[0]["equal"].values())
+    entries = comparisons(rows, "green")
+    assert [entry["checkpointing"] for entry in entries] == ["none", "full"]
+    assert entries[0]["time"]["median"] == pytest.approx(2.0)
+    assert entries[0]["peak_memory"] == 1.0
+    assert all(entries[0]["equal"].values())
 
 
 def test_no_ratio_on_a_red_gate_or_unequal_work(tmp_path):
@@ -108,7 +97,7 @@ def test_no_ratio_on_a_red_gate_or_unequal_work(tmp_path):
     }
 
 
-def test_a_side_that_dies_keeps_its_reason_and_the_other_goes_on(tmp_path):
+def test_a_side_that_dies_keeps_its_reason_and_the_other_is_timed(tmp_path):
     rows, _ = timed(tmp_path, "dies")
     assert [row["status"] for row in rows] == ["ok", "failed", "ok", "failed"]
     assert rows[1]["reason"] == "out of luck"
@@ -116,79 +105,10 @@ def test_a_side_that_dies_keeps_its_reason_and_the_other_goes_on(tmp_path):
     assert "time" not in comparisons(rows, "green")[0]
 
 
-def test_a_dead_worker_says_so_every_time(tmp_path):
-    # Dead to us as soon as it closes its output, whatever it still does.
-    code = "import os, time; os.close(1); time.sleep(60)"
-    worker = Worker([sys.executable, "-c", code], dict(os.environ), tmp_path / "log")
-    try:
-        for _ in range(2):
-            with pytest.raises(WorkerError, match="failed"):
-                worker.ask({"do": "build"}, 30)
-    finally:
-        worker.end()
-
-
-def test_no_answer_is_a_timeout(tmp_path):
-    worker = Worker(
-        [sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), tmp_path / "log"
-    )
-    try:
-        with pytest.raises(WorkerError, match="timeout: no answer in 0 s"):
-            worker.ask({"do": "build"}, 0.01)
-    finally:
-        worker.end()
-
-
-def test_a_stage_is_stopped_at_its_limit(tmp_path):
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    assert run_limited(sleep, dict(os.environ), tmp_path / "log", 0.05) == (
-        "timeout",
-        "stopped after 0 s",
-    )
-    fails = [sys.executable, "-c", "raise SystemExit('no device')"]
-    assert run_limited(fails, dict(os.environ), tmp_path / "log", 30) == (
-        "failed",
-        "exit code 1: no device",
-    )
-    assert Deadline(0).left(30) == 0.0
-    assert 29 < Deadline(60).left(30) <= 30
-
-
-class Script:
-    """A channel with requests written down beforehand."""
-
-    def __init__(self, *requests: dict[str, Any]) -> None:
-        self.requests, self.replies = list(requests), []
-
-    def read(self) -> dict[str, Any]:
-        return self.requests.pop(0)
-
-    def write(self, reply: dict[str, Any]) -> None:
-        self.replies.append((steps_taken[0], reply))
-
-
-steps_taken = [0]
-
-
-def test_a_loop_takes_the_steps_it_is_asked_for():
-    steps_taken[0] = 0
-    asked = {"do": "steps", "figures": True, "memory": False}
-    script = Script(
-        {**asked, "steps": 2, "lead_in": 0}, {**asked, "steps": 3, "lead_in": 1}, {"do": "stop"}
-    )
-    rounds = Rounds(script, torch.device("cpu"))  # ty: ignore[invalid-argument-type]
-    while rounds.more():
-        steps_taken[0] += 1
-        rounds.note(float(steps_taken[0]), 1.0)
-    assert [taken for taken, _ in script.replies] == [2, 6]
-    assert [reply["losses"] for _, reply in script.replies] == [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0]]
-    assert rounds.request == {"do": "stop"}
-
-
 def test_without_a_device_it_says_so_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["tests.gpu"])
-    assert suite.main() == 2
+    assert lora_step.main() == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
@@ -204,23 +124,22 @@ for gdn in ("torch", "fla"):
     kernels.choose(gdn)
     module = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
     with torch.device("meta"):
-        model = module.Qwen3_5ForCausalLM(Qwen3_5TextConfig(num_hidden_layers=1, layer_types=["linear_attention"]))
+        config = Qwen3_5TextConfig(num_hidden_layers=1, layer_types=["linear_attention"])
+        model = module.Qwen3_5ForCausalLM(config)
     print(kernels.check(model, gdn)["torch_chunk_gated_delta_rule"])
     with kernels.reference_code(model):
         print(module.torch_chunk_gated_delta_rule.__module__)
 """
 
 
-def test_transformers_takes_the_kernels_that_were_chosen(tmp_path):
+def test_transformers_takes_the_kernels_that_were_chosen(tmp_path, monkeypatch):
     package = tmp_path / "fla" / "ops" / "gated_delta_rule"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
         "def chunk_gated_delta_rule(q, k, v, g, beta, **kwargs): ...\n"
     )
-    env = suite.child_environment()
-    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, "-c", CHOICE], env=env, capture_output=True, text=True, check=True
-    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "choice.py").write_text(CHOICE)
+    done = subprocess.run(python("choice"), capture_output=True, text=True, check=True)
     torch_code = "transformers.models.qwen3_5.modeling_qwen3_5"
     assert done.stdout.split() == [torch_code, torch_code, "fla.ops.gated_delta_rule", torch_code]

@@ -1,247 +1,130 @@
-"""Asks the two sides for rounds in turns and keeps what they say. Imports no torch: it only waits and counts."""
+"""Ask sides for rounds of LoRA steps by turns, and compare them. It imports no torch."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import queue
-import signal
-import statistics
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+from shardwise.benchmark.paired import ratios, spread, turns
+from shardwise.benchmark.worker import Deadline, Worker, WorkerError
 from tests.gpu.workload import Workload
 
 SIDES = ("shardwise", "transformers")
 CHECKPOINTING = ("none", "full")
 LOSS_TOLERANCE = 2**-8
-"""Relative, of the first step's loss and gradient norm between the sides: one bfloat16 rounding of the whole. Both
-round the same products of the same numbers; what differs (see sides.DIFFERENCES) is in float32."""
+"""Relative, of the first step's loss and gradient norm between the sides: one rounding to bfloat16.
+Both round the same products of the same numbers; sides.DIFFERENCES are in float32."""
+Row = dict[str, Any]
 
 
-class Deadline:
-    """The time that is left until everything must have ended."""
-
-    def __init__(self, seconds: float) -> None:
-        self.end = time.monotonic() + seconds
-
-    def left(self, limit: float = float("inf")) -> float:
-        """Seconds for something that may take `limit`."""
-        return max(0.0, min(limit, self.end - time.monotonic()))
-
-
-class WorkerError(RuntimeError):
-    """A worker died or did not answer in time."""
-
-
-class Worker:
-    """A process that answers each line of JSON with a line of JSON; what else it prints goes to `log`."""
-
-    def __init__(self, command: Sequence[str], env: dict[str, str], log: Path) -> None:
-        self.log = log
-        with log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-        self.lines: queue.Queue[str] = queue.Queue()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-
-    def ask(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        """The answer. Raises WorkerError where there is none within `timeout` seconds."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            line = self.lines.get(timeout=timeout)
-        except queue.Empty:
-            raise WorkerError(
-                f"timeout: no answer in {timeout:.0f} s to {json.dumps(request)}"
-            ) from None
-        except OSError:
-            line = ""
-        if not line:
-            self.lines.put("")  # for whoever asks next
-            raise WorkerError(f"failed: {last_words(self.log)}")
-        return json.loads(line)
-
-    def end(self) -> None:
-        """End the process, whatever it is doing."""
-        self.process.kill()
-        self.process.wait()
-        self.reader.join()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # of a request that was never read
-                    pipe.close()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self.lines.put("")
-
-
-def last_words(log: Path, lines: int = 5) -> str:
-    """The end of a log, on one line."""
-    return " | ".join(log.read_text(errors="replace").strip().splitlines()[-lines:])
-
-
-def start_side(
-    side: str, gdn: str, folder: Path, device: str, env: dict[str, str], workload: str = "qwen3_5"
-) -> Worker:
-    """One side of the timing, see worker.py."""
-    command = [sys.executable, "-m", "tests.gpu.worker", side, gdn, str(folder), device, workload]
-    return Worker(command, env, folder.parent / f"{side}-{gdn}.log")
-
-
-def time_pair(
+def time_sides(
     gdn: str,
     workload: Workload,
     start: Callable[[str, str], Worker],
     deadline: Deadline,
-    limit: float,
-    save: Callable[[list[dict[str, Any]]], None],
+    save: Callable[[list[Row]], None],
     sides: Sequence[str] = SIDES,
     modes: Sequence[str] = CHECKPOINTING,
 ) -> None:
-    """Time the sides with one choice of kernels; `save(rows)` is called whenever there is something new.
+    """Time the sides with one choice of kernels; call `save(rows)` whenever a row has changed.
 
-    A side that fails keeps its reason in its row, and the others go on without it.
+    A side that fails keeps its reason in its row, and the others are timed without it.
     """
-    rows = [
-        {
-            "side": side,
-            "gdn": gdn,
-            "checkpointing": checkpointing,
-            "status": "failed",
-            "reason": "not reached",
-        }
-        for checkpointing in modes
-        for side in sides
-    ]
-    stage = Deadline(deadline.left(limit))
+    rows: list[Row] = []
+    for mode in modes:
+        for side in sides:
+            row = {"side": side, "gdn": gdn, "checkpointing": mode}
+            rows.append({**row, "status": "failed", "reason": "not reached"})
     workers = {side: start(side, gdn) for side in sides}
     try:
-        for checkpointing in modes:
-            pair = [row for row in rows if row["checkpointing"] == checkpointing]
-            _time_mode(pair, workload, workers, stage, lambda: save(rows))
+        for mode in modes:
+            of_mode = [row for row in rows if row["checkpointing"] == mode]
+            _Mode(of_mode, workers, deadline).time(workload, lambda: save(rows))
     finally:
         for worker in workers.values():
             worker.end()
         save(rows)
 
 
-def _time_mode(
-    pair: list[dict[str, Any]],
-    workload: Workload,
-    workers: dict[str, Worker],
-    stage: Deadline,
-    save: Callable[[], None],
-) -> None:
-    running = list(pair)
+class _Mode:
+    """The rows of all sides with or without checkpointing; `running` are those that can go on."""
 
-    def ask(row: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-        worker = workers[row["side"]]
+    def __init__(self, rows: list[Row], workers: dict[str, Worker], deadline: Deadline) -> None:
+        self.running, self.workers, self.deadline = list(rows), workers, deadline
+
+    def time(self, workload: Workload, save: Callable[[], None]) -> None:
+        for row in list(self.running):
+            row["facts"] = self.ask(row, {"do": "build", "checkpointing": row["checkpointing"]})
+        for row in list(self.running):
+            row["warmup"] = self.steps(row, workload.warmup_steps, lead_in=0, figures=True)
+        # As many steps per round on all sides as the slowest one takes `round_seconds` for.
+        seconds = [self.steps(row, 1).get("seconds", 0.0) for row in list(self.running)]
+        number = max(1, min(20, round(workload.round_seconds / max([*seconds, 1e-3]))))
+        for row in self.running:
+            row.update(status="timeout", reason="not all rounds", steps_per_round=number, rounds=[])
+        save()
+        for _, row in turns(list(self.running), workload.rounds):
+            if row in self.running:
+                reply = self.steps(row, number)
+                if reply:
+                    row["rounds"].append(reply["seconds"] / number)
+                save()
+        for row in list(self.running):
+            row["memory"] = self.steps(row, 1, memory=True)
+        for row in self.running:
+            row.update(status="ok", reason="")
+        save()
+
+    def steps(self, row: Row, number: int, lead_in: int = 1, **wanted: bool) -> dict[str, Any]:
+        """Let a side take steps, see rounds.Rounds.more; return its reply, {} if it has failed."""
+        options = {"figures": False, "memory": False, **wanted}
+        return self.ask(row, {"do": "steps", "steps": number, "lead_in": lead_in, **options})
+
+    def ask(self, row: Row, request: dict[str, Any]) -> dict[str, Any]:
+        worker = self.workers[row["side"]]
         try:
-            return worker.ask(request, stage.left())
+            return worker.ask(request, self.deadline.left())
         except WorkerError as error:
-            row["status"], _, row["reason"] = str(error).partition(": ")
-            running.remove(row)
+            row.update(status=error.status, reason=error.reason)
+            self.running.remove(row)
             print(f"{row['side']}: {worker.log.read_text(errors='replace')[-3000:]}", flush=True)
             return {}
 
-    def steps(row: dict[str, Any], number: int, lead_in: int = 1, **what: bool) -> dict[str, Any]:
-        wanted = {"figures": False, "memory": False, **what}
-        return ask(row, {"do": "steps", "steps": number, "lead_in": lead_in, **wanted})
 
-    for row in list(running):
-        row["facts"] = ask(row, {"do": "build", "checkpointing": row["checkpointing"]})
-    for row in list(running):
-        row["warmup"] = steps(row, workload.warmup_steps, lead_in=0, figures=True)
-    # As many steps a round on all sides as the slowest one takes `round_seconds` for.
-    seconds = [steps(row, 1).get("seconds", 0.0) for row in list(running)]
-    number = max(1, min(20, round(workload.round_seconds / max([*seconds, 1e-3]))))
-    for row in running:
-        row.update(status="timeout", reason="not all rounds", steps_per_round=number, rounds=[])
-    save()
-    for i in range(workload.rounds):
-        for row in list(running) if i % 2 == 0 else list(reversed(running)):
-            reply = steps(row, number)
-            row["rounds"] += [reply["seconds"] / number] if reply else []
-        save()
-    for row in list(running):
-        row["memory"] = steps(row, 1, memory=True)
-    for row in running:
-        row["status"], row["reason"] = "ok", ""
-    save()
-
-
-def with_figures(row: dict[str, Any], workload: Workload, facts: dict[str, Any]) -> dict[str, Any]:
-    """A row with what follows from its rounds: seconds a step, tokens a second, MFU by both peaks."""
+def with_figures(row: Row, workload: Workload, facts: dict[str, Any]) -> Row:
+    """Return a row with seconds per step, tokens/s, and MFU by both peaks."""
     if not row.get("rounds"):
         return row
-    median = statistics.median(row["rounds"])
-    tokens_per_second = workload.batch * workload.sequence_length / median
-    flops = facts["flops"]["model_per_token"]
-    return {
-        **row,
-        "step_seconds": {"median": median, "min": min(row["rounds"]), "max": max(row["rounds"])},
-        "tokens_per_second": tokens_per_second,
-        "mfu": {
-            name: flops * tokens_per_second / peak["flops_per_second"]
-            for name, peak in facts["peaks"].items()
-        },
-    }
+    seconds = spread(row["rounds"])
+    tokens_per_second = workload.batch * workload.sequence_length / seconds["median"]
+    flops_per_second = facts["flops"]["model_per_token"] * tokens_per_second
+    mfu = {name: flops_per_second / p["flops_per_second"] for name, p in facts["peaks"].items()}
+    return {**row, "step_seconds": seconds, "tokens_per_second": tokens_per_second, "mfu": mfu}
 
 
-def comparisons(
-    rows: Sequence[dict[str, Any]], gate: str, sides: tuple[str, str] = SIDES
-) -> list[dict[str, Any]]:
-    """The two sides of each variant against each other: what was equal, and ratios if the gate is green and all was.
+def comparisons(rows: Sequence[Row], gate: str, sides: tuple[str, str] = SIDES) -> list[Row]:
+    """Compare two sides in each mode: what was equal, and ratios if all was and the gate is green.
 
-    `gate` is that of the tests with the same kernels. A ratio above 1 says that shardwise takes less. `time` is over
-    the rounds, each side's against the other's next to it.
+    `gate` is that of the tests with the same kernels. Above 1 the first side takes less: `time`
+    round by round, `peak_memory` of the bytes.
     """
-    found = []
-    for gdn, checkpointing in dict.fromkeys((row["gdn"], row["checkpointing"]) for row in rows):
-        ours, theirs = (
-            next(
-                r
-                for r in rows
-                if (r["side"], r["gdn"], r["checkpointing"]) == (side, gdn, checkpointing)
-            )
-            for side in sides
-        )
-        entry: dict[str, Any] = {"gdn": gdn, "checkpointing": checkpointing, "gate": gate}
-        found.append(entry)
-        if ours["status"] != "ok" or theirs["status"] != "ok":
-            continue
-        entry["equal"] = equal_work(ours, theirs)
-        if gate == "green" and all(entry["equal"].values()):
-            ratios = [their / our for our, their in zip(ours["rounds"], theirs["rounds"])]
-            entry["time"] = {
-                "median": statistics.median(ratios),
-                "min": min(ratios),
-                "max": max(ratios),
-            }
-            entry["peak_memory"] = theirs["memory"]["peak_bytes"] / ours["memory"]["peak_bytes"]
-    return found
+    entries = []
+    for mode in dict.fromkeys(row["checkpointing"] for row in rows):
+        of_mode = {row["side"]: row for row in rows if row["checkpointing"] == mode}
+        ours, theirs = (of_mode[side] for side in sides)
+        entry: Row = {"gdn": ours["gdn"], "checkpointing": mode, "gate": gate}
+        entries.append(entry)
+        if ours["status"] == theirs["status"] == "ok":
+            entry["equal"] = equal_work(ours, theirs)
+            if gate == "green" and all(entry["equal"].values()):
+                entry["time"] = ratios(theirs["rounds"], ours["rounds"])
+                peaks = [row["memory"]["peak_bytes"] for row in (theirs, ours)]
+                entry["peak_memory"] = peaks[0] / peaks[1]
+    return entries
 
 
-def equal_work(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, bool]:
-    """Whether the two sides did the same: parameters by dtype, adapters, optimizer, kernels, first loss and norm."""
+def equal_work(ours: Row, theirs: Row) -> dict[str, bool]:
+    """Return what was equal: parameters, adapters, optimizer, kernels, first loss and norm."""
     same = {key: ours["facts"][key] == theirs["facts"][key] for key in ours["facts"]}
     for key in ("losses", "grad_norms"):
         one, other = ours["warmup"][key][0], theirs["warmup"][key][0]
@@ -249,20 +132,11 @@ def equal_work(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, bool]:
     return same
 
 
-def run_limited(
-    command: Sequence[str], env: dict[str, str], log: Path, limit: float
-) -> tuple[str, str]:
-    """Run a command to its end, its output in `log`: ("ok", "") or a status and a reason."""
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return "timeout", f"stopped after {limit:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return ("ok", "") if code == 0 else ("failed", f"exit code {code}: {last_words(log)}")
+def in_words(entry: Row) -> str:
+    """Return a comparison as a line for people."""
+    text = f"gate {entry['gate']}"
+    if "time" in entry:
+        time, memory = entry["time"]["median"], entry["peak_memory"]
+        text += f", Trainer takes {time:.2f} x the time and {memory:.2f} x the peak memory"
+    unequal = [key for key, same in entry.get("equal", {}).items() if not same]
+    return f"{text}; unequal: {', '.join(unequal)}" if unequal else text

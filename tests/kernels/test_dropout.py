@@ -26,10 +26,10 @@ def plain_mix(x: int) -> int:
 @settings(deadline=None)
 @given(int32, int32)
 def test_the_hash_is_what_it_says(seed, counter):
-    found = hash32(
+    actual = hash32(
         torch.tensor([seed], dtype=torch.int32), torch.tensor([counter], dtype=torch.int32)
     )
-    assert found.item() == plain_mix(seed ^ plain_mix(counter))
+    assert actual.item() == plain_mix(seed ^ plain_mix(counter))
 
 
 def test_known_numbers():
@@ -65,7 +65,8 @@ def test_rate_over_all_over_tokens_and_over_features(p):
     for dim in (0, 1):
         means = dropped.mean(dim)
         assert (means - p).abs().max() < 5 * spread / 512**0.5  # of 512 means, each of 512 draws
-        # Neither more even nor less than chance has it: a variance of 512 draws is known to sqrt(2/512), 6 %; five.
+        # Neither more even nor less than chance has it: a variance of 512 draws is known to
+        # sqrt(2/512), 6 %; five.
         assert abs(means.var() / (p * (1 - p) / 512) - 1) < 0.32
 
 

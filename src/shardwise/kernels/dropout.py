@@ -63,6 +63,13 @@ def as_arguments(drop: Dropout | None) -> tuple[torch.Tensor | None, torch.Tenso
     return (None, None, 0.0) if drop is None else (drop.seeds, drop.features, drop.p)
 
 
+def from_arguments(
+    seeds: torch.Tensor | None, features: torch.Tensor | None, p: float
+) -> Dropout | None:
+    """Return what `as_arguments` took apart."""
+    return None if seeds is None else Dropout(p, seeds, features)
+
+
 def hash32(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
     """Return a hash of each (seed, counter): int32, as are both, which broadcast."""
     return mix(seeds ^ mix(counters))

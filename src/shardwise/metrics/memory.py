@@ -134,6 +134,12 @@ class PeakMemory:
         self._marks.append(Mark(blocks, ends_forward))
         self._recorder.mark()
 
+    def added_bytes(self) -> int:
+        """Return, after the block, by how much its peak was above the bytes at entry."""
+        assert self.peak_bytes is not None
+        assert self.entry_bytes is not None
+        return self.peak_bytes - self.entry_bytes
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -1,4 +1,4 @@
-"""The convolution with a kernel per token against its loop, and against torch's where all kernels are the same."""
+"""The dynamic convolution against its loop, and against torch's where all kernels are equal."""
 
 from __future__ import annotations
 

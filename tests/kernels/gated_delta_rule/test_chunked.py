@@ -8,12 +8,15 @@ import torch
 from shardwise.kernels.gated_delta_rule import chunked, gated_delta_rule, naive
 from tests.models.tiny import relative_error
 
-# A chunk has 64 tokens: one token, odd lengths, one less than a chunk, a chunk, one more, and the same of two.
+# A chunk has 64 tokens: one token, odd lengths, one less than a chunk, a chunk, one more, and the
+# same of two.
 LENGTHS = (1, 2, 7, 63, 64, 65, 127, 128, 129, 200)
 
 
 def inputs(tokens: int, dtype: torch.dtype = torch.float32, with_state: bool = True):
-    """Of 2 rows and 3 heads, queries and keys of size 5 and values of size 8; decays from 1 down to e^-8."""
+    """Of 2 rows and 3 heads, queries and keys of size 5 and values of size 8; decays from 1 down to
+    e^-8.
+    """
     generator = torch.Generator().manual_seed(tokens)
     q, k = (torch.randn(2, tokens, 3, 5, generator=generator) for _ in range(2))
     v = torch.randn(2, tokens, 3, 8, generator=generator)
@@ -41,7 +44,8 @@ def test_equals_the_recurrence(tokens, with_state):
     for out, other in zip(outs, expected):
         assert relative_error(out, other) < 1e-5
     for grad, other in zip(grads, expected_grads):
-        # One token that starts from nothing: nothing decays, and the gradient of its decay is 0 in both.
+        # One token that starts from nothing: nothing decays, and the gradient of its decay is 0 in
+        # both.
         assert other.abs().max() > 0 or (
             tokens == 1 and not with_state and other.shape == tensors[3].shape
         )
@@ -90,8 +94,9 @@ def test_autocast_does_not_reach_the_state():
 
 @pytest.mark.parametrize("strongest", [50.0, 400.0])
 def test_strong_decay_among_weak_ones(strongest):
-    # Sums of g in a chunk come to 10 to 60 times `strongest`, of which float32 has 7 digits, but the decay between two
-    # tokens after the strong ones is near 1. And e^50 per token overflows within a chunk, if it is ever formed.
+    # Sums of g in a chunk come to 10 to 60 times `strongest`, of which float32 has 7 digits, but
+    # the decay between two tokens after the strong ones is near 1. And e^50 per token overflows
+    # within a chunk, if it is ever formed.
     tensors = inputs(130)
     with torch.no_grad():
         weak = torch.rand(2, 130, 3, generator=torch.Generator().manual_seed(0)) < 0.8

@@ -1,6 +1,7 @@
-"""What fla's kernels are given on a GPU means what the torch path computes: by a stand-in with their signature.
+"""The arguments that fla's kernels get on a GPU mean what the torch path computes.
 
-The kernels themselves need a GPU (tests/gpu). The stand-in is written from their source, in plain torch on a CPU.
+The kernels themselves need a GPU (tests/gpu). The stand-in is written from their source, in plain
+torch on a CPU.
 """
 
 from __future__ import annotations
@@ -24,30 +25,32 @@ from tests.models.tiny import CONFIGS, relative_error
 
 # fla-core 0.4.2, fla/ops/gated_delta_rule/{chunk,fused_recurrent}.py, without annotations.
 SIGNATURES = {
-    "chunk_gated_delta_rule": "(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, "
-    "use_qk_l2norm_in_kernel=False, cu_seqlens=None, cu_seqlens_cpu=None, cp_context=None, "
-    "transpose_state_layout=False, **kwargs)",
-    "fused_recurrent_gated_delta_rule": "(q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, "
-    "initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, "
-    "transpose_state_layout=False)",
+    "chunk_gated_delta_rule": "(q, k, v, g, beta, scale=None, initial_state=None, "
+    "output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None, "
+    "cu_seqlens_cpu=None, cp_context=None, transpose_state_layout=False, **kwargs)",
+    "fused_recurrent_gated_delta_rule": "(q, k, v, g=None, gk=None, gv=None, beta=None, "
+    "scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
+    "cu_seqlens=None, transpose_state_layout=False)",
 }
 # fla-core 0.6.0 has other arguments besides: by name, ours mean the same.
 LATER = {
-    "chunk_gated_delta_rule": "(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, "
-    "use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, "
-    "cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, **kwargs)",
-    "fused_recurrent_gated_delta_rule": "(q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, "
-    "initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, "
-    "A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, "
-    "cu_seqlens=None, **kwargs)",
+    "chunk_gated_delta_rule": "(q, k, v, g, beta, scale=None, initial_state=None, "
+    "output_final_state=False, use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, "
+    "allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, "
+    "chunk_indices=None, cp_context=None, **kwargs)",
+    "fused_recurrent_gated_delta_rule": "(q, k, v, g=None, gk=None, gv=None, beta=None, "
+    "scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, "
+    "use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False, "
+    "allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, **kwargs)",
 }
 BF16 = 2 * torch.finfo(torch.bfloat16).eps
 """Of what is rounded to 16 bits once on each side."""
 
 
 def kernel(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What both compute of their arguments: q, k [B, T, H, K], v [B, T, H, V], g (a log) and beta [B, T, H], the state
-    [B, H, K, V] in float32. Tokens are scaled by 1/sqrt(K) if no scale is given, and norms have 1e-6 under the root.
+    """Return what both compute: q, k [B, T, H, K], v [B, T, H, V], g (a log) and beta [B, T, H],
+    the state [B, H, K, V] in float32. Tokens are scaled by 1/sqrt(K) if no scale is given, and
+    norms have 1e-6 under the root.
     """
     assert given["v"].element_size() == 2
     assert {given[name].dtype for name in ("q", "k", "beta")} == {
@@ -77,8 +80,8 @@ def kernel(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @pytest.fixture(params=["0.4.2", "0.6.0"])
 def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
-    """fla is installed, and tensors say that they are on a GPU: which kernel was called, and with what."""
-    found: list[tuple[str, dict[str, Any]]] = []
+    """Pretend that fla is installed and tensors are on a GPU; give the calls of its kernels."""
+    kernel_calls: list[tuple[str, dict[str, Any]]] = []
     ops: Any = ModuleType("fla.ops.gated_delta_rule")
     for name, text in (SIGNATURES if request.param == "0.4.2" else LATER).items():
         namespace: dict[str, Any] = {}
@@ -92,7 +95,7 @@ def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
             bound = _signature.bind(*args, **kwargs)
             bound.apply_defaults()
             assert not bound.arguments.get("kwargs")  # what it does not know
-            found.append((_name, bound.arguments))
+            kernel_calls.append((_name, bound.arguments))
             if _name.startswith("fused"):
                 assert not torch.is_grad_enabled(), "the recurrent kernel has no backward"
             return kernel(bound.arguments)
@@ -103,7 +106,7 @@ def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
     for module in (package, ModuleType("fla.ops"), ops):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    return found
+    return kernel_calls
 
 
 @pytest.mark.parametrize("with_state", [True, False])

@@ -20,7 +20,7 @@ def inputs(
     dtype: torch.dtype = torch.float64,
     frozen: bool = False,
 ):
-    """hidden [n, d], weight [v, d], bias [v] and labels [n], of which about a share `ignored` has no target."""
+    """Return hidden [n, d], weight [v, d], bias [v] and labels [n], a share of them IGNORED."""
     generator = torch.Generator().manual_seed(n + v)
     hidden, weight, bias = (
         torch.randn(s, generator=generator, dtype=torch.float64) for s in ((n, d), (v, d), (v,))
@@ -61,21 +61,21 @@ def own_vocabulary(size: int) -> tuple[Vocabulary, slice]:
 def run_shared(
     tensors: list[torch.Tensor], labels: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, list[Any]]:
-    """The loss, and gradients put together again as a layout does: hidden's summands added up, rows joined."""
+    """Return the loss and the full gradients: hidden's partial sums added up, rows joined."""
     vocabulary, rows = own_vocabulary(len(tensors[1]))
     hidden, weight, bias = (
         t.detach() if i == 0 else t.detach()[rows].clone() for i, t in enumerate(tensors)
     )
-    own = [
+    local = [
         t.requires_grad_(whole.requires_grad) for t, whole in zip((hidden, weight, bias), tensors)
     ]
-    value, (summand, *shares) = run(
-        chunked.linear_cross_entropy, own, labels, vocabulary=vocabulary, **options
+    value, (partial_sum, *shares) = run(
+        chunked.linear_cross_entropy, local, labels, vocabulary=vocabulary, **options
     )
     joined: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(joined, shares)
-    assert summand[labels == IGNORED].eq(0).all()
+    assert partial_sum[labels == IGNORED].eq(0).all()
     return value, [
-        reduced(summand, dist.ReduceOp.SUM),
+        reduced(partial_sum, dist.ReduceOp.SUM),
         *(torch.cat(pieces) for pieces in zip(*joined)),
     ]

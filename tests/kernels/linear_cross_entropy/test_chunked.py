@@ -68,7 +68,8 @@ def test_ignored_rows_may_hold_anything():
 
 
 def test_large_logits_stay_finite():
-    # 1e4 is far beyond where exp overflows; the right answer is the distance to the largest logit, or 0.
+    # 1e4 is far beyond where exp overflows; the right answer is the distance to the largest logit,
+    # or 0.
     weight = torch.tensor([[1e4], [0.0], [-1e4]])
     hidden = torch.ones(2, 1, requires_grad=True)
     loss = chunked.linear_cross_entropy(hidden, weight, torch.tensor([0, 1]))
@@ -103,7 +104,9 @@ def test_a_second_backward_is_an_error_or_right():
 
 
 def test_gradients_may_be_taken_one_after_the_other():
-    """As a zero-bubble pipeline does: the hidden states' in a first backward, the weights' in a later one."""
+    """As a zero-bubble pipeline does: the hidden states' in a first backward, the weights' in a
+    later one.
+    """
     tensors, labels = inputs(6, 5, 37)
     _, together = run(chunked.linear_cross_entropy, tensors, labels)
     loss = chunked.linear_cross_entropy(tensors[0], tensors[1], labels, bias=tensors[2]) * 0.7
@@ -114,7 +117,9 @@ def test_gradients_may_be_taken_one_after_the_other():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [True, False])
 def test_low_precision_is_as_good_as_the_plain_loss(monkeypatch, dtype, autocast):
-    """Against float64, over all gradients, no more than twice the error of logits and their gradient in `dtype`."""
+    """Against float64, over all gradients, no more than twice the error of logits and their
+    gradient in `dtype`.
+    """
     monkeypatch.setattr(chunked, "CHUNK_BYTES", 40 * 999 * 4)
     exact, labels = inputs(130, 64, 999)
     stored = [t.detach().to(torch.float32 if autocast else dtype).requires_grad_() for t in exact]
@@ -139,7 +144,8 @@ def test_low_precision_is_as_good_as_the_plain_loss(monkeypatch, dtype, autocast
 
 
 def test_float16_keeps_small_probabilities():
-    # Of 248,320 equal logits each has probability 4.03e-6, in float16 68 times its least number: 0.65 % too much.
+    # Of 248,320 equal logits each has probability 4.03e-6, in float16 68 times its least number:
+    # 0.65 % too much.
     weight = 1 + torch.randn(248_320, 4, generator=torch.Generator().manual_seed(0)).half()
     hidden = torch.zeros(1, 4, dtype=torch.float16, requires_grad=True)
     chunked.linear_cross_entropy(hidden, weight, torch.tensor([7])).backward()
@@ -189,7 +195,8 @@ def test_logits_are_never_all_in_memory(monkeypatch, frozen):
     with PeakMemory(torch.device("cpu")) as memory:
         chunked.linear_cross_entropy(hidden, weight, labels).backward()
     peak = memory.peak_bytes - memory.entry_bytes
-    # One chunk (all logits: 16 of them), the gradient of the head, and a few tensors of hidden's size.
+    # One chunk (all logits: 16 of them), the gradient of the head, and a few tensors of hidden's
+    # size.
     assert chunk < peak - (not frozen) * weight.nbytes < chunk + 6 * hidden.nbytes + 2**16
 
 

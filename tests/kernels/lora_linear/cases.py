@@ -38,7 +38,7 @@ def draw(
     p: float = 0.0,
     device: str = "cpu",
 ) -> Problem:
-    """A linear for each of `sizes`, of about 1 all; `factors`: the dtype of a and b if it is another."""
+    """Return a linear for each of `sizes`; `factors` is the dtype of a and b if it is another."""
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int, std: float = 1.0, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -78,7 +78,7 @@ def to(problem: Problem, dtype: torch.dtype) -> Problem:
 
 
 def run(forward: Callable[..., tuple[torch.Tensor, ...]], problem: Problem) -> list[torch.Tensor]:
-    """Outputs, then the gradients of `problem.inputs()`, where each output has a gradient of its own."""
+    """Return outputs, then the gradients of `problem.inputs()`; no two outputs' are equal."""
     ys = forward(*problem)
     places = [torch.arange(y.numel(), device=y.device).view(y.shape) for y in ys]
     # Sixteenths from -1 to 1, exact in every dtype.
@@ -89,14 +89,14 @@ def run(forward: Callable[..., tuple[torch.Tensor, ...]], problem: Problem) -> l
     return [*(y.detach() for y in ys), *torch.autograd.grad(ys, problem.inputs(), dys)]
 
 
-def worst(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest of the tensors' largest differences, each over the largest number that is expected."""
-    assert [t.shape for t in found] == [t.shape for t in expected]
+def worst(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Return the largest difference, relative to the largest expected number of its tensor."""
+    assert [t.shape for t in actual] == [t.shape for t in expected]
     return max(
         (
             (one.double() - other.double()).abs().max()
             / other.double().abs().max().clamp_min(1e-300)
         ).item()
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(actual, expected, strict=True)
         if other.numel()
     )

@@ -55,11 +55,13 @@ def test_equals_the_reference_at_any_size(num_rows, num_in, sizes, rank):
 def test_every_dtype_against_float64(dtype, p):
     problem = draw(48, 33, (20, 7), 8, dtype, p=p)
     expected = run(naive.lora_linear, to(problem, torch.float64))
-    found = run(lora_linear, problem)
-    assert {t.dtype for t in found} == {dtype}
-    # Each number is rounded at most three times on its way (h or g, a product, a sum), by half an eps each; a sum's
-    # own rounding in float32 is nothing beside it, but for float32: 48 terms.
-    assert worst(found, expected) < (3 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5)
+    actual = run(lora_linear, problem)
+    assert {t.dtype for t in actual} == {dtype}
+    # Each number is rounded at most three times on its way (h or g, a product, a sum), by half an
+    # eps each; a sum's own rounding in float32 is nothing beside it, but for float32: 48 terms.
+    assert worst(actual, expected) < (
+        3 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
+    )
 
 
 def test_nothing_is_lost_beside_the_reference_in_bfloat16():
@@ -76,11 +78,11 @@ def test_float32_adapters_on_a_narrow_model_compute_in_float32(dtype, p):
     problem = draw(48, 33, (20, 7), 8, dtype, torch.float32, p=p)
     expected = run(naive.lora_linear, to(problem, torch.float64))
     ys_and_dx, factors = slice(0, 3), slice(3, None)
-    found = run(lora_linear, problem)
-    assert [t.dtype for t in found] == [dtype] * 3 + [torch.float32] * 4
-    assert worst(found[factors], expected[factors]) < 1e-5
+    actual = run(lora_linear, problem)
+    assert [t.dtype for t in actual] == [dtype] * 3 + [torch.float32] * 4
+    assert worst(actual[factors], expected[factors]) < 1e-5
     assert (
-        worst(found[ys_and_dx], expected[ys_and_dx]) < 2 * torch.finfo(dtype).eps
+        worst(actual[ys_and_dx], expected[ys_and_dx]) < 2 * torch.finfo(dtype).eps
     )  # the product's rounding, the sum's
 
 
@@ -90,15 +92,15 @@ def test_under_autocast(model, p):
     problem = draw(48, 33, (20, 7), 8, model, torch.float32, p=p)
     expected = run(naive.lora_linear, to(problem, torch.float64))
     with torch.autocast("cpu", torch.bfloat16):
-        found, plain = (run(forward, problem) for forward in (lora_linear, naive.lora_linear))
+        actual, plain = (run(forward, problem) for forward in (lora_linear, naive.lora_linear))
     assert (
-        [t.dtype for t in found]
+        [t.dtype for t in actual]
         == [t.dtype for t in plain]
         == [torch.bfloat16] * 2 + [model] + [torch.float32] * 4
     )
     # Inputs are rounded too; the worst of naive's is as large.
-    assert worst(found, expected) < 5 * torch.finfo(torch.bfloat16).eps
-    assert worst(found, expected) < 1.5 * worst(plain, expected)
+    assert worst(actual, expected) < 5 * torch.finfo(torch.bfloat16).eps
+    assert worst(actual, expected) < 1.5 * worst(plain, expected)
 
 
 def test_autocast_leaves_float64_alone():
@@ -152,8 +154,8 @@ def test_what_is_given_may_be_changed_in_place():
 
 
 def recording() -> tuple[SimpleNamespace, list[str]]:
-    """torch's backend, and what it was asked for."""
-    asked: list[str] = []
+    """Return torch's backend, and a list of its calls."""
+    calls: list[str] = []
 
     def noting(name):
         function = getattr(torch_backend, name)
@@ -161,13 +163,13 @@ def recording() -> tuple[SimpleNamespace, list[str]]:
         def noted(*args):
             given = function(*args)
             parts = given if isinstance(given, tuple) else ()
-            asked.append(" ".join([name, *("-" if part is None else "+" for part in parts)]))
+            calls.append(" ".join([name, *("-" if part is None else "+" for part in parts)]))
             return given
 
         return noted
 
     names = ("project", "product", "output_gradients", "input_gradient", "factor_gradient")
-    return SimpleNamespace(**{name: noting(name) for name in names}), asked
+    return SimpleNamespace(**{name: noting(name) for name in names}), calls
 
 
 @pytest.mark.parametrize(
@@ -185,15 +187,15 @@ def test_what_nobody_needs_is_not_computed(trained, expected):
     tensors = dict(zip("xab", problem.inputs()))
     for name, tensor in tensors.items():
         tensor.requires_grad_(name in trained)
-    backend, asked = recording()
-    found = torch.autograd.grad(
+    backend, calls = recording()
+    actual = torch.autograd.grad(
         lora_linear(*problem, backend)[0].sum(), [tensors[name] for name in trained]
     )
-    assert asked == ["project", "product", *expected]
+    assert calls == ["project", "product", *expected]
     plain = torch.autograd.grad(
         naive.lora_linear(*problem)[0].sum(), [tensors[name] for name in trained]
     )
-    assert worst(found, plain) < 1e-13
+    assert worst(actual, plain) < 1e-13
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
@@ -271,17 +273,17 @@ def test_halves_of_a_backward_share_its_work_out():
         return sum(y.sum() for y in lora_linear(middle, *other[1:], backend, half))
 
     expected = torch.autograd.grad(forward(torch_backend), [one.x, *parameters])
-    backend, asked = recording()
+    backend, calls = recording()
     loss = forward(backend)
-    del asked[:]
+    del calls[:]
     with half.running("input"):
         (dx,), groups = stage_backward_input([loss], None, [one.x], iter(parameters))
-    assert asked == ["output_gradients + +", "output_gradients + +", "input_gradient"] * 2
+    assert calls == ["output_gradients + +", "output_gradients + +", "input_gradient"] * 2
     assert all(p.grad is None for p in parameters)
-    del asked[:]
+    del calls[:]
     with half.running("weight"):
         stage_backward_weight(iter(parameters), groups)
-    assert asked == ["factor_gradient"] * 2
+    assert calls == ["factor_gradient"] * 2
     assert worst([dx, *(p.grad for p in parameters)], expected) < 1e-13
     assert half.current == "full"
 

@@ -1,8 +1,10 @@
-"""Compile what Triton's backends launch, for a GPU that need not be here: `python compile_triton.py 90 [--all]`.
+"""Compile what Triton's backends launch, for a GPU that need not be here.
 
-The functions themselves run, on tensors of the CPU, so that a kernel meets the arguments that it meets in earnest; but
-where it would be launched, the first configuration that it may be tuned to (or all, and for more ranks) is compiled to
-a cubin instead. Prints a list of rows as JSON.
+    python compile_triton.py 90 [--all]
+
+The functions themselves run, on tensors of the CPU, so that a kernel gets the arguments of a real
+run. Where it would be launched, the first configuration that it may be tuned to (or all, and for
+more ranks) is compiled to a cubin instead. The program prints a list of rows as JSON.
 """
 
 from __future__ import annotations

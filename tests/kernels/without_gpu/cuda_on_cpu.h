@@ -1,12 +1,15 @@
-// Runs the CUDA kernels on a CPU, so that they can be compared with a reference where there is no GPU.
+// Runs the CUDA kernels on a CPU, so that they can be compared with a reference where there is no
+// GPU.
 //
-// Every thread of a block is a fiber; blocks come one after the other. Which warp runs first after a barrier is drawn at
-// random (emulator_seed), which lane within it too, so is whether an asynchronous copy is done at once or as late as its
-// wait allows, and shared memory begins as NaN: a missing barrier or wait shows as a wrong result under some seed.
-// Also checked: bounds of shared memory, alignment, that a warp's lanes meet at one collective, bank conflicts of
-// ldmatrix. Not seen here: the speed, real races within a warp's instruction, PTX itself (nvcc assembles that).
-// Layouts are written down from the PTX ISA, "Matrix fragments for mma.m16n8k16" and "ldmatrix", independently of
-// how the kernels use them.
+// Every thread of a block is a fiber; blocks come one after the other. It is random (emulator_seed)
+// which warp runs first after a barrier, which lane within it, and whether an asynchronous copy is
+// done at once or as late as its wait allows. Shared memory begins as NaN. So a missing barrier or
+// wait shows as a wrong result under some seed.
+// Also checked: bounds of shared memory, alignment, that a warp's lanes meet at one collective,
+// bank conflicts of ldmatrix. Not seen here: the speed, real races within a warp's instruction,
+// PTX itself (nvcc assembles that).
+// Layouts are written down from the PTX ISA, "Matrix fragments for mma.m16n8k16" and "ldmatrix",
+// independently of how the kernels use them.
 #pragma once
 
 #include <sys/mman.h>
@@ -24,6 +27,7 @@
 
 #define __global__
 #define __device__
+#define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define LAUNCH(kernel, blocks, threads, shared_bytes, stream, ...) \
@@ -50,9 +54,12 @@ enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline const char* cudaGetErrorString(cudaError_t error) { return error == cudaSuccess ? "no error" : "invalid argument"; }
+inline const char* cudaGetErrorString(cudaError_t error) {
+    return error == cudaSuccess ? "no error" : "invalid argument";
+}
 inline cudaError_t cudaFuncSetAttribute(const void*, int, int bytes) {
-    return bytes <= 163 * 1024 ? cudaSuccess : cudaErrorInvalidValue;  // what a block of sm_80 may have
+    // What a block of sm_80 may have.
+    return bytes <= 163 * 1024 ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 inline dim3 blockIdx, threadIdx;
@@ -87,7 +94,8 @@ inline const std::function<void()>* body;
 inline long bank_conflicts;
 
 [[noreturn]] inline void fail(const char* what) {
-    std::fprintf(stderr, "cuda_on_cpu: %s (thread %d, block %u %u)\n", what, current, blockIdx.x, blockIdx.y);
+    std::fprintf(stderr, "cuda_on_cpu: %s (thread %d, block %u %u)\n", what, current, blockIdx.x,
+                 blockIdx.y);
     std::abort();
 }
 
@@ -108,15 +116,18 @@ inline void finish(const Copy& copy) {
 }
 
 // Every lane of the warp brings an argument; `all` sees the 32 once all have come.
-inline void collective(const char* operation, void* argument, const std::function<void(void**)>& all) {
+inline void collective(
+    const char* operation, void* argument, const std::function<void(void**)>& all) {
     int first = current / 32 * 32;
     fibers[current].operation = operation;
     fibers[current].argument = argument;
     for (int lane = first; lane < first + 32; lane++)
-        if (lane != current && fibers[lane].state != State::at_collective) return pause(State::at_collective);
+        if (lane != current && fibers[lane].state != State::at_collective)
+            return pause(State::at_collective);
     void* arguments[32];
     for (int lane = 0; lane < 32; lane++) {
-        if (fibers[first + lane].operation != operation) fail("lanes of a warp are at different instructions");
+        if (fibers[first + lane].operation != operation)
+            fail("lanes of a warp are at different instructions");
         arguments[lane] = fibers[first + lane].argument;
         fibers[first + lane].state = State::ready;
     }
@@ -140,7 +151,8 @@ inline void run_block(int threads) {
         fiber.context.uc_stack.ss_size = STACK_BYTES;
         makecontext(&fiber.context, enter, 0);
     }
-    // Between two barriers one warp runs as far as it can before the next one begins: they drift apart as far as may be.
+    // Between two barriers one warp runs as far as it can before the next one begins: they drift
+    // apart as far as possible.
     std::vector<int> warps(threads / 32), lanes(32);
     for (int i = 0; i < threads / 32; i++) warps[i] = i;
     for (int i = 0; i < 32; i++) lanes[i] = i;
@@ -160,7 +172,8 @@ inline void run_block(int threads) {
             }
         int ended = 0, waiting = 0;
         for (int t = 0; t < threads; t++) {
-            ended += fibers[t].state == State::ended, waiting += fibers[t].state == State::at_barrier;
+            ended += fibers[t].state == State::ended;
+            waiting += fibers[t].state == State::at_barrier;
             if (fibers[t].state == State::at_barrier) fibers[t].state = State::ready;
         }
         if (ended == threads) return;
@@ -172,7 +185,8 @@ inline void run(dim3 blocks, int threads, int shared_bytes, const std::function<
     if (threads % 32) fail("not whole warps");
     while (int(fibers.size()) < threads) {
         fibers.emplace_back();
-        fibers.back().stack = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        fibers.back().stack = mmap(
+            nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (fibers.back().stack == MAP_FAILED) fail("no memory for stacks");
     }
     body = &kernel;
@@ -187,7 +201,8 @@ inline void run(dim3 blocks, int threads, int shared_bytes, const std::function<
         std::memset(shared_memory, 0xff, shared_bytes + GUARD_BYTES);
         run_block(threads);
         for (size_t i = 0; i < GUARD_BYTES; i++)
-            if (shared_memory[shared_bytes + i] != 0xff) fail("shared memory was written beyond its end");
+            if (shared_memory[shared_bytes + i] != 0xff)
+                fail("shared memory was written beyond its end");
     }
 }
 
@@ -197,7 +212,8 @@ inline void __syncthreads() { emulator::pause(emulator::State::at_barrier); }
 
 inline void copy_async(void* to, const void* from, int bytes) {
     emulator::check_shared(to, 16, 16);
-    if (reinterpret_cast<uintptr_t>(from) % 16) emulator::fail("address in global memory is not aligned");
+    if (reinterpret_cast<uintptr_t>(from) % 16)
+        emulator::fail("address in global memory is not aligned");
     if (bytes < 0 || bytes > 16) emulator::fail("not 0 to 16 bytes");
     emulator::Copy copy{to, from, bytes};
     if (emulator::random_source() % 2)
@@ -234,11 +250,14 @@ inline void load(void** lanes, bool transposed) {
             banks |= 1u << (reinterpret_cast<uintptr_t>(address) / 16 % 8);
         }
         bank_conflicts += banks != 0xff;
-        auto element = [&](int row, int column) { return uint32_t(request(8 * matrix + row)->row[column]); };
+        auto element = [&](int row, int column) {
+            return uint32_t(request(8 * matrix + row)->row[column]);
+        };
         for (int lane = 0; lane < 32; lane++) {
             int major = lane / 4, minor = lane % 4 * 2;
-            request(lane)->to[matrix] = transposed ? element(minor, major) | element(minor + 1, major) << 16
-                                                   : element(major, minor) | element(major, minor + 1) << 16;
+            request(lane)->to[matrix] =
+                transposed ? element(minor, major) | element(minor + 1, major) << 16
+                           : element(major, minor) | element(major, minor + 1) << 16;
         }
     }
 }
@@ -258,7 +277,8 @@ inline void load_matrices(uint32_t (&to)[4], const void* row) {
 
 inline void load_matrices_transposed(uint32_t (&to)[4], const void* row) {
     emulator::MatrixLoad request{static_cast<const uint16_t*>(row), to};
-    emulator::collective("ldmatrix.trans", &request, [](void** lanes) { emulator::load(lanes, true); });
+    auto load = [](void** lanes) { emulator::load(lanes, true); };
+    emulator::collective("ldmatrix.trans", &request, load);
 }
 
 inline float widen(BFloat16 value) {
@@ -303,8 +323,10 @@ inline void multiply_add(float (&sum)[4], const uint32_t (&left)[4], uint32_t lo
         for (int lane = 0; lane < 32; lane++)
             for (int i = 0; i < 2; i++) {
                 int group = lane / 4, pair = lane % 4 * 2 + i;
-                for (int j = 0; j < 4; j++) a[group + j % 2 * 8][pair + j / 2 * 8] = half(request(lane)->left[j], i);
-                for (int j = 0; j < 2; j++) b[pair + 8 * j][group] = half(request(lane)->right[j], i);
+                for (int j = 0; j < 4; j++)
+                    a[group + j % 2 * 8][pair + j / 2 * 8] = half(request(lane)->left[j], i);
+                for (int j = 0; j < 2; j++)
+                    b[pair + 8 * j][group] = half(request(lane)->right[j], i);
             }
         for (int lane = 0; lane < 32; lane++)
             for (int j = 0; j < 4; j++) {
@@ -315,6 +337,8 @@ inline void multiply_add(float (&sum)[4], const uint32_t (&left)[4], uint32_t lo
 }
 
 extern "C" {
-inline __attribute__((used)) void emulator_seed(uint64_t seed) { emulator::random_source.seed(seed); }
+inline __attribute__((used)) void emulator_seed(uint64_t seed) {
+    emulator::random_source.seed(seed);
+}
 inline __attribute__((used)) long emulator_bank_conflicts() { return emulator::bank_conflicts; }
 }

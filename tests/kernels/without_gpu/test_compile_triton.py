@@ -1,4 +1,4 @@
-"""Every Triton kernel becomes machine code for both generations of GPUs, and fits into their shared memory."""
+"""Every Triton kernel compiles for both generations of GPUs and fits their shared memory."""
 
 from __future__ import annotations
 

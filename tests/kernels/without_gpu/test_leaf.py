@@ -1,4 +1,4 @@
-"""The kernels need torch alone, and what they are written in: this environment has no transformers."""
+"""The kernels need only torch and Triton: this environment has no transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels, run on the CPU by an emulator: against float64, in many orders of their threads, and assembled."""
+"""The CUDA kernels, emulated on the CPU, against float64 in many orders of their threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import torch
 
 from shardwise.config import UserError
 from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import Linear, cuda, lora_linear, naive, torch_backend
+from shardwise.kernels.lora_linear import (
+    Linear,
+    cuda,
+    load_backend,
+    lora_linear,
+    naive,
+    operators,
+    torch_backend,
+)
 from shardwise.kernels.lora_linear.cuda import launch, library
 from tests.kernels.without_gpu.cuda_emulator import emulated, stand_in
 
@@ -66,13 +74,16 @@ class Problem:
 
 
 def assert_close(found, expected, dtype, roundings=1):
-    """Within what rounding the result `roundings` times to its dtype can do, and sums in float32 beside it."""
+    """Within what rounding the result `roundings` times to its dtype can do, and sums in float32
+    beside it.
+    """
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].shape == value.shape, name
         assert found[name].dtype == (torch.float32 if name in ("da", "db") else dtype), name
         largest = float(value.abs().max()) if value.numel() else 0.0
-        # Sums of up to 500 products of numbers up to 5 in float32: 500 * 2^-24 of what is summed, 2^-15 of the largest.
+        # Sums of up to 500 products of numbers up to 5 in float32: 500 * 2^-24 of what is summed,
+        # 2^-15 of the largest.
         small = 2.0**-15 * max(largest, 1.0)
         if name in ("da", "db"):
             torch.testing.assert_close(found[name].double(), value, rtol=0, atol=small)
@@ -251,7 +262,9 @@ def wide(x, linears, drop):
 
 def test_forward_and_backward_of_linears_that_share_an_input():
     x, linears, drop = draw()
-    ours = gradients(lambda *args: lora_linear(*args, backend=cuda), x, linears, drop)
+    ours = gradients(
+        lambda *args: lora_linear(*args, backend=load_backend("cuda")), x, linears, drop
+    )
     torchs = gradients(lora_linear, x, linears, drop)
     exact = gradients(naive.lora_linear, *wide(x, linears, drop))
 
@@ -272,8 +285,10 @@ def test_compiles_without_a_graph_break():
     torch._dynamo.reset()
     x, linears, drop = draw()
 
+    backend = load_backend("cuda")
+
     def forward(*args):
-        return lora_linear(*args, backend=cuda)
+        return lora_linear(*args, backend=backend)
 
     plain = gradients(forward, x, linears, drop)
     compiled = gradients(
@@ -286,17 +301,17 @@ def test_fakes_say_what_the_operators_give():
     p = Problem(70, 40, 24, 8, linears=2, p=0.1)
     checks = ("test_schema", "test_faketensor")
     seeds, own_h = p.drop.seeds, p.h[:, :8]
-    for op, args in (
-        (cuda._project, (p.x, p.a, seeds, None, 0.1)),
-        (cuda._product, (p.x, p.weights[0], p.bias, own_h, p.b, 0.7)),
-        (cuda._product, (p.x, p.weights[0], None, own_h, p.b, 0.7)),
-        (cuda._output_gradients, (p.dy, p.b, own_h, 0.7)),
-        (cuda._output_gradients, (p.dy, p.b, None, 0.7)),
-        (cuda._output_gradients, (p.dy, None, own_h, 0.7)),
-        (cuda._input_gradient, ([p.dy, p.dy], p.weights, p.h, p.a, None, None, 0.0)),
-        (cuda._factor_gradient, (p.h, p.x, seeds, None, 0.1)),
+    for operator, args in (
+        (operators.project, (p.x, p.a, seeds, None, 0.1)),
+        (operators.product, (p.x, p.weights[0], p.bias, own_h, p.b, 0.7)),
+        (operators.product, (p.x, p.weights[0], None, own_h, p.b, 0.7)),
+        (operators.output_gradients, (p.dy, p.b, own_h, 0.7)),
+        (operators.output_gradients, (p.dy, p.b, None, 0.7)),
+        (operators.output_gradients, (p.dy, None, own_h, 0.7)),
+        (operators.input_gradient, ([p.dy, p.dy], p.weights, p.h, p.a, None, None, 0.0)),
+        (operators.factor_gradient, (p.h, p.x, seeds, None, 0.1)),
     ):
-        torch.library.opcheck(op, args, test_utils=checks)
+        torch.library.opcheck(operator, ("cuda", *args), test_utils=checks)
 
 
 def without(kernel, text):
@@ -349,7 +364,8 @@ def test_nvcc_assembles_them_for_both_architectures(tmp_path, monkeypatch):
             said,
             re.DOTALL,
         )
-        # 2 dtypes of 8 rows_kernels (4 sizes, 2 ways round), 5 columns_kernels and 2 product_kernels.
+        # 2 dtypes of 8 rows_kernels (4 sizes, 2 ways round), 5 columns_kernels and 2
+        # product_kernels.
         assert len({name for name, _, _ in parts}) == 2 * (8 + 5 + 2)
         for name, spills, registers in parts:
             assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in spills, name

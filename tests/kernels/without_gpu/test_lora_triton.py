@@ -1,4 +1,4 @@
-"""The LoRA linear's Triton backend, interpreted, against torch's in float64: odd sizes, every dtype, views, no rows."""
+"""The Triton backend of LoRA linears, interpreted, against torch's in float64."""
 
 from __future__ import annotations
 
@@ -9,14 +9,24 @@ import pytest
 import torch
 
 from shardwise.kernels.dropout import Dropout, as_arguments
-from shardwise.kernels.lora_linear import Linear, lora_linear, naive, torch_backend, triton
+from shardwise.kernels.lora_linear import (
+    Linear,
+    load_backend,
+    lora_linear,
+    naive,
+    operators,
+    torch_backend,
+    triton,
+)
 
 N = 21  # of the outputs
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Two stripes or more of 40 rows, and two blocks or more of 21 columns; 16 factors at once in float32."""
+    """Two stripes or more of 40 rows, and two blocks or more of 21 columns; 16 factors at once in
+    float32.
+    """
     monkeypatch.setattr(triton, "STRIPE", 32)
     monkeypatch.setattr(triton, "COLUMN_BYTES", 64)
     monkeypatch.setattr(triton, "FACTOR_BYTES", 64)
@@ -105,9 +115,10 @@ def test_equals_torchs_backend(case):
     narrow = case.dtype in (torch.bfloat16, torch.float16)
     for found, expected, dtype in zip(calls(case, triton, inputs, drop), exact, types, strict=True):
         assert (found.shape, found.dtype) == (expected.shape, dtype)
-        # Cut off by the interpreter, or rounded to nearest by half an eps: once; but the product twice, when it starts
-        # out as the adapter's part and when it is done, and the gradient of the input with two siblings thrice, earlier
-        # ones on smaller numbers. Else sums of at most 60 numbers, in another order.
+        # Cut off by the interpreter, or rounded to nearest by half an eps: once; but the product
+        # twice, when it starts out as the adapter's part and when it is done, and the gradient of
+        # the input with two siblings thrice, earlier ones on smaller numbers. Else sums of at most
+        # 60 numbers, in another order.
         eps = (
             1.5 * torch.finfo(dtype).eps
             if narrow and dtype == case.dtype
@@ -146,7 +157,9 @@ def test_in_the_autograd_node(p):
     x, linears, drop = problem(p)
     expected = gradients(naive.lora_linear, x, linears, drop)
     for found, other in zip(
-        gradients(lora_linear, x, linears, drop, backend=triton), expected, strict=True
+        gradients(lora_linear, x, linears, drop, backend=load_backend("triton")),
+        expected,
+        strict=True,
     ):
         torch.testing.assert_close(found, other, rtol=1e-12, atol=1e-12)
 
@@ -158,9 +171,9 @@ def test_compiled_in_one_graph():
         torch._dynamo.reset()
         return torch.compile(lora_linear, backend="aot_eager", fullgraph=True)(*args, **options)
 
-    expected = gradients(lora_linear, x, linears, drop, backend=triton)
+    expected = gradients(lora_linear, x, linears, drop, backend=load_backend("triton"))
     for found, other in zip(
-        gradients(compiled, x, linears, drop, backend=triton), expected, strict=True
+        gradients(compiled, x, linears, drop, backend=load_backend("triton")), expected, strict=True
     ):
         assert torch.equal(found, other)
 
@@ -176,15 +189,16 @@ def test_operators_are_what_they_say(p):
     )
     own, mask = h[:, :3], as_arguments(drop)
     arguments = [
-        (triton._project, (x, a, *mask)),
-        (triton._product, (x, weight, bias, own, b, 2.0)),
-        (triton._output_gradients, (dy, b, own, 2.0)),
-        (triton._output_gradients, (dy, None, own, 2.0)),
-        (triton._output_gradients, (dy, b, None, 2.0)),
-        (triton._input_gradient, ([dy, dy], [weight, weight], g, a, *mask)),
-        (triton._factor_gradient, (g, x, *mask)),
+        (operators.project, (x, a, *mask)),
+        (operators.product, (x, weight, bias, own, b, 2.0)),
+        (operators.output_gradients, (dy, b, own, 2.0)),
+        (operators.output_gradients, (dy, None, own, 2.0)),
+        (operators.output_gradients, (dy, b, None, 2.0)),
+        (operators.input_gradient, ([dy, dy], [weight, weight], g, a, *mask)),
+        (operators.factor_gradient, (g, x, *mask)),
     ]
-    for operator, args in arguments:
+    for operator, tensors in arguments:
+        args = ("triton", *tensors)
         torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
         outputs, fakes = operator(*args), fake(operator, args)
         for one, other in zip(

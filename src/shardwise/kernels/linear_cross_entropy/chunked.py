@@ -31,19 +31,6 @@ TILE = 128
 Kernel = Literal["auto", "torch", "triton"]
 """What computes the softmax of a chunk; `auto`: Triton on a GPU where it is installed."""
 
-Softmax = Callable[
-    [
-        torch.Tensor,
-        torch.Tensor | None,
-        torch.Tensor,
-        float | None,
-        float | None,
-        Vocabulary | None,
-    ],
-    torch.Tensor,
-]
-"""The type of `softmax` below."""
-
 
 def linear_cross_entropy(
     hidden: torch.Tensor,
@@ -213,11 +200,11 @@ def kernel_of(kernel: Kernel, device: torch.device) -> Literal["torch", "triton"
     """Return what `kernel` means on a device; raise UserError if it is triton and cannot run."""
     reason = why_not(device)
     if kernel == "triton" and reason is not None:
-        raise UserError(f"the loss's kernel is triton, but {reason}; use auto or torch")
+        raise UserError(f"Triton cannot compute the loss here: {reason}")
     return "torch" if kernel == "torch" or reason is not None else "triton"
 
 
-def _softmax_of(kernel: Kernel, device: torch.device) -> tuple[Softmax, bool]:
+def _softmax_of(kernel: Kernel, device: torch.device) -> tuple[Callable[..., torch.Tensor], bool]:
     """Return the `softmax` to use, and whether it copies its chunk to float32."""
     if kernel_of(kernel, device) == "torch":
         return softmax, True

@@ -2,5 +2,6 @@
 
 from shardwise.kernels.lora_linear.backend import Backend
 from shardwise.kernels.lora_linear.fused import BackwardHalf, Linear, lora_linear
+from shardwise.kernels.lora_linear.operators import load_backend
 
-__all__ = ["Backend", "BackwardHalf", "Linear", "lora_linear"]
+__all__ = ["Backend", "BackwardHalf", "Linear", "load_backend", "lora_linear"]

@@ -7,9 +7,9 @@ so that x is read once for all of them. Linear i has the columns i*R to (i+1)*R 
 
 Tensors may have any strides, and there may be no rows. x, weights, biases, outputs and the
 gradients of outputs have one dtype; a, b, h and g have one too, which may be another (float32
-adapters on a bfloat16 model). Sums are in float32, or float64 for float64. The functions are pure.
-What launches kernels of its own is an operator of torch's, `shardwise::lora_*`, with a fake
-implementation.
+adapters on a bfloat16 model). Sums are in float32, or float64 for float64. The functions are pure,
+and their results are new tensors. Backends that launch kernels of their own are called through
+operators.py.
 """
 
 from __future__ import annotations

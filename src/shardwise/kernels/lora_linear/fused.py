@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from shardwise.kernels.dropout import Dropout, as_arguments
+from shardwise.kernels.dropout import Dropout, as_arguments, from_arguments
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.kernels.lora_linear.backend import Backend
 
@@ -126,7 +126,7 @@ class _LoraLinears(torch.autograd.Function):
         backend, dtype = options.backend, options.dtype
         weights, biases, a, b = _quarters(tensors)
         _, _, needs_da, needs_db = _quarters(ctx.needs_input_grad[4:])
-        h = backend.project(x, _stacked(a, dtype), _dropout(options, seeds, features))
+        h = backend.project(x, _stacked(a, dtype), from_arguments(seeds, features, options.p))
         ctx.options, ctx.first_half = options, None
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient, not zeros
         # The weights themselves are saved: what autocast makes of them is made again.
@@ -154,7 +154,7 @@ class _LoraLinears(torch.autograd.Function):
         needs_da = [needed and used for needed, used in zip(needs_da, is_used)]
         needs_db = [needed and used for needed, used in zip(needs_db, is_used)]
         needs_dx = ctx.needs_input_grad[3] and half != "weight"
-        drop = _dropout(options, seeds, features)
+        drop = from_arguments(seeds, features, options.p)
         if half == "weight" and ctx.first_half is not None:
             (g, dbs), ctx.first_half = ctx.first_half, None
         else:
@@ -237,9 +237,3 @@ def _quarters(values: Sequence[Any]) -> list[Sequence[Any]]:
     """Return the four equal parts of a list: of weights, biases, a's and b's."""
     size = len(values) // 4
     return [values[i * size : (i + 1) * size] for i in range(4)]
-
-
-def _dropout(
-    options: _Options, seeds: torch.Tensor | None, features: torch.Tensor | None
-) -> Dropout | None:
-    return None if seeds is None else Dropout(options.p, seeds, features)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.dropout import Dropout, as_arguments, threshold
+from shardwise.kernels.dropout import Dropout, threshold
 from shardwise.kernels.lora_linear import triton_kernels as kernels
 from shardwise.kernels.triton_support import INTERPRETED, why_not
 
@@ -24,8 +24,6 @@ COLUMN_BYTES = 512
 """Bytes of a row of dy that a program of `output_gradients` reads."""
 FACTOR_BYTES = 128
 """Bytes of a row of h or g that a program takes at a time: more would not fit into registers."""
-
-operator: Any = torch.library.custom_op
 
 
 def missing(device: torch.device) -> str | None:
@@ -40,7 +38,18 @@ def refused(dtypes: Iterable[torch.dtype]) -> str | None:
 
 def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
     """Return h = drop(x) a^T [rows, linears * R]."""
-    return _project(x, a, *as_arguments(drop))
+    h = a.new_empty(len(x), len(a))
+    num_masks, rank, block = _factors(a, len(a), drop)
+    if len(x):
+        grid = _grid(len(x), "BLOCK_ROWS", num_masks * triton.cdiv(rank, block))
+        kernels.project_kernel[grid](
+            *(_matrix(x), _matrix(a), _matrix(h), _mask(drop, x.shape[1])),
+            *(*x.shape, rank, num_masks),
+            KEPT=_kept_scale(drop),
+            BLOCK_R=block,
+            **_dtypes(a, drop),
+        )
+    return h
 
 
 def product(
@@ -52,92 +61,22 @@ def product(
     scale: float,
 ) -> torch.Tensor:
     """Return y = x weight^T + bias + scale h b^T [rows, out]."""
-    return _product(x, weight, bias, h, b, scale)
+    y = x.new_empty(len(x), len(weight))
+    _expand(y, h, b.t(), bias, None, scale)
+    return y.addmm_(x, weight.t())
 
 
 def output_gradients(
     dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R], each None if not needed."""
-    g, db = _output_gradients(dy, b, h, scale)
-    return None if b is None else g, None if h is None else db
-
-
-def input_gradient(
-    dys: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    g: torch.Tensor,
-    a: torch.Tensor,
-    drop: Dropout | None,
-) -> torch.Tensor:
-    """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
-    return _input_gradient(list(dys), list(weights), g, a, *as_arguments(drop))
-
-
-def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-    """Return da = g^T drop(x) [linears * R, in]."""
-    return _factor_gradient(g, x, *as_arguments(drop))
-
-
-# The operators that the functions above call; without dropout, `seeds` is None.
-
-
-@operator("shardwise::lora_triton_project", mutates_args=())
-def _project(
-    x: torch.Tensor,
-    a: torch.Tensor,
-    seeds: torch.Tensor | None,
-    features: torch.Tensor | None,
-    p: float,
-) -> torch.Tensor:
-    h = a.new_empty(len(x), len(a))
-    num_masks, rank, block = _factors(a, len(a), seeds)
-    if len(x):
-        grid = _grid(len(x), "BLOCK_ROWS", num_masks * triton.cdiv(rank, block))
-        kernels.project_kernel[grid](
-            *(_matrix(x), _matrix(a), _matrix(h), _mask(seeds, features, p, x.shape[1])),
-            *(*x.shape, rank, num_masks),
-            KEPT=1 / (1 - p),
-            BLOCK_R=block,
-            **_dtypes(a, seeds),
-        )
-    return h
-
-
-@_project.register_fake
-def _(x: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
-    return a.new_empty(len(x), len(a))
-
-
-@operator("shardwise::lora_triton_product", mutates_args=())
-def _product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    h: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    y = x.new_empty(len(x), len(weight))
-    _multiply(y, [x], [weight.t()], h, b.t(), bias, 1, None, scale)
-    return y
-
-
-@_product.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty(len(x), len(weight))
-
-
-@operator("shardwise::lora_triton_output_gradients", mutates_args=())
-def _output_gradients(
-    dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    g, db = _empty_output_gradients(dy, b, h)
-    (num_rows, num_columns), rank = dy.shape, max(g.shape[1], db.shape[1])
     factor: Any = b if h is None else h
+    (num_rows, num_columns), rank = dy.shape, factor.shape[1]
+    wide = torch.promote_types(factor.dtype, torch.float32)
     block, columns = _factors(factor, rank, None)[2], COLUMN_BYTES // factor.itemsize
     num_stripes, num_blocks = triton.cdiv(num_rows, STRIPE), triton.cdiv(num_columns, columns)
-    g_parts, db_parts = db.new_empty(num_blocks, *g.shape), db.new_empty(num_stripes, *db.shape)
+    g_parts = None if b is None else dy.new_empty(num_blocks, num_rows, rank, dtype=wide)
+    db_parts = None if h is None else dy.new_empty(num_stripes, num_columns, rank, dtype=wide)
     if num_rows:
         kernels.output_gradients_kernel[num_stripes, num_blocks, triton.cdiv(rank, block)](
             _matrix(dy),
@@ -149,92 +88,58 @@ def _output_gradients(
             BLOCK_COLUMNS=columns,
             **_dtypes(factor),
         )
-    return _sum(g_parts, g, scale), _sum(db_parts, db, scale)
+    g = None if g_parts is None else _sum(g_parts, factor.dtype, scale)
+    return g, None if db_parts is None else _sum(db_parts, wide, scale)
 
 
-@_output_gradients.register_fake
-def _empty_output_gradients(
-    dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return uninitialised g and db; without b or h, the one that is not computed is empty."""
-    g = dy.new_empty(0, 0) if b is None else b.new_empty(len(dy), b.shape[1])
-    db = dy.new_empty(0, 0) if h is None else h.new_empty(dy.shape[1], h.shape[1])
-    return g, db.to(torch.promote_types(db.dtype, torch.float32))
-
-
-@operator("shardwise::lora_triton_input_gradient", mutates_args=())
-def _input_gradient(
-    dys: list[torch.Tensor],
-    weights: list[torch.Tensor],
+def input_gradient(
+    dys: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
     g: torch.Tensor,
     a: torch.Tensor,
-    seeds: torch.Tensor | None,
-    features: torch.Tensor | None,
-    p: float,
+    drop: Dropout | None,
 ) -> torch.Tensor:
+    """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
     dx = dys[0].new_empty(len(g), a.shape[1])
-    mask = _mask(seeds, features, p, a.shape[1])
-    num_masks = _factors(a, len(a), seeds)[0]
-    _multiply(dx, dys, weights, g, a, None, num_masks, mask, 1 / (1 - p))
+    _expand(dx, g, a, None, drop, _kept_scale(drop))
+    for dy, weight in zip(dys, weights):
+        dx.addmm_(dy, weight)
     return dx
 
 
-@_input_gradient.register_fake
-def _(
-    dys: list[torch.Tensor], weights: list[torch.Tensor], g: torch.Tensor, a: torch.Tensor, *_: Any
-) -> torch.Tensor:
-    return dys[0].new_empty(len(g), a.shape[1])
-
-
-@operator("shardwise::lora_triton_factor_gradient", mutates_args=())
-def _factor_gradient(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    seeds: torch.Tensor | None,
-    features: torch.Tensor | None,
-    p: float,
-) -> torch.Tensor:
+def factor_gradient(g: torch.Tensor, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
+    """Return da = g^T drop(x) [linears * R, in]."""
     (num_rows, num_features), num_factors = x.shape, g.shape[1]
-    num_masks, rank, block = _factors(g, num_factors, seeds)
+    num_masks, rank, block = _factors(g, num_factors, drop)
     num_stripes = triton.cdiv(num_rows, STRIPE)
     wide = torch.promote_types(g.dtype, torch.float32)
-    da = g.new_empty(num_factors, num_features, dtype=wide)
-    parts = da.new_empty(num_stripes, *da.shape)
+    parts = g.new_empty(num_stripes, num_factors, num_features, dtype=wide)
     if num_rows:
         num_tiles = num_masks * triton.cdiv(rank, block)
         grid = _grid(num_features, "BLOCK_FEATURES", num_tiles, num_stripes)
         kernels.factor_gradient_kernel[grid](
-            *(_matrix(g), _matrix(x), parts, _mask(seeds, features, p, num_features)),
+            *(_matrix(g), _matrix(x), parts, _mask(drop, num_features)),
             *(num_rows, num_features, rank, num_masks),
             BLOCK_R=block,
             STRIPE=STRIPE,
-            **_dtypes(g, seeds),
+            **_dtypes(g, drop),
         )
-    return _sum(parts, da, 1 / (1 - p))
+    return _sum(parts, wide, _kept_scale(drop))
 
 
-@_factor_gradient.register_fake
-def _(g: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
-    wide = torch.promote_types(g.dtype, torch.float32)
-    return g.new_empty(g.shape[1], x.shape[1], dtype=wide)
-
-
-def _multiply(
+def _expand(
     out: torch.Tensor,
-    lefts: list[torch.Tensor],
-    rights: list[torch.Tensor],
     left: torch.Tensor,
     right: torch.Tensor,
     bias: torch.Tensor | None,
-    num_masks: int,
-    drop: tuple[Any, ...] | None,
+    drop: Dropout | None,
     scale: float,
 ) -> None:
-    """Write out = bias + scale drop(left right) + the sum of lefts_i rights_i [rows, features]."""
+    """Write out = bias + scale drop(left right) [rows, features]."""
     num_rows, num_features = out.shape
     if num_rows == 0:
         return
-    rank = len(right) // num_masks
+    num_masks, rank, block = _factors(right, len(right), drop)
 
     def grid(blocks: dict[str, int]) -> tuple[int]:
         num_row_blocks = triton.cdiv(num_rows, blocks["BLOCK_ROWS"])
@@ -243,17 +148,16 @@ def _multiply(
     kernels.expand_kernel[grid](
         *(_matrix(out), _matrix(left), _matrix(right)),
         None if bias is None else bias.contiguous(),
-        *(drop, num_rows, num_features, rank, num_masks),
+        *(_mask(drop, num_features), num_rows, num_features, rank, num_masks),
         SCALE=scale,
-        BLOCK_R=_factors(left, rank, None)[2],
+        BLOCK_R=block,
         **_dtypes(left, drop),
     )
-    for large_left, large_right in zip(lefts, rights):
-        out.addmm_(large_left, large_right)
 
 
-def _sum(parts: torch.Tensor, total: torch.Tensor, scale: float) -> torch.Tensor:
-    """Write and return total = scale times the sum over the first dim of parts."""
+def _sum(parts: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """Return scale times the sum over the first dim of parts."""
+    total = parts.new_empty(parts.shape[1:], dtype=dtype)
     kernels.sum_kernel[(triton.cdiv(total.numel(), 1024),)](
         *(parts, total, len(parts), total.numel()),
         SCALE=scale,
@@ -267,22 +171,24 @@ def _matrix(x: torch.Tensor) -> tuple[Any, ...]:
     return (x, *x.stride())
 
 
-def _mask(
-    seeds: torch.Tensor | None, features: torch.Tensor | None, p: float, num_features: int
-) -> tuple[Any, ...] | None:
+def _mask(drop: Dropout | None, num_features: int) -> tuple[Any, ...] | None:
     """Return the masks as the kernels take them, see `_keep` there; None without dropout."""
-    if seeds is None:
+    if drop is None:
         return None
+    seeds, features = drop.seeds.contiguous(), drop.features
     if features is None:  # written out: Triton 3.6 takes no None within a tuple
         features = torch.arange(num_features, dtype=torch.int32, device=seeds.device)
-    return seeds.contiguous(), seeds.shape[1], features.contiguous(), threshold(p)
+    return seeds, seeds.shape[1], features.contiguous(), threshold(drop.p)
 
 
-def _factors(
-    factor: torch.Tensor, num_factors: int, seeds: torch.Tensor | None
-) -> tuple[int, int, int]:
+def _kept_scale(drop: Dropout | None) -> float:
+    """Return 1 / (1 - p), the factor of what is kept."""
+    return 1.0 if drop is None else 1 / (1 - drop.p)
+
+
+def _factors(factor: torch.Tensor, num_factors: int, drop: Dropout | None) -> tuple[int, int, int]:
     """Return the number of masks, the rank that each covers, and how much of it a program takes."""
-    num_masks = 1 if seeds is None else len(seeds)
+    num_masks = 1 if drop is None else len(drop.seeds)
     rank = num_factors // num_masks
     block = max(triton.next_power_of_2(rank), 16)
     return num_masks, rank, min(block, FACTOR_BYTES // factor.itemsize)

@@ -11,7 +11,6 @@ that the input is read once: see `_Shared`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels.dropout import Dropout
-from shardwise.kernels.lora_linear import Backend, BackwardHalf, Linear, lora_linear
+from shardwise.kernels.lora_linear import Backend, BackwardHalf, Linear, load_backend, lora_linear
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.kinds import SHARED_INPUTS
 from shardwise.models.patches.dropout import SlotDropout
@@ -105,17 +104,12 @@ def backend_of(kernel: Kernel, device: torch.device) -> tuple[Kernel, Backend]:
         kernel = "triton" if has_triton else "torch"
     if why := _why_not(kernel, device):
         raise UserError(f"lora.kernel is {kernel}, but {why}; use auto or torch")
-    return kernel, _module(kernel)
-
-
-def _module(kernel: str) -> Any:
-    name = "torch_backend" if kernel == "torch" else kernel
-    return importlib.import_module(f"shardwise.kernels.lora_linear.{name}")
+    return kernel, load_backend(kernel)
 
 
 def _why_not(kernel: str, device: torch.device) -> str | None:
     try:
-        return _module(kernel).missing(device)
+        return load_backend(kernel).missing(device)
     except ImportError as error:
         return f"{error.name} is not installed (pip install {error.name})"
 

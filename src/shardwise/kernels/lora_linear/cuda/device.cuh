@@ -25,10 +25,15 @@ struct Float16 {
 // Copies the first `bytes` (0 to 16) of 16 bytes from global to shared memory; the rest becomes 0.
 __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes) {
     uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(address), "l"(from), "r"(bytes)
+                 : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits until at most PENDING groups of this thread's copies are under way.
 template <int PENDING>
@@ -36,8 +41,8 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l /
-// 8.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix
+// l / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row) {
     uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

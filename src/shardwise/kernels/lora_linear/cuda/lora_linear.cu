@@ -47,8 +47,6 @@ int by_type(int bfloat16, Run run) {
     return bfloat16 ? run(BFloat16()) : run(Float16());
 }
 
-int tiles(int size, int tile) { return (size + tile - 1) / tile; }
-
 }  // namespace
 
 extern "C" {
@@ -71,16 +69,17 @@ int lora_rows(const RowsArguments* in, int bfloat16, int transposed, int device,
             using T = decltype(type);
             Kernel<RowsArguments> kernel = rows_kernel<T, R, false>;
             if (transposed) kernel = rows_kernel<T, R, true>;
-            dim3 blocks(tiles(in->tall.rows, SKINNY_TILE));
+            dim3 blocks(ceil_div(in->tall.rows, SKINNY_TILE));
             int bytes = SKINNY_STAGES * (64 + R) * 128;
             return launch(kernel, blocks, SKINNY_THREADS, bytes, *in, Place{device, stream});
         });
     });
 }
 
-int lora_columns(const ColumnsArguments* in, int bfloat16, int with_rows, int device, void* stream) {
-    dim3 blocks(tiles(tiles(in->tall.columns, SKINNY_TILE), in->column_tiles),
-                tiles(tiles(in->tall.rows, SKINNY_TILE), in->row_tiles));
+int lora_columns(
+    const ColumnsArguments* in, int bfloat16, int with_rows, int device, void* stream) {
+    dim3 blocks(ceil_div(ceil_div(in->tall.columns, SKINNY_TILE), in->column_tiles),
+                ceil_div(ceil_div(in->tall.rows, SKINNY_TILE), in->row_tiles));
     return by_type(bfloat16, [&](auto type) -> int {
         using T = decltype(type);
         if (with_rows) {
@@ -100,12 +99,13 @@ int lora_columns(const ColumnsArguments* in, int bfloat16, int with_rows, int de
     });
 }
 
-int lora_product(const ProductArguments* in, int bfloat16, int transposed, int device, void* stream) {
+int lora_product(
+    const ProductArguments* in, int bfloat16, int transposed, int device, void* stream) {
     return by_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         Kernel<ProductArguments> kernel = product_kernel<T, false>;
         if (transposed) kernel = product_kernel<T, true>;
-        dim3 blocks(tiles(in->rows, PRODUCT_TILE) * tiles(in->columns, PRODUCT_TILE));
+        dim3 blocks(ceil_div(in->rows, PRODUCT_TILE) * ceil_div(in->columns, PRODUCT_TILE));
         return launch(kernel, blocks, PRODUCT_THREADS, PRODUCT_SHARED, *in, Place{device, stream});
     });
 }

@@ -44,15 +44,20 @@ __device__ __forceinline__ void copy_elements(T* to, const T* from, int count, i
 template <class T, bool TRANSPOSED>
 __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArguments in) {
     using Left = Tile<PRODUCT_TILE, PRODUCT_DEPTH / 8>;
-    using Right = Tile<TRANSPOSED ? PRODUCT_DEPTH : PRODUCT_TILE, (TRANSPOSED ? PRODUCT_TILE : PRODUCT_DEPTH) / 8>;
+    constexpr int RIGHT_ROWS = TRANSPOSED ? PRODUCT_DEPTH : PRODUCT_TILE;
+    constexpr int RIGHT_COLUMNS = TRANSPOSED ? PRODUCT_TILE : PRODUCT_DEPTH;
+    using Right = Tile<RIGHT_ROWS, RIGHT_COLUMNS / 8>;
     SHARED_MEMORY(shared);
     // Blocks that run at the same time form squares of about 8 x 8: their operands stay in L2.
-    int across = (in.columns + PRODUCT_TILE - 1) / PRODUCT_TILE, down = (in.rows + PRODUCT_TILE - 1) / PRODUCT_TILE;
-    int group = blockIdx.x / (8 * across), in_group = min(8, down - 8 * group), within = blockIdx.x % (8 * across);
-    int row = (8 * group + within % in_group) * PRODUCT_TILE, column = within / in_group * PRODUCT_TILE;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_row = warp % 2 * 64, warp_column = warp / 2 * 64;
+    int across = ceil_div(in.columns, PRODUCT_TILE), down = ceil_div(in.rows, PRODUCT_TILE);
+    int group = blockIdx.x / (8 * across), within = blockIdx.x % (8 * across);
+    int in_group = min(8, down - 8 * group);
+    int row = (8 * group + within % in_group) * PRODUCT_TILE;
+    int column = within / in_group * PRODUCT_TILE;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int warp_row = warp % 2 * 64, warp_column = warp / 2 * 64;
 
-    auto steps_of = [&](int term) { return (in.terms[term].left.columns + PRODUCT_DEPTH - 1) / PRODUCT_DEPTH; };
+    auto steps_of = [&](int term) { return ceil_div(in.terms[term].left.columns, PRODUCT_DEPTH); };
     int steps = 0;
     for (int term = 0; term < in.count; term++) steps += steps_of(term);
     int term = 0, depth = 0;  // of the next copy
@@ -62,8 +67,9 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArgu
             uint8_t* stage = shared + step % PRODUCT_STAGES * (Left::BYTES + Right::BYTES);
             const Term& from = in.terms[term];
             Left::template fill<PRODUCT_THREADS>(stage, from.left, row, depth);
+            int right_row = TRANSPOSED ? depth : column, right_column = TRANSPOSED ? column : depth;
             Right::template fill<PRODUCT_THREADS>(
-                stage + Left::BYTES, from.right, TRANSPOSED ? depth : column, TRANSPOSED ? column : depth);
+                stage + Left::BYTES, from.right, right_row, right_column);
             depth += PRODUCT_DEPTH;
             if (depth >= from.left.columns) term++, depth = 0;
         }
@@ -78,6 +84,7 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArgu
         __syncthreads();
         fill(step + PRODUCT_STAGES - 1);
         const uint8_t* stage = shared + step % PRODUCT_STAGES * (Left::BYTES + Right::BYTES);
+        const uint8_t* right_tile = stage + Left::BYTES;
 #pragma unroll
         for (int k = 0; k < PRODUCT_DEPTH; k += 16) {
             uint32_t left[4][4], right[4][4];
@@ -86,14 +93,16 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArgu
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 if constexpr (TRANSPOSED)
-                    Right::right_transposed(right[j], stage + Left::BYTES, k, warp_column / 8 + 2 * j);
+                    Right::right_transposed(right[j], right_tile, k, warp_column / 8 + 2 * j);
                 else
-                    Right::right(right[j], stage + Left::BYTES, warp_column + 16 * j, k / 8);
+                    Right::right(right[j], right_tile, warp_column + 16 * j, k / 8);
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
-                for (int j = 0; j < 8; j++)
-                    multiply_add<T>(sums[i][j], left[i], right[j / 2][j % 2 * 2], right[j / 2][j % 2 * 2 + 1]);
+                for (int j = 0; j < 8; j++) {
+                    const uint32_t* pair = right[j / 2] + j % 2 * 2;
+                    multiply_add<T>(sums[i][j], left[i], pair[0], pair[1]);
+                }
         }
         if (step + 1 != adapter_steps) continue;
         // Up to here the sums are those of the adapter alone.
@@ -103,7 +112,8 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArgu
             int32_t seed = in.dropout.seeds ? in.dropout.seeds[m] : 0;
 #pragma unroll
             for (int j = 0; j < 16; j++) {
-                int n = min(column + warp_column + j / 2 * 8 + lane % 4 * 2 + j % 2, in.columns - 1);
+                int n = column + warp_column + j / 2 * 8 + lane % 4 * 2 + j % 2;
+                n = min(n, in.columns - 1);
                 bool kept = !in.dropout.seeds || in.dropout.keeps(seed, in.dropout.feature(n));
                 float& sum = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
                 sum = kept ? in.scale * sum : 0.0f;
@@ -119,7 +129,8 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArgu
     for (int i = 0; i < 8; i++)
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            int m = warp_row + i / 2 * 16 + i % 2 * 8 + lane / 4, n = warp_column + j * 8 + lane % 4 * 2;
+            int m = warp_row + i / 2 * 16 + i % 2 * 8 + lane / 4;
+            int n = warp_column + j * 8 + lane % 4 * 2;
             float* to = reinterpret_cast<float*>(shared + Sums::offset(m, n / 4)) + n % 4;
             to[0] = sums[i / 2][j][i % 2 * 2], to[1] = sums[i / 2][j][i % 2 * 2 + 1];
         }
@@ -135,8 +146,9 @@ __global__ void __launch_bounds__(PRODUCT_THREADS, 2) product_kernel(ProductArgu
         alignas(16) T result[8];
 #pragma unroll
         for (int e = 0; e < 8; e++) {
-            const float* sum = reinterpret_cast<const float*>(shared + Sums::offset(i / 16, i % 16 * 2 + e / 4)) + e % 4;
-            result[e] = narrow<T>(*sum + widen(added[0][e]) + widen(added[1][e]));
+            int offset = Sums::offset(i / 16, i % 16 * 2 + e / 4);
+            float sum = reinterpret_cast<const float*>(shared + offset)[e % 4];
+            result[e] = narrow<T>(sum + widen(added[0][e]) + widen(added[1][e]));
         }
         copy_elements(out, result, count, in.aligned);
     }

@@ -11,8 +11,8 @@
 
 constexpr int SKINNY_THREADS = 256, SKINNY_TILE = 64, SKINNY_STAGES = 4;
 
-// Blocks that a multiprocessor should hold. R is the factor's columns, rounded up to a power of
-// two.
+// Blocks that a multiprocessor should hold. R is the columns of the factor, rounded up to a power
+// of two.
 template <int R>
 constexpr int SKINNY_BLOCKS = R <= 32 ? 3 : R <= 64 ? 2 : 1;
 
@@ -53,8 +53,9 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) rows_kernel(
     using Factor = Tile<TRANSPOSED ? SKINNY_TILE : R, TRANSPOSED ? R / 8 : 8>;
     constexpr int STAGES = SKINNY_STAGES, STAGE_BYTES = Tall::BYTES + Factor::BYTES;
     SHARED_MEMORY(shared);
-    int row = blockIdx.x * SKINNY_TILE, steps = (in.tall.columns + SKINNY_TILE - 1) / SKINNY_TILE;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_offset = warp % 4 * 16, half = warp / 4;
+    int row = blockIdx.x * SKINNY_TILE, steps = ceil_div(in.tall.columns, SKINNY_TILE);
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int warp_offset = warp % 4 * 16, half = warp / 4;
 
     auto fill = [&](int step) {
         if (step < steps) {
@@ -71,7 +72,8 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) rows_kernel(
     int32_t seeds[2] = {};
     int first = row + warp_offset + lane / 4;  // the first of this lane's two rows, 8 apart
     if (in.dropout.seeds)
-        for (int i = 0; i < 2; i++) seeds[i] = in.dropout.seeds[min(first + 8 * i, in.tall.rows - 1)];
+        for (int i = 0; i < 2; i++)
+            seeds[i] = in.dropout.seeds[min(first + 8 * i, in.tall.rows - 1)];
     for (int step = 0; step < STAGES - 1; step++) fill(step);
     for (int step = 0; step < steps; step++) {
         wait_copies<STAGES - 2>();
@@ -86,9 +88,12 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) rows_kernel(
             if (in.dropout.seeds)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    int k = step * SKINNY_TILE + depth + lane % 4 * 2 + i / 2 * 8, last = in.tall.columns - 1;
-                    left[i] = keep_pair(left[i], in.dropout.keeps(seeds[i % 2], in.dropout.feature(min(k, last))),
-                                        in.dropout.keeps(seeds[i % 2], in.dropout.feature(min(k + 1, last))));
+                    int k = step * SKINNY_TILE + depth + lane % 4 * 2 + i / 2 * 8;
+                    int last = in.tall.columns - 1;
+                    uint32_t feature = in.dropout.feature(min(k, last));
+                    uint32_t next = in.dropout.feature(min(k + 1, last));
+                    bool low = in.dropout.keeps(seeds[i % 2], feature);
+                    left[i] = keep_pair(left[i], low, in.dropout.keeps(seeds[i % 2], next));
                 }
 #pragma unroll
             for (int j = 0; j < R / 16; j++) {
@@ -113,7 +118,8 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) rows_kernel(
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int m = first + i / 2 * 8, r = j * 8 + lane % 4 * 2 + i % 2;
-            if (m < in.tall.rows && r < rank) out[m * in.out_stride + r] = narrow<T>(in.scale * sums[j][i]);
+            if (m < in.tall.rows && r < rank)
+                out[m * in.out_stride + r] = narrow<T>(in.scale * sums[j][i]);
         }
 }
 
@@ -139,35 +145,43 @@ constexpr int ROWS_SUMS_BYTES = SKINNY_TILE * ROWS_R * 4;  // of one tile
 // A block goes down one column of tiles after the other. Its sums for columns are in registers. Its
 // sums for rows are in shared memory, where each thread has a place that no other adds to.
 template <class T, int R, bool WITH_ROWS>
-__global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kernel(ColumnsArguments in) {
+__global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>)
+    columns_kernel(ColumnsArguments in) {
     static_assert(!WITH_ROWS || R == ROWS_R, "two warps share 32 columns");
     using Tall = Tile<SKINNY_TILE, 8>;
     using Factor = Tile<SKINNY_TILE, R / 8>;
-    constexpr int STAGES = SKINNY_STAGES, STAGE_BYTES = Tall::BYTES + (WITH_ROWS ? 2 : 1) * Factor::BYTES;
+    constexpr int STAGES = SKINNY_STAGES;
+    constexpr int STAGE_BYTES = Tall::BYTES + (WITH_ROWS ? 2 : 1) * Factor::BYTES;
     SHARED_MEMORY(shared);
     // WITH_ROWS, halves are added while copies are under way, so the exchange has its own memory.
     uint8_t* exchange = shared + (WITH_ROWS ? STAGES * STAGE_BYTES : 0);
     float4* rows_sums = reinterpret_cast<float4*>(exchange + 256 * R) + threadIdx.x;
-    int first_row = blockIdx.y * in.row_tiles * SKINNY_TILE, first_column = blockIdx.x * in.column_tiles * SKINNY_TILE;
-    int row_tiles = min(in.row_tiles, (in.tall.rows - first_row + SKINNY_TILE - 1) / SKINNY_TILE);
-    int column_tiles = min(in.column_tiles, (in.tall.columns - first_column + SKINNY_TILE - 1) / SKINNY_TILE);
+    int first_row = blockIdx.y * in.row_tiles * SKINNY_TILE;
+    int first_column = blockIdx.x * in.column_tiles * SKINNY_TILE;
+    int row_tiles = min(in.row_tiles, ceil_div(in.tall.rows - first_row, SKINNY_TILE));
+    int columns_left = in.tall.columns - first_column;
+    int column_tiles = min(in.column_tiles, ceil_div(columns_left, SKINNY_TILE));
     int steps = row_tiles * column_tiles, rank = in.factor.columns;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_offset = warp % 4 * 16, half = warp / 4;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int warp_offset = warp % 4 * 16, half = warp / 4;
 
     auto fill = [&](int step) {
         if (step < steps) {
             uint8_t* stage = shared + step % STAGES * STAGE_BYTES;
-            int row = first_row + step % row_tiles * SKINNY_TILE, column = first_column + step / row_tiles * SKINNY_TILE;
+            int row = first_row + step % row_tiles * SKINNY_TILE;
+            int column = first_column + step / row_tiles * SKINNY_TILE;
             Tall::template fill<SKINNY_THREADS>(stage, in.tall, row, column);
             Factor::template fill<SKINNY_THREADS>(stage + Tall::BYTES, in.factor, row, 0);
             if constexpr (WITH_ROWS)
-                Factor::template fill<SKINNY_THREADS>(stage + Tall::BYTES + Factor::BYTES, in.other, column, 0);
+                Factor::template fill<SKINNY_THREADS>(
+                    stage + Tall::BYTES + Factor::BYTES, in.other, column, 0);
         }
         commit_copies();
     };
 
     if constexpr (WITH_ROWS)
-        for (int i = 0; i < 2 * row_tiles; i++) rows_sums[i * SKINNY_THREADS] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int i = 0; i < 2 * row_tiles; i++)
+            rows_sums[i * SKINNY_THREADS] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     float sums[R / 8][4] = {};
     for (int step = 0; step < STAGES - 1; step++) fill(step);
     for (int step = 0; step < steps; step++) {
@@ -184,10 +198,12 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kern
             if (in.dropout.seeds)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    int m = first_row + tile * SKINNY_TILE + depth + lane % 4 * 2 + i / 2 * 8, last = in.tall.rows - 1;
-                    uint32_t feature = in.dropout.feature(min(column + warp_offset + lane / 4 + i % 2 * 8, in.tall.columns - 1));
-                    left[i] = keep_pair(left[i], in.dropout.keeps(in.dropout.seeds[min(m, last)], feature),
-                                        in.dropout.keeps(in.dropout.seeds[min(m + 1, last)], feature));
+                    int m = first_row + tile * SKINNY_TILE + depth + lane % 4 * 2 + i / 2 * 8;
+                    int n = column + warp_offset + lane / 4 + i % 2 * 8, last = in.tall.rows - 1;
+                    uint32_t feature = in.dropout.feature(min(n, in.tall.columns - 1));
+                    bool low = in.dropout.keeps(in.dropout.seeds[min(m, last)], feature);
+                    bool high = in.dropout.keeps(in.dropout.seeds[min(m + 1, last)], feature);
+                    left[i] = keep_pair(left[i], low, high);
                 }
 #pragma unroll
             for (int j = 0; j < R / 16; j++) {
@@ -203,13 +219,15 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kern
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 float4 before = rows_sums[(2 * tile + j) * SKINNY_THREADS];
-                added[j][0] = before.x, added[j][1] = before.y, added[j][2] = before.z, added[j][3] = before.w;
+                added[j][0] = before.x, added[j][1] = before.y;
+                added[j][2] = before.z, added[j][3] = before.w;
             }
 #pragma unroll
             for (int depth = 0; depth < SKINNY_TILE; depth += 16) {
                 uint32_t left[4], right[4];
                 Tall::left(left, stage, warp_offset, depth / 8);
-                Factor::right_transposed(right, stage + Tall::BYTES + Factor::BYTES, depth, 2 * half);
+                Factor::right_transposed(
+                    right, stage + Tall::BYTES + Factor::BYTES, depth, 2 * half);
                 multiply_add<T>(added[0], left, right[0], right[1]);
                 multiply_add<T>(added[1], left, right[2], right[3]);
             }
@@ -232,8 +250,9 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kern
                     int64_t n = column + warp_offset + lane / 4 + i / 2 * 8;
                     int r = j * 8 + lane % 4 * 2 + i % 2;
                     int64_t place = in.transposed ? r * int64_t(in.tall.columns) + n : n * rank + r;
+                    int64_t block = blockIdx.y * int64_t(in.tall.columns) * rank;
                     if (n < in.tall.columns && r < rank)
-                        in.columns_out[blockIdx.y * int64_t(in.tall.columns) * rank + place] = in.scale * sums[j][i];
+                        in.columns_out[block + place] = in.scale * sums[j][i];
                 }
 #pragma unroll
         for (int j = 0; j < R / 8; j++)
@@ -249,8 +268,9 @@ __global__ void __launch_bounds__(SKINNY_THREADS, SKINNY_BLOCKS<R>) columns_kern
                 for (int i = 0; i < 4; i++) {
                     int64_t m = first_row + tile * SKINNY_TILE + warp_offset + lane / 4 + i / 2 * 8;
                     int r = 16 * half + 8 * j + lane % 4 * 2 + i % 2;
+                    int64_t block = blockIdx.x * int64_t(in.tall.rows);
                     if (m < in.tall.rows && r < rank)
-                        in.rows_out[(blockIdx.x * int64_t(in.tall.rows) + m) * rank + r] = in.scale * values[i];
+                        in.rows_out[(block + m) * rank + r] = in.scale * values[i];
                 }
             }
 }

@@ -3,6 +3,8 @@
 
 #include "device.cuh"
 
+__host__ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 // A matrix of 16-bit elements in global memory, rows `stride` elements apart. `aligned`: every row
 // begins at a multiple of 16 bytes and can be copied asynchronously; others are copied element by
 // element.
@@ -27,7 +29,8 @@ struct Tile {
     // Starts to copy the part of `from` that begins at (row, column); fills with 0 beyond its
     // edges.
     template <int THREADS>
-    static __device__ __forceinline__ void fill(uint8_t* tile, const Matrix& from, int row, int column) {
+    static __device__ __forceinline__ void fill(
+        uint8_t* tile, const Matrix& from, int row, int column) {
         const uint16_t* data = static_cast<const uint16_t*>(from.data);
         // The number of elements of chunk i that lie within `from`.
         auto count = [&](int i) {
@@ -63,7 +66,8 @@ struct Tile {
     static __device__ __forceinline__ void left_transposed(
         uint32_t (&to)[4], const uint8_t* tile, int row, int chunk) {
         int lane = threadIdx.x % 32;
-        load_matrices_transposed(to, tile + offset(row + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
+        int from_row = row + lane % 8 + lane / 16 * 8;
+        load_matrices_transposed(to, tile + offset(from_row, chunk + lane / 8 % 2));
     }
 
     // Reads two right operands, 16 x 8 each and side by side, at (row, 8 chunk) of a tile that

@@ -1,7 +1,8 @@
-"""A training loop that runs in rounds another process asks for, so that two programs can be timed in turns.
+"""A training loop that runs in rounds which another process asks for (benchmark/worker.py).
 
-Requests and replies are JSON objects, one a line, on stdin and on what was stdout when the process started:
-`{"do": "build", "checkpointing": "none"}`, `{"do": "steps", "steps": 5, ...}` (see `Rounds.more`) and `{"do": "stop"}`.
+So two programs can be timed by turns. Requests and replies are JSON objects, one per line, on stdin
+and on what was stdout when the process started: `{"do": "build", "checkpointing": "none"}`,
+`{"do": "steps", "steps": 5, ...}` (see `Rounds.more`) and `{"do": "stop"}`.
 """
 
 from __future__ import annotations
@@ -26,63 +27,63 @@ class Channel:
         os.dup2(2, 1)  # what libraries print goes to stderr
 
     def read(self) -> dict[str, Any]:
-        """The next request; `stop` where the asking process has gone."""
+        """Return the next request; it is `stop` where the asking process has ended."""
         line = sys.stdin.readline()
         return json.loads(line) if line else {"do": "stop"}
 
     def write(self, reply: dict[str, Any]) -> None:
-        """Answer it."""
+        """Answer the last request."""
         self._out.write(json.dumps(reply) + "\n")
         self._out.flush()
 
 
 class Rounds:
-    """Counts steps, holds the clock, and waits between rounds."""
+    """The rounds of a loop: counts its steps, times them, and waits for requests in between."""
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self.channel, self.device = channel, device
         self.request: dict[str, Any] = {"do": ""}
-        self.left = 0
+        self.steps_left = 0
         self.figures: dict[str, list[float]] = {}
         self.memory: PeakMemory | None = None
         self.start = 0.0
 
     def wait(self) -> dict[str, Any]:
-        """The next request."""
+        """Return the next request."""
         self.request = self.channel.read()
         return self.request
 
     def more(self) -> bool:
-        """Called before every step: whether to take it. False means that this loop is to end.
+        """Return whether to take one more step; call it before each. False ends the loop.
 
-        A round is `lead_in` steps and then `steps` timed ones, from before the first of these to before the step that
-        would follow; the device is waited for at both ends only. With `memory`, peak memory is measured instead. After
-        a round the allocator's cache is given back, so that the two programs never need the device's memory at once;
-        the lead-in step fills it again.
+        A round is `lead_in` steps and then `steps` timed ones, from before the first of these to
+        before the step that would follow; the device is waited for at both ends only. With
+        `memory`, peak memory is measured instead. After a round the allocator's cache is freed, so
+        that the two programs never need the device's memory at once; the lead-in step fills it
+        again.
         """
-        if self.left == 0:
+        if self.steps_left == 0:
             if self.request["do"] == "steps":
                 self._report()
             if self.wait()["do"] != "steps":
                 return False
-            self.left = self.request["lead_in"] + self.request["steps"]
+            self.steps_left = self.request["lead_in"] + self.request["steps"]
             self.figures = {"losses": [], "grad_norms": []}
-        if self.left == self.request["steps"]:
+        if self.steps_left == self.request["steps"]:
             if self.request["memory"]:
-                self.memory = PeakMemory(self.device)
-                self.memory.__enter__()
+                self.memory = PeakMemory(self.device).__enter__()
             self._synchronize()
             self.start = time.perf_counter()
-        self.left -= 1
+        self.steps_left -= 1
         return True
 
     @property
     def wants_figures(self) -> bool:
-        """Whether the loss and the gradient norm of the steps are asked for."""
+        """Whether loss and gradient norm of the steps are asked for."""
         return bool(self.request.get("figures"))
 
     def note(self, loss: float, grad_norm: float) -> None:
-        """Loss and gradient norm of the step just taken."""
+        """Keep loss and gradient norm of the last step."""
         self.figures["losses"].append(loss)
         self.figures["grad_norms"].append(grad_norm)
 
@@ -91,16 +92,19 @@ class Rounds:
         reply: dict[str, Any] = {"seconds": time.perf_counter() - self.start, **self.figures}
         if self.memory is not None:
             self.memory.__exit__(None, None, None)
-            reply = {
-                f"{key}_bytes": getattr(self.memory, f"{key}_bytes")
-                for key in ("entry", "peak", "exit")
-            }
+            names = ("entry_bytes", "peak_bytes", "exit_bytes")
+            reply = {name: getattr(self.memory, name) for name in names}
             self.memory = None
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_cache(self.device)
         self.channel.write(reply)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def free_cache(device: torch.device) -> None:
+    """Collect garbage, and give the cached memory of a GPU back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

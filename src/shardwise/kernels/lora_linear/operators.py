@@ -1,0 +1,187 @@
+"""Backends that launch kernels of their own, called through operators of torch.
+
+torch.compile traces through an operator and does not look inside. It needs the shapes and dtypes of
+the results, which fake implementations give. The first argument of each operator is the backend's
+name; without dropout, `seeds` is None. An operator cannot return None, so a result that nobody
+needs is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from shardwise.kernels.dropout import Dropout, as_arguments, from_arguments
+from shardwise.kernels.lora_linear import torch_backend
+from shardwise.kernels.lora_linear.backend import Backend
+
+
+def load_backend(name: str) -> Backend:
+    """Return the backend `torch`, `triton` or `cuda`. Raise ImportError if Triton is missing."""
+    return torch_backend if name == "torch" else Operators(name)
+
+
+class Operators:
+    """A backend whose products are the operators below; backend.Backend defines each function."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self._module = name, _module(name)
+
+    def missing(self, device: torch.device) -> str | None:
+        """Return why the backend cannot run on a device; None if it can."""
+        return self._module.missing(device)
+
+    def refused(self, dtypes: Iterable[torch.dtype]) -> str | None:
+        """Return why it cannot multiply matrices of these dtypes; None if it can."""
+        return self._module.refused(dtypes)
+
+    def project(self, x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
+        """Return h = drop(x) a^T [rows, linears * R]."""
+        return project(self.name, x, a, *as_arguments(drop))
+
+    def product(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        h: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Return y = x weight^T + bias + scale h b^T [rows, out]."""
+        return product(self.name, x, weight, bias, h, b, scale)
+
+    def output_gradients(
+        self, dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return g = scale dy b [rows, R] and db = scale dy^T h [out, R], None if not needed."""
+        g, db = output_gradients(self.name, dy, b, h, scale)
+        return None if b is None else g, None if h is None else db
+
+    def input_gradient(
+        self,
+        dys: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        g: torch.Tensor,
+        a: torch.Tensor,
+        drop: Dropout | None,
+    ) -> torch.Tensor:
+        """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
+        return input_gradient(self.name, list(dys), list(weights), g, a, *as_arguments(drop))
+
+    def factor_gradient(
+        self, g: torch.Tensor, x: torch.Tensor, drop: Dropout | None
+    ) -> torch.Tensor:
+        """Return da = g^T drop(x) [linears * R, in]."""
+        return factor_gradient(self.name, g, x, *as_arguments(drop))
+
+
+def _module(name: str) -> Any:
+    return import_module(f"shardwise.kernels.lora_linear.{name}")
+
+
+@torch.library.custom_op("shardwise::lora_project", mutates_args=())
+def project(
+    backend: str,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
+) -> torch.Tensor:
+    """Return h as a new tensor."""
+    return _module(backend).project(x, a, from_arguments(seeds, features, p))
+
+
+@project.register_fake
+def _(backend: str, x: torch.Tensor, a: torch.Tensor, *_: Any) -> torch.Tensor:
+    return a.new_empty(x.shape[0], a.shape[0])
+
+
+@torch.library.custom_op("shardwise::lora_product", mutates_args=())
+def product(
+    backend: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Return y as a new tensor."""
+    return _module(backend).product(x, weight, bias, h, b, scale)
+
+
+@product.register_fake
+def _(backend: str, x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("shardwise::lora_output_gradients", mutates_args=())
+def output_gradients(
+    backend: str, dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return g and db as new tensors."""
+    g, db = _module(backend).output_gradients(dy, b, h, scale)
+    empty = dy.new_empty(0, 0)
+    return empty if g is None else g, empty.clone() if db is None else db
+
+
+@output_gradients.register_fake
+def _(
+    backend: str, dy: torch.Tensor, b: torch.Tensor | None, h: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    g = dy.new_empty(0, 0) if b is None else b.new_empty(dy.shape[0], b.shape[1])
+    if h is None:
+        return g, dy.new_empty(0, 0)
+    wide = torch.promote_types(h.dtype, torch.float32)
+    return g, h.new_empty(dy.shape[1], h.shape[1], dtype=wide)
+
+
+@torch.library.custom_op("shardwise::lora_input_gradient", mutates_args=())
+def input_gradient(
+    backend: str,
+    dys: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    g: torch.Tensor,
+    a: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
+) -> torch.Tensor:
+    """Return dx as a new tensor."""
+    return _module(backend).input_gradient(dys, weights, g, a, from_arguments(seeds, features, p))
+
+
+@input_gradient.register_fake
+def _(
+    backend: str,
+    dys: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    g: torch.Tensor,
+    a: torch.Tensor,
+    *_: Any,
+) -> torch.Tensor:
+    return dys[0].new_empty(g.shape[0], a.shape[1])
+
+
+@torch.library.custom_op("shardwise::lora_factor_gradient", mutates_args=())
+def factor_gradient(
+    backend: str,
+    g: torch.Tensor,
+    x: torch.Tensor,
+    seeds: torch.Tensor | None,
+    features: torch.Tensor | None,
+    p: float,
+) -> torch.Tensor:
+    """Return da as a new tensor."""
+    return _module(backend).factor_gradient(g, x, from_arguments(seeds, features, p))
+
+
+@factor_gradient.register_fake
+def _(backend: str, g: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
+    wide = torch.promote_types(g.dtype, torch.float32)
+    return g.new_empty(g.shape[1], x.shape[1], dtype=wide)
