@@ -1,4 +1,6 @@
-"""A corpus and a tokenizer for the demo and the studies, made of what Python itself ships: below runs/corpus."""
+"""A corpus and a tokenizer for the demo and the studies, made of what Python itself ships: below
+runs/corpus.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ VOCAB_SIZE = 2048  # as configs/models/demo-hybrid has it
 
 
 def main() -> None:
-    """Write python/ (Python's own source), reference.jsonl (its language reference) and tokenizer/, anew."""
+    """Write python/ (Python's own source), reference.jsonl (its language reference) and tokenizer/,
+    anew.
+    """
     shutil.rmtree(CORPUS, ignore_errors=True)
     write_texts()
     train_tokenizer()

@@ -1,7 +1,9 @@
-"""Train a small hybrid model from scratch, LoRA-tune it under eight strategies, and draw the comparison.
+"""Train a small hybrid model from scratch, LoRA-tune it under eight strategies, and draw the
+comparison.
 
-`make demo` runs this from the repository's root, `make demo MODEL=FOLDER` on the model of another config.json, which is
-to be as small. Everything else it reads comes with Python; it writes below runs/.
+`make demo` runs this from the repository's root, `make demo MODEL=FOLDER` on the model of another
+config.json, which is to be as small. Everything else it reads comes with Python; it writes below
+runs/.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from pathlib import Path
 RUNS = Path("runs/demo")
 BENCH = RUNS / "bench"
 MODEL = "configs/models/demo-hybrid"
-LEAST_GAIN = 0.3  # nats that the tuning takes off the validation loss of the demo's own model; another's has to fall
+# nats that the tuning takes off the validation loss of the demo's own model; another's has to fall
+LEAST_GAIN = 0.3
 
 
 def main() -> int:
-    """Prepare, train, tune, compare; returns 1 if a strategy failed or did not learn, 2 if there is no such model."""
+    """Prepare, train, tune, compare; returns 1 if a strategy failed or did not learn, 2 if there is
+    no such model.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,7 +58,8 @@ def main() -> int:
     print(f"{time.monotonic() - start:.0f} s in all; the page: {RUNS / 'report.html'}")
     if failed:
         print(
-            f"not ok, or validation loss did not fall by more than {least} nats: {', '.join(failed)}"
+            f"not ok, or validation loss did not fall by more than {least} nats: "
+            f"{', '.join(failed)}"
         )
     return 1 if failed else 0
 
@@ -64,7 +70,7 @@ def say(line: str) -> None:
 
 
 def run(*arguments: str) -> None:
-    """One command as one would type it, after its text; what it says of a mistake is the last word."""
+    """Print a command as it would be typed and run it; its message of a mistake ends the demo."""
     shown = ["shardwise", *arguments[2:]] if arguments[0] == "-m" else ["python", *arguments]
     print("$", *shown, flush=True)
     if code := subprocess.run([sys.executable, *arguments], check=False).returncode:
@@ -72,7 +78,7 @@ def run(*arguments: str) -> None:
 
 
 def learned(cell: Path, least: float) -> bool:
-    """Whether a cell of the bench succeeded and its validation loss fell by more than `least` nats."""
+    """Return whether a cell succeeded and its validation loss fell by more than `least` nats."""
     record = json.loads((cell / "record.json").read_text())
     return (
         record["status"] == "ok" and record["eval"][0]["loss"] - record["eval"][-1]["loss"] > least

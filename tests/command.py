@@ -1,7 +1,8 @@
 """Run `shardwise ...` in a forked process, which need not import what this one has imported.
 
-Beside a new interpreter it differs in nothing that a test here looks at: streams are files, warnings and logging are as
-Python starts with, signals have their usual handlers. What is said of the start itself needs a real command.
+Beside a new interpreter it differs in nothing that a test here looks at: streams are files,
+warnings and logging are as Python starts with, signals have their usual handlers. What is said of
+the start itself needs a real command.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def run_command(
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """What `shardwise ARGUMENTS` prints and returns; its process has `env`, and calls `before` and `after`."""
+    """What `shardwise ARGUMENTS` prints and returns; its process has `env`, and calls `before` and
+    `after`."""
     with tempfile.TemporaryDirectory() as folder:
         streams = [str(Path(folder) / name) for name in ("stdout", "stderr")]
         context = multiprocessing.get_context("fork")

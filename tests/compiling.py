@@ -1,4 +1,5 @@
-"""Import what compiling imports, some 600 modules, once: forked processes that compile then share it."""
+"""Import what compiling imports, some 600 modules, once: forked processes that compile then share
+it."""
 
 import importlib
 

@@ -13,7 +13,8 @@ from hypothesis import settings
 from tests.durations import Durations
 from tests.left_out import LeftOut
 
-# Before torch is imported anywhere: several processes of one thread each, no network, no fork warnings.
+# Before torch is imported anywhere: several processes of one thread each, no network, no fork
+# warnings.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Costs that somebody has measured on this machine are not to move a test's split.
@@ -33,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def short_measurement_of_the_peak() -> Iterator[None]:
-    """Every run on a CPU measures its peak FLOP/s for 0.4 seconds; for a test 0.01 seconds are enough."""
+    """Every run on a CPU measures its peak FLOP/s for 0.4 seconds; for a test 0.01 seconds are
+    enough."""
     from shardwise.metrics import hardware
 
     with pytest.MonkeyPatch.context() as patch:

@@ -19,11 +19,13 @@ from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 PATIENCE = 300
-"""Seconds until something is called hung: far more than it takes on a machine that does much else."""
+"""Seconds until something is called hung: far more than it takes on a machine that does much else.
+"""
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`function(*args)` on each of `world_size` ranks with a gloo group up; the results in rank order.
+    """`function(*args)` on each of `world_size` ranks with a gloo group up; the results in rank
+    order.
 
     The first rank that fails ends the others, and its traceback is raised here.
     """
@@ -106,7 +108,8 @@ def _rank_main(
         value = function(*args)
         dist.barrier()
         dist.destroy_process_group()
-        # Pickled here, as bytes: a tensor sent as it is would be shared memory that ends with this process.
+        # Pickled here, as bytes: a tensor sent as it is would be shared memory that ends with this
+        # process.
         buffer = io.BytesIO()
         torch.save(value, buffer)
         sender.send((True, buffer.getvalue()))
@@ -119,8 +122,9 @@ def _rank_main(
 def _forget_meshes() -> None:
     """Clear what DTensor has cached in the parent, which a forked rank inherits.
 
-    A mesh equals another of the same ranks and names, so the result of an operator that the parent has
-    run as rank 0 of a fake group would be this rank's, with rank 0's process groups and place in it.
+    A mesh equals another of the same ranks and names, so the result of an operator that the parent
+    has run as rank 0 of a fake group would be this rank's, with rank 0's process groups and place
+    in it.
     """
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()

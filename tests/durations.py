@@ -1,6 +1,8 @@
-"""Print what the tests cost, by folder and of the most expensive files: CPU seconds, which no other process changes.
+"""Print what the tests cost, by folder and of the most expensive files: CPU seconds, which no other
+process changes.
 
-The CPU time of a test is that of its process and of all processes that it has started and waited for.
+The CPU time of a test is that of its process and of all processes that it has started and waited
+for.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ def cpu_seconds() -> float:
 
 
 class Durations:
-    """A plugin that adds CPU time to every report and prints the sums; with xdist the controlling process does."""
+    """A plugin that adds CPU time to every report and prints the sums; with xdist the controlling
+    process does."""
 
     def __init__(self) -> None:
         self.mark = 0.0

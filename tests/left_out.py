@@ -1,13 +1,15 @@
 """Which tests `make test` leaves out, and one line that says so.
 
-Left out are the rest of full products (marked `slow`), and tests marked `pins`, which show what a library does and
-import nothing of shardwise: they can change only with the library or with their own file. `tests/pins.json` says with
-which versions and contents they were last green; where that no longer holds they run.
+Left out are the rest of full products (marked `slow`), and tests marked `pins`, which show what a
+library does and import nothing of shardwise: they can change only with the library or with their
+own file. `tests/pins.json` says with which versions and contents they were last green; where that
+no longer holds they run.
 
 `make test-quick` leaves out more: files that train, start commands or compile (`NOT_QUICK`), except
 tests marked `quick`.
 
-`python -m tests.left_out` (`make pins`) runs the pins whatever the file says, and writes it anew if they are green.
+`python -m tests.left_out` (`make pins`) runs the pins whatever the file says, and writes it anew if
+they are green.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ NOT_QUICK = (
 )
 """Folders and files of tests; `make test` prints what each costs."""
 EXPENSIVE_FIRST = ("parity", "integration", "parallel", "training", "gpu", "benchmark", "models")
-"""Folders in this order, then the others: workers that take a file at a time then end at about the same time."""
+"""Folders in this order, then the others: workers that take a file at a time then end at about the
+same time."""
 
 
 def installed(library: str) -> str:

@@ -1,4 +1,5 @@
-"""A process that holds the lock of an output folder: a module of its own, since a spawned process imports it."""
+"""A process that holds the lock of an output folder: a module of its own, since a spawned process
+imports it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from tests.distributed import run_ranks
 
 
 def _columns() -> DTensor:
-    """Every rank's shard is its rank within its group along `tp`; here two operators change nothing."""
+    """Every rank's shard is its rank within its group along `tp`; here two operators change
+    nothing."""
     tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     shard = torch.full((2, 3), float(tp.get_local_rank()))
     placed = DTensor.from_local(shard, tp, [Shard(0)], run_check=False)

@@ -20,7 +20,8 @@ import torch
 from shardwise import rules
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
-from shardwise.config import Lora, RunConfig, UserError, known_keys
+from shardwise.config import Lora, RunConfig, UserError
+from shardwise.keys import known_keys
 from shardwise.layouts import NAMES, Facts, axis_sizes, layout_of, parallel_of
 from shardwise.models import load, lora
 from shardwise.models.facts import facts_of

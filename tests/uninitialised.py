@@ -1,8 +1,8 @@
 """What finds uninitialised memory in the operands of matrix products, on any machine.
 
-A library may read the memory between the rows of an operand and multiply it by zero, as oneDNN does on CPUs with AMX:
-harmless until a NaN lies there. So every `torch.empty` is filled with NaN, and each product's operands are looked at
-with the memory between their rows.
+A library may read the memory between the rows of an operand and multiply it by zero, as oneDNN does
+on CPUs with AMX: harmless until a NaN lies there. So every `torch.empty` is filled with NaN, and
+each product's operands are looked at with the memory between their rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ PRODUCTS = (
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products, and lists those that are handed memory with a NaN in or between the rows of an operand.
+    """Counts matrix products, and lists those that are handed memory with a NaN in or between the
+    rows of an operand.
 
     What a product writes to (`out`) is not looked at.
     """
@@ -53,7 +54,8 @@ class Products(TorchDispatchMode):
 
 
 def _spanned(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory from a tensor's first number to the end of its last row, with what lies between the rows."""
+    """The memory from a tensor's first number to the end of its last row, with what lies between
+    the rows."""
     if not tensor.is_floating_point() or 0 in tensor.shape:
         return torch.zeros(0)
     rows, stride = max(zip(tensor.shape, tensor.stride()), key=lambda dim: dim[1], default=(1, 1))

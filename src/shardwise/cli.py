@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardwise import __version__
-from shardwise.config import Model, UserError, known_keys
+from shardwise.config import Model, UserError
+from shardwise.keys import known_keys
 from shardwise.launch.local import launch, start_processes
 from shardwise.process.ending import report_error
 from shardwise.run_file import load_config

@@ -7,11 +7,9 @@ checks what comes from outside (a YAML file, command-line overrides).
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal
 
 from shardwise.ranges import RANGES, missed_bound, shown
 
@@ -181,8 +179,8 @@ class Data(Section):
         unknown = sorted(set(self.fields or {}) - {"prompt", "completion", "messages"})
         require(
             not unknown,
-            f"data.fields names {', '.join(unknown)}; give names for prompt, completion or messages, "
-            "and for a text data.text_field",
+            f"data.fields names {', '.join(unknown)}; give names for prompt, completion or "
+            "messages, and for a text data.text_field",
         )
         if isinstance(self.validation, int | float):
             in_range = 0.0 <= self.validation < 1.0
@@ -388,32 +386,3 @@ class RunConfig(Section):
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain data: `run_file.parse_config(cfg.to_dict()) == cfg`."""
         return dataclasses.asdict(self)
-
-
-def flat(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a run file by `section.key`.
-
-    A section without keys, such as `lora: null`, keeps its own name.
-    """
-    values: dict[str, Any] = {}
-    for section, keys in run.items():
-        if isinstance(keys, Mapping):
-            values |= {f"{section}.{key}": value for key, value in keys.items()}
-        else:
-            values[section] = keys
-    return values
-
-
-def nearest(name: str, known: Sequence[str], what: str = "keys") -> str:
-    """Return the way out for a user who wrote `name`, which is not in `known`."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else f"known {what}: {', '.join(known)}"
-
-
-def known_keys(*section: str) -> list[str]:
-    """Return the keys of a section of the run file; without an argument the sections."""
-    cls: Any = RunConfig
-    for part in section:
-        hint = get_type_hints(cls)[part]
-        cls = next((arg for arg in get_args(hint) if dataclasses.is_dataclass(arg)), hint)
-    return [f.name for f in dataclasses.fields(cls)]

@@ -304,8 +304,8 @@ class State(Protocol):
     """Where a run starts: a provider of portable tensors, which are weights and optimizer states.
 
     The keys are `weights/NAME`, `buffers/NAME` and `optimizer/NAME/STATE`; NAME is the parameter's
-    or buffer's name in the transformers model. A fresh start has no tensors, a resume has those of a
-    checkpoint, a live re-split those in memory. Weights that a state does not have come from the
+    or buffer's name in the transformers model. A fresh start has no tensors, a resume has those of
+    a checkpoint, a live re-split those in memory. Weights that a state does not have come from the
     model's files.
     """
 

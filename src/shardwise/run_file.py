@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from shardwise import rules
-from shardwise.config import REMOVED, RunConfig, UserError, known_keys, nearest, require
+from shardwise.config import REMOVED, RunConfig, UserError, require
+from shardwise.keys import known_keys, nearest
 from shardwise.ranges import shown
 
 

@@ -12,7 +12,8 @@ import yaml
 
 from shardwise.benchmark.fairness import check_group
 from shardwise.benchmark.sweep import MAX_ID_LENGTH, Sweep, read_sweep
-from shardwise.config import UserError, flat
+from shardwise.config import UserError
+from shardwise.keys import flat
 from shardwise.run_file import parse_config
 from tests.benchmark.sweeps import BASE, STRATEGIES, sweep_file
 

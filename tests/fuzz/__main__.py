@@ -1,6 +1,8 @@
-"""Compare random runs under random layouts with one process, for some minutes: `python -m tests.fuzz --minutes 10`.
+"""Compare random runs under random layouts with one process, for some minutes: `python -m
+tests.fuzz --minutes 10`.
 
-Each run is a function of its seed: `--only SEED` runs one alone and prints its run file and its config.json.
+Each run is a function of its seed: `--only SEED` runs one alone and prints its run file and its
+config.json.
 """
 
 from __future__ import annotations

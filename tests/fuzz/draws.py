@@ -1,4 +1,5 @@
-"""From one integer to a run: a model, a layout, data and options, all functions of that integer alone."""
+"""From one integer to a run: a model, a layout, data and options, all functions of that integer
+alone."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Draw:
     cfg: RunConfig
     rows: Rows
     plain: bool
-    """The one process does without the options that must not change a number: kernel, loss, checkpointing."""
+    """The one process does without the options that must not change a number: kernel, loss,
+    checkpointing."""
 
     @property
     def id(self) -> str:
@@ -80,16 +82,19 @@ class Draw:
     def options(self) -> list[str]:
         """What is counted beside family and layout."""
         cfg, parallel, training = self.cfg, self.cfg.parallel, self.cfg.training
+        recomputed = training.checkpointing
+        if not isinstance(recomputed, str):
+            recomputed = "some layers"
         named = [
             f"{self.num_ranks} ranks",
             "lora" if cfg.lora else "full",
-            f"packing {cfg.data.packing}",
+            f"packing {cfg.data.packed}",
             f"targets {self.rows.targets}",
             f"precision {training.precision}",
             f"weights {cfg.model.dtype}",
             f"loss {training.loss}",
             f"optimizer {cfg.optimizer.name}",
-            f"checkpointing {training.checkpointing if isinstance(training.checkpointing, str) else 'some layers'}",
+            f"checkpointing {recomputed}",
         ]
         if parallel.pp > 1:
             named += [
@@ -118,7 +123,8 @@ class Draw:
     def __str__(self) -> str:
         model = (Path(self.cfg.model.path) / "config.json").read_text()
         run_file = yaml.safe_dump(self.cfg.to_dict(), sort_keys=False)
-        return f"# {self.id}; {self.rows}; plain={self.plain}\n# run.yaml\n{run_file}# config.json\n{model}"
+        header = f"# {self.id}; {self.rows}; plain={self.plain}"
+        return f"{header}\n# run.yaml\n{run_file}# config.json\n{model}"
 
 
 def draw(seed: int, folder: Path) -> Draw:

@@ -77,7 +77,7 @@ def _judge(draw: Draw, bug: Callable[[], None] | None) -> Result:
 
 
 def _refusal(cfg: RunConfig, num_ranks: int) -> str | None:
-    """Why a run is refused, as the launcher finds it and every rank again; None where it may run."""
+    """Why a run is refused, as the launcher and every rank find it; None where it may run."""
     try:
         describe(cfg, num_ranks)
     except UserError as error:
@@ -106,15 +106,16 @@ def _compared(draw: Draw, outcomes: Sequence[Outcome], reference: Outcome) -> Re
     }
     beyond = [pair for pair in wrong if not found[pair[0]][pair[1]] <= NOISE * noise[pair]]
     kind, name = (beyond or wrong)[0]
-    first = f"{kind} {name} differs by {found[kind][name]:.1e} (one process from itself by {noise[kind, name]:.1e})"
+    of_itself = f"one process from itself by {noise[kind, name]:.1e}"
+    first = f"{kind} {name} differs by {found[kind][name]:.1e} ({of_itself})"
     return Result(
         "failed" if beyond else "noise", f"{first}, and {len(beyond or wrong) - 1} more", errors
     )
 
 
 def _noises(draw: Draw, reference: Outcome) -> list[Differences]:
-    """What rounding does to the one process: its micro-batches in the other order, its weights off by one rounding
-    each, and its own distance from float64.
+    """What rounding does to the one process: its micro-batches in the other order, its weights off
+    by one rounding each, and its own distance from float64.
     """
     cfg = draw.one_process()
     unit = torch.finfo(getattr(torch, cfg.training.precision)).eps / 2
@@ -161,7 +162,8 @@ def attempt(
 
 
 def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Torch's product of each expert's rows [T, in] with its weight [E, in, out], which torch has not in float64."""
+    """Torch's product of each expert's rows [T, in] with its weight [E, in, out], which torch has
+    not in float64."""
     groups = rows.tensor_split(offs[:-1].long())
     return torch.cat([group @ weight for group, weight in zip(groups, weights)])
 
@@ -177,7 +179,8 @@ def _float(draw: Draw, dtype: str) -> Outcome:
     """One process whose weights, adapters and products have this dtype."""
     cfg = draw.one_process()
     adapters = cfg.lora and replace(cfg.lora, dtype="model")
-    model = replace(cfg.model, dtype=dtype)  # ty: ignore[invalid-argument-type]  # float64 is for tests alone
+    # float64 is for tests alone
+    model = replace(cfg.model, dtype=dtype)  # ty: ignore[invalid-argument-type]
     wide = replace(
         cfg, model=model, lora=adapters, training=replace(cfg.training, precision="float32")
     )

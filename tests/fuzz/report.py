@@ -1,4 +1,5 @@
-"""What a fuzz came to, as text: how often what was drawn, why it was refused, how large the differences were."""
+"""What a fuzz came to, as text: how often what was drawn, why it was refused, how large the
+differences were."""
 
 from __future__ import annotations
 

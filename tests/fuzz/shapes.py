@@ -1,4 +1,5 @@
-"""A model of odd sizes of each family, as a config.json says it; drawn around the tiny model of configs/models."""
+"""A model of odd sizes of each family, as a config.json says it; drawn around the tiny model of
+configs/models."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 from tests.parity.harness import CONFIGS, FAMILIES
 
 ALIGNED = 8
-"""Experts of widths that are multiples of it on each rank run in one grouped product, others one by one."""
+"""Experts of widths that are multiples of it on each rank run in one grouped product, others one by
+one."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Sizes:
         }
 
     def groups(self, experts: dict[str, int]) -> int:
-        """Into how many groups the experts fall; the experts of a token may come from all of them."""
+        """Into how many groups the experts fall; those of a token may come from all of them."""
         return 2 if experts["num_experts"] in (4, 6) and self.chance(0.4) else 1
 
     def expert_width(self) -> int:
@@ -102,7 +104,8 @@ def _attention(sizes: Sizes) -> dict[str, Any]:
 
 
 def _attention_within(sizes: Sizes, of: int = 2) -> dict[str, Any]:
-    """Attention whose heads have the width of the model together: their size follows, a multiple of `of`."""
+    """Attention whose heads have the width of the model together: their size follows, a multiple of
+    `of`."""
     heads, kv_heads = sizes.query_and_key_heads()
     size = of * sizes.random.randint(1, max(1, 64 // heads // of))
     return {

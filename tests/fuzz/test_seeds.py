@@ -1,4 +1,5 @@
-"""A fixed list of runs of tests.fuzz: every family, with odd sizes; and that a bug in the code turns them red."""
+"""A fixed list of runs of tests.fuzz: every family, with odd sizes; and that a bug in the code
+turns them red."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_planted_bug_is_caught(bug: Callable[[], None], seed: int, reason: str, 
 
 
 def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One process refuses too; the layout cannot be had; nothing explains why the layout alone is refused."""
+    """One process refuses too; the layout cannot be had; nothing explains why the layout alone is
+    refused."""
     drawn = draw(5709, tmp_path)
     isolated = replace(drawn.cfg, data=replace(drawn.cfg.data, packing="isolated"))
     tensor = replace(drawn.cfg, parallel=Parallel(data="zero2", tp=3))

@@ -1,7 +1,8 @@
 """Kill a random rank of a run at a random moment, and see the run go on to the same end.
 
-`python -m tests.integration.kill --times 20` repeats it over LAYOUTS and writes results/kill.json; a test does it twice
-in one run. Of three runs one is not restarted by its launcher but by a second command, at once and in another layout.
+`python -m tests.integration.kill --times 20` repeats it over LAYOUTS and writes results/kill.json;
+a test does it twice in one run. Of three runs one is not restarted by its launcher but by a second
+command, at once and in another layout.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ LAYOUTS = {
 }
 """How many ranks, and the keys of `parallel` (default: `data` by the layout's name)."""
 TOLERANCE = 1e-6
-"""Of a loss, relative to the undisturbed run's, where the layout changed on the way; else they are equal."""
+"""Of a loss, relative to the undisturbed run's, where the layout changed on the way; else they are
+equal."""
 START_SECONDS, STEP_SECONDS, END_SECONDS = 2.0, 0.2, 0.5
-"""How long a kill waits at most: for a run to start, in which nothing is done yet; after a step; after the last one,
-when its checkpoint, the adapter and the record are written."""
+"""How long a kill waits at most: for a run to start, in which nothing is done yet; after a step;
+after the last one, when its checkpoint, the adapter and the record are written."""
 
 
 def run_file(folder: Path, cfg: RunConfig) -> Path:
@@ -114,7 +116,8 @@ def wait_for_step(
 
 
 def ranks(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The processes of the ranks, which `process` has started (as it has a helper of multiprocessing's)."""
+    """The processes of the ranks, which `process` has started (as it has a helper of
+    multiprocessing's)."""
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):  # they may be ending
         for child in psutil.Process(process.pid).children():
@@ -130,10 +133,11 @@ def run_killed(
     overrides: Sequence[str] = (),
     nproc: int = NPROC,
 ) -> tuple[int, str]:
-    """Exit code and stderr of a run in which ranks are killed: (step to wait for, seconds more, rank).
+    """Exit code and stderr of a run in which ranks are killed: (step to wait for, seconds more,
+    rank).
 
-    It starts again after each kill, unless `overrides` has another `max_restarts`. To wait for step 0 is to wait until
-    there are ranks. A run that has ended before it is killed is left as it is.
+    It starts again after each kill, unless `overrides` has another `max_restarts`. To wait for step
+    0 is to wait until there are ranks. A run that has ended before it is killed is left as it is.
     """
     process = start(
         path, output_dir, f"--training.max_restarts={len(kills)}", *overrides, nproc=nproc
@@ -168,8 +172,9 @@ def kill_once(
 ) -> dict[str, Any]:
     """One run with one rank killed, and what was done.
 
-    `joined`: losses and adapter are those of the undisturbed run in its layout, where another layout took it up the
-    losses within TOLERANCE. What is killed after the adapter was saved is not restarted, and ends with exit code 1.
+    `joined`: losses and adapter are those of the undisturbed run in its layout, where another
+    layout took it up the losses within TOLERANCE. What is killed after the adapter was saved is not
+    restarted, and ends with exit code 1.
     """
     draw = random.Random(seed)
     layout, asynchronous = list(LAYOUTS)[seed % len(LAYOUTS)], draw.random() < 0.5
@@ -223,7 +228,8 @@ def undisturbed(path: Path, output_dir: Path, layout: str) -> Path:
 
 
 def kill_config(folder: Path) -> RunConfig:
-    """A run of STEPS short steps that saves every SAVE_EVERY; they are small, so that they do not enlarge rounding."""
+    """A run of STEPS short steps that saves every SAVE_EVERY; they are small, so that they do not
+    enlarge rounding."""
     from tests.integration.test_train import config
 
     cfg = config(folder, "unused", "ddp", steps=STEPS, save_every=SAVE_EVERY, eval_every=0)

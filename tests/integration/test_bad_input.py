@@ -1,4 +1,5 @@
-"""What a user can get wrong, through the command: exit code 2, one line on stderr that says what and how to mend it."""
+"""What a user can get wrong, through the command: exit code 2, one line on stderr that says what
+and how to mend it."""
 
 from __future__ import annotations
 
@@ -104,11 +105,11 @@ CASES = {
     "empty prompt": (["--training.sample=''"], r"training.sample '' has no tokens"),
     "sample beyond what is learned": (
         [f"--model.path={CONFIGS / 'tiny-gpt2'}", f"--training.sample={'state ' * 400}"],
-        r"training.sample has \d+ tokens and is continued by 48, but the model has learned only 1024 positions",
+        r"training.sample has \d+ tokens and is continued by 48, but .* only 1024 positions",
     ),
     "a pipeline of one process": (
         ["--parallel.pp=2"],
-        r"parallel.pp is 2, which does not divide the 1 processes; use --nproc 2 or a multiple of it",
+        r"parallel.pp is 2, which does not divide the 1 processes; use --nproc 2",
     ),
     "a pipeline's key without one": (
         ["--parallel.split=uniform"],
@@ -120,7 +121,7 @@ CASES = {
     ),
     "shares of a layer in one process": (
         ["--parallel.tp=2"],
-        r"parallel.tp is 2, which does not divide the 1 processes; use --nproc 2 or a multiple of it",
+        r"parallel.tp is 2, which does not divide the 1 processes; use --nproc 2",
     ),
     "a key of tensor parallelism without it": (
         ["--parallel.sequence_parallel=true"],
@@ -137,8 +138,8 @@ def test_one_line_and_a_way_out(run_file, capfd, arguments, message):
 
 def test_dropout_that_no_seed_reaches(run_file, capfd, tmp_path):
     AutoConfig.for_model(
-        "starcoder2", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=256, residual_dropout=0.3, bos_token_id=0, eos_token_id=0,
+        "starcoder2", hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=256, residual_dropout=0.3, bos_token_id=0, eos_token_id=0,
     ).save_pretrained(tmp_path)  # fmt: skip
     line = refused(
         capfd,

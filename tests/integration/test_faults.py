@@ -1,4 +1,5 @@
-"""Faults, each one for real: signals, killed ranks, a full disk, no memory, damaged files, code in a model folder."""
+"""Faults, each one for real: signals, killed ranks, a full disk, no memory, damaged files, code in
+a model folder."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
         assert line.endswith(f"starting again ({restart} of 2)")
     record = RunRecord.read(tmp_path / "out" / "record.json")
     assert record.losses == reference.losses
-    # The second restart took up checkpoint 24; only where the kill came late, after four more steps, 32.
+    # The second restart took up checkpoint 24; only where the kill came late, after four more
+    # steps, 32.
     assert record.resumed_from["step"] in (24, 32)
 
 
@@ -87,7 +89,8 @@ def test_a_signal_ends_the_run_after_its_step_and_nothing_is_lost(
     assert process.returncode == 128 + number
     done = kill.steps_done(out)
     saved = out / "checkpoints" / f"step-{done}"
-    # Ranks are told of Ctrl-C by SIGTERM where it did not reach them; here one process gets it itself.
+    # Ranks are told of Ctrl-C by SIGTERM where it did not reach them; here one process gets it
+    # itself.
     name = signal.Signals(number).name
     assert told.startswith(f"stopped by {name} after step {done}, saved as {saved}; ")
     assert told.endswith("--resume latest\n")
@@ -212,7 +215,8 @@ def test_no_memory_left_is_told_as_such(nproc, path, tmp_path):
     assert RunRecord.read(tmp_path / "out" / "record.json").status == "oom"
 
 
-# ------------------------------------------------------------------------------------------------------- model folders
+# ------------------------------------------------------------------------------------------
+# model folders
 
 
 @pytest.fixture

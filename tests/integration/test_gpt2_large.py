@@ -1,4 +1,5 @@
-"""The comparison on GPT-2 Large: its run files do the same work, shown on models small enough for this machine.
+"""The comparison on GPT-2 Large: its run files do the same work, shown on models small enough for
+this machine.
 
 And tools/gpt2_large.py says what such runs hold, to the byte, and nearly what their peak is.
 """
@@ -44,7 +45,8 @@ LONG = {"n_layer": 6, "n_embd": 80, "vocab_size": 1009}
 
 
 def shrunk(name: str, folder: Path, out: Path, sizes: dict[str, int] = SMALL) -> RunConfig:
-    """A run file as it is, but for the sizes of the model and of the batch, and the number of steps."""
+    """A run file as it is, but for the sizes of the model and of the batch, and the number of
+    steps."""
     cfg = load_config(FOLDER / f"{name}-8.yaml")
     published = json.loads((ROOT / cfg.model.path / "config.json").read_text(encoding="utf-8"))
     small = out / "model"
@@ -75,7 +77,8 @@ def test_every_layout_does_the_same_work(folder, tmp_path, single, name):
     cfg = shrunk(name, folder, tmp_path)
     record = run_ranks(LAYOUTS[name], run, cfg)[0]
     assert record.status == "ok"
-    # Products are in bfloat16, whose numbers lie 2^-8 apart; a mean over 128 tokens is no worse than one of them.
+    # Products are in bfloat16, whose numbers lie 2^-8 apart; a mean over 128 tokens is no worse
+    # than one of them.
     assert record.losses == pytest.approx(single.losses, rel=2**-8)
     # On its way down from the loss a gradient is rounded no more than 16 times, to 2^-9 each.
     assert record.grad_norms == pytest.approx(single.grad_norms, rel=2**-5)
@@ -95,7 +98,7 @@ def losses_and_layouts() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "loss"), losses_and_layouts())
 def test_predicted_peak_is_near_a_measured_one(folder, tmp_path, name, loss, capsys):
-    """On a CPU; rows long enough that fixed sizes count little. Formulas leave small tensors out."""
+    """On a CPU, with rows so long that fixed sizes count little. Small tensors are left out."""
     cfg = shrunk(name, folder, tmp_path, LONG)
     replicas = LAYOUTS[name] // cfg.parallel.tp
     batch = {"micro_batch_size": 4, "global_batch_size": 4 * replicas}
@@ -108,7 +111,8 @@ def test_predicted_peak_is_near_a_measured_one(folder, tmp_path, name, loss, cap
     predicted = max(TOOL["moments"](cfg, states, LAYOUTS[name], gpu=False).values())
     with capsys.disabled():
         print(
-            f"\n{name:6} {loss:7} predicted {predicted:>11,} B, peak {peak:>11,} B, {predicted / peak:.2f}",
+            f"\n{name:6} {loss:7} predicted {predicted:>11,} B, peak {peak:>11,} B, "
+            f"{predicted / peak:.2f}",
             end="",
         )
     assert 0.9 * peak < predicted < 1.1 * peak

@@ -1,4 +1,5 @@
-"""The run file for the official Jet-Nemotron-2B on a folder of the same names: a shorter run, on the CPU."""
+"""The run file for the official Jet-Nemotron-2B on a folder of the same names: a shorter run, on
+the CPU."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def follows(record: RunRecord, single: RunRecord, noise: RunRecord) -> None:
 
 
 def rates(record: RunRecord, num_processes: int) -> None:
-    """Each of 8 rows of 32 positions has a target, and counts once however many ranks compute it together."""
+    """Each of 8 rows of 32 positions has a target, and counts once however many ranks compute it
+    together."""
     positions_per_second = 8 * 32 / record.step_seconds["mean"]
     assert record.tokens_per_second == pytest.approx(positions_per_second)
     peak = record.flops["peak_per_second"] * num_processes

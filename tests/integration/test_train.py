@@ -1,4 +1,5 @@
-"""Whole runs through the loop: what a user gets under each layout, and what he is told when something is off."""
+"""Whole runs through the loop: what a user gets under each layout, and what he is told when
+something is off."""
 
 from __future__ import annotations
 
@@ -123,14 +124,15 @@ def noise(folder, single) -> RunRecord:
 SAID_BY_PARITY = [
     pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", 2), ("fsdp1", 2), ("fsdp2", 2))
 ]
-"""Their steps are compared by cells of parity. What a whole run adds to them, `make test` shows of two layouts."""
+"""Their steps are compared by cells of parity. What a whole run adds to them, `make test` shows of
+two layouts."""
 
 
 @pytest.mark.parametrize(("layout", "nproc"), [("zero2", 2), ("hsdp", 4), *SAID_BY_PARITY])
 def test_every_layout_follows_the_same_curve(folder, single, noise, layout, nproc):
     record = run_on(nproc, config(folder, layout, layout, micro_batch_size=1))
-    # Under AdamW rounding grows from step to step: as much as the noise control shows, ten times over, is allowed,
-    # and in the first step, before any update, plain float32 rounding.
+    # Under AdamW rounding grows from step to step: as much as the noise control shows, ten times
+    # over, is allowed, and in the first step, before any update, plain float32 rounding.
     bound = max(1e-6, *(10 * abs(a - b) for a, b in zip(noise.losses, single.losses)))
     assert max(abs(a - b) for a, b in zip(record.losses, single.losses)) <= bound
     assert math.isclose(record.losses[0], single.losses[0], rel_tol=1e-6)
@@ -192,7 +194,8 @@ def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, cap
         "documents_skipped": 2,
     }
     assert one.data["validation"] == {**documents, "skipped_by_reason": {"not JSON": 2}}
-    # A row holds one document: 6 steps of 8 rows took 48, and the step that memory is measured in does not count.
+    # A row holds one document: 6 steps of 8 rows took 48, and the step that memory is measured in
+    # does not count.
     read = one.data["train"]
     skipped, finished = read["documents_skipped"], read["documents_finished"]
     assert read["rows"] == finished - skipped == 48
@@ -274,7 +277,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_with_step_and_file(folder):
     cfg = config(folder, "diverges", "ddp")
     with pytest.raises(
         RuntimeError,
-        match=r"UserError: step \d: loss .*; this rank's rows are in .*rank-\d.json; .*optimizer\.lr",
+        match=r"UserError: step \d: loss .*; this rank's rows .*rank-\d.json; .*optimizer\.lr",
     ):
         run_on(
             2,
@@ -307,7 +310,8 @@ def test_a_vocabulary_smaller_than_the_tokenizer(folder):
 
 
 def test_a_compiled_run_has_a_sample(folder):
-    # 48 rows, each of another length: as many versions of a compiled layer would be too many (8 for each of 4 layers).
+    # 48 rows, each of another length: as many versions of a compiled layer would be too many (8 for
+    # each of 4 layers).
     cfg = config(folder, "compiled", steps=1, eval_every=0, compile="aot_eager", sample="the state")
     record = run_on(1, replace(cfg, model=replace(cfg.model, path=str(CONFIGS / "tiny-llama"))))
     assert record.sample is not None

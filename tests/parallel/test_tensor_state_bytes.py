@@ -22,7 +22,8 @@ CUTS = {
 
 
 def tensor_dim(name: str) -> int | None:
-    """The dim of a parameter that tensor parallelism cuts: of an adapter B's out or A's in, as its base is cut."""
+    """The dim of a parameter that tensor parallelism cuts: of an adapter B's out or A's in, as its
+    base is cut."""
     if ".lora_" in name:
         goes_in = re.search(r"\.(o_proj|out_proj|down_proj)\.", name) is not None
         return (1 if goes_in else None) if ".lora_A." in name else (None if goes_in else 0)
@@ -33,8 +34,9 @@ def tensor_dim(name: str) -> int | None:
 def by_tensor(
     measured: Measured, tp: int, tp_rank: int, num_shards: int, rank: int
 ) -> dict[str, int]:
-    """Weights: a share of the dim that is cut, ceil(rows / tp) rows or what is left for the last rank; of that, fsdp2's
-    share of another dim that divides evenly, if there is one. Gradients and AdamW as in `by_dim`."""
+    """Weights: a share of the dim that is cut, ceil(rows / tp) rows or what is left for the last
+    rank; of that, fsdp2's share of another dim that divides evenly, if there is one. Gradients and
+    AdamW as in `by_dim`."""
     result = {"weights": 0, "gradients": 0, "optimizer": 0}
     for name, (shape, size, trainable) in measured.shapes.items():
         own, dim = list(shape), tensor_dim(name)

@@ -15,8 +15,9 @@ from shardwise.assembly.build import build as build_run
 from shardwise.assembly.costs import costs_of
 from shardwise.assembly.describe import describe
 from shardwise.assembly.profiles import Measured, Profile, needs_gradient, path_of, unit_keys
-from shardwise.config import Lora, RunConfig, UserError, known_keys
+from shardwise.config import Lora, RunConfig, UserError
 from shardwise.interfaces import Mesh
+from shardwise.keys import known_keys
 from shardwise.models.counts import count_model
 from shardwise.models.patches.experts import ONE_BY_ONE
 from shardwise.parallel.mesh import build_mesh

@@ -17,7 +17,8 @@ def _norms() -> tuple[float, float, float]:
         init_device_mesh("cpu", (1, 2, 2, 1, 1), mesh_dim_names=Mesh.AXES), torch.device("cpu")
     )
     hsdp = mesh.dense["dp_replicate", "dp_shard"]
-    # Sharded over two ranks, the same on both replicas: rows (3, 0) and (0, 4) have norm 5 together.
+    # Sharded over two ranks, the same on both replicas: rows (3, 0) and (0, 4) have norm 5
+    # together.
     rows = (
         torch.tensor([[3.0, 0.0]])
         if mesh.dense.get_local_rank("dp_shard") == 0

@@ -166,8 +166,8 @@ def _notes(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> t
         notes.append(unproven_note(facts.spec.family))
     if cfg.data.keeps_documents_apart:
         notes.append(
-            f"data.packing {cfg.data.packed}: no FLOPs are counted (mfu and hfu are null), since attention's "
-            "depend on where the documents end"
+            f"data.packing {cfg.data.packed}: no FLOPs are counted (mfu and hfu are null), since "
+            "attention's depend on where the documents end"
         )
     if cfg.parallel.tp > 1:
         units = tensor_plan.replicated_weights(facts.hf, facts.spec, cfg.parallel.tp)

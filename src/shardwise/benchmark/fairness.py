@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from itertools import combinations, pairwise
 from typing import Any
 
-from shardwise.config import REMOVED, UserError, flat, known_keys, nearest
+from shardwise.config import REMOVED, UserError
+from shardwise.keys import flat, known_keys, nearest
 from shardwise.records.cell import Axis
 
 NPROC, GLOBAL_BATCH = "nproc", "training.global_batch_size"

@@ -16,7 +16,8 @@ import yaml
 
 from shardwise.benchmark.cells import CellState, cell_record
 from shardwise.benchmark.sweep import Cell, Sweep
-from shardwise.config import UserError, flat
+from shardwise.config import UserError
+from shardwise.keys import flat
 from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round
 from shardwise.records.record import RunRecord, dumps, temporary_of, write_atomically
 from shardwise.words import NOTHING

@@ -14,7 +14,8 @@ from typing import Any
 
 from shardwise.benchmark import fairness
 from shardwise.benchmark.fairness import GLOBAL_BATCH, NPROC, TIMED
-from shardwise.config import Training, UserError, flat, known_keys, nearest
+from shardwise.config import Training, UserError
+from shardwise.keys import flat, known_keys, nearest
 from shardwise.ranges import shown
 from shardwise.records.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
 from shardwise.run_file import parse_config, read_yaml

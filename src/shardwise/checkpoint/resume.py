@@ -20,9 +20,10 @@ from shardwise.checkpoint.folder import (
     step_of,
 )
 from shardwise.checkpoint.saved_state import SavedState
-from shardwise.config import RunConfig, UserError, flat
+from shardwise.config import RunConfig, UserError
 from shardwise.data.state import LoaderState
 from shardwise.interfaces import State
+from shardwise.keys import flat
 from shardwise.models import weight_files
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.run_file import parse_config, without_removed

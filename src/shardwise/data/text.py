@@ -45,7 +45,7 @@ def expanded(entry: str) -> Path:
 
 
 def read_text(name: str, key: str) -> str:
-    """Return the text of a file that a key of the run file names; UserError, which names the key."""
+    """Return the text of a file that `key` of the run file names; UserError, which names it."""
     path = expanded(name)
     try:
         if not path.is_file():

@@ -25,8 +25,8 @@ from shardwise.models.weight_files import weights_from_files
 def read_config(model: Model) -> PretrainedConfig:
     """Read `config.json` of a local folder or hub id.
 
-    Of a multimodal config the language model's part is returned. UserError if there is no config, or
-    if transformers cannot use it.
+    Of a multimodal config the language model's part is returned. UserError if there is no config,
+    or if transformers cannot use it.
     """
     _check_folder(model.path)
     ask_hub(model.path, "config.json")

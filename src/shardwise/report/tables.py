@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from shardwise.config import flat
+from shardwise.keys import flat
 from shardwise.records.cell import Axis, CellPlan, CellRecord, SweepRecord
 from shardwise.records.record import Status
 from shardwise.report.folder import Bench

@@ -103,8 +103,8 @@ RULES = (
         "isolated documents with added positions",
         applies=lambda case: case.cfg.data.keeps_documents_apart and case.model.adds_positions,
         problem=(
-            "data.packing {cfg.data.packed}: {model.family} adds positions before its first layer, where "
-            "they run on from one document to the next"
+            "data.packing {cfg.data.packed}: {model.family} adds positions before its first "
+            "layer, where they run on from one document to the next"
         ),
         way_out="use concat or none",
         why="a document begins at position 0 only if it stands alone",
@@ -176,8 +176,8 @@ RULES = (
         ),
         problem=lambda case: (
             f"parallel.tp is {case.parallel.tp}, but this {case.model.family} has "
-            f"{case.model.indivisible(case.parallel.tp)}, which cannot be sharded evenly over so many "
-            "ranks"
+            f"{case.model.indivisible(case.parallel.tp)}, which cannot be sharded evenly over so "
+            "many ranks"
         ),
         way_out=_sizes_of_tp,
         why="a rank computes whole heads or channels",

@@ -93,8 +93,8 @@ STEP_RULES = (
         applies=lambda case: case.training.global_batch_size % _rows_at_once(case) != 0,
         problem=lambda case: (
             f"training.global_batch_size {case.training.global_batch_size} is not a multiple of "
-            f"{num_data_ranks(case.cfg, case.facts.num_ranks)} data-parallel processes x micro_batch_size "
-            f"{case.training.micro_batch_size}"
+            f"{num_data_ranks(case.cfg, case.facts.num_ranks)} data-parallel processes x "
+            f"micro_batch_size {case.training.micro_batch_size}"
         ),
         way_out=lambda case: (
             f"use {multiples(case.training.global_batch_size, _rows_at_once(case))}"
@@ -107,8 +107,8 @@ STEP_RULES = (
             case.parallel.pp > 1 and num_microbatches(case.cfg, case.facts.num_ranks) < _least(case)
         ),
         problem=lambda case: (
-            f"{case.parallel.schedule} on {case.parallel.pp} ranks needs {_least(case)} micro-batches "
-            f"or more, not {num_microbatches(case.cfg, case.facts.num_ranks)}"
+            f"{case.parallel.schedule} on {case.parallel.pp} ranks needs {_least(case)} "
+            f"micro-batches or more, not {num_microbatches(case.cfg, case.facts.num_ranks)}"
         ),
         way_out=("raise training.global_batch_size, lower training.micro_batch_size, or use gpipe"),
         why="torch's schedule refuses fewer",

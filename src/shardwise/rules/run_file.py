@@ -110,8 +110,8 @@ RULES = (
         "compile with isolated documents",
         applies=lambda case: case.cfg.data.keeps_documents_apart and _is_compiled(case),
         problem=(
-            "training.compile is {training.compile}, but with data.packing {cfg.data.packed} layers "
-            "meet new shapes in every micro-batch and would be compiled for each"
+            "training.compile is {training.compile}, but with data.packing {cfg.data.packed} "
+            "layers meet new shapes in every micro-batch and would be compiled for each"
         ),
         way_out="set compile to none, or packing to concat or none",
         why="each number and length of documents is a shape of its own",
@@ -239,8 +239,8 @@ RULES = (
         "stages per rank",
         applies=lambda case: case.parallel.num_virtual != _fixed_virtual_stages(case),
         problem=lambda case: (
-            f"parallel.schedule {case.parallel.schedule} has {_stages(_fixed_virtual_stages(case))} "
-            f"per rank, not {case.parallel.num_virtual}"
+            f"parallel.schedule {case.parallel.schedule} has "
+            f"{_stages(_fixed_virtual_stages(case))} per rank, not {case.parallel.num_virtual}"
         ),
         way_out=lambda case: f"set parallel.virtual_stages to {_fixed_virtual_stages(case)}",
         why="by the definition of the schedule",

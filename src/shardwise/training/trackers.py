@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from shardwise.config import UserError, flat
+from shardwise.config import UserError
+from shardwise.keys import flat
 
 PROJECT = "shardwise"
 """The project of a run, unless the tracker's own environment variable names another one."""

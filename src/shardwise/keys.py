@@ -1,0 +1,39 @@
+"""The keys of the run file: which there are, and the values of a run by `section.key`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args, get_type_hints
+
+from shardwise.config import RunConfig
+
+
+def flat(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a run file by `section.key`.
+
+    A section without keys, such as `lora: null`, keeps its own name.
+    """
+    values: dict[str, Any] = {}
+    for section, keys in run.items():
+        if isinstance(keys, Mapping):
+            values |= {f"{section}.{key}": value for key, value in keys.items()}
+        else:
+            values[section] = keys
+    return values
+
+
+def nearest(name: str, known: Sequence[str], what: str = "keys") -> str:
+    """Return the way out for a user who wrote `name`, which is not in `known`."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else f"known {what}: {', '.join(known)}"
+
+
+def known_keys(*section: str) -> list[str]:
+    """Return the keys of a section of the run file; without an argument the sections."""
+    cls: Any = RunConfig
+    for part in section:
+        hint = get_type_hints(cls)[part]
+        cls = next((arg for arg in get_args(hint) if dataclasses.is_dataclass(arg)), hint)
+    return [f.name for f in dataclasses.fields(cls)]
