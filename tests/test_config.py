@@ -9,7 +9,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from shardwise import config, rules
+from shardwise import config, keys, rules
 from shardwise.benchmark.sweep import read_sweep
 from shardwise.config import UserError
 from shardwise.ranges import RANGES
@@ -125,7 +125,7 @@ def test_every_number_of_a_run_file_has_a_range():
     }
     numbers = {
         f"{name}.{key}"
-        for name in config.known_keys()
+        for name in keys.known_keys()
         for key, hint in get_type_hints(getattr(config, name.capitalize())).items()
         if {"int", "float"} & set(re.findall(r"\w+", str(hint)))
     }

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise import config
+from shardwise import config, keys
 from shardwise.config import RunConfig, UserError
 from shardwise.run_file import load_config, parse_config
 
-KEYS = [(section, key) for section in config.known_keys() for key in config.known_keys(section)]
+KEYS = [(section, key) for section in keys.known_keys() for key in keys.known_keys(section)]
 WAYS_OUT = (
     *("give", "set", "should", "unable to parse", "did you mean", "known ", "add it", "name "),
     *("leave", "write", "quote it", "mend it", "use ", "is for", "see ", "string", "number"),
@@ -121,7 +121,7 @@ def test_what_breaks_a_parser_in_each_key() -> None:
             check(lambda run=run: parse_config(run))
 
 
-@given(section=st.sampled_from(config.known_keys()) | words, value=values)
+@given(section=st.sampled_from(keys.known_keys()) | words, value=values)
 @settings(deadline=None, max_examples=150, derandomize=True)
 def test_any_value_of_a_section(section: str, value: Any) -> None:
     check(lambda: parse_config({**base(), section: value}))

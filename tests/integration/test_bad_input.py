@@ -139,7 +139,8 @@ def test_one_line_and_a_way_out(run_file, capfd, arguments, message):
 def test_dropout_that_no_seed_reaches(run_file, capfd, tmp_path):
     AutoConfig.for_model(
         "starcoder2", hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=256, residual_dropout=0.3, bos_token_id=0, eos_token_id=0,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=256, residual_dropout=0.3,
+        bos_token_id=0, eos_token_id=0,
     ).save_pretrained(tmp_path)  # fmt: skip
     line = refused(
         capfd,

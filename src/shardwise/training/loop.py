@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.assembly.build import build
 from shardwise.checkpoint.checkpointer import Checkpointer
@@ -27,20 +28,17 @@ from shardwise.training.measure import add_to_record, documents_read, measure_me
 from shardwise.training.reporter import Reporter
 from shardwise.training.step import NonFiniteLossError, training_step
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
-    """Run `cfg` on this rank, whose process group is up; on rank 0 return the record.
-
-    The record is in the output folder too.
-    """
-    hf_config = load.read_config(cfg.model)
-    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
-    load.check_vocabulary(hf_config, tokenizer.get_vocab())
+    """Run `cfg` on this rank, whose process group is up; on rank 0 return the record."""
+    tokenizer = _tokenizer(cfg)
+    slots = mesh.slots(cfg.training.global_batch_size)
     with paused():  # reads a whole checkpoint for its checksums, and all files for their index
         start = find_start(cfg)
-        loaders = build_loaders(
-            cfg, tokenizer, mesh.slots(cfg.training.global_batch_size), start.loader
-        )
+        loaders = build_loaders(cfg, tokenizer, slots, start.loader)
     job = build(cfg, mesh, start.state())
     prompt = encode_prompt(cfg, tokenizer, job.positions)
     meter, recorder = Meter(cfg.measure.warmup_steps), Recorder(cfg.measure.warmup_steps)
@@ -74,8 +72,8 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             meter.stop(result.tokens)
             recorder.step(job.pm.events())
             reporter.step(step, result, lr, meter)
-            evaluated = step == steps or (eval_every and step % eval_every == 0)
-            checkpointer.after_step(step, run_evaluation(step) if evaluated else None)
+            is_evaluated = step == steps or (eval_every and step % eval_every == 0)
+            checkpointer.after_step(step, run_evaluation(step) if is_evaluated else None)
             beat()
             if step < steps and (signal := agreed_signal(signals, mesh)):
                 raise Stopped(signal, step, checkpointer.stop(step))
@@ -94,3 +92,10 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             memory = measure_memory(job, next(loaders.train), mesh, cfg)
             record = add_to_record(cfg, record, **memory.fields())
         return record
+
+
+def _tokenizer(cfg: RunConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run; UserError where the model's vocabulary is smaller than its."""
+    tokenizer = load_tokenizer(cfg.model, cfg.data.chat_template)
+    load.check_vocabulary(load.read_config(cfg.model), tokenizer.get_vocab())
+    return tokenizer
