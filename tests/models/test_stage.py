@@ -65,7 +65,7 @@ def names_of(hf: torch.nn.Module) -> set[str]:
 def filled(part: Any, cfg: RunConfig) -> Any:
     """The part with its weights, which depend on their names alone, and on a LoRA factor's."""
     patch(part, cfg, torch.device("cpu"))
-    drawn = start(cfg).parameters
+    drawn = {key.removeprefix("weights/"): value for key, value in start(cfg).tensors.items()}
     factors = [(n, drawn.get(n, value)) for n, value in lora.adapter_weights(part.hf, seed=0)]
     wanted = names_of(part.hf)
     load.fill(part.hf, chain(load.weights(part.hf, cfg.model, 0, wanted), factors))

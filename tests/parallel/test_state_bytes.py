@@ -104,6 +104,10 @@ CELLS = [
     Cell("qwen3_5_text", "fsdp2", "full", 2, "offload-all"),
     # Along tp too; some weights then have no dim left to shard over data ranks.
     *(Cell("qwen3_5_text", layout, "full", 4) for layout in ("zero1-tp", "fsdp2-tp")),
+    Cell("qwen3_5_text", "fsdp2-tp", "lora", 4),
+    Cell("qwen3_5_text", "tp", "full", 2),
+    Cell("qwen3_5_text", "tp-sp", "lora", 2),
+    Cell("qwen3_5_text", "pp-tp", "full", 4, schedule="1f1b"),
     Cell("jamba", "tp", "lora", 4),
 ]
 PIPELINES = [

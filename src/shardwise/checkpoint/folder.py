@@ -52,8 +52,11 @@ class Slot(Strict):
 
     epoch: int
     place: int
+    part: int
     token: int
     documents: int
+    waiting: list[tuple[int, int, int]]
+    long: int
     skipped: dict[str, int]
 
 
