@@ -53,7 +53,7 @@ NOT_QUICK = (
     ),
     *(
         f"tests/parallel/test_{name}.py"
-        for name in ("tensor_options", "tensor_parallel", "tensor_state_bytes", "zero")
+        for name in ("tensor_options", "tensor_parallel", "zero")
     ),
     *(
         f"tests/{name}.py"
