@@ -28,7 +28,7 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 $(KERNELS)/.ok: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(KERNELS)
 	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt $(TORCH)
-	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton numpy pytest hypothesis $(NVCC)
+	$(KERNELS)/bin/pip install --quiet --constraint constraints.txt triton numpy pytest pytest-xdist hypothesis $(NVCC)
 	$(KERNELS)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
@@ -50,7 +50,7 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-
 
 test: setup $(KERNELS)/.ok  ## the tests, in minutes on two cores; prints what they cost by folder
 	$(PYTEST)
-	$(KERNELS)/bin/python -m pytest tests/kernels/without_gpu
+	$(KERNELS)/bin/python -m pytest --numprocesses $(TESTERS) tests/kernels/without_gpu
 
 test-quick: setup  ## for while one works: what neither trains nor starts commands, and a parity cell per strategy
 	SHARDWISE_QUICK=1 $(PYTEST)
