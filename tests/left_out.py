@@ -51,10 +51,7 @@ NOT_QUICK = (
         f"tests/parallel/test_{name}.py"
         for name in ("fsdp2", "loading", "logits_memory", "state_bytes")
     ),
-    *(
-        f"tests/parallel/test_{name}.py"
-        for name in ("tensor_options", "tensor_parallel", "zero")
-    ),
+    *(f"tests/parallel/test_{name}.py" for name in ("tensor_options", "tensor_parallel", "zero")),
     *(
         f"tests/{name}.py"
         for name in ("launch/test_local", "training/test_measure", "process/test_watchdog")

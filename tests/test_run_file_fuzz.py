@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwise import config, keys
+from shardwise import keys
 from shardwise.config import RunConfig, UserError
 from shardwise.run_file import load_config, parse_config
 

@@ -98,7 +98,14 @@ def test_saved_dataset_with_splits_gives_its_train_split(tmp_path: Path) -> None
     datasets.enable_progress_bar()
     assert texts(open_corpus(str(tmp_path / "both"), data())) == ["train"]
     assert texts(open_corpus(str(tmp_path / "both" / "test"), data())) == ["test"]
-    with pytest.raises(UserError, match=r"one has no split train, only test; "):
+    both = str(tmp_path / "both")
+    assert texts(open_corpus(f"{both}::test", data())) == ["test"]
+    assert texts(open_corpus([f"{both}::train", f"{both}::test"], data())) == ["train", "test"]
+    with pytest.raises(UserError, match=r"both was saved to disk without configurations; .*::test"):
+        open_corpus(f"{both}:de:test", data())
+    with pytest.raises(UserError, match=r"both has no split dev, only train, test; .*both::train"):
+        open_corpus(f"{both}::dev", data())
+    with pytest.raises(UserError, match=r"one has no split train, only test; .*one::test"):
         open_corpus(str(tmp_path / "one"), data())
 
 

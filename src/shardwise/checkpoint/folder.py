@@ -52,12 +52,12 @@ class Slot(Strict):
 
     epoch: int
     place: int
-    part: int
     token: int
     documents: int
-    waiting: list[tuple[int, int, int]]
-    long: int
     skipped: dict[str, int]
+    part: int = 0
+    waiting: tuple[tuple[int, int, int], ...] = ()
+    long: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,7 @@ import numpy as np
 
 from shardwise.config import Data, UserError
 from shardwise.data.record import Record
-from shardwise.data.tables import (
-    Table,
-    is_dataset_folder,
-    is_dataset_name,
-    open_csv,
-    open_dataset,
-    open_parquet,
-)
+from shardwise.data.tables import DatasetEntry, Table, open_csv, open_dataset, open_parquet
 from shardwise.data.text import (
     TextFiles,
     expanded,
@@ -86,10 +79,15 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
     fields = tuple(map(data.column, FIELDS.get(data.format, ()))) or (data.text_field,)
     if data.format == "chat" and data.tools is not None and not data.tools.endswith(".json"):
         fields = (*fields, data.tools)
+    datasets: list[DatasetEntry] = []
+    patterns: list[str] = []
     for entry in entries:
         path_exists(expanded(entry), key)
-    datasets = [e for e in entries if is_dataset_folder(expanded(e)) or is_dataset_name(e)]
-    patterns = [entry for entry in entries if entry not in datasets]
+        dataset = DatasetEntry.of(entry)
+        if dataset is None:
+            patterns.append(entry)
+        else:
+            datasets.append(dataset)
     files = find_files(patterns, key) if patterns or not datasets else []
     tables = [file for file in files if suffix(file) in OPEN_TABLE]
     text = [file for file in files if suffix(file) not in OPEN_TABLE]
@@ -103,17 +101,12 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
     sources += [OPEN_TABLE[suffix(file)](file, fields) for file in tables]
     sources += [open_dataset(entry, fields, key) for entry in datasets]
     if not any(len(source) for source in sources):
-        names = [*map(str, files), *datasets]
+        names = [*map(str, files), *map(str, datasets)]
         others = f" and {len(names) - 3:,} others" if len(names) > 3 else ""
         first = ", ".join(names[:3])
         raise UserError(f"{key}: no document in {first}{others}; give files that are not empty")
-    origins = {str(file.resolve()) for file in files} | {_origin(entry) for entry in datasets}
+    origins = {str(file.resolve()) for file in files} | {entry.origin for entry in datasets}
     return Corpus.of(sources, frozenset(origins))
-
-
-def _origin(dataset: str) -> str:
-    path = expanded(dataset)
-    return str(path.resolve()) if path.exists() else dataset
 
 
 def join(corpora: Sequence[Corpus]) -> Corpus:

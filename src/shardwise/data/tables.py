@@ -68,11 +68,39 @@ def _was_saved_by_datasets(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
-def is_dataset_name(entry: str) -> bool:
-    """Return whether an entry can name a dataset on the hub: it is `owner/name`, and no file."""
-    path = expanded(entry)
-    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", entry) is not None
-    return is_name and not path.exists() and suffix(path) not in SUFFIXES
+@dataclass(frozen=True)
+class DatasetEntry:
+    """A dataset in the run file: NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT.
+
+    The name is a folder or `owner/name` on the hub. Without a configuration there is one or the
+    default one (`NAME::SPLIT`); without a split it is `train`.
+    """
+
+    name: str
+    config: str | None
+    split: str
+
+    @classmethod
+    def of(cls, entry: str) -> DatasetEntry | None:
+        """Return the parts of an entry, or None for an entry that `datasets` need not read."""
+        parts = [entry] if expanded(entry).exists() else entry.split(":", 2)
+        name, config, split = (*parts, "", "")[:3]
+        path = expanded(name)
+        is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None
+        is_on_hub = is_name and not path.exists() and suffix(path) not in SUFFIXES
+        if not is_on_hub and not is_dataset_folder(path):
+            return None
+        return cls(name, config or None, split or SPLIT)
+
+    @property
+    def origin(self) -> str:
+        """The documents that it names, however they are spelt."""
+        path = expanded(self.name)
+        name = str(path.resolve()) if path.exists() else self.name
+        return f"{name}:{self.config or ''}:{self.split}"
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def open_parquet(path: Path, fields: Sequence[str]) -> Table:
@@ -109,30 +137,38 @@ def open_csv(path: Path, fields: Sequence[str]) -> Table:
     return Table(loaded.select_columns(list(fields)), str(path))
 
 
-def open_dataset(entry: str, fields: Sequence[str], key: str = "data.train") -> Table:
-    """Open these columns of a dataset.
+def open_dataset(entry: DatasetEntry, fields: Sequence[str], key: str = "data.train") -> Table:
+    """Open these columns of a split of a dataset.
 
     It is a folder that `save_to_disk` wrote, or a folder or hub name for `load_dataset`. UserError,
-    which names `key`, where it cannot be loaded, has several splits but no `train`, or lacks a
-    field.
+    which names `key`, where it cannot be loaded, or lacks the split or a field.
     """
-    datasets = _datasets(entry)
-    path = expanded(entry)
+    datasets = _datasets(entry.name)
+    path = expanded(entry.name)
     way_out = "give existing files, folders or glob patterns, or the name or folder of a dataset"
     with _loading(f"{key}: {entry}: datasets cannot load it", way_out):
-        if _was_saved_by_datasets(path):
+        if not _was_saved_by_datasets(path):
+            source = str(path) if path.exists() else entry.name
+            loaded = datasets.load_dataset(source, entry.config)
+        elif entry.config is None:
             loaded = datasets.load_from_disk(str(path))
         else:
-            loaded = datasets.load_dataset(str(path) if path.exists() else entry)
-    if isinstance(loaded, dict):
-        if SPLIT not in loaded:
             raise UserError(
-                f"{key}: {entry} has no split {SPLIT}, only {', '.join(loaded)}; save the split to "
-                "train on in a folder of its own"
+                f"{key}: {entry} was saved to disk without configurations; give "
+                f"{entry}::{entry.split}"
             )
-        loaded = loaded[SPLIT]
-    _check_fields(entry, loaded.column_names, fields)
-    return Table(loaded.select_columns(list(fields)), entry)
+    if not isinstance(loaded, dict):
+        loaded = {SPLIT: loaded}
+    if entry.split not in loaded:
+        other = next(iter(loaded))
+        config = entry.config or ""
+        raise UserError(
+            f"{key}: {entry} has no split {entry.split}, only {', '.join(loaded)}; give one, as in "
+            f"{entry}:{config}:{other}"
+        )
+    rows = loaded[entry.split]
+    _check_fields(entry.name, rows.column_names, fields)
+    return Table(rows.select_columns(list(fields)), entry.name)
 
 
 @contextlib.contextmanager
