@@ -63,10 +63,10 @@ class Mesh:
     """All ranks as a grid with the axes AXES (of size 1 where one is not used).
 
     Ranks along `dp_replicate` and `dp_shard` read different rows. Ranks along `cp` read the same
-    rows and compute different tokens of them, so that their gradients are partial sums, as those of
-    other rows are. A data-parallel strategy therefore works over data and context together: `cp` is
-    flattened into the axis of the strategy, `replicas` or `shards`. These are the ranks 0 to 7 with
-    dp_shard 2, cp 2 and tp 2:
+    rows and compute different tokens of them, so that their gradients must be added up, as over
+    rows. A data-parallel strategy therefore works over data and context together: `cp` is flattened
+    into the axis of the strategy, `replicas` or `shards`. These are the ranks 0 to 7 with dp_shard
+    2, cp 2 and tp 2:
 
                               tp 0   tp 1
         dp_shard 0   cp 0       0      1      half of the rows, some of their tokens
@@ -74,9 +74,9 @@ class Mesh:
         dp_shard 1   cp 0       4      5      the other rows
                      cp 1       6      7
 
-    The groups of `shards` are 0 2 4 6 and 1 3 5 7: fsdp2 leaves a quarter of a weight on each rank.
-    With `ep` 2, each of the pairs 0 2, 4 6, 1 3 and 5 7 has all experts once; 0 4, 2 6, 1 5 and 3 7
-    have the same experts (`dp_expert`).
+    The groups of `shards` are 0 2 4 6 and 1 3 5 7: fsdp2 leaves each rank a quarter of its share
+    along tp. With `ep` 2, each of the pairs 0 2, 4 6, 1 3 and 5 7 has all experts once; 0 4, 2 6, 1
+    5 and 3 7 have the same experts (`dp_expert`).
     """
 
     AXES = AXES
@@ -126,8 +126,8 @@ class Mesh:
     def along(self, *axes: str) -> DeviceMesh:
         """Return the ranks along these axes, the slowest first, as a DeviceMesh of as many dims.
 
-        Its process groups are those of `dense`. A flattened axis gets one at its first use, which
-        all ranks must make together.
+        Its process groups are those of `dense`. The first use of a flattened axis makes its group,
+        so all ranks must make it together.
         """
         if set(axes) <= {*self.AXES}:
             return self.dense[axes]
@@ -148,13 +148,12 @@ class Mesh:
 
     @cached_property
     def experts(self) -> DeviceMesh:
-        """All ranks with `ep` taken out of data x context, as the innermost part of it: neighbours.
+        """The ranks, with the axis that `cp` joins split into `dp_expert` x `ep` (neighbours).
 
-        The axes are pp, the two of `gradient_axes` and tp, of which the one that `cp` joins is
-        replaced by `dp_expert`, whose ranks hold the same experts, and `ep`, whose ranks hold
-        different ones. The first use makes the process groups of these two, so all ranks must make
-        it together.
-        Source: torchtitan's sparse mesh.
+        The axes are pp, replicas, shards and tp, where `dp_expert` (ranks with the same experts)
+        and `ep` (ranks with different experts) stand for the split one. The first use makes the
+        process groups of these two, so all ranks must make it together. Source: torchtitan's sparse
+        mesh.
         """
         axis = self._with_context(self.context_joins)
         num_copies, rest = divmod(self.size(axis), self.ep)

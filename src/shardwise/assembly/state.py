@@ -1,4 +1,4 @@
-"""Fill a run with its state: initial weights from the model's files, and what a `State` provides.
+"""Fill the tensors of a run: from a `State` what it has, the rest from the model's files.
 
 The tensors of a run are known by the keys of `interfaces.State`. A checkpoint writes the tensors
 that `portable_tensors` gives, and `load_state` reads the same ones, so that each layout reads what
@@ -24,7 +24,7 @@ from shardwise.process.watchdog import beat, paused
 
 @dataclass(frozen=True)
 class MemoryState:
-    """A state in memory: full tensors that every rank has. Without any it is a fresh start."""
+    """A state in memory: full tensors that every rank has. With no tensors it is a fresh start."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     step: int = 0
@@ -36,7 +36,7 @@ class MemoryState:
         return self.tensors.keys()
 
     def check(self, model: PreTrainedModel, cfg: RunConfig) -> None:
-        """Accept any model: who put the tensors into memory knows what they are of."""
+        """Accept any model: the caller made the tensors for it."""
 
     def read(self, key: str, portable: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the full tensor."""
@@ -47,14 +47,14 @@ FRESH = MemoryState()
 
 
 def load_initial_weights(pm: ParallelModel, cfg: RunConfig, state: State) -> None:
-    """Fill the weights and buffers of this rank that `state` does not have, and read no others.
+    """Fill the weights and buffers of this rank that are not in `state`, from the files.
 
     One full tensor at a time is in CPU memory. Each rank copies its share of it; nothing is sent.
     """
     places: dict[str, list[torch.Tensor]] = {}
     for key, name, local in _weights(pm):
         if key not in state.keys:
-            # Two stages of a rank may each hold a tied weight.
+            # Two stages of a rank may each hold a copy of a tied weight.
             places.setdefault(name, []).append(local)
     left = set(places)
     for name, full in _initial_weights(pm, cfg, places):
@@ -89,7 +89,7 @@ def load_state(
 def portable_tensors(
     pm: ParallelModel, optimizer: torch.optim.Optimizer, trained_only: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what is saved of a run, by key: plain tensors and DTensors.
+    """Yield (key, tensor) of all that a checkpoint saves; tensors are plain ones or DTensors.
 
     They share the run's memory where its layout allows that.
     `trained_only`: without frozen weights and buffers, which the model's files have.
@@ -99,7 +99,7 @@ def portable_tensors(
 
 
 def portable_weights(pm: ParallelModel, trained_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights among `portable_tensors`, with the buffers, by name."""
+    """Yield (name, tensor) of weights and buffers only."""
     for _, name, local in _weights(pm, trained_only):
         yield name, _portable(pm, name, local)
 

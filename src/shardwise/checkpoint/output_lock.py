@@ -27,7 +27,7 @@ LOCK = ".lock"
 """The file in the output folder that is locked. It is never removed: two runs could lock two."""
 WAIT_SECONDS = 10.0
 """How long a run waits for the lock: ranks of a run that was just killed may still be ending."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Lock:
@@ -67,7 +67,7 @@ def locked(folder: Path, world: World | None, env: Mapping[str, str]) -> Generat
         return
     descriptor = _open(folder)
     try:
-        _take(descriptor, folder)
+        _acquire(descriptor, folder)
         started = datetime.now(UTC).isoformat(timespec="seconds")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
         os.ftruncate(descriptor, 0)
@@ -92,7 +92,11 @@ def _open(folder: Path) -> int:
         raise _cannot_write(folder, error) from None
 
 
-def _take(descriptor: int, folder: Path) -> None:
+def _acquire(descriptor: int, folder: Path) -> None:
+    """Lock an open file, for which others may hold it for WAIT_SECONDS; UserError after that.
+
+    Where the file system has no locks, the run goes on without one and says so.
+    """
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         try:
@@ -103,7 +107,7 @@ def _take(descriptor: int, folder: Path) -> None:
                 raise _in_use(folder) from None
             time.sleep(0.1)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in _LOCKS_UNSUPPORTED:
                 raise
             print(
                 f"note: the file system of {folder} has no locks ({error.strerror}): nothing keeps "

@@ -4,9 +4,9 @@ A chat template is a program. It may trim words, leave out the thinking of earli
 system message into the first user turn, or write something for the last turn only. So the rendered
 beginning of a dialogue need not be the beginning of the rendered dialogue. Turns are found by
 tracing instead. The first and the last word of each text are put between two characters that
-Unicode keeps for private use, and the template renders these marked messages. If this gives the
-text of the plain messages once the marks are removed, the marks say where each message lies in it.
-A second rendering, in which other words stand between the marks, must differ in these words only.
+Unicode keeps for private use, and the template renders these marked messages. If removing the marks
+restores the plain rendering, they say where each message lies in it. A second rendering, in which
+other words stand between the marks, must differ in these words only.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Turn:
 def find_turns(render: Render, messages: Sequence[Message]) -> tuple[str, list[Turn]]:
     """Render a dialogue, and find the characters of each message of the assistant.
 
-    A message without words is its end mark; it is left out where the template treats it unlike
-    others.
+    The turn of a message without words is its end mark. It is left out if the template writes such
+    a message differently.
 
-    Undecidable where the template reacts to the marked words, writes a message twice, leaves out
-    one of the assistant, or writes others into it.
+    Undecidable if the template writes marked words differently, repeats a message, drops one of the
+    assistant, or puts another message inside it.
     """
     text = render(messages, False)
     if len(messages) > MOST_MESSAGES or _MARK.search(text):
@@ -238,9 +238,9 @@ def _turn(dialogue: _Dialogue, number: int) -> Turn:
 def _start(dialogue: _Dialogue, number: int) -> int:
     """Return where the header before an assistant's first word ends.
 
-    The header is the generation prompt, or as much of it as the template has written here: of a
-    prompt that ends with `<think>`, an earlier turn may have only the part before. What the headers
-    of other roles have too is not enough.
+    The header is the generation prompt, or the beginning of it that the template has written here:
+    if the prompt ends with `<think>`, earlier turns may have only what precedes it. A match no
+    longer than what other roles' headers share with the prompt does not count.
     """
     first, _ = dialogue.places[number]
     text, gap = dialogue.text, dialogue.gap_before(number)
@@ -248,8 +248,10 @@ def _start(dialogue: _Dialogue, number: int) -> int:
     usual_prompt = _prompt(dialogue.render, [NEXT])[1]
     is_beginning = prompted is not None and text.startswith(prompted)
     rest = text[len(prompted or "") : first] if is_beginning else ""
+    # The template renders the beginning of this dialogue as the beginning of the whole.
     if is_beginning and prompt and len(rest) <= len(gap):
         return first - len(rest)
+    # It does not, or writes no prompt here: look for the prompt before the words.
     prompt = prompt or usual_prompt
     length, at = _longest(prompt, gap)
     others = [
@@ -259,6 +261,7 @@ def _start(dialogue: _Dialogue, number: int) -> int:
     ]
     if length > max(others, default=0) and _WORD.search(prompt[:length]):
         return first - len(gap) + at + length
+    # No header stands here: the turn begins with what the message itself has before its words.
     own = max((len(s) for s in _around(dialogue, number)[0]), default=0)
     is_bare = not rest[: max(len(rest) - own, 0)].strip()
     if is_beginning and len(rest) <= len(gap) and (usual_prompt or is_bare):

@@ -73,7 +73,8 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
     """Open the documents of these entries: files, folders, glob patterns, names of datasets.
 
     Text files come first, then Parquet and CSV files, then `datasets`. UserError, which names
-    `key`, for an entry without a file, and where there is no document at all.
+    `key`, for an entry without a file, for plain text in another format than `text`, and if there
+    is no document at all.
     """
     entries = [entries] if isinstance(entries, str) else entries
     fields = tuple(map(data.column, FIELDS.get(data.format, ()))) or (data.text_field,)

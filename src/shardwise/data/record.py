@@ -25,7 +25,7 @@ class BadDocument(UserError):
 
 
 def string(value: Any, name: str) -> str:
-    """Return a field that is a string for a tokenizer; BadDocument, which names it, if not."""
+    """Return `value` if it is a string for a tokenizer; BadDocument, with `name` in it, if not."""
     if not isinstance(value, str):
         kind = type(value).__name__
         raise BadDocument("wrong type", f"{name} is a {kind}, not a string; {CORRECT_LINE}")

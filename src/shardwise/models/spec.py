@@ -72,6 +72,7 @@ class LayerSpec:
         return next(self._stages_of(name), None)
 
     def _stages_of(self, name: str) -> Iterator[Stage]:
+        """Yield the places of a module in the layer: norms have even numbers, blocks odd ones."""
         norms, blocks = self.norms, (self.mixers, self.feed_forwards)
         for place, norm in enumerate((norms.before, norms.between, norms.after)):
             if name == norm:

@@ -114,6 +114,7 @@ def _flat_parameters(
 
 
 def _wrap(unit: Unit, mesh: Mesh, others: list[nn.Parameter]) -> FullyShardedDataParallel:
+    """Wrap a unit in FSDP over the ranks of `shards`, without the parameters `others`."""
     wrapper = FullyShardedDataParallel(
         unit,
         process_group=mesh.group(mesh.shards),
@@ -123,6 +124,6 @@ def _wrap(unit: Unit, mesh: Mesh, others: list[nn.Parameter]) -> FullyShardedDat
         ignored_states=others,
         use_orig_params=True,
     )
-    # Gradients are sums, not means.
+    # FSDP divides gradients by the number of ranks; here they are sums.
     wrapper._gradient_predivide_factor = wrapper._gradient_postdivide_factor = 1
     return wrapper

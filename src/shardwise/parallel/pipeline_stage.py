@@ -80,7 +80,8 @@ class Stage(PipelineStage):
         )
         self.clock = clock
         self.backward_half = part.backward_half
-        self.trained = output.requires_grad  # Something in this stage or below is.
+        # Whether this or an earlier stage has trainable parameters.
+        self.trained = output.requires_grad
         self.moments: list[tuple[Kind, int, Any, Any]] = []
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

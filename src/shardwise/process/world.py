@@ -56,9 +56,9 @@ def loopback() -> str:
 
 @contextlib.contextmanager
 def on_loopback(world: World) -> Generator[None]:
-    """Let gloo and NCCL listen where only this machine reaches them, if all processes are here.
+    """Let gloo and NCCL listen on loopback alone, if all processes are on this machine.
 
-    Otherwise they listen on an address of the host, and take whoever connects for a peer. An
+    Otherwise they listen on an address of the host, and accept anyone who connects as a peer. An
     interface that the user has named is kept.
     """
     names: list[str] = []

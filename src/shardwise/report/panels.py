@@ -167,7 +167,7 @@ def in_places(
     draw: Callable[[int, Row], tuple[float, str] | None],
     reason: Callable[[Row], str] = lambda row: "not measured" if row.measured else row.state,
 ) -> float:
-    """Draw each cell in a place of its own, the first on top, with its name on the left.
+    """Draw the cells one below the other, the first on top, with its name on the left.
 
     `draw` draws one cell and returns where the drawing ends, and the text to write there. It
     returns None where the cell has no figure; then `reason` gives the text in its place. Return the

@@ -46,9 +46,9 @@ def encode_prompt(
     """Return the tokens of `training.sample`, None where it is not given.
 
     With `data.format: chat` the prompt is a user's message, as the chat template writes it, for the
-    assistant to answer. Raises UserError, before training so that a mistake does not cost a run,
-    where there is no token, or where prompt and new tokens exceed the `positions` that the model
-    has learned (None: any number).
+    assistant to answer. It is called before training, so that a mistake does not cost a run.
+    UserError if the prompt has no token, or if it and its continuation exceed the `positions` that
+    the model has learned (None: no limit).
     """
     prompt = cfg.training.sample
     if prompt is None:

@@ -37,7 +37,7 @@ def refused(dtypes: Iterable[torch.dtype]) -> str | None:
 
 
 def project(x: torch.Tensor, a: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-    """Return h = drop(x) a^T [rows, linears * R]."""
+    """Return h = drop(x) a^T [rows, linears * R] of x [rows, D]."""
     h = a.new_empty(len(x), len(a))
     num_masks, rank, block = _factors(a, len(a), drop)
     if len(x):

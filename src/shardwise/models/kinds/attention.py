@@ -136,9 +136,10 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
 
 
 def split_latent(block: Any, num_ranks: int) -> BlockSplit:
-    """Shard by heads what expands the latent of keys and values (and of queries, if they have one).
+    """Shard the projections out of a latent, and `o_proj`, by heads.
 
-    All heads share a latent, so it is whole on every rank.
+    All heads share the latent of keys and values (and that of queries, if there is one), so the
+    projections into it are whole on every rank.
     """
     what = "attention heads"
     require_divides(num_ranks, block.num_heads, what)
