@@ -39,6 +39,18 @@ EXPERTS = {"r": 4, "targets": ["experts"]}
 
 Sections = dict[str, dict[str, Any]]
 EXAMPLES: dict[str, tuple[str, Sections, int]] = {
+    **{
+        f"{key} without its format or packing": ("llama", {"data": {key: value}}, 1)
+        for key, value in {
+            "chat_template": "chat.jinja",
+            "template_arguments": {"enable_thinking": False},
+            "tools": "tools",
+            "train_on": "last",
+            "turns": "separate",
+            "fields": {"prompt": "question"},
+            "long": "split",
+        }.items()
+    },
     "schedule without its strategy": ("llama", {"parallel": {"schedule": "zbv"}}, 1),
     "virtual_stages without its strategy": ("llama", {"parallel": {"virtual_stages": 2}}, 1),
     "split without its strategy": ("llama", {"parallel": {"split": "uniform"}}, 1),
@@ -342,6 +354,9 @@ def refusal(cfg: RunConfig, num_ranks: int) -> str | None:
     except UserError as error:
         message = str(error)
     else:
+        describe(cfg, num_ranks, torch.device("cpu"))
+        if cfg.parallel.pp > 1:
+            plan(cfg, num_ranks)
         return None
     asked = [lambda: build(cfg, mesh), lambda: describe(cfg, num_ranks, torch.device("cpu"))]
     if cfg.parallel.pp > 1:

@@ -318,8 +318,10 @@ def test_a_value_may_say_that_its_cells_are_not_timed(tmp_path):
 
 def test_an_invalid_combination_is_a_refused_cell(tmp_path):
     keep = {"nproc": 2, "parallel.data": "ddp", "parallel.reshard_after_forward": False}
-    sweep = read(tmp_path, axes={"strategy": {**STRATEGIES, "keep": keep}})
+    odd = {"nproc": 3, "parallel.tp": 2}
+    sweep = read(tmp_path, axes={"strategy": {**STRATEGIES, "keep": keep, "odd": odd}})
     assert "parallel.reshard_after_forward" in cells(sweep)["keep"].refusal
+    assert "parallel.tp is 2, which does not divide the 3" in cells(sweep)["odd"].refusal
     assert not cells(sweep)["ddp"].refusal
 
 

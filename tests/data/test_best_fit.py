@@ -18,7 +18,7 @@ from shardwise.config import RunConfig
 from shardwise.data.best_fit import WINDOW, pack_documents
 from shardwise.data.loader import build_loaders
 from shardwise.data.packing import Document, Row
-from shardwise.data.state import SlotState
+from shardwise.data.state import SlotState, counts
 
 FILL = 0
 
@@ -70,7 +70,7 @@ def test_the_state_behind_a_row_names_what_still_waits():
     rows = list(islice(pack_documents(documents(lengths), 8, FILL), 3))
     in_rows = {number - 1 for row in rows for number, _ in contents(row)}
     last = rows[-1][1]
-    waiting = {place for _, place, _ in last.waiting}
+    waiting = {place for _, place, _, _ in last.waiting}
     assert waiting | in_rows == set(range(last.place))
     assert not waiting & in_rows
     assert last.finished == len(in_rows)
@@ -116,3 +116,28 @@ def test_an_epoch_has_each_document_once(
     for (batch,) in islice(loaders.train, 65):  # two documents of four tokens in a row: 5 epochs
         counts.update(c for c in tokenizer.decode(batch.input_ids[0]) if c in alphabet)
     assert max(counts.values()) - min(counts.values()) <= 3 * math.ceil(WINDOW / 26)
+
+
+@pytest.mark.parametrize("keys", [{"long": "split"}, {"long": "cut"}])
+def test_counts_say_what_rows_have_had(
+    tokenizer,
+    write_corpus: Callable[[Sequence[str]], str],
+    run_config: Callable[..., RunConfig],
+    keys,
+):
+    """Documents of 3 rows each, of which a window holds 64 parts."""
+    texts = [chr(ord("A") + i) * 20 for i in range(26)]
+    cfg = run_config(
+        write_corpus(texts), packing="documents", sequence_length=8, global_batch_size=1, **keys
+    )
+    loaders = build_loaders(cfg, tokenizer, range(1))
+    seen: Counter[str] = Counter()
+    for step, (batch,) in enumerate(islice(loaders.train, 26), 1):
+        text = tokenizer.decode(batch.input_ids[0])
+        seen.update({letter for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if letter in text})
+        read = counts(loaders.state())
+        assert read.rows == step
+        assert read.begun == len(seen)
+        assert 0 <= read.finished <= read.begun
+    if keys["long"] == "cut":
+        assert read.finished == 26

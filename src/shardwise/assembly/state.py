@@ -36,7 +36,14 @@ class MemoryState:
         return self.tensors.keys()
 
     def check(self, model: PreTrainedModel, cfg: RunConfig) -> None:
-        """Accept any model: the caller made the tensors for it."""
+        """Check that the model has what the tensors are of; their shapes are checked when read."""
+        names = [name for name, _ in model.named_parameters()]
+        known = {f"weights/{name}" for name in names}
+        known |= {f"buffers/{name}" for name, _ in persistent_buffers(model)}
+        kinds = STATES[cfg.optimizer.name]
+        known |= {f"optimizer/{name}/{kind}" for name in names for kind in kinds}
+        unknown = set(self.keys) - known
+        assert not unknown, f"the model has no {min(unknown)}"
 
     def read(self, key: str, portable: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the full tensor."""

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise import rules
 from shardwise.benchmark import fairness
 from shardwise.benchmark.fairness import GLOBAL_BATCH, NPROC, TIMED
 from shardwise.config import Training, UserError
 from shardwise.keys import flat, known_keys, nearest
+from shardwise.layouts import Facts
 from shardwise.ranges import shown
 from shardwise.records.cell import SWEEP, WEAK_SCALING, Axis, CellPlan, SweepRecord
 from shardwise.run_file import parse_config, read_yaml
@@ -298,7 +300,9 @@ def _resolve(plan: CellPlan, run: dict[str, Any], out: Path) -> Cell:
     run = _applied(run, {"training.output_dir": str(out / plan.id / "round-1")})
     source = f"cell {plan.id}"
     try:
-        return Cell(plan, parse_config(run, source).to_dict())
+        cfg = parse_config(run, source)
+        rules.check(cfg, Facts(plan.nproc))
+        return Cell(plan, cfg.to_dict())
     except UserError as error:
         return Cell(plan, run, str(error).removeprefix(f"{source}: "))
 

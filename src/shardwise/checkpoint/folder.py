@@ -56,7 +56,7 @@ class Slot(Strict):
     documents: int
     skipped: dict[str, int]
     part: int = 0
-    waiting: tuple[tuple[int, int, int], ...] = ()
+    waiting: tuple[tuple[int, int, int, int], ...] = ()
     long: int = 0
 
 

@@ -26,7 +26,11 @@ def pack_documents(documents: Iterable[Document], sequence_length: int, fill: in
         row: list[Document] = []
         free = sequence_length + 1
         while True:
-            while len(window) < WINDOW and (document := next(reader, None)) is not None:
+            # A record's documents are read together, so that a state is never within a record.
+            while len(window) < WINDOW or not (last is None or last.is_last):
+                document = next(reader, None)
+                if document is None:
+                    break
                 window.append(document)
                 last = document
             fitting = [document for document in window if len(document) <= free]
@@ -39,5 +43,5 @@ def pack_documents(documents: Iterable[Document], sequence_length: int, fill: in
             free -= len(chosen)
         if not row or last is None:
             return
-        waiting = tuple((d.start.epoch, d.start.place, d.start.part) for d in window)
+        waiting = tuple((d.start.epoch, d.start.place, d.start.part, d.siblings) for d in window)
         yield row_of(row, sequence_length, fill), replace(last.end(), waiting=waiting)

@@ -213,7 +213,14 @@ class ChatFormat:
             raise Undecidable(
                 f"the chat template marks {len(marks)} turns of {len(speakers)} as generated"
             )
-        return text, [Turn(i, start, end, True) for i, (start, end) in zip(speakers, marks)]
+        turns = []
+        for i, (start, end) in zip(speakers, marks):
+            content = messages[i]["content"]
+            is_open = isinstance(content, str) and text[start:end].rstrip().endswith(
+                content.rstrip()
+            )
+            turns.append(Turn(i, start, end, has_end_mark=not (is_open and content.strip())))
+        return text, turns
 
     def _variables(self) -> dict[str, Any]:
         return {**self.tokenizer.special_tokens_map, **(self.data.template_arguments or {})}

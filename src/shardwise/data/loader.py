@@ -166,8 +166,11 @@ def read_documents(
     with_targets = [document for document in documents if document.targets[1:].any()]
     if not with_targets:
         return encoder.why_none(record, documents)
-    with_targets[:-1] = [replace(document, is_last=False) for document in with_targets[:-1]]
-    return with_targets
+    last = len(with_targets) - 1
+    return [
+        replace(document, siblings=len(with_targets), is_last=i == last)
+        for i, document in enumerate(with_targets)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,12 +206,14 @@ class TrainStream(IterableDataset):
         documents from `begin.part` on, and of this one the tokens from `begin.token` on.
         """
         begin = self.begin[slot]
-        for epoch, place, part in begin.waiting:
+        for index, (epoch, place, part, _) in enumerate(begin.waiting, 1):
             _, _, number, piece = next(self._places(slot, epoch, place))
             at = SlotState(epoch, place)
             read = read_documents(self.corpus, number, self.encoder, at, piece)
             assert not isinstance(read, str), "a document that waits has a target"
-            yield next(document for document in read if document.start.part == part)
+            document = next(document for document in read if document.start.part == part)
+            is_last = index == len(begin.waiting)
+            yield replace(document, is_last=is_last, read_before=replace(begin, waiting=()))
         skipped, num_long = Counter(begin.skipped), begin.long
         # Records that were left out one after the other. Without a limit a slot could search
         # for ever.

@@ -31,7 +31,9 @@ class Document:
     tokens: np.ndarray  # [tokens] int32
     targets: np.ndarray  # [tokens] bool
     start: SlotState
-    is_last: bool = True  # of those that its record gives
+    siblings: int = 1  # documents with a target that its record gives
+    is_last: bool = True  # of these; of documents that a resume reads again, the last one
+    read_before: SlotState | None = None  # the state of the slot, if a resume reads it again
     is_long: bool = False  # a part of what did not fit into a row
 
     def __len__(self) -> int:
@@ -45,6 +47,8 @@ class Document:
     def end(self) -> SlotState:
         """Return the state of the slot at the next document."""
         start = self.start
+        if self.read_before is not None:
+            return self.read_before
         if not self.is_last:
             return replace(start, part=start.part + 1, token=0)
         place, documents = start.place + 1, start.documents + 1

@@ -42,8 +42,9 @@ class SlotState:
 
     Records that were left out count too.
     """
-    waiting: tuple[tuple[int, int, int], ...] = ()
-    """(epoch, place, part) of documents that were read, and are in no row yet."""
+    waiting: tuple[tuple[int, int, int, int], ...] = ()
+    """Documents that were read, and are in no row yet: epoch, place and part of each, and how many
+    documents with a target its record gives."""
     long: int = 0
     """How many of the records have a document that did not fit into a row, and was cut or split."""
     skipped: Mapping[str, int] = field(default_factory=dict)
@@ -52,18 +53,20 @@ class SlotState:
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> SlotState:
         """Return a state from its fields as JSON has them."""
-        waiting = tuple((epoch, place, part) for epoch, place, part in fields.get("waiting", ()))
-        return replace(cls(**fields), waiting=waiting)
+        waiting = [(epoch, place, part, n) for epoch, place, part, n in fields.get("waiting", ())]
+        return replace(cls(**fields), waiting=tuple(waiting))
 
     @property
     def finished(self) -> int:
         """The number of records of which no document is left to be put into a row."""
-        return self.documents - len({(epoch, place) for epoch, place, _ in self.waiting})
+        return self.documents - len({(epoch, place) for epoch, place, _, _ in self.waiting})
 
     @property
     def begun(self) -> int:
-        """The number of records that are finished, and the one in whose middle the slot is."""
-        return self.finished + (self.token > 0 or self.part > 0)
+        """The number of records of which a row has had a token."""
+        waiting = Counter((epoch, place, n) for epoch, place, _, n in self.waiting)
+        unread = sum(count == siblings for (_, _, siblings), count in waiting.items())
+        return self.documents - unread + (self.token > 0 or self.part > 0)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ def messages_of_step(
 
     `num_targets`: tokens with a label, in all micro-batches of the rank; by default all tokens.
     """
+    knows_loss = cfg.parallel.tp == 1 or cfg.training.loss != "plain"
+    assert knows_loss, "what gathering all logits sends is not among the formulas"
     m = num_microbatches(cfg, prod(run.sizes.values()))
     num_tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
     if num_targets is None:
