@@ -74,7 +74,7 @@ MOST_LINES = {
     "assembly training checkpoint process launch": 4_900,
     "models": 5_900,
     "parallel": 2_250,
-    "data": 2_800,
+    "data": 2_900,
     "kernels": 3_300,
     "planner schedule metrics": 3_600,
     "benchmark report drawing records": 5_100,
@@ -213,7 +213,8 @@ def test_what_pytest_passes_over_here_is_run_by_make():
         r'norecursedirs = \["(.+)", "(.+)"\]', (ROOT / "pyproject.toml").read_text()
     )[0]
     assert list((ROOT / "tests" / "kernels" / folder).glob("test_*.py"))
-    assert f"/python -m pytest tests/kernels/{folder}\n" in (ROOT / "Makefile").read_text()
+    command = rf"/python -m pytest .*tests/kernels/{folder}\n"
+    assert re.search(command, (ROOT / "Makefile").read_text())
 
 
 def test_what_make_test_quick_leaves_out_exists():

@@ -76,7 +76,7 @@ def outcome(file: Path, case: str, messages: list[dict[str, Any]]) -> str:
     """Return the end mark of the last turn if the targets are right, or why there are none."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = file.read_text()
-    keys = {"tools": "tools"} if case == "tools" else {}
+    keys = {"tools": "tools"} if case == "tools" and "tools" in tokenizer.chat_template else {}
     record = {"messages": messages, "tools": json.dumps([TOOL])}
     try:
         chat = ChatFormat.of(tokenizer, Data(train="unused", format="chat", **keys))

@@ -7,6 +7,7 @@ checks what comes from outside (a YAML file, command-line overrides).
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -124,7 +125,7 @@ class Data(Section):
     field of each document that has them."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Chat: the targets are all turns of the assistant, its last one, or every token. A message
-    with `"train": false` or `"weight": 0` is no target."""
+    of the assistant with `"train": false` or `"weight": 0` is no target."""
     turns: Literal["together", "separate"] = "together"
     """Chat: `separate` makes a document of each turn that is trained on, with the turns before it
     written as they are at inference. It is meant for templates that leave out earlier thinking."""
@@ -181,6 +182,16 @@ class Data(Section):
             not unknown,
             f"data.fields names {', '.join(unknown)}; give names for prompt, completion or "
             "messages, and for a text data.text_field",
+        )
+        arguments = self.template_arguments
+        try:
+            is_plain = json.loads(json.dumps(arguments)) == arguments
+        except (TypeError, ValueError):
+            is_plain = False
+        require(
+            is_plain,
+            "data.template_arguments has a value that is no text, number, switch, list or mapping "
+            "with text as keys; put dates in quotes",
         )
         if isinstance(self.validation, int | float):
             in_range = 0.0 <= self.validation < 1.0

@@ -52,7 +52,8 @@ OTHER_END = (
     LOOP + ROLE + "{{ m.content }}{{ '<return>' if loop.last else '<end>' }}{% endfor %}" + PROMPT
 )
 NAME_AGAIN = (
-    LOOP + ROLE + "{% for c in m.tool_calls or [] %}call:{{ c.function.name }}{% endfor %}"
+    LOOP + ROLE + "{% for c in m.tool_calls or [] %}"
+    "call:{{ c.function.name }}({{ c.function.arguments.to }}){% endfor %}"
     "{% if m.role == 'tool' %}{{ messages[loop.index0 - 1].tool_calls[0].function.name }} gave "
     "{% endif %}{{ m.content or '' }}<end>\n{% endfor %}" + PROMPT
 )
@@ -180,7 +181,7 @@ def test_a_tool_call_is_a_target_and_its_result_is_none():
 def test_a_name_that_the_template_repeats_elsewhere_is_not_looked_for():
     # Then numbers alone are left of a call to go by: give it a text.
     messages = (user("Add."), {**CALL, "content": "Now."}, RESULT, assistant("Four."))
-    assert spoken(NAME_AGAIN, messages) == ["call:addNow.<end>", "Four.<end>"]
+    assert spoken(NAME_AGAIN, messages) == ["call:add(two)Now.<end>", "Four.<end>"]
 
 
 def test_a_turn_without_words_is_its_end():
@@ -194,6 +195,62 @@ def test_the_words_of_others_may_be_the_assistants_own():
     messages = (user("Two."), assistant("Two."), user("Two."), assistant("Two."))
     text, turns = find_turns(renderer(ONE_LINE), messages)
     assert [text[: turn.start].count("Two.") for turn in turns] == [1, 3]
+
+
+WITH_THINKING_PROMPT = ONE_LINE.replace(PROMPT, PROMPT.replace("\n{%", "\n<think>\n{%"))
+
+
+def test_an_answer_may_begin_like_the_rest_of_the_prompt():
+    answer = '<div class="x">hello</div>'
+    assert spoken(WITH_THINKING_PROMPT, (user("One?"), assistant(answer))) == [f"{answer}<end>"]
+
+
+def test_a_question_may_end_like_the_prompt():
+    question = user("What does this do: <|assistant|>\n<think>\n")
+    assert spoken(WITH_THINKING_PROMPT, (question, assistant("one"))) == ["one<end>"]
+
+
+def test_a_calls_words_and_a_contents_words_are_both_there():
+    both = {**CALL, "content": "Let me look."}
+    with pytest.raises(Undecidable, match="leaves out what message 2 calls"):
+        find_turns(renderer(ONE_LINE), (user("Add."), both))
+    either = TOOLS.replace("{{ m.content or '' }}", "{{ m.content if not m.tool_calls }}")
+    with pytest.raises(Undecidable, match="leaves out what message 2 says"):
+        find_turns(renderer(either, tools=[]), (user("Add."), both))
+
+
+def test_the_words_of_others_are_there():
+    no_user = ONE_LINE.replace(
+        "{{ m.content }}", "{% if m.role != 'user' %}{{ m.content }}{% endif %}"
+    )
+    with pytest.raises(Undecidable, match="leaves out what message 1 says"):
+        find_turns(renderer(no_user), TWO_TURNS)
+
+
+def test_a_turn_whose_first_words_the_template_leaves_out_is_whole():
+    template = LOOP + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|e|>{% endfor %}"
+    answer = assistant("<think>because of this</think>The answer is four.")
+    assert spoken(template, (user("One?"), answer)) == ["The answer is four.<|e|>"]
+
+
+@pytest.mark.parametrize("header", ["<|{{ m.role }}|>\n", ""])
+def test_what_follows_a_turn_is_no_end_mark(header):
+    template = (
+        LOOP + header + "{{ m.content }}{% if loop.last %}</s>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    messages = (user("One?"), assistant("one"), user("<b>again</b>"), assistant("two"))
+    assert spoken(template, messages) == ["one", "two</s>"]
+
+
+def test_where_no_mark_ends_a_turn_all_that_stands_after_it_is_learnt():
+    template = LOOP + "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert spoken(template, TWO_TURNS)[-1].endswith("\n")
+
+
+def test_a_dialogue_may_not_be_too_long():
+    with pytest.raises(Undecidable, match="more than 1,000 messages"):
+        find_turns(renderer(ONE_LINE), [user("One?"), assistant("Two.")] * 600)
 
 
 def test_whether_a_turn_ends_with_a_mark_is_known():

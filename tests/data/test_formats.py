@@ -1,3 +1,4 @@
+import datetime
 import json
 import re
 import resource
@@ -175,7 +176,8 @@ def test_marks_are_found_as_jinja_reads_them(tokenizer: PreTrainedTokenizerFast,
     marks = f"{condition}{mark}{words}{{% endgeneration %}}{{% else %}}{words}{{% endif %}}"
     template = CHATML.replace(words, marks)
     text = marked(chat_tokenizer(tokenizer, template), dialogue("hi", "yes", "and?", "no"))
-    assert re.findall("«([^»]*)»", text) == ["yes", "no"]
+    # The marks leave out the end of a turn, so the end of the text is learnt.
+    assert re.findall("«([^»]*)»", text) == ["yes", "no", "<eos>"]
 
 
 @pytest.mark.parametrize(
@@ -426,6 +428,50 @@ def test_a_message_that_is_not_to_be_trained_on(
     assert re.findall("«([^»]*)»", text) == ["no<|im_end|>"]
 
 
+def test_every_token_except_a_message_that_is_not_to_be_trained_on(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    first, answer, *rest = TURNS["messages"]
+    record = {"messages": [first, {**answer, "train": False}, *rest]}
+    text = marked(chat_tokenizer(tokenizer, CHATML), record, train_on="all")
+    user = "<|im_start|>user\n"
+    assert re.findall("«([^»]*)»", text) == [
+        f"{user}hi<|im_end|>\n{HEADER}",
+        f"\n{user}and?<|im_end|>\n{HEADER}no<|im_end|>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ({"tools": "offered"}, "does not write tools"),
+        ({"template_arguments": {"tokenize": True}}, "has tokenize, which is not for a template"),
+    ],
+)
+def test_what_a_template_cannot_use(
+    tokenizer: PreTrainedTokenizerFast, keys: dict[str, Any], part: str
+) -> None:
+    with pytest.raises(UserError, match=part):
+        marked(chat_tokenizer(tokenizer, CHATML), TURNS, **keys)
+
+
+def test_template_arguments_are_plain_data() -> None:
+    with pytest.raises(UserError, match="put dates in quotes"):
+        Data(train="unused", template_arguments={"date": datetime.date(2024, 7, 26)})
+
+
+def test_a_misspelt_field_of_tools(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(BadDocument, match=r"no field 'tolls' \(data\.tools\)"):
+        marked(chat_tokenizer(tokenizer, CALLS), TURNS, tools="tolls")
+
+
+def test_nulls_of_other_rows_are_not_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
+    function = {"name": "add", "arguments": {"to": "two", "zip": None}}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    record = {"messages": [{"role": "user", "content": "add it"}, call]}
+    assert f"«{CALL}<|im_end|>»" in marked(chat_tokenizer(tokenizer, CALLS), record)
+
+
 def test_each_turn_as_its_own_document(tokenizer: PreTrainedTokenizerFast) -> None:
     # As at inference: the thinking of the turn itself is written, that of earlier turns is not.
     user = "<|im_start|>user\n"
@@ -441,7 +487,7 @@ def test_a_turn_whose_end_the_template_does_not_mark_ends_with_eos(
 ) -> None:
     template = CHATML.replace("<|im_end|>\n", "\n")
     text = marked(chat_tokenizer(tokenizer, template), TURNS)
-    assert re.findall("«([^»]*)»", text) == ["yes", "no", "<eos>"]
+    assert re.findall("«([^»]*)»", text) == ["yes", "no\n<eos>"]
 
 
 def test_a_template_file_and_its_arguments(
@@ -520,7 +566,7 @@ def test_a_call_that_the_template_does_not_write_is_no_silent_loss(
 ) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
     record = {"messages": [{"role": "user", "content": "a"}, call]}
-    with pytest.raises(BadDocument, match="leaves out what the assistant says in message 2"):
+    with pytest.raises(BadDocument, match="leaves out what message 2 calls"):
         marked(chat_tokenizer(tokenizer, CHATML), record)
 
 

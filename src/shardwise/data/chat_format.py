@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +59,15 @@ class ChatFormat:
             need = "data.format chat needs a chat template, which the tokenizer lacks"
             raise UserError(f"{need}; set data.chat_template to a file with one")
         _template_tokens(template)
+        if data.tools is not None and "tools" not in template:
+            raise UserError(
+                "data.tools is set, but the chat template does not write tools; leave it out"
+            )
+        options = inspect.signature(tokenizer.apply_chat_template).parameters
+        if taken := sorted(
+            set(data.template_arguments or {}) & {*options, "messages", "documents"}
+        ):
+            raise UserError(f"data.template_arguments has {taken[0]}, which is not for a template")
         tools = None
         if data.tools is not None and data.tools.endswith(".json"):
             tools = _tools(read_text(data.tools, "data.tools"), "data.tools", UserError)
@@ -121,23 +131,29 @@ class ChatFormat:
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if self.data.train_on == "last":
             numbers = numbers[-1:]
-        return [
-            i for i in numbers if messages[i].get("train", True) and messages[i].get("weight", 1)
-        ]
+        return [i for i in numbers if _is_trained(messages[i])]
 
     def _tools_of(self, record: Record) -> list[Any] | None:
         if self.tools is not None or self.data.tools is None:
             return self.tools
-        return _tools(record.get(self.data.tools), f"field {self.data.tools!r}", _bad_chat)
+        if self.data.tools not in record:
+            names = ", ".join(record)
+            problem = f"no field {self.data.tools!r} (data.tools); its fields are {names}"
+            raise BadDocument(
+                "missing field", f"{problem}; {CORRECT_LINE}, or give null for no tools"
+            )
+        return _tools(record[self.data.tools], f"field {self.data.tools!r}", _bad_chat)
 
     def _encode(
         self, messages: Sequence[Message], trained: Sequence[int], tools: list[Any] | None
     ) -> Encoded:
         text, turns = self._turns(messages, tools)
+        spans = [(turn.start, turn.end) for turn in turns if turn.message in trained]
         if self.data.train_on == "all":
-            spans = [(0, len(text.rstrip()))]
-        else:
-            spans = [(turn.start, turn.end) for turn in turns if turn.message in trained]
+            left_out = [turn for turn in turns if not _is_trained(messages[turn.message])]
+            starts = [0, *(turn.end for turn in left_out)]
+            ends = [*(turn.start for turn in left_out), len(text.rstrip())]
+            spans = list(zip(starts, ends))
         encoded = self.tokenizer(
             text,
             add_special_tokens=False,
@@ -282,7 +298,7 @@ def _message(message: Record, number: int) -> Message:
     else:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise _bad_chat(f"field 'tool_calls' of message {number} is not a list of objects")
-        read["tool_calls"] = [_call(call, number) for call in calls]
+        read["tool_calls"] = [_call(_without_nulls(call), number) for call in calls]
     content = read.get("content")
     if content is None:
         if calls is None and not any(read.get(name) for name in REASONING):
@@ -343,7 +359,18 @@ def _tools(value: Any, name: str, error: Callable[[str], Exception]) -> list[Any
             raise error(f"{name} is not JSON ({problem})") from None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise error(f"{name} is not a list of objects that describe tools")
-    return value or None
+    return _without_nulls(value) or None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return data without the nulls that a table has for fields that only other rows have."""
+    if isinstance(value, Mapping):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def _is_trained(message: Message) -> bool:
+    return bool(message.get("train", True) and message.get("weight", 1))
 
 
 def _bad_chat(problem: str) -> BadDocument:

@@ -25,7 +25,8 @@ Render = Callable[[Sequence[Message], bool], str]
 
 BEGIN, END = 0xF0000, 0x100000
 """Message i is marked with the characters BEGIN + i and END + i."""
-MOST_MESSAGES = 0xFFFD
+MOST_MESSAGES = 1_000
+"""In a dialogue. To find its turns takes time that grows with the square of their number."""
 _WRITTEN = ("reasoning_content", "reasoning", "thinking", "content", "tool_calls")
 """The fields of a message in which words of the assistant stand."""
 
@@ -35,6 +36,7 @@ _MARK = re.compile(f"{_A_BEGIN}|{_AN_END}")
 _MARKED_WORD = re.compile(f"({_A_BEGIN})([^{_A_BEGIN[1:-1]}{_AN_END[1:-1]}]*)({_AN_END})")
 _TAG_OR_WORD = re.compile(r"<[^<>\s]*>|\w+")
 _TAG = re.compile(r"<[^<>\s]+>")
+_HALF_TAG = re.compile(r"[^<>]*>")
 _WORD = re.compile(r"\w")
 
 NEXT: Message = {
@@ -75,8 +77,10 @@ def find_turns(render: Render, messages: Sequence[Message]) -> tuple[str, list[T
     Undecidable if the template writes marked words differently, repeats a message, drops one of the
     assistant, or puts another message inside it.
     """
+    if len(messages) > MOST_MESSAGES:
+        raise Undecidable(f"it has more than {MOST_MESSAGES:,} messages")
     text = render(messages, False)
-    if len(messages) > MOST_MESSAGES or _MARK.search(text):
+    if _MARK.search(text):
         raise Undecidable("it contains characters for private use, by which turns are found")
     dialogue = _traced(render, messages, text)
     return text, [
@@ -98,16 +102,44 @@ class _Dialogue:
     """By message the characters of `text` from its first to its last marked word."""
 
     def gap_before(self, number: int) -> str:
-        """Return the text between a message's first word and the message before it."""
+        """Return the text between a message's first word and what the message before it wrote."""
         first, _ = self.places[number]
-        before = [end for i, (_, end) in self.places.items() if i != number and end <= first]
-        return self.text[max(before, default=0) : first]
+        before = [(end, i) for i, (_, end) in self.places.items() if i != number and end <= first]
+        if not before:
+            return self.text[:first]
+        end, previous = max(before)
+        return self.text[min(end + self.written_after(previous), first) : first]
 
     def gap_after(self, number: int) -> str:
         """Return the text between a message's last word and the message after it."""
         _, last = self.places[number]
         after = [start for i, (start, _) in self.places.items() if i != number and start >= last]
         return self.text[last : min(after, default=len(self.text))]
+
+    def written_before(self, number: int) -> int:
+        """Return how many characters before its first marked word a message has written."""
+        first, _ = self.places[number]
+        lengths = [0]
+        for string in _strings(self.marked[number]):
+            for word in _MARKED_WORD.finditer(string):
+                if self.text.startswith(word[2], first):
+                    prefix = _MARK.sub("", string[: word.start()]).lstrip()
+                    length = _num_common(prefix[::-1], self.text[:first][::-1])
+                    common = prefix[len(prefix) - length :]
+                    half_tag = _HALF_TAG.match(common)  # the end of a tag, as a header has one too
+                    lengths.append(length - (half_tag.end() if half_tag else 0))
+        return max(lengths)
+
+    def written_after(self, number: int) -> int:
+        """Return how many characters after its last marked word a message has written."""
+        _, last = self.places[number]
+        lengths = [0]
+        for string in _strings(self.marked[number]):
+            for word in _MARKED_WORD.finditer(string):
+                if self.text.endswith(word[2], 0, last):
+                    suffix = _MARK.sub("", string[word.end() :])
+                    lengths.append(_num_common(suffix, self.text[last:]))
+        return max(lengths)
 
 
 # Marks around words.
@@ -140,16 +172,22 @@ def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[
     Undecidable where they do not stand in it at all.
     """
     for number, message in enumerate(marked):
-        if message["role"] != "assistant":
-            continue
         name = f"message {number + 1}"
         in_text = Counter(m[2] for m in _MARKED_WORD.finditer(traced) if _is_of(m, number))
-        in_message = Counter(m[2] for s in _strings(message) for m in _MARKED_WORD.finditer(s))
-        if any(in_message) and not any(in_text):
-            raise Undecidable(f"the chat template leaves out what the assistant says in {name}")
+        texts = _strings(message, without="tool_calls"), _strings(message, only="tool_calls")
+        contents, calls = (
+            Counter(m[2] for s in strings for m in _MARKED_WORD.finditer(s) if m[2])
+            for strings in texts
+        )
+        in_message = contents + calls
+        for words, others, what in ((contents, calls, "says"), (calls, contents, "calls")):
+            if words and not (in_text - others) & words:
+                raise Undecidable(f"the chat template leaves out what {name} {what}")
+        if message["role"] != "assistant":
+            continue
         if number not in places:
             continue
-        if in_text - in_message:
+        if Counter({word: n for word, n in in_text.items() if word}) - in_message:
             return f"the chat template writes {name} twice"
         start, end = places[number]
         for other, (other_start, other_end) in places.items():
@@ -213,15 +251,16 @@ def _is_of(word: re.Match[str], message: int) -> bool:
     return ord(word[1]) == BEGIN + message
 
 
-def _strings(message: Message) -> Iterator[str]:
-    """Yield the texts of a message."""
+def _strings(message: Message, only: str = "", without: str = "") -> Iterator[str]:
+    """Yield the texts of a message: of all its fields, of `only` one, or of all `without` one."""
     strings: list[str] = []
 
     def keep(string: str) -> str:
         strings.append(string)
         return string
 
-    _mapped(message, keep, True)
+    fields = {k: v for k, v in message.items() if k != without and (not only or k == only)}
+    _mapped(fields, keep, True)
     yield from strings
 
 
@@ -262,7 +301,7 @@ def _start(dialogue: _Dialogue, number: int) -> int:
     if length > max(others, default=0) and _WORD.search(prompt[:length]):
         return first - len(gap) + at + length
     # No header stands here: the turn begins with what the message itself has before its words.
-    own = max((len(s) for s in _around(dialogue, number)[0]), default=0)
+    own = dialogue.written_before(number)
     is_bare = not rest[: max(len(rest) - own, 0)].strip()
     if is_beginning and len(rest) <= len(gap) and (usual_prompt or is_bare):
         return first - len(rest)
@@ -290,7 +329,7 @@ def _end(dialogue: _Dialogue, number: int) -> tuple[int, bool]:
     another message follows. Where these begin with different marks, it is the one that stands here.
     """
     here = dialogue.gap_after(number)
-    own = max((len(s) for s in _around(dialogue, number)[1] if here.startswith(s)), default=0)
+    own = min(dialogue.written_after(number), len(here))
     if number + 1 < len(dialogue.messages):
         at_end, followed = _tail(dialogue, dialogue.marked[: number + 1], number), here
     else:
@@ -299,27 +338,22 @@ def _end(dialogue: _Dialogue, number: int) -> tuple[int, bool]:
         return own, False
     at_end = at_end.rstrip()
     common = at_end if followed is None else _common(at_end, followed).rstrip()
-    first_tag = _TAG.match(here, own)
-    if len(common) <= own < len(at_end) and first_tag:
-        return first_tag.end(), True
+    tag = _TAG.match(here, own)
+    is_last = number + 1 == len(dialogue.messages)
+    if len(common) <= own < len(at_end) and tag and (is_last or _ends_others(dialogue, tag[0])):
+        return tag.end(), True
+    if len(common) <= own and is_last:
+        return len(here), False  # an end-of-text token will follow all that stands here
     return max(len(common), own), len(common) > own
 
 
-def _around(dialogue: _Dialogue, number: int) -> tuple[list[str], list[str]]:
-    """Return what the message itself has before its first marked word, and after its last one.
-
-    Each text of the message gives one of each; only those that the text of the dialogue has too.
-    """
-    first, last = dialogue.places[number]
-    before, after = [], []
-    for string in _strings(dialogue.marked[number]):
-        words = list(_MARKED_WORD.finditer(string))
-        if not words:
-            continue
-        prefix, suffix = string[: words[0].start()], string[words[-1].end() :]
-        before += [p for p in (prefix, prefix.lstrip()) if dialogue.text.endswith(p, 0, first)]
-        after += [s for s in (suffix, suffix.rstrip()) if dialogue.text.startswith(s, last)]
-    return before, after
+def _ends_others(dialogue: _Dialogue, tag: str) -> bool:
+    """Return whether a tag ends messages of others too, and so is no header of the next one."""
+    return any(
+        dialogue.gap_after(other)[dialogue.written_after(other) :].startswith(tag)
+        for other in dialogue.places
+        if dialogue.messages[other]["role"] != "assistant"
+    )
 
 
 def _tail(dialogue: _Dialogue, marked: Sequence[Message], number: int) -> str | None:
@@ -337,11 +371,15 @@ def _try(render: Render, messages: Sequence[Message], prompt: bool) -> str | Non
 
 
 def _common(one: str, other: str) -> str:
-    """Return the longest common beginning of two texts that does not end within a tag."""
-    pairs = enumerate(zip(one, other))
-    length = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-    is_whole = length == len(one) or length == len(other)
+    """Return the common beginning of two texts, which ends within a tag only if `one` does."""
+    length = _num_common(one, other)
     open_tag = one.rfind("<", 0, length)
-    if not is_whole and open_tag > one.rfind(">", 0, length):
+    if length < len(one) and open_tag > one.rfind(">", 0, length):
         length = open_tag
     return one[:length]
+
+
+def _num_common(one: str, other: str) -> int:
+    """Return the length of the longest common beginning of two texts."""
+    pairs = enumerate(zip(one, other))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

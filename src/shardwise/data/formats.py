@@ -29,7 +29,7 @@ NO_TARGET = "no target"
 """The reason to leave out a document without a target. It is no mistake, whatever `on_error` is."""
 
 TOO_LONG = "longer than a row"
-"""The reason to leave out a document with `data.long: skip`."""
+"""The reason to leave out a document that is skipped, or whose targets are all cut off."""
 
 PACK = {
     "none": pack_none,
@@ -128,7 +128,8 @@ class Encoder:
 
     def why_none(self, record: Record, documents: Sequence[Document]) -> str:
         """Return the reason by which to count a record none of whose documents has a target."""
-        if not documents and self.data.packed == "documents" and self.data.long == "skip":
+        is_skipped = self.data.packed == "documents" and self.data.long == "skip"
+        if any(document.is_long for document in documents) or (is_skipped and not documents):
             return TOO_LONG
         if self.chat is not None:
             roles = {message["role"] for message in self.chat.messages(record)}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.config import RunConfig, UserError
 from shardwise.data.corpus import Corpus
 from shardwise.data.order import METHOD
+from shardwise.data.text import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -199,13 +200,19 @@ def read_from(
         "data.train_on": cfg.data.train_on,
         "data.turns": cfg.data.turns,
         "data.template_arguments": cfg.data.template_arguments,
-        "data.tools": cfg.data.tools,
+        "data.tools": _tools(cfg),
         "data.fields": cfg.data.fields,
         "data.text_field": cfg.data.text_field,
         "data.weights": cfg.data.weights,
         "the order of the documents": METHOD,
         "the tokenizer": _tokenizer_fingerprint(tokenizer),
     }
+
+
+def _tools(cfg: RunConfig) -> str | None:
+    """Return the name of the field with the tools, or the content of the file with them."""
+    tools = cfg.data.tools
+    return read_text(tools, "data.tools") if tools and tools.endswith(".json") else tools
 
 
 def _tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
