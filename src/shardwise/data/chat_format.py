@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Data, UserError
 from shardwise.data.bounds import bounded
 from shardwise.data.chats import Message, Refused, Render, Turn, Undecidable, find_turns
-from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
+from shardwise.data.messages import bad_chat, forms, is_trained, read_message, read_tools
+from shardwise.data.record import CORRECT_LINE, BadDocument, Record
 from shardwise.data.text import read_text
 
 if TYPE_CHECKING:
@@ -30,12 +30,6 @@ Encoded = tuple[list[int], list[bool]]
 
 LIST_TOKENS = ("string", "comma")
 """The tokens of a list of strings in a template, by the names of Jinja's lexer."""
-
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""The role of each speaker that ShareGPT's form, with `from` and `value`, calls otherwise."""
-
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The names under which messages have what the assistant thought."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +64,7 @@ class ChatFormat:
             raise UserError(f"data.template_arguments has {taken[0]}, which is not for a template")
         tools = None
         if data.tools is not None and data.tools.endswith(".json"):
-            tools = _tools(read_text(data.tools, "data.tools"), "data.tools", UserError)
+            tools = read_tools(read_text(data.tools, "data.tools"), "data.tools", UserError)
         return cls(tokenizer, data, template, tools)
 
     def check(self, record: Record) -> None:
@@ -114,8 +108,8 @@ class ChatFormat:
         messages = record[field]
         is_list = isinstance(messages, list) and len(messages) > 0
         if not is_list or not all(isinstance(message, dict) for message in messages):
-            raise _bad_chat(f"field {field!r} is not a list of objects")
-        read = [_message(message, number) for number, message in enumerate(messages, 1)]
+            raise bad_chat(f"field {field!r} is not a list of objects")
+        read = [read_message(message, number) for number, message in enumerate(messages, 1)]
         roles = known_roles(self.template)
         if unknown := sorted({message["role"] for message in read} - set(roles)):
             names = ", ".join(repr(role[:40]) for role in unknown[:5])
@@ -131,7 +125,7 @@ class ChatFormat:
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if self.data.train_on == "last":
             numbers = numbers[-1:]
-        return [i for i in numbers if _is_trained(messages[i])]
+        return [i for i in numbers if is_trained(messages[i])]
 
     def _tools_of(self, record: Record) -> list[Any] | None:
         if self.tools is not None or self.data.tools is None:
@@ -142,7 +136,7 @@ class ChatFormat:
             raise BadDocument(
                 "missing field", f"{problem}; {CORRECT_LINE}, or give null for no tools"
             )
-        return _tools(record[self.data.tools], f"field {self.data.tools!r}", _bad_chat)
+        return read_tools(record[self.data.tools], f"field {self.data.tools!r}", bad_chat)
 
     def _encode(
         self, messages: Sequence[Message], trained: Sequence[int], tools: list[Any] | None
@@ -150,7 +144,7 @@ class ChatFormat:
         text, turns = self._turns(messages, tools)
         spans = [(turn.start, turn.end) for turn in turns if turn.message in trained]
         if self.data.train_on == "all":
-            left_out = [turn for turn in turns if not _is_trained(messages[turn.message])]
+            left_out = [turn for turn in turns if not is_trained(messages[turn.message])]
             starts = [0, *(turn.end for turn in left_out)]
             ends = [*(turn.start for turn in left_out), len(text.rstrip())]
             spans = list(zip(starts, ends))
@@ -185,7 +179,7 @@ class ChatFormat:
         """
         problems: list[Exception] = []
         found: list[tuple[str, list[Turn]]] = []
-        for form in _forms(messages):
+        for form in forms(messages):
             try:
                 if _marks_turns(self.template):
                     text, turns = self._marked_turns(form, tools)
@@ -255,126 +249,6 @@ class ChatFormat:
             )
 
         return render
-
-
-def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the forms in which a template may want the messages."""
-    calls = any(message.get("tool_calls") for message in messages)
-    for as_parts, as_text in itertools.product((False, True), (False, True)):
-        if as_text and not calls:
-            continue
-        yield [_in_form(message, as_parts, as_text) for message in messages]
-
-
-def _in_form(message: Message, as_parts: bool, as_text: bool) -> Message:
-    changed = dict(message)
-    if as_parts:
-        changed["content"] = [{"type": "text", "text": message["content"]}]
-    if as_text and message.get("tool_calls"):
-        changed["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
-    return changed
-
-
-def _with_text_arguments(call: Message) -> Message:
-    function = dict(call.get("function", {}))
-    if not isinstance(function.get("arguments"), str):
-        function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
-    return {**call, "function": function}
-
-
-def _message(message: Record, number: int) -> Message:
-    """Return a message whose content is a text, and whose tool calls have objects as arguments."""
-    # A table has null for a field that only other rows have. A template would take it as given.
-    read = {key: value for key, value in message.items() if value is not None}
-    if "role" not in read and isinstance(read.get("from"), str):  # in the form of ShareGPT
-        speaker, words = read.pop("from"), read.pop("value", None)
-        read |= {"role": SHAREGPT_ROLES.get(speaker, speaker), "content": words}
-    if read.get("role") is None:
-        raise _bad_chat(f"message {number} has no field 'role'")
-    string(read["role"], f"field 'role' of message {number}")
-    calls = read.get("tool_calls") or None
-    if calls is None:
-        read.pop("tool_calls", None)
-    else:
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise _bad_chat(f"field 'tool_calls' of message {number} is not a list of objects")
-        read["tool_calls"] = [_call(_without_nulls(call), number) for call in calls]
-    content = read.get("content")
-    if content is None:
-        if calls is None and not any(read.get(name) for name in REASONING):
-            raise _bad_chat(f"message {number} has no field 'content'")
-        content = ""
-    if isinstance(content, list):
-        content = "".join(_part(part, number) for part in content)
-    read["content"] = string(content, f"field 'content' of message {number}")
-    for name in REASONING:
-        if name in read:
-            string(read[name], f"field {name!r} of message {number}")
-    for name, kinds in (("train", (bool,)), ("weight", (bool, int, float))):
-        if name in read and not isinstance(read[name], kinds):
-            raise _bad_chat(f"field {name!r} of message {number} is not true or false, or 1 or 0")
-    if read.get("weight", 1) not in (0, 1):
-        raise _bad_chat(f"field 'weight' of message {number} is not 0 or 1")
-    return read
-
-
-def _part(part: Any, number: int) -> str:
-    """Return the text of one part of a content; BadDocument for an image or the like."""
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-        kind = part.get("type", "object") if isinstance(part, dict) else type(part).__name__
-        raise BadDocument(
-            "not text",
-            f"message {number} has a part of type {kind!r}, and only text is trained on; "
-            f"{CORRECT_LINE}",
-        )
-    return part["text"]
-
-
-def _call(call: Record, number: int) -> Message:
-    """Return a tool call with an object as arguments, where its text is one in JSON."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _bad_chat(f"a tool call of message {number} has no function with a name")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments or "{}")
-        except json.JSONDecodeError:
-            parsed = None
-        if isinstance(parsed, dict):
-            arguments = parsed
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
-
-
-def _tools(value: Any, name: str, error: Callable[[str], Exception]) -> list[Any] | None:
-    """Return a list of tools, which may be given as text in JSON."""
-    if value is None or value == "":
-        return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as problem:
-            raise error(f"{name} is not JSON ({problem})") from None
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise error(f"{name} is not a list of objects that describe tools")
-    return _without_nulls(value) or None
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return data without the nulls that a table has for fields that only other rows have."""
-    if isinstance(value, Mapping):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
-
-
-def _is_trained(message: Message) -> bool:
-    return bool(message.get("train", True) and message.get("weight", 1))
-
-
-def _bad_chat(problem: str) -> BadDocument:
-    return BadDocument("bad chat", f"{problem}; {CORRECT_LINE}")
 
 
 def _guarded(render: Callable[[], Any]) -> Any:
