@@ -2,6 +2,7 @@
 off."""
 
 import io
+import json
 import re
 from pathlib import Path
 
@@ -108,6 +109,13 @@ def test_a_model_of_no_listed_family_says_so(tmp_path: Path) -> None:
     assert re.search(
         r"^ 0 +sliding_attention, dense +\{q,k,v,o,gate,up,down\}_proj +no", text, re.M
     )
+
+
+def test_a_model_that_no_layout_trains_says_why(tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "tiny-llama" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+    text = printed(model_table(Model(str(tmp_path), init="random")), 200)
+    assert "may run under no layout: attention_dropout is 0.1" in text
 
 
 def test_names_that_differ_in_one_part_are_one() -> None:

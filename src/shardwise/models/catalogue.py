@@ -17,7 +17,7 @@ from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, every_kind, family_of, spec_of, unproven_note
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.lora import reach
-from shardwise.rules import offered_layouts
+from shardwise.rules import offered_layouts, refusals_of
 
 _LEGEND = (
     "3-D: experts stacked in one parameter; "
@@ -105,7 +105,8 @@ def model_table(model: Model) -> Table:
     table = _table("number", "layers", _LORA, "isolated", "parameters")
     tied = ", tied embeddings" if spec.tied else ""
     table.title = f"{spec.family}, {built.num_parameters():,} parameters{tied}"
-    table.caption = f"{_LEGEND}may run under {' '.join(offered_layouts(facts))}"
+    layouts = " ".join(offered_layouts(facts)) or f"no layout: {refusals_of('single', facts)[0]}"
+    table.caption = f"{_LEGEND}may run under {layouts}"
     if not facts.is_listed:
         table.caption += f"\nnote: {unproven_note(spec.family)}"
     for alike, group in groupby(layer_facts(built), key=lambda row: replace(row, number=0)):

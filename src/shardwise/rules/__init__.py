@@ -54,19 +54,20 @@ def offered_layouts(model: ModelFacts | None = None) -> tuple[str, ...]:
 
     Without `model`, they are those that are offered for a listed family.
     """
+    return tuple(name for name in NAMES if not refusals_of(name, model))
 
-    def is_offered(name: str) -> bool:
-        # The smallest run that has a row and a micro-batch for every rank.
-        cfg = RunConfig(
-            Model("any"),
-            Data("any", sequence_length=2),
-            Training("any", global_batch_size=8),
-            parallel=parallel_of(name),
-        )
-        facts = Facts(num_ranks=_ranks_of(name), model=model)
-        return not any(refusals(cfg, facts))
 
-    return tuple(filter(is_offered, NAMES))
+def refusals_of(layout: str, model: ModelFacts | None = None) -> list[str]:
+    """Return why a layout is not offered, with two ranks along each axis; empty if it is."""
+    # The smallest run that has a row and a micro-batch for every rank.
+    cfg = RunConfig(
+        Model("any"),
+        Data("any", sequence_length=2),
+        Training("any", global_batch_size=8),
+        parallel=parallel_of(layout),
+    )
+    facts = Facts(num_ranks=_ranks_of(layout), model=model)
+    return [message for _, message in refusals(cfg, facts)]
 
 
 def _ranks_of(name: str) -> int:
