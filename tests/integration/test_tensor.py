@@ -84,4 +84,4 @@ def test_a_split_is_for_one_copy_of_the_model(folder, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(cfg.to_dict()))))
     assert main(["split", str(tmp_path / "run.yaml"), "--parallel.pp=2", "--parallel.tp=2"]) == 0
     shown = capsys.readouterr().out
-    assert "those of whole layers, before 2 tensor-parallel ranks share them out" in shown
+    assert "those of whole layers, before 2 tensor-parallel ranks shard them" in shown

@@ -242,6 +242,8 @@ def test_each_of_these_keys_gives_another_profile(tmp_path, monkeypatch):
     unchanged = path_of(cfg, hf, keys, 2)
     paths = {path_of(changed(cfg, key, value), hf, keys, 2) for key, value in TIMED.items()}
     assert len(paths | {unchanged}) == 1 + len(TIMED)
+    chats, packed = changed(cfg, "data.format", "chat"), changed(cfg, "data.packing", "documents")
+    assert path_of(chats, hf, keys, 2) == path_of(packed, hf, keys, 2) != unchanged
     for key, value in (("training.seed", 1), ("lora.alpha", 1.0), ("parallel.split", "uniform")):
         assert path_of(changed(cfg, key, value), hf, keys, 2) == unchanged
     monkeypatch.setattr(profile_store, "version", lambda name: "another")

@@ -172,7 +172,7 @@ def start_with_much_to_read(folder: Path) -> str:
         raise UserError("read to the end")
 
     loop.load_tokenizer, loop.build_loaders = (
-        lambda model: SimpleNamespace(get_vocab=lambda: {"a": 0}),
+        lambda model, chat_template: SimpleNamespace(get_vocab=lambda: {"a": 0}),
         build_loaders,
     )
     cfg = run_config(Cell("llama", "single", "full"))

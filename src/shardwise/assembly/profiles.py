@@ -38,7 +38,8 @@ _NOT_TIMED_BECAUSE: Mapping[str, str] = {
     "it is in the units' keys": ("model.dtype lora.r lora.targets lora.modules_to_save lora.dtype"),
     "a profile runs random tokens": (
         "model.tokenizer data.train data.weights data.validation data.format data.text_field "
-        "data.on_error data.workers"
+        "data.on_error data.workers data.chat_template data.template_arguments data.tools "
+        "data.train_on data.turns data.fields data.long"
     ),
     "a unit is measured whole, in one process; the schedule's part is in its key": "parallel",
     "one micro-batch is measured": "training.global_batch_size",
@@ -135,6 +136,7 @@ def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_proces
         for key, value in (values or {}).items()
         if section not in NOT_TIMED and f"{section}.{key}" not in NOT_TIMED
     }
+    run["data.packing"] = cfg.data.packed  # `auto` goes by the format, which is no key
     model = hf.config.to_dict()
     for key in ("_name_or_path", "transformers_version"):
         model.pop(key, None)
