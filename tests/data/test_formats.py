@@ -465,6 +465,13 @@ def test_a_misspelt_field_of_tools(tokenizer: PreTrainedTokenizerFast) -> None:
         marked(chat_tokenizer(tokenizer, CALLS), TURNS, tools="tolls")
 
 
+def test_a_file_of_tools_that_is_none(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text("{}")
+    with pytest.raises(UserError, match=r"^data\.tools: .*tools.json .*; give a JSON file"):
+        marked(chat_tokenizer(tokenizer, CALLS), TURNS, tools=str(file))
+
+
 def test_nulls_of_other_rows_are_not_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
     function = {"name": "add", "arguments": {"to": "two", "zip": None}}
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}

@@ -67,24 +67,24 @@ class Job:
 
     pm: ParallelModel
     hf: PreTrainedModel
-    """All of the model by names and config; on meta where it is cut into stages."""
+    """The whole model, by names and config; on meta where it is cut into stages."""
     optimizer: torch.optim.Optimizer
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     spec: ModelSpec
     parameters: Mapping[str, int]
     """Number of parameters of the whole model: `trainable`, `frozen` and in `total`."""
     counts: ModelCounts | None
-    """Of the whole model; None where FLOPs cannot be counted, as a note explains."""
+    """The counts of the whole model; None where FLOPs cannot be counted, as a note explains."""
     coverage: lora.Coverage | None
     loss_scale: LossScale
     positions: int | None
     """How many positions the model has learned; None: it takes any number."""
     cut: Cut | None
-    """Of a pipeline."""
+    """Where a pipeline is cut into stages; None without one."""
     kernels: Mapping[str, str]
     """Which kernels `lora.kernel` and `training.loss` came to."""
     notes: tuple[str, ...]
-    """What a reader of the result must know; printed, and kept in the record."""
+    """Notes for a reader of the result; printed, and kept in the record."""
 
     def trainable(self) -> list[nn.Parameter]:
         """Return what the optimizer updates on this rank: parameters, or shards of them."""

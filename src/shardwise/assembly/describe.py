@@ -40,12 +40,12 @@ class Description:
     positions: int | None
     """Positions that the model has learned an embedding for; None: it takes any number."""
     coverage: lora.Coverage | None
-    """What LoRA adapts; None without LoRA."""
+    """The modules that LoRA adapts; None without LoRA."""
     kernels: Mapping[str, str]
     """The kernels that `training.loss` and `lora.kernel` choose on the device; {} without one."""
     pipeline: Pipeline | None
     notes: tuple[str, ...]
-    """What a reader of the run's figures must know."""
+    """Notes for a reader of the run's figures."""
 
 
 def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None) -> Description:

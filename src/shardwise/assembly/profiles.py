@@ -63,11 +63,11 @@ class Measured:
     backward_seconds: float
     """The whole backward, in one go."""
     input_seconds: float
-    """Of a backward in two halves, the gradient of the stage's input; 0 where it has none."""
+    """The half of a backward for the stage's input; 0 where the backward has no halves."""
     weight_seconds: float
-    """Of a backward in two halves, the gradients of the stage's weights."""
+    """The half of a backward for the stage's weights."""
     activation_bytes: int
-    """What its forward leaves alive: its input, but not its output."""
+    """Bytes that its forward leaves alive: its input, but not its output."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Profile:
     """The measured costs of a model's units on one machine."""
 
     units: dict[str, Measured]
-    """By `unit_keys`."""
+    """The costs of each unit, by its key (`unit_keys`)."""
     stage_seconds: float
-    """What every stage does around its layers, such as masks and positions, after a backward."""
+    """Time that every stage takes around its layers, for masks and positions, after a backward."""
     output_seconds: float
     """Time to send hidden states to another rank; 0 if one process measured."""
     num_processes: int

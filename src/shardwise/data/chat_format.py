@@ -64,7 +64,8 @@ class ChatFormat:
             raise UserError(f"data.template_arguments has {taken[0]}, which is not for a template")
         tools = None
         if data.tools is not None and data.tools.endswith(".json"):
-            tools = read_tools(read_text(data.tools, "data.tools"), "data.tools", UserError)
+            text = read_text(data.tools, "data.tools")
+            tools = read_tools(text, f"data.tools: {data.tools}", _bad_file)
         return cls(tokenizer, data, template, tools)
 
     def check(self, record: Record) -> None:
@@ -262,6 +263,10 @@ def _guarded(render: Callable[[], Any]) -> Any:
         ) from None
     except Exception as error:  # a template can raise anything in Jinja
         raise Refused(str(error)) from None
+
+
+def _bad_file(problem: str) -> UserError:
+    return UserError(f"{problem}; give a JSON file with a list of tools")
 
 
 @functools.cache

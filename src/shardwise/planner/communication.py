@@ -60,7 +60,7 @@ class Step:
 
     @property
     def hidden_bytes(self) -> int:
-        """Their bytes between blocks."""
+        """The bytes of hidden states between blocks."""
         return self.hidden_numel * hidden_dtype(self.cfg).itemsize
 
 

@@ -23,7 +23,7 @@ from shardwise.schedule.split import Split
 from shardwise.schedule.timeline import Event, Timeline, pack
 
 MOST_STEPS = 50
-"""Of so many steps, the last ones, events are kept: some 10 kB each."""
+"""The number of steps, the last ones, whose events are kept: some 10 kB each."""
 SCHEMA_VERSION = 1
 
 

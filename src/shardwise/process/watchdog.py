@@ -35,7 +35,7 @@ class _Clock:
 
 
 _clocks: dict[int, _Clock] = {}
-"""By thread; a thread that nobody watches has none."""
+"""The clock of each watched thread, by the id of the thread."""
 
 
 def beat() -> None:

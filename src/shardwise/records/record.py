@@ -68,9 +68,9 @@ class RunRecord:
     kernels: dict[str, str] = field(default_factory=dict)
     """The kernels that were used for `lora.kernel` and `training.loss`."""
     losses: list[float] = field(default_factory=list)
-    """Of each step: the mean over the target tokens of the global batch."""
+    """The loss of each step: the mean over the target tokens of the global batch."""
     grad_norms: list[float] = field(default_factory=list)
-    """Of each step: global, before clipping."""
+    """The gradient norm of each step: global, before clipping."""
     skipped_steps: int = 0  # steps whose float16 gradients overflowed
     eval: list[dict[str, float]] = field(default_factory=list)  # step, loss, perplexity, tokens
     data: dict[str, Any] | None = None  # train, validation: rows and documents
@@ -79,7 +79,7 @@ class RunRecord:
     """mean, p10, p50, p90 and max of the timed steps; `steps` is their number."""
     peak_memory_bytes: list[int] | None = None  # of each rank
     memory_parts: list[dict[str, int]] | None = None
-    """Of each rank: the parts of its peak (see `memory_parts.PARTS`)."""
+    """The parts of each rank's peak (see `memory_parts.PARTS`)."""
     state_bytes: list[dict[str, int]] | None = None  # of each rank: weights, gradients, optimizer
     mfu: float | None = None
     hfu: float | None = None

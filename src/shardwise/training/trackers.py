@@ -74,7 +74,7 @@ def _run_name(output_dir: Path) -> str:
 
 
 TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio}
-"""By the names in `measure.trackers`, which are those of the packages too."""
+"""The trackers by their names in `measure.trackers`, which are those of the packages too."""
 
 
 def check_installed(names: Sequence[str]) -> None:
