@@ -84,7 +84,7 @@ FREE = {"cli", "__main__", "__init__"}
 FORBIDDEN = {
     "models": ("torch.distributed",),
     "records": ("torch", "transformers"),
-    "config.py": ("torch", "transformers"),
+    "config": ("torch", "transformers"),
     "ranges.py": ("torch", "transformers"),
     "words.py": ("torch", "transformers", "shardwise"),
     "keys.py": ("torch", "transformers"),

@@ -17,14 +17,18 @@ A YAML mapping of sections. Every key is typed; an unknown or misspelt one is an
 the nearest. On the command line `--section.key=value` replaces a value (values are YAML: `null`,
 `[a, b]`), `--lora=null` a whole section.
 
-This page is written by `tools/config_reference.py` from `src/shardwise/config.py`.
+This page is written by `tools/config_reference.py` from `src/shardwise/config`.
 """
 
 
 def page() -> str:
     """Return the whole page."""
-    tree = ast.parse((ROOT / "src" / "shardwise" / "config.py").read_text(encoding="utf-8"))
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    classes = {
+        node.name: node
+        for path in (ROOT / "src" / "shardwise" / "config").glob("*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
     needs = {None: "required", "null": "leave it out to train in full"}
     parts = [HEAD]
     for name, kind, default, _ in fields(classes["RunConfig"]):

@@ -1,4 +1,4 @@
-"""Read a run file: YAML and command-line overrides, checked by pydantic against `config.py`."""
+"""Read a run file: YAML and command-line overrides, checked by pydantic against `config/`."""
 
 from __future__ import annotations
 

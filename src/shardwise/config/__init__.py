@@ -1,0 +1,53 @@
+"""The run file: the types and ranges of its keys.
+
+The sections are plain frozen dataclasses, so a Python caller needs only this package;
+`run_file.py` checks what comes from outside (a YAML file, command-line overrides).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.config.data import Data
+from shardwise.config.model import DType, Lora, Model
+from shardwise.config.parallel import Parallel
+from shardwise.config.section import Section, UserError, require
+from shardwise.config.training import Measure, Optimizer, Training
+
+__all__ = [
+    "REMOVED",
+    "DType",
+    "Data",
+    "Lora",
+    "Measure",
+    "Model",
+    "Optimizer",
+    "Parallel",
+    "RunConfig",
+    "Section",
+    "Training",
+    "UserError",
+    "require",
+]
+
+REMOVED: dict[str, Any] = {"lora.merged": False}
+"""Keys of an earlier version's run files, each with the value that equals leaving it out."""
+
+
+@dataclass(frozen=True)
+class RunConfig(Section):
+    """One run: the model (model, lora), the data, how it is split (parallel), and the rest."""
+
+    model: Model
+    data: Data
+    training: Training
+    lora: Lora | None = None
+    parallel: Parallel = field(default_factory=Parallel)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    measure: Measure = field(default_factory=Measure)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as plain data: `run_file.parse_config(cfg.to_dict()) == cfg`."""
+        return dataclasses.asdict(self)

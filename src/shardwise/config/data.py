@@ -1,0 +1,109 @@
+"""What it is trained on."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardwise.config.section import Section, require
+from shardwise.ranges import shown
+
+
+@dataclass(frozen=True)
+class Data(Section):
+    """The data that it is trained on."""
+
+    train: str | list[str]
+    """Files, folders or glob patterns: JSONL, Parquet or plain text (one document per file); or the
+    name or folder of a `datasets` dataset."""
+    weights: list[float] | None = None
+    """How often each entry of `train` is read, relative to the others; null: by its number of
+    documents."""
+    validation: float | str | list[str] = 0.0
+    """The share of the documents that is held out, or separate files."""
+    format: Literal["text", "completion", "chat"] = "text"
+    """`text`: every token is a target. `completion`: fields `prompt` and `completion`; the tokens
+    of the completion are targets. `chat`: field `messages`, written by a chat template; `train_on`
+    says which tokens are targets."""
+    chat_template: str | None = None
+    """Chat: a file with the Jinja template; null: the tokenizer's own."""
+    template_arguments: dict[str, Any] | None = None
+    """Chat: variables of the template, such as `enable_thinking: false`."""
+    tools: str | None = None
+    """Chat: the tools that a dialogue offers: a `.json` file, the same for all dialogues, or the
+    field of each document that has them."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Chat: the targets are all turns of the assistant, its last one, or every token. A message
+    of the assistant with `"train": false` or `"weight": 0` is no target."""
+    turns: Literal["together", "separate"] = "together"
+    """Chat: `separate` makes a document of each turn that is trained on, with the turns before it
+    written as they are at inference. It is meant for templates that leave out earlier thinking."""
+    text_field: str = "text"
+    """The field that holds the document (format `text`)."""
+    fields: dict[str, str] | None = None
+    """Names of the fields in the data that stand for `prompt`, `completion` or `messages`, such as
+    `{prompt: instruction, completion: output}`."""
+    on_error: Literal["fail", "skip"] = "fail"
+    """A document that cannot be used ends the run, or is skipped and counted."""
+    sequence_length: int = 512
+    """Tokens in a row; with the label of its last token, a row reads one token more."""
+    packing: Literal["auto", "none", "concat", "isolated", "documents"] = "auto"
+    """`none`: a row holds one document (a long one continues in the next row). `concat`: documents
+    are joined by the end-of-text token and cut into full rows; a document sees the one before it
+    in its row. `isolated`: rows as with `concat`, but no layer of any kind carries anything from
+    one document into the next. `documents`: a row holds whole documents, isolated in the same way.
+    `auto`: `concat` for texts, else `documents`."""
+    long: Literal["cut", "split", "skip"] = "cut"
+    """Packing `documents`: a document longer than a row is cut to its beginning, split into several
+    documents, or skipped. The record counts these documents."""
+    workers: int = 0
+    """Worker processes per rank that tokenise; the batches do not depend on their number."""
+
+    def column(self, name: str) -> str:
+        """Return the name in the data of `prompt`, `completion` or `messages`."""
+        return (self.fields or {}).get(name, name)
+
+    @property
+    def packed(self) -> Literal["none", "concat", "isolated", "documents"]:
+        """How rows are packed: `packing`, where `auto` goes by the format."""
+        if self.packing == "auto":
+            return "concat" if self.format == "text" else "documents"
+        return self.packing
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether no layer carries anything from one document of a row into the next."""
+        return self.packed in ("isolated", "documents")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weights is not None:
+            num_entries = 1 if isinstance(self.train, str) else len(self.train)
+            require(
+                len(self.weights) == num_entries,
+                f"data.weights has {len(self.weights)} numbers; give one for each of the "
+                f"{num_entries} entries of data.train",
+            )
+            positive = all(0 < weight < math.inf for weight in self.weights)
+            require(positive, f"data.weights is {shown(self.weights)}; give positive numbers")
+        unknown = sorted(set(self.fields or {}) - {"prompt", "completion", "messages"})
+        require(
+            not unknown,
+            f"data.fields names {', '.join(unknown)}; give names for prompt, completion or "
+            "messages, and for a text data.text_field",
+        )
+        arguments = self.template_arguments
+        try:
+            is_plain = json.loads(json.dumps(arguments)) == arguments
+        except (TypeError, ValueError):
+            is_plain = False
+        require(
+            is_plain,
+            "data.template_arguments has a value that is no text, number, switch, list or mapping "
+            "with text as keys; put dates in quotes",
+        )
+        if isinstance(self.validation, int | float):
+            in_range = 0.0 <= self.validation < 1.0
+            require(in_range, f"data.validation is {self.validation}; give a share in [0, 1)")

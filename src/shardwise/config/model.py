@@ -1,0 +1,61 @@
+"""What is trained: the model, and its adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.config.section import Section, require
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Model(Section):
+    """What is trained."""
+
+    path: str
+    """Local folder or hub id: `config.json`, and safetensors unless `init` is `random`."""
+    init: Literal["weights", "random"] = "weights"
+    """`random`: each weight is a function of `training.seed` and its name, under every layout."""
+    dtype: DType = "float32"
+    """Dtype of the weights; those that a family keeps in float32, such as `A_log`, stay so."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer, where it is not in `path`."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the mixture-of-experts load-balancing loss (0: off)."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model folder."""
+    sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+    """The attention kernel of torch; one that cannot run here is an error, never replaced."""
+
+
+@dataclass(frozen=True)
+class Lora(Section):
+    """Low-rank adapters (arXiv 2106.09685) on a frozen model, through PEFT."""
+
+    r: int = 8
+    """Rank of the adapters."""
+    alpha: float = 16.0
+    """Scale: the adapter's output is multiplied by alpha / r (alpha / sqrt(r) with `rslora`)."""
+    dropout: float = 0.0
+    """Dropout on the adapter's input; a mask is a function of seed, step, row and place, under
+    every layout."""
+    targets: Literal["auto", "attention", "all-linear"] | list[str] = "auto"
+    """The linears that get an adapter; `auto` includes the projections of recurrent layers. A list
+    names modules."""
+    rslora: bool = False
+    """Rank-stabilised scaling (arXiv 2312.03732)."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained in full and saved beside the adapters."""
+    dtype: Literal["float32", "model"] = "float32"
+    """Dtype of the adapters: float32, or the model's."""
+    kernel: Literal["auto", "torch", "triton", "cuda", "peft"] = "auto"
+    """The kernel of plain LoRA linears. `torch`, `triton` and `cuda` (C++) need fewer passes than
+    PEFT's forward (`peft`). `auto`: `triton` on a GPU where it can run, else `torch`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.targets != [], "lora.targets is an empty list; name linears, or give auto")
+        in_range = 0.0 <= self.dropout < 1.0
+        require(in_range, f"lora.dropout is {self.dropout}; give a value in [0, 1)")

@@ -1,0 +1,68 @@
+"""How a run is split over processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.config.section import Section, require
+
+
+@dataclass(frozen=True)
+class Parallel(Section):
+    """How the run is split over processes."""
+
+    data: Literal["single", "ddp", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"] = "single"
+    """The data-parallel strategy, over the processes that the other axes leave; `zero3` is another
+    name of `fsdp2`."""
+    dp_replicate: int = 1
+    """fsdp2: the number of replicas of the sharded model (HSDP); each is sharded over the rest."""
+    reshard_after_forward: bool = True
+    """fsdp2: free a layer's gathered weights after its forward, and gather them again for its
+    backward."""
+    fsdp1_wrap: Literal["separate", "naive"] = "separate"
+    """fsdp1: `separate`: each layer has a flat parameter of trainable weights and one of frozen
+    weights. `naive`: it has one of all, in which frozen weights need memory for gradients too."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """fsdp2: what stays on the CPU: the optimizer's states and step, or these and the sharded
+    weights and gradients."""
+    tp: int = 1
+    """Tensor: the number of ranks over which each layer's weights are sharded."""
+    sequence_parallel: bool = False
+    """Tensor: between the blocks of layers, each rank holds 1/tp of the tokens."""
+    pp: int = 1
+    """Pipeline: the number of ranks over which the layers are distributed."""
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved-1f1b",
+        "looped-bfs",
+        "interleaved-zero-bubble",
+        "zbv",
+        "dualpipe-v",
+    ] = "1f1b"
+    """Pipeline: the order in which a rank runs the forwards and backwards of micro-batches."""
+    virtual_stages: int | None = None
+    """Pipeline: stages per rank; null: 1 for gpipe and 1f1b, 2 for the other schedules."""
+    split: Literal["balanced", "uniform", "parameters"] | list[int] = "balanced"
+    """Pipeline: `balanced`: the shortest step, by measured costs (`shardwise split --profile`) or
+    else by FLOPs. `uniform`: equal numbers of layers. `parameters`: equal numbers of parameters.
+    A list gives the number of layers in each stage."""
+    memory_limit_gib: float | None = None
+    """Pipeline: the most GiB that a rank may hold of weights, gradients, optimizer states and
+    activations in flight."""
+
+    @property
+    def num_virtual(self) -> int:
+        """Pipeline stages per rank."""
+        return self.virtual_stages or (1 if self.schedule in ("gpipe", "1f1b") else 2)
+
+    def __post_init__(self) -> None:
+        if self.data == "zero3":
+            object.__setattr__(self, "data", "fsdp2")
+        super().__post_init__()
+        limit = self.memory_limit_gib
+        require(
+            limit is None or limit > 0,
+            f"parallel.memory_limit_gib is {limit}; give a positive number, or leave it out",
+        )

@@ -1,0 +1,36 @@
+"""What every section of the run file is built on, and the user's mistake."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from shardwise.ranges import RANGES, missed_bound, shown
+
+
+class UserError(ValueError):
+    """The user's mistake: one line that names what is wrong and the way out (exit code 2)."""
+
+    def __init__(self, message: str) -> None:
+        # The message may quote another library's error, which has many lines.
+        super().__init__(" ".join(message.split()))
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise UserError with `message` unless `condition` holds."""
+    if not condition:
+        raise UserError(message)
+
+
+class Section:
+    """Base of the sections: it refuses unknown keys (by pydantic) and numbers out of range."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a number that is outside its range."""
+        for key, (least, most) in RANGES.items():
+            section, _, name = key.partition(".")
+            if section == type(self).__name__.lower():
+                value = getattr(self, name)
+                problem = missed_bound(value, least, most)
+                require(not problem, f"{key} is {shown(value)}; give {problem}")

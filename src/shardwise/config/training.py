@@ -1,0 +1,132 @@
+"""How the weights are updated, for how long, and what is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardwise.config.section import Section, require
+
+
+@dataclass(frozen=True)
+class Optimizer(Section):
+    """How the weights are updated."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """AdamW (arXiv 1711.05101), or SGD without momentum."""
+    lr: float = 2e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: float = 0.0
+    """For weight matrices, LoRA factors included. Norms, biases, scalars of recurrent layers,
+    routers of experts, and linears that set how fast a state decays or is written (such as Gated
+    DeltaNet's a and b) have none."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly, from lr / warmup_steps in the first to lr
+    in the last of them."""
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """The learning rate after the warm-up: it falls from lr in the first step to 0 in the step
+    after the last one, or stays constant."""
+    max_grad_norm: float | None = 1.0
+    """Clip by the global norm over all ranks' shards; null: do not clip."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range = all(0 <= beta < 1 for beta in self.betas)
+        require(in_range, f"optimizer.betas is {list(self.betas)}; give two in [0, 1)")
+        norm = self.max_grad_norm
+        require(
+            norm is None or norm > 0,
+            f"optimizer.max_grad_norm is {norm}; give a positive number, or null for no clipping",
+        )
+
+
+@dataclass(frozen=True)
+class Training(Section):
+    """How long, in what numerics, and where the results go."""
+
+    output_dir: str
+    """Folder for everything that the run writes; one that holds another run is refused."""
+    steps: int = 100
+    """Optimizer steps."""
+    global_batch_size: int = 8
+    """Rows in an optimizer step, over all ranks and micro-batches."""
+    micro_batch_size: int = 1
+    """Rows in one forward and backward on one rank."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """`bfloat16`, `float16`: matrix products in that dtype (autocast); weights, reductions and the
+    optimizer keep theirs. float16 scales the loss so that small gradients do not become 0, and
+    skips a step whose gradients overflow."""
+    accumulation: Literal["model", "float32"] = "model"
+    """Dtype in which gradients add up over micro-batches: the weights' own, or float32."""
+    checkpointing: Literal["none", "full", "operators"] | list[str] = "none"
+    """`full`: keep only each layer's input, and compute the layer again in the backward.
+    `operators`: keep the outputs of matrix products and attention, and compute the rest again. A
+    list names the kinds of layers that are computed again."""
+    compile: Literal["none", "inductor", "aot_eager"] = "none"
+    """Compile each decoder layer with torch.compile and this backend."""
+    loss: Literal["auto", "chunked", "triton", "plain"] = "auto"
+    """`chunked`: cross entropy that never holds all logits. `triton`: the same, with Triton's
+    kernels for all except matrix products. `auto`: `triton` on a GPU where it is installed, else
+    `chunked`. `plain`: all logits, then torch's cross entropy."""
+    seed: int = 0
+    """Seed of random weights, the order of documents, and dropout."""
+    eval_every: int = 0
+    """Steps between evaluations (0: only before step 1 and after the last)."""
+    eval_batches: int = 0
+    """Global batches in an evaluation (0: the whole validation set)."""
+    save_every: int = 0
+    """Steps between checkpoints, and one after the last step (0: none)."""
+    keep_last: int = 2
+    """The number of latest checkpoints that are kept."""
+    keep_best: bool = False
+    """Save after each evaluation that is the best so far, and keep that checkpoint;
+    `checkpoints/best` is a link to it."""
+    async_save: bool = False
+    """Write checkpoints while training continues, from a copy in CPU memory."""
+    resume: str | None = None
+    """`latest`: resume from the newest checkpoint in `output_dir`. `latest-good`: from the newest
+    undamaged one. `auto`: the same, or from scratch where there is none, so that one command may
+    run again and again. Or a checkpoint's folder."""
+    max_restarts: int = 0
+    """How often the processes are started again, from the last checkpoint, after one has died."""
+    timeout_seconds: float = 600.0
+    """How long a step, or a rank's wait for others, may take before the run ends and prints every
+    rank's stacks."""
+    sample: str | None = None
+    """A prompt that is continued greedily after training; with `data.format: chat` it is a user's
+    message, which is answered."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: GPUs where there are any."""
+    overwrite: bool = False
+    """Replace the files of another run in `output_dir`."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.output_dir), "training.output_dir is empty; name a folder")
+        super().__post_init__()
+        require(
+            self.checkpointing != [],
+            "training.checkpointing is an empty list; name kinds of layers, or give none",
+        )
+
+
+@dataclass(frozen=True)
+class Measure(Section):
+    """What is measured, and where it is reported."""
+
+    warmup_steps: int = 3
+    """Steps left out of every time figure."""
+    memory: bool = True
+    """Measure peak memory, in one more step after training that is not timed."""
+    reverse_microbatches: bool = False
+    """Run the micro-batches of a step in reverse order: only the order of sums differs."""
+    nudge_weights: bool = False
+    """Move about half of the initial weights by one unit in their last place (float32). With
+    `reverse_microbatches` it is the noise control: how far rounding alone moves a loss curve."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = field(
+        default_factory=list
+    )
+    """Experiment trackers, whose packages you install."""
