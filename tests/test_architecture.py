@@ -70,7 +70,8 @@ ARROWS = {
 }
 EVERYONE = {"config", "keys", "run_file", "interfaces", "ranges", "words", "layouts", "rules"}
 MOST_LINES = {
-    "config keys run_file ranges interfaces layouts rules words cli __main__ __init__": 2_600,
+    "config keys run_file ranges interfaces layouts rules words": 2_400,
+    "cli commands __main__ __init__": 700,
     "assembly training checkpoint process launch": 4_900,
     "models": 5_900,
     "parallel": 2_250,
@@ -80,7 +81,7 @@ MOST_LINES = {
     "benchmark report drawing records": 5_100,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
-FREE = {"cli", "__main__", "__init__"}
+FREE = {"cli", "commands", "__main__", "__init__"}
 FORBIDDEN = {
     "models": ("torch.distributed",),
     "records": ("torch", "transformers"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise import __version__, cli
+from shardwise.commands import train
 from shardwise.config import Model, RunConfig
 from shardwise.models import adapter
 from tests.command import run_command
@@ -145,7 +146,7 @@ def launched(monkeypatch) -> list[tuple[RunConfig, int | None]]:
         calls.append((cfg, nproc))
         return 3
 
-    monkeypatch.setattr(cli, "launch", launch)
+    monkeypatch.setattr(train, "launch", launch)
     return calls
 
 

@@ -1,0 +1,7 @@
+"""The subcommands of `shardwise`, in the order in which `shardwise --help` lists them."""
+
+from __future__ import annotations
+
+from shardwise.commands import bench, export, models, report, split, train
+
+COMMANDS = tuple(module.COMMAND for module in (train, bench, split, models, report, export))
