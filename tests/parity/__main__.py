@@ -8,33 +8,32 @@ turn has come.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import sys
-import time
+import tempfile
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from shardwise.metrics.hardware import environment
-from tests.distributed import run_ranks
+from tests.parity import references
 from tests.parity.cells import ALL
-from tests.parity.harness import (
-    TOLERANCE,
-    Cell,
-    Outcome,
-    compare,
-    control,
-    run_cell,
-    tolerance,
-    verdict,
-)
+from tests.parity.harness import TOLERANCE, Cell, Outcome, compare, control, tolerance, verdict
 from tests.parity.references import fingerprint
+from tests.parity.together import groups, run_together
 
 ROOT = Path(__file__).parents[2]
+TOGETHER = 8
+"""Cells that the same processes run."""
 
 
 def main() -> int:
@@ -43,24 +42,28 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", default=[""], help="run the cells whose id contains one of these texts"
     )
+    parser.add_argument("--jobs", type=int, default=2, help="groups of cells that run at a time")
     options = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     code = fingerprint()
     environs = environment()
     done = previous(options.out)
-    references: dict[Cell, Outcome] = {}
     wanted = [cell for cell in ALL if any(text in cell.id for text in options.only)]
-    for number, cell in enumerate(wanted, 1):
-        if done.get(cell.id, {}).get("code") == code:
-            continue
-        start = time.monotonic()
-        done[cell.id] = {**run(cell, references), "code": code, "commit": environs["commit"]}
-        seconds = time.monotonic() - start
-        print(
-            f"{number}/{len(wanted)} {done[cell.id]['status']:6} {cell.id} {seconds:.1f} s",
-            flush=True,
-        )
-        write(options.out, environs, done)
+    left = [cell for cell in wanted if done.get(cell.id, {}).get("code") != code]
+    number = len(wanted) - len(left)
+    stamp = {"code": code, "commit": environs["commit"]}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool,
+    ):
+        needed = {one for cell in left for one in (cell.reference(), control(cell)) if one}
+        list(pool.map(partial(keep, Path(folder)), groups(sorted(needed, key=repr), TOGETHER)))
+        for rows in pool.map(partial(rows_of, Path(folder)), groups(left, TOGETHER)):
+            for row in rows:
+                number += 1
+                done[row["id"]] = {**row, **stamp}
+                print(f"{number}/{len(wanted)} {row['status']:6} {row['id']}", flush=True)
+            write(options.out, environs, done)
     counts = Counter(row["status"] for row in done.values())
     print(
         f"{options.out}: {dict(counts)}, "
@@ -69,8 +72,38 @@ def main() -> int:
     return 0 if set(counts) == {"ok"} else 1
 
 
-def run(cell: Cell, references: dict[Cell, Outcome]) -> dict[str, Any]:
-    """One row of the results file."""
+def keep(folder: Path, group: tuple[Cell, ...]) -> None:
+    """Keep what cells of one process compute; none of a group in which one fails."""
+    # The rows then run the one that they need again, and say why it fails.
+    with contextlib.suppress(RuntimeError):
+        for cell, (outcome,) in run_together(group).items():
+            references.write(place(folder, cell), outcome)
+
+
+def place(folder: Path, cell: Cell) -> Path:
+    """Return the file that keeps the outcome of a cell of one process."""
+    return folder / hashlib.sha256(repr(cell).encode()).hexdigest()
+
+
+def kept(folder: Path, cell: Cell) -> Outcome:
+    """Return the outcome of a cell of one process, computed here if `keep` could not."""
+    outcome = references.read(place(folder, cell))
+    if outcome is None:
+        ((outcome,),) = run_together((cell,)).values()
+    return outcome
+
+
+def rows_of(folder: Path, group: tuple[Cell, ...]) -> list[dict[str, Any]]:
+    """Return a row of the results file for each cell of a group."""
+    try:
+        outcomes = run_together(group)
+    except Exception:  # each alone shows which of them fails, and why
+        outcomes = {}
+    return [row_of(folder, cell, outcomes.get(cell)) for cell in group]
+
+
+def row_of(folder: Path, cell: Cell, outcomes: tuple[Outcome, ...] | None) -> dict[str, Any]:
+    """Return the row of a cell; without outcomes it is run here."""
     row = {
         "id": cell.id,
         "family": cell.family,
@@ -82,12 +115,10 @@ def run(cell: Cell, references: dict[Cell, Outcome]) -> dict[str, Any]:
         "split": list(cell.split),
     }
     try:
-        reference, float32 = cell.reference(), control(cell)
-        for one in (reference, float32):
-            if one is not None and one not in references:
-                (references[one],) = run_ranks(1, run_cell, one)
-        errors = compare(run_ranks(cell.nproc, run_cell, cell), references[reference])
-        most = tolerance(references[reference], references[float32]) if float32 else TOLERANCE
+        outcomes = outcomes or run_together((cell,))[cell]
+        expected, float32 = kept(folder, cell.reference()), control(cell)
+        errors = compare(outcomes, expected)
+        most = tolerance(expected, kept(folder, float32)) if float32 else TOLERANCE
     except Exception as error:  # a cell that fails is a row with its reason, never a gap
         return {
             **row,

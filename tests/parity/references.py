@@ -43,6 +43,8 @@ LIBRARIES = (
 VARIABLES = ("OMP_", "KMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH", "PYTORCH_", "GOMP_")
 """Beginnings of the environment variables that may choose another way to compute."""
 DIGEST_BYTES = 32
+NOT_IN_A_CELL = {"benchmark", "report", "drawing", "commands", "cli.py", "launch"}
+"""Packages and modules of src/ that no cell imports."""
 
 
 @cache
@@ -61,7 +63,7 @@ def fingerprint() -> str:
     digest = hashlib.sha256()
     for folder in ("src", "tests/parity", "configs/models"):
         for file in sorted((ROOT / folder).rglob("*")):
-            if file.suffix in (".py", ".json") and not {"benchmark", "report"} & set(file.parts):
+            if file.suffix in (".py", ".json") and not NOT_IN_A_CELL & set(file.parts):
                 digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -13,7 +13,6 @@ import pytest
 
 from shardwise.schedule.orders import ORDERS
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
-from tests.distributed import run_ranks
 from tests.parity.cells import ALL, FAST, LAYOUTS, QUICK, pairs
 from tests.parity.harness import (
     FAMILIES,
@@ -22,54 +21,23 @@ from tests.parity.harness import (
     Outcome,
     compare,
     control,
-    run_cell,
     tolerance,
     verdict,
 )
 from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.references import reference
+from tests.parity.together import groups, run_together
 
 ROOT = Path(__file__).parents[2]
 TOGETHER = 4
-"""Cells of one layout that the same processes run, one after another: their first step takes
-longest."""
-
-
-def groups() -> list[list[Cell]]:
-    """The cells of `make test`, as they share processes: those of 8 by layout, one that compiles
-    alone."""
-    by_layout: dict[tuple[str, int, bool], list[Cell]] = {}
-    for cell in FAST:
-        by_layout.setdefault(
-            (cell.layout.removesuffix("-sp"), cell.nproc, cell.variant == "compile"), []
-        ).append(cell)
-    return [
-        cells[i : i + TOGETHER]
-        for cells in by_layout.values()
-        for i in range(0, len(cells), TOGETHER)
-    ]
-
-
-GROUPS = {cell: tuple(group) for group in groups() for cell in group}
+"""Cells of a group: more would leave one of the testers alone with the last one."""
+GROUPS = {cell: group for group in groups(FAST, TOGETHER) for cell in group}
 
 
 @cache
 def outcomes_together(group: tuple[Cell, ...]) -> dict[Cell, tuple[Outcome, ...]]:
     """By cell of a group: what each rank saw."""
-    return dict(zip(group, zip(*run_ranks(group[0].nproc, run_each, group)), strict=True))
-
-
-def run_each(cells: tuple[Cell, ...]) -> list[Outcome]:
-    outcomes = []
-    for cell in cells:
-        try:
-            outcomes.append(run_cell(cell))
-        except Exception as error:
-            error.add_note(
-                f"in {cell.id}, which runs in the processes of {[cell.id for cell in cells]}"
-            )
-            raise
-    return outcomes
+    return run_together(group)
 
 
 def params() -> list[Any]:

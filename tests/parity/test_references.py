@@ -10,6 +10,8 @@ import torch
 
 from tests.parity import harness, references
 from tests.parity.harness import Cell, Outcome
+from tests.parity.references import ROOT
+from tests.test_architecture import imports
 
 CELL = Cell("llama", "single", "lora")
 OUTCOME = Outcome(
@@ -85,3 +87,19 @@ def test_another_model_under_the_same_name_is_another_reference(computed, monkey
         (tmp_path / "config.json").write_text(json.dumps(model | {"intermediate_size": width}))
         ask()
     assert len(computed) == 2
+
+
+def test_no_cell_imports_what_its_fingerprint_leaves_out():
+    left, seen = [ROOT / "tests" / "parity" / "harness.py"], set()
+    while left:
+        path = left.pop()
+        # Of an imported name, the module is all of it or all but its end.
+        names = [Path(ROOT, "src", *name.split(".")) for name in imports(path)]
+        modules = [module for name in names for module in (name, name.parent)]
+        paths = [path for at in modules for path in (at.with_suffix(".py"), at / "__init__.py")]
+        files = {path for path in paths if "shardwise" in path.parts and path.exists()}
+        left += files - seen
+        seen |= files
+    parts = {part for path in seen for part in path.relative_to(ROOT).parts}
+    assert "parallel" in parts
+    assert not parts & references.NOT_IN_A_CELL
