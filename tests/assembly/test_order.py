@@ -89,8 +89,7 @@ def _traits(module: nn.Module) -> Iterator[str]:
     if "forward" in vars(module):
         yield from functions_in(vars(module)["forward"])
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        if hook.__qualname__ != "Stage._require_gradient":  # all that a stage has beyond a model
-            yield f"hook {hook.__qualname__}"
+        yield f"hook {hook.__qualname__}"
 
 
 def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[str]:
@@ -136,7 +135,7 @@ def test_a_row_of_the_order_that_a_profile_leaves_out_is_seen(row):
 
 
 def test_every_row_of_the_order_is_shown():
-    strategies = {"tensor", "fsdp1", "fsdp2"}
+    strategies = {"tensor", "fsdp1", "fsdp2", "embeddings with a gradient"}
     hidden = {"experts one by one", "compile"}
     assert {row.name for row in order.BEFORE_LOADING} == {*SHOWN_BY, *strategies, *hidden}
 
