@@ -9,6 +9,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,6 +178,18 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "isolated documents with added positions": ("gpt2", {"data": {"packing": "isolated"}}, 1),
     "isolated documents in kinds without proof": ("mistral", {"data": {"packing": "isolated"}}, 1),
     "router loss without routers": ("llama", {"model": {"router_aux_loss_coef": 0.01}}, 1),
+    "a rank that no weight has": ("llama", {"lora": {"r": 65}}, 1),
+    "adapters on nothing": (
+        "llama",
+        {"lora": {"r": 4, "targets": ["q_proj"], "modules_to_save": ["self_attn"]}},
+        1,
+    ),
+    "a target in modules_to_save": (
+        "llama",
+        {"lora": {"r": 4, "targets": ["q_proj", "up_proj"], "modules_to_save": ["self_attn"]}},
+        1,
+    ),
+    "dropout on adapters of experts": ("qwen3_moe", {"lora": {**EXPERTS, "dropout": 0.1}}, 1),
     "LoRA kernel without plain adapters": (
         "qwen3_moe",
         {"lora": {**EXPERTS, "kernel": "torch"}},
@@ -305,13 +318,16 @@ def test_a_rule_forbids_its_example_before_a_rank_starts(name, folder_of):
 
 
 def facts_of_run(cfg: RunConfig, num_ranks: int) -> Facts:
-    """All that may be asked of a run, whatever forbids it."""
+    """All that may be asked of a run: nothing of its model where rules forbid its adapters."""
     hf_config = load.read_config(cfg.model)
     hf = load.build_meta(cfg.model, hf_config)
-    spec = spec_of(hf_config, hf)
+    spec, facts = spec_of(hf_config, hf), Facts(num_ranks)
     if cfg.lora:
+        facts = replace(facts, adapters=lora.adapter_facts(hf, cfg.lora, spec))
+        if any(rules.refusals(cfg, facts)):
+            return facts
         lora.inject(hf, cfg.lora, spec)
-    return Facts(num_ranks, facts_of(hf, spec, family_of(hf)))
+    return replace(facts, model=facts_of(hf, spec, family_of(hf)))
 
 
 @pytest.mark.parametrize("name", OLD_TORCH)

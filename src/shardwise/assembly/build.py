@@ -27,11 +27,9 @@ from shardwise.assembly.state import FRESH, load_initial_weights, load_state
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel, State
 from shardwise.models import lora, tensor_plan
-from shardwise.models.causal_lm import CausalLM
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
 from shardwise.models.spec import ModelSpec
-from shardwise.models.stage import stages
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.costs import Cost, CostSource
@@ -111,7 +109,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State = FRESH) -> Job:
         load_initial_weights(pm, cfg, state)
 
     pm = ParallelModel(
-        parts=_parts(cfg, mesh, facts, cut),
+        parts=order.into_parts(facts, cfg, *_stages_of_rank(cut, mesh)),
         run=run_in_turn,
         make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
         from_portable=lambda name, held, portable: fill(held, portable),
@@ -148,11 +146,11 @@ def _cut(
     return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
 
 
-def _parts(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> tuple[CausalLM, ...]:
+def _stages_of_rank(cut: Cut | None, mesh: Mesh) -> tuple[Sequence[int], ...]:
+    """Return the boundaries of a pipeline's stages, and the chunks of this rank."""
     if cut is None:
-        return (CausalLM(facts.hf, facts.spec, facts.family, cfg),)
-    chunks = cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
-    return stages(facts.hf, facts.spec, cut.split.boundaries, chunks, cfg, facts.family)
+        return ()
+    return cut.split.boundaries, cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
 
 
 def _can_count_flops(cfg: RunConfig, spec: ModelSpec) -> bool:

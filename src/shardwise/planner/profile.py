@@ -43,7 +43,7 @@ from shardwise.interfaces import Batch, Mesh, ParallelModel
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models import load, lora
 from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.stage import Stage, stages
+from shardwise.models.stage import Stage
 from shardwise.parallel.place import fill
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.process.watchdog import beat
@@ -249,7 +249,9 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]
     parts: list[Stage] = []
     for place in places:
         boundaries = sorted({0, place, place + 1, num_units})
-        parts += stages(hf, spec, boundaries, [boundaries.index(place)], cfg)
+        for part in order.into_parts(facts, cfg, boundaries, [boundaries.index(place)]):
+            assert isinstance(part, Stage)
+            parts.append(part)
 
     def load_parts(pm: ParallelModel) -> None:
         for part in parts:
