@@ -9,7 +9,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +21,12 @@ import torch
 from shardwise import rules
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
-from shardwise.config import Lora, RunConfig, UserError
+from shardwise.benchmark import sweep
+from shardwise.config import Lora, Model, RunConfig, UserError
 from shardwise.keys import known_keys
 from shardwise.layouts import NAMES, Facts, axis_sizes, layout_of, parallel_of
 from shardwise.models import load, lora
+from shardwise.models.catalogue import model_table
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.planner.split_view import plan
@@ -361,7 +363,19 @@ def test_a_run_file_is_refused_when_it_is_read():
 
 
 def refusal(cfg: RunConfig, num_ranks: int) -> str | None:
-    """What the launcher, `split` and `build` say of a run; they must not differ."""
+    """What the launcher, `split`, `bench` and `build` say of a run; they must not differ.
+
+    `bench` reads no model: it leaves what models and adapters forbid to the cell's own processes.
+    """
+    without_model = next((message for _, message in rules.refusals(cfg, Facts(num_ranks))), "")
+    cell: Any = SimpleNamespace(id="cell", nproc=num_ranks)
+    assert sweep._resolve(cell, cfg.to_dict(), Path("out")).refusal == without_model
+    message = refusal_by_description(cfg, num_ranks)
+    assert not without_model or message == without_model
+    return message
+
+
+def refusal_by_description(cfg: RunConfig, num_ranks: int) -> str | None:
     mesh: Any = SimpleNamespace(
         dense=SimpleNamespace(size=lambda: num_ranks), device=torch.device("cpu")
     )
@@ -382,6 +396,18 @@ def refusal(cfg: RunConfig, num_ranks: int) -> str | None:
             ask()
         assert str(caught.value) == message
     return message
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_next", "mistral", "attention-dropout"])
+def test_models_shows_the_layouts_that_train_takes(model, folder_of):
+    caption = str(model_table(Model(folder_of(model), init="random")).caption)
+    shown = caption.partition("may run under ")[2].partition("\n")[0]
+    taken, refused = [], {}
+    for name in NAMES:
+        cfg = run_of(folder_of(model), {"parallel": asdict(parallel_of(name))})
+        refused[name] = refusal_by_description(cfg, rules._ranks_of(name))
+        taken += [name] * (refused[name] is None)
+    assert shown == (" ".join(taken) or f"no layout: {refused['single']}")
 
 
 def choices() -> dict[str, list[Any]]:

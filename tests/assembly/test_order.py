@@ -17,6 +17,7 @@ from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.interfaces import Part
+from shardwise.models.names import is_adapter
 from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.profile import make_bench
@@ -132,6 +133,15 @@ def test_a_profile_and_a_run_replace_the_same_functions_of_the_same_modules(name
 def test_a_row_of_the_order_that_a_profile_leaves_out_is_seen(row):
     ((run, profile),) = run_ranks(1, of_run_and_profile, CASES[SHOWN_BY[row]], row)
     assert profile != run
+
+
+def test_lora_is_a_row_of_the_order(monkeypatch):
+    cfg = CASES["hybrid, operators"]
+    assert describe(cfg, cfg.parallel.pp).coverage is not None
+    monkeypatch.setattr(order, "ON_THE_WHOLE", ())
+    without = describe(cfg, cfg.parallel.pp)
+    assert without.coverage is None
+    assert not any(is_adapter(name) for name, _ in without.hf.named_parameters())
 
 
 def test_every_row_of_the_order_is_shown():
