@@ -108,8 +108,10 @@ def build(cfg: RunConfig, mesh: Mesh, state: State = FRESH) -> Job:
         materialise(nn.ModuleList(pm.parts), mesh.device)
         load_initial_weights(pm, cfg, state)
 
+    boundaries = () if cut is None else cut.split.boundaries
+    chunks = () if cut is None else cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
     pm = ParallelModel(
-        parts=order.into_parts(facts, cfg, *_stages_of_rank(cut, mesh)),
+        parts=order.into_parts(facts, cfg, boundaries, chunks),
         run=run_in_turn,
         make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
         from_portable=lambda name, held, portable: fill(held, portable),
@@ -144,13 +146,6 @@ def _cut(
     # A few numbers per layer go from every rank to all: a node may have another profile, or none.
     units, source = of_every_rank(costs)[0]
     return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
-
-
-def _stages_of_rank(cut: Cut | None, mesh: Mesh) -> tuple[Sequence[int], ...]:
-    """Return the boundaries of a pipeline's stages, and the chunks of this rank."""
-    if cut is None:
-        return ()
-    return cut.split.boundaries, cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
 
 
 def _can_count_flops(cfg: RunConfig, spec: ModelSpec) -> bool:

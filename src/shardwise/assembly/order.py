@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -29,6 +29,7 @@ from shardwise.parallel import (
     zero,
 )
 
+ApplyToWhole = Callable[["WholeModel", RunConfig], "WholeModel"]
 Apply = Callable[[ParallelModel, Mesh, RunConfig, ModelSpec], ParallelModel]
 Load = Callable[[ParallelModel], None]
 
@@ -45,20 +46,15 @@ class WholeModel:
     """The modules that LoRA adapts; None without LoRA."""
 
 
-class WholeEntry(NamedTuple):
-    """Something that is done to a model before it becomes parts."""
+Function = TypeVar("Function")
+
+
+class Entry(NamedTuple, Generic[Function]):
+    """Something that is done to a model before it becomes parts, or to its parts."""
 
     name: str
     is_requested: Callable[[RunConfig], bool]
-    apply: Callable[[WholeModel, RunConfig], WholeModel]
-
-
-class Entry(NamedTuple):
-    """Something that is done to the parts of a model."""
-
-    name: str
-    is_requested: Callable[[RunConfig], bool]
-    apply: Apply
+    apply: Function
 
 
 def _with_adapters(model: WholeModel, cfg: RunConfig) -> WholeModel:
@@ -80,11 +76,11 @@ def _data(*names: str) -> Callable[[RunConfig], bool]:
     return lambda cfg: cfg.parallel.data in names
 
 
-ON_THE_WHOLE = (
+ON_THE_WHOLE: tuple[Entry[ApplyToWhole], ...] = (
     # Stages are copies of parts of the model, with their adapters.
-    WholeEntry("LoRA", lambda cfg: cfg.lora is not None, _with_adapters),
+    Entry("LoRA", lambda cfg: cfg.lora is not None, _with_adapters),
 )
-BEFORE_LOADING = (
+BEFORE_LOADING: tuple[Entry[Apply], ...] = (
     # What replaces forwards comes first: the strategies wrap or shard what it has left.
     *(Entry(name, lambda cfg: True, _patched(patch)) for name, patch in PATCHES),
     # Shards the weights that all others then wrap.
@@ -102,7 +98,7 @@ BEFORE_LOADING = (
     # Shards a model on meta, so that no rank ever holds all of it.
     Entry("fsdp2", _data("fsdp2"), fsdp2.apply),
 )
-AFTER_LOADING = (
+AFTER_LOADING: tuple[Entry[Apply], ...] = (
     # Copies real shards.
     Entry("offload", lambda cfg: cfg.parallel.offload != "none", offload.apply),
     # Wraps real weights.
@@ -148,7 +144,7 @@ def apply(
 
 
 def _apply_each(
-    entries: Sequence[Entry], pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec
+    entries: Sequence[Entry[Apply]], pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec
 ) -> ParallelModel:
     for entry in entries:
         if entry.is_requested(cfg):

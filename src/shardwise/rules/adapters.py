@@ -20,7 +20,7 @@ RULES = (
             "{adapters.highest_rank}"
         ),
         way_out="lower lora.r",
-        why="an adapter of such a rank has more parameters than its weight",
+        why="the product of wider factors has no higher rank",
     ),
     Rule(
         "adapters on nothing",
@@ -46,7 +46,7 @@ RULES = (
             "to drop from"
         ),
         way_out="set it to 0, or leave the experts out of lora.targets",
-        why="PEFT adds such an adapter to the weight: tests/models/test_lora.py",
+        why="PEFT adds such an adapter to the stack itself, where there is no input",
     ),
     Rule(
         "fsdp1 with adapters on experts",
