@@ -6,8 +6,8 @@ all-reduce inside).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -70,9 +70,10 @@ class Counted:
     predicted: Total
 
 
-def count(cell: Cell) -> Counted:
-    """Count the third step of this rank; the process group must be up."""
+def count(cell: Cell, dtype: Literal["float32", "bfloat16"] = "float32") -> Counted:
+    """Count the third step of this rank with weights of `dtype`; the process group must be up."""
     cfg = run_config(cell)
+    cfg = replace(cfg, model=replace(cfg.model, dtype=dtype))
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
     # In the first steps ddp agrees upon its buckets, and pipelines make their stages ready.

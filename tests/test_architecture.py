@@ -173,6 +173,46 @@ def sections() -> list[type]:
     return found
 
 
+SET_ELSEWHERE = {
+    "forward": "to replace it is what a patch is: names and modules stay",
+    "training": "torch's switch, for the length of one forward",
+    "nf": "transformers' number of a Conv1D's outputs, which a rank has some of",
+    "grad": "torch's gradient",
+    "grad_dtype": "torch's dtype of a gradient that is added up",
+    "_gradient_predivide_factor": "fsdp1 has no public switch from means to sums",
+    "_gradient_postdivide_factor": "fsdp1 has no public switch from means to sums",
+    "require_backward_grad_sync": "ddp's switch, outside of its `no_sync` context",
+    "recompile_limit": "a setting of torch.compile",
+    "fail_on_recompile_limit_hit": "a setting of torch.compile",
+    "buffer": "the receive buffer of torch's pipeline stage",
+    "move": "what torch's autograd functions keep for their backward",
+    **dict.fromkeys(
+        ("isolated", "router_loss", "loss_in_head"), "a field of CausalLM that a patch sets"
+    ),
+    **dict.fromkeys(
+        ("microbatches", "loss_scale", "router_total"), "a field of Stage, set before each step"
+    ),
+    **dict.fromkeys(
+        ("used", "batch", "rows", "tokens", "unpack"), "a field of DropoutState, for one forward"
+    ),
+    "arrived": "a field of zero's Bucket",
+}
+"""The attributes that a strategy or a patch sets on something other than itself, and why.
+
+A fact of a parameter belongs into `ParallelModel.parameter_facts`, a fact of a module into an
+argument of what reads it."""
+
+
+def test_strategies_and_patches_hang_nothing_on_others():
+    written: set[str] = set()
+    for path in (*SOURCE.glob("parallel/*.py"), *SOURCE.glob("models/patches/*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+                written |= set() if is_own else {node.attr}
+    assert written == SET_ELSEWHERE.keys()
+
+
 def test_config_page_is_what_the_code_says():
     tool = runpy.run_path(str(ROOT / "tools" / "config_reference.py"))
     committed = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")

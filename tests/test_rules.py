@@ -9,6 +9,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +21,12 @@ import torch
 from shardwise import rules
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
-from shardwise.config import Lora, RunConfig, UserError
+from shardwise.benchmark import sweep
+from shardwise.config import Lora, Model, RunConfig, UserError
 from shardwise.keys import known_keys
 from shardwise.layouts import NAMES, Facts, axis_sizes, layout_of, parallel_of
 from shardwise.models import load, lora
+from shardwise.models.catalogue import model_table
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.planner.split_view import plan
@@ -177,6 +180,18 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "isolated documents with added positions": ("gpt2", {"data": {"packing": "isolated"}}, 1),
     "isolated documents in kinds without proof": ("mistral", {"data": {"packing": "isolated"}}, 1),
     "router loss without routers": ("llama", {"model": {"router_aux_loss_coef": 0.01}}, 1),
+    "a rank that no weight has": ("llama", {"lora": {"r": 65}}, 1),
+    "adapters on nothing": (
+        "llama",
+        {"lora": {"r": 4, "targets": ["q_proj"], "modules_to_save": ["self_attn"]}},
+        1,
+    ),
+    "a target in modules_to_save": (
+        "llama",
+        {"lora": {"r": 4, "targets": ["q_proj", "up_proj"], "modules_to_save": ["self_attn"]}},
+        1,
+    ),
+    "dropout on adapters of experts": ("qwen3_moe", {"lora": {**EXPERTS, "dropout": 0.1}}, 1),
     "LoRA kernel without plain adapters": (
         "qwen3_moe",
         {"lora": {**EXPERTS, "kernel": "torch"}},
@@ -305,13 +320,16 @@ def test_a_rule_forbids_its_example_before_a_rank_starts(name, folder_of):
 
 
 def facts_of_run(cfg: RunConfig, num_ranks: int) -> Facts:
-    """All that may be asked of a run, whatever forbids it."""
+    """All that may be asked of a run: nothing of its model where rules forbid its adapters."""
     hf_config = load.read_config(cfg.model)
     hf = load.build_meta(cfg.model, hf_config)
-    spec = spec_of(hf_config, hf)
+    spec, facts = spec_of(hf_config, hf), Facts(num_ranks)
     if cfg.lora:
+        facts = replace(facts, adapters=lora.adapter_facts(hf, cfg.lora, spec))
+        if any(rules.refusals(cfg, facts)):
+            return facts
         lora.inject(hf, cfg.lora, spec)
-    return Facts(num_ranks, facts_of(hf, spec, family_of(hf)))
+    return replace(facts, model=facts_of(hf, spec, family_of(hf)))
 
 
 @pytest.mark.parametrize("name", OLD_TORCH)
@@ -345,7 +363,19 @@ def test_a_run_file_is_refused_when_it_is_read():
 
 
 def refusal(cfg: RunConfig, num_ranks: int) -> str | None:
-    """What the launcher, `split` and `build` say of a run; they must not differ."""
+    """What the launcher, `split`, `bench` and `build` say of a run; they must not differ.
+
+    `bench` reads no model: it leaves what models and adapters forbid to the cell's own processes.
+    """
+    without_model = next((message for _, message in rules.refusals(cfg, Facts(num_ranks))), "")
+    cell: Any = SimpleNamespace(id="cell", nproc=num_ranks)
+    assert sweep._resolve(cell, cfg.to_dict(), Path("out")).refusal == without_model
+    message = refusal_by_description(cfg, num_ranks)
+    assert not without_model or message == without_model
+    return message
+
+
+def refusal_by_description(cfg: RunConfig, num_ranks: int) -> str | None:
     mesh: Any = SimpleNamespace(
         dense=SimpleNamespace(size=lambda: num_ranks), device=torch.device("cpu")
     )
@@ -366,6 +396,18 @@ def refusal(cfg: RunConfig, num_ranks: int) -> str | None:
             ask()
         assert str(caught.value) == message
     return message
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_next", "mistral", "attention-dropout"])
+def test_models_shows_the_layouts_that_train_takes(model, folder_of):
+    caption = str(model_table(Model(folder_of(model), init="random")).caption)
+    shown = caption.partition("may run under ")[2].partition("\n")[0]
+    taken, refused = [], {}
+    for name in NAMES:
+        cfg = run_of(folder_of(model), {"parallel": asdict(parallel_of(name))})
+        refused[name] = refusal_by_description(cfg, rules._ranks_of(name))
+        taken += [name] * (refused[name] is None)
+    assert shown == (" ".join(taken) or f"no layout: {refused['single']}")
 
 
 def choices() -> dict[str, list[Any]]:

@@ -37,6 +37,7 @@ TITLES = {
     "run file": "On the run file alone",
     "grid": "On the number of processes",
     "step": "On the micro-batches of a step",
+    "adapters": "On adapters",
     "model": "On the model",
 }
 

@@ -63,8 +63,6 @@ class ModelFacts:
     """Whether a trained weight has another dtype than float32."""
     has_plain_adapters: bool
     """Whether an adapter is plain LoRA on a linear, which kernels/lora_linear computes."""
-    has_expert_adapters: bool
-    """Whether an adapter lies on stacked experts, which PEFT computes over the parameter."""
     saved_layers: str | None
     """A module of `lora.modules_to_save` that holds whole decoder layers."""
     blocks: tuple[str, ...]
@@ -74,6 +72,23 @@ class ModelFacts:
     odd_experts: Callable[[int], str | None]
     """Return why torch's grouped product cannot take the experts of one of so many ranks of `tp`,
     or None."""
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """What a rule may ask of the adapters of a run, before a model has them.
+
+    `models/lora.py` finds it.
+    """
+
+    num_weights: int
+    """How many weights get an adapter."""
+    targets_to_save: tuple[str, ...]
+    """Names of `lora.targets` whose weights `lora.modules_to_save` trains in full."""
+    has_experts: bool
+    """Whether an adapter lies on stacked experts, which PEFT computes over the parameter."""
+    highest_rank: int
+    """The highest rank that a weight of the model can have."""
 
 
 @cache
@@ -91,6 +106,8 @@ class Facts:
     """Processes of the run."""
     model: ModelFacts | None = None
     """None before the model is read: rules on models do not apply yet."""
+    adapters: AdapterFacts | None = None
+    """None without LoRA, or before the model is read: rules on adapters do not apply."""
     torch_version: tuple[int, int] = field(default_factory=torch_version)
 
 

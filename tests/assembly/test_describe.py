@@ -11,7 +11,6 @@ from tests.assembly.test_costs import tiny
 from tests.test_rules import refusal, run_of
 
 LORA = {"r": 4}
-EXPERTS = {"r": 4, "targets": ["experts"]}
 WITHOUT_A_RULE: list[tuple[str, dict[str, dict[str, Any]], str]] = [
     ("llama", {"training": {"loss": "triton"}}, "training.loss is triton, but "),
     ("llama", {"lora": {"r": 4, "kernel": "triton"}}, "lora.kernel is triton, but "),
@@ -20,11 +19,6 @@ WITHOUT_A_RULE: list[tuple[str, dict[str, dict[str, Any]], str]] = [
         "llama",
         {"lora": {"r": 4, "modules_to_save": ["nonesuch"]}},
         "no module nonesuch in this llama",
-    ),
-    (
-        "qwen3_moe",
-        {"lora": {**EXPERTS, "dropout": 0.1}},
-        "the adapters on routed experts have no input to drop from",
     ),
 ]
 """Runs that are refused: name of the tiny model, sections, part of the message."""

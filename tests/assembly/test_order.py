@@ -17,6 +17,7 @@ from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.interfaces import Part
+from shardwise.models.names import is_adapter
 from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.profile import make_bench
@@ -89,8 +90,7 @@ def _traits(module: nn.Module) -> Iterator[str]:
     if "forward" in vars(module):
         yield from functions_in(vars(module)["forward"])
     for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        if hook.__qualname__ != "Stage._require_gradient":  # all that a stage has beyond a model
-            yield f"hook {hook.__qualname__}"
+        yield f"hook {hook.__qualname__}"
 
 
 def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[str]:
@@ -135,8 +135,17 @@ def test_a_row_of_the_order_that_a_profile_leaves_out_is_seen(row):
     assert profile != run
 
 
+def test_lora_is_a_row_of_the_order(monkeypatch):
+    cfg = CASES["hybrid, operators"]
+    assert describe(cfg, cfg.parallel.pp).coverage is not None
+    monkeypatch.setattr(order, "ON_THE_WHOLE", ())
+    without = describe(cfg, cfg.parallel.pp)
+    assert without.coverage is None
+    assert not any(is_adapter(name) for name, _ in without.hf.named_parameters())
+
+
 def test_every_row_of_the_order_is_shown():
-    strategies = {"tensor", "fsdp1", "fsdp2"}
+    strategies = {"tensor", "fsdp1", "fsdp2", "embeddings with a gradient"}
     hidden = {"experts one by one", "compile"}
     assert {row.name for row in order.BEFORE_LOADING} == {*SHOWN_BY, *strategies, *hidden}
 

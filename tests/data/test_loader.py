@@ -469,12 +469,3 @@ def test_validation_pattern_without_files(
         build_loaders(
             run_config(write_corpus(["abc"]), validation="gone.jsonl"), tokenizer, range(1)
         )
-
-
-def test_micro_batches_that_do_not_divide(
-    tokenizer: PreTrainedTokenizerFast, write_corpus: WriteCorpus, run_config: MakeConfig
-) -> None:
-    cfg = run_config(write_corpus(["abc"]), global_batch_size=8, micro_batch_size=3)
-    message = r"^training\.micro_batch_size 3 .* 4 rows .* training\.global_batch_size 8"
-    with pytest.raises(UserError, match=message):
-        build_loaders(cfg, tokenizer, range(4, 8))

@@ -8,9 +8,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
 from shardwise.config import Lora, UserError
+from shardwise.layouts import AdapterFacts
 from shardwise.models.families import spec_of
 from shardwise.models.load import load_whole, read_config
-from shardwise.models.lora import Coverage, adapter_layers, adapter_weights, inject
+from shardwise.models.lora import Coverage, adapter_facts, adapter_layers, adapter_weights, inject
 from shardwise.models.names import hf_name, is_adapter
 from tests.models.tiny import (
     PLAIN,
@@ -272,17 +273,18 @@ def test_a_name_that_adapts_nothing_is_the_users_mistake(
         injected(name, Lora(targets=targets))
 
 
-@pytest.mark.parametrize("r", [65, 65_536])
-def test_a_rank_that_no_weight_has_is_refused(r: int) -> None:
-    built = on_meta(tiny("tiny-llama"))  # 64 features in all that lies between layers
-    with pytest.raises(UserError, match=rf"lora\.r is {r}, .* above 64"):
-        inject(built, Lora(r=r), spec_of(built.config, built))
+def facts(name: str, lora: Lora) -> AdapterFacts:
+    model = on_meta(tiny(name))
+    return adapter_facts(model, lora, spec_of(model.config, model))
 
 
-def test_dropout_on_experts_is_refused() -> None:
-    with pytest.raises(UserError, match="routed experts have no input to drop from"):
-        injected("tiny-qwen3_next", Lora(targets="all-linear", dropout=0.1))
-    injected("tiny-qwen3_next", Lora(targets="auto", dropout=0.1))
+def test_the_highest_rank_is_that_of_the_largest_weight() -> None:
+    assert facts("tiny-llama", Lora()).highest_rank == 64  # features between layers
+
+
+def test_facts_say_whether_experts_have_adapters() -> None:
+    assert facts("tiny-qwen3_next", Lora(targets="all-linear")).has_experts
+    assert not facts("tiny-qwen3_next", Lora(targets="auto")).has_experts
 
 
 def test_dropout_is_on_the_adapters_input() -> None:
@@ -325,9 +327,13 @@ def test_a_module_to_save_takes_no_adapter_as_well() -> None:
     assert len(adapted) == 28 - 3
 
 
-def test_targets_that_all_lie_in_modules_to_save_are_refused() -> None:
-    with pytest.raises(UserError, match="all of them lie in"):
-        injected("tiny-llama", Lora(targets=["q_proj"], modules_to_save=["self_attn"]))
+def test_facts_name_the_targets_that_modules_to_save_train_in_full() -> None:
+    both = facts("tiny-llama", Lora(targets=["q_proj"], modules_to_save=["self_attn"]))
+    assert (both.num_weights, both.targets_to_save) == (0, ("q_proj",))
+    one = facts("tiny-llama", Lora(targets=["q_proj", "up_proj"], modules_to_save=["self_attn"]))
+    assert (one.num_weights, one.targets_to_save) == (4, ("q_proj",))
+    some = facts("tiny-llama", Lora(targets=["q_proj"], modules_to_save=["layers.0.self_attn"]))
+    assert (some.num_weights, some.targets_to_save) == (3, ())
 
 
 def test_an_unknown_module_to_save_is_the_users_mistake() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.config import Lora, RunConfig
+from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.interfaces import Batch
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
@@ -272,10 +272,8 @@ def test_a_tied_weight_is_one_parameter_of_the_stages_of_one_rank(family):
 def test_gradients_reach_as_low_as_is_asked():
     cfg = replace(config("llama", "lora"), lora=Lora(r=4, targets=["layers.2.mlp.down_proj"]))
     expected = run_whole(whole(cfg), batches(cfg))
-    for below, reached in ((False, [False, False, True, True]), (True, [True] * 4)):
-        made = cut(cfg)
-        for stage in made:
-            stage.gradient_below = below
+    for schedule, reached in (("1f1b", [False, False, True, True]), ("zbv", [True] * 4)):
+        made = cut(replace(cfg, parallel=Parallel(schedule=schedule)))
         check_equal(run_chain(made, batches(cfg)), expected)
         assert [out.requires_grad for _, out in forwards(made, torch.tensor([0]))] == reached
         with torch.no_grad():

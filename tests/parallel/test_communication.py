@@ -62,6 +62,7 @@ CELLS = [
     ),
     *(cell("llama", layout, mode, processes(layout)) for layout, mode in TOGETHER.items()),
     cell("llama", "fsdp1", "lora", 2, "naive"),
+    cell("llama", "fsdp1", "lora", 2, "head"),
     # With adapters in the upper layers only, the backward ends there.
     *(cell("llama", layout, "lora", 2, "upper") for layout in ("tp", "tp-sp", "fsdp2", "pp")),
     cell("llama", "fsdp2", "full", 2, "keep-gathered"),
@@ -119,6 +120,15 @@ def count_each(cells: list[Cell]) -> list[Counted]:
 @pytest.mark.parametrize("cell", params())
 def test_a_step_sends_what_the_formula_says(cell):
     for rank, counted in enumerate(counted_together(together(cell))[cell]):
+        assert counted.sent == counted.predicted, f"rank {rank}"
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "fsdp1", "fsdp2"])
+def test_float32_adapters_beside_a_bfloat16_head(layout):
+    """Weights of two dtypes share no bucket."""
+    for rank, counted in enumerate(
+        run_ranks(2, count, cell("llama", layout, "lora", 2, "head"), "bfloat16")
+    ):
         assert counted.sent == counted.predicted, f"rank {rank}"
 
 

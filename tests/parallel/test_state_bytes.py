@@ -100,6 +100,8 @@ CELLS = [
         for mode, nproc in (("lora", 2), ("lora", 4), ("full", 4))
     ),
     *(Cell("qwen3_5_text", "fsdp1", "lora", nproc, "naive") for nproc in (2, 4)),
+    # The root then has two flat parameters, a trained and a frozen one.
+    Cell("qwen3_5_text", "fsdp1", "lora", 2, "head"),
     *(Cell("qwen3_5_text", "fsdp2", mode, 2, "offload-optimizer") for mode in ("lora", "full")),
     Cell("qwen3_5_text", "fsdp2", "full", 2, "offload-all"),
     # Along tp too; some weights then have no dim left to shard over data ranks.

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.models import tensor_cuts
 from shardwise.models.kinds import attention, jet_block
-from shardwise.models.patches import dropout
+from shardwise.models.patches import router_loss
 from shardwise.parallel import ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
 from shardwise.parallel.reduce import sum_gradients, sum_over
 from shardwise.training import gradients
@@ -101,15 +100,10 @@ def shared_heads_counted_by_each_rank():
 
 
 def mask_of_the_first_features_on_every_rank():
-    take = tensor_cuts.Rows.take
-
-    def share(block, linear, rows, axis):
-        adapter = block.get_submodule(linear.removesuffix(".base_layer"))
-        for module in adapter.modules():
-            if isinstance(module, dropout.SlotDropout):
-                module.features = take(rows, torch.arange(rows.size, dtype=torch.int32), 0, 0)
-
-    tensor_modules._share_dropout = share
+    share = tensor_modules._share_dropout
+    tensor_modules._share_dropout = lambda block, linear, rows, axis: share(
+        block, linear, rows, replace(axis, rank=0)
+    )
 
 
 def mask_drawn_for_the_share_alone():
@@ -128,14 +122,8 @@ def bias_added_by_each_rank():
 
 
 def router_loss_of_each_rank():
-    around = tensor_modules.compute_shares
-
-    def whole(block, split, axis, part):
-        around(block, split, axis, part)
-        if part.router_loss is not None:
-            part.router_loss.gradient_share = 1.0
-
-    tensor_modules.compute_shares = tensor_parallel.compute_shares = whole
+    make = router_loss.RouterLoss
+    router_loss.RouterLoss = lambda *args, gradient_share: make(*args)
 
 
 def squares_of_own_heads_only():
@@ -150,14 +138,8 @@ def norm_of_own_shares_only():
 
 
 def tokens_of_the_first_rank_on_every_rank():
-    split_head = tensor_parallel.split_head
-
-    def first(head, vocab_size, axis):
-        split_head(head, vocab_size, axis)
-        for module in tensor_modules.of_type(head, torch.nn.Linear):
-            module.vocabulary = replace(module.vocabulary, first=0)
-
-    tensor_parallel.split_head = first
+    vocabulary = tensor_modules.Vocabulary
+    tensor_modules.Vocabulary = lambda first, *others: vocabulary(0, *others)
 
 
 def gradient_of_a_block_not_summed():

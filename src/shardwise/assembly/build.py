@@ -27,11 +27,9 @@ from shardwise.assembly.state import FRESH, load_initial_weights, load_state
 from shardwise.config import RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel, State
 from shardwise.models import lora, tensor_plan
-from shardwise.models.causal_lm import CausalLM
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
 from shardwise.models.spec import ModelSpec
-from shardwise.models.stage import stages
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.schedule.costs import Cost, CostSource
@@ -110,8 +108,10 @@ def build(cfg: RunConfig, mesh: Mesh, state: State = FRESH) -> Job:
         materialise(nn.ModuleList(pm.parts), mesh.device)
         load_initial_weights(pm, cfg, state)
 
+    boundaries = () if cut is None else cut.split.boundaries
+    chunks = () if cut is None else cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
     pm = ParallelModel(
-        parts=_parts(cfg, mesh, facts, cut),
+        parts=order.into_parts(facts, cfg, boundaries, chunks),
         run=run_in_turn,
         make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
         from_portable=lambda name, held, portable: fill(held, portable),
@@ -146,13 +146,6 @@ def _cut(
     # A few numbers per layer go from every rank to all: a node may have another profile, or none.
     units, source = of_every_rank(costs)[0]
     return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
-
-
-def _parts(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> tuple[CausalLM, ...]:
-    if cut is None:
-        return (CausalLM(facts.hf, facts.spec, facts.family, cfg),)
-    chunks = cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
-    return stages(facts.hf, facts.spec, cut.split.boundaries, chunks, cfg, facts.family)
 
 
 def _can_count_flops(cfg: RunConfig, spec: ModelSpec) -> bool:

@@ -14,6 +14,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise import rules
+from shardwise.assembly.order import WholeModel, prepare
 from shardwise.config import RunConfig
 from shardwise.layouts import Facts, axis_sizes
 from shardwise.models import load, lora
@@ -21,26 +22,19 @@ from shardwise.models.facts import facts_of
 from shardwise.models.families import Family, family_of, spec_of
 from shardwise.models.patches import lora_kernel
 from shardwise.models.patches.loss import loss_of_run
-from shardwise.models.spec import ModelSpec
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.process.world import device_type
 from shardwise.schedule.orders import Pipeline
 
 
 @dataclass(frozen=True)
-class Description:
+class Description(WholeModel):
     """A run that may begin, before it takes memory; the same on every rank."""
 
-    hf: PreTrainedModel
-    """The whole model with its adapters, parameters on meta."""
-    spec: ModelSpec
-    family: Family
     sizes: Mapping[str, int]
     """Ranks along each axis of the mesh."""
     positions: int | None
     """Positions that the model has learned an embedding for; None: it takes any number."""
-    coverage: lora.Coverage | None
-    """The modules that LoRA adapts; None without LoRA."""
     kernels: Mapping[str, str]
     """The kernels that `training.loss` and `lora.kernel` choose on the device; {} without one."""
     pipeline: Pipeline | None
@@ -60,19 +54,18 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     hf_config = load.read_config(cfg.model)
     hf = load.build_meta(cfg.model, hf_config)
     spec, family = spec_of(hf_config, hf), family_of(hf)
-    coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
+    if cfg.lora:
+        rules.check(cfg, Facts(num_ranks, adapters=lora.adapter_facts(hf, cfg.lora, spec)))
+    model = prepare(WholeModel(hf, spec, family, coverage=None), cfg)
     facts = facts_of(hf, spec, family)
     rules.check(cfg, Facts(num_ranks, facts))
     notes = _beyond_positions(cfg, hf.config, facts.num_positions)
     if reason := facts.odd_experts(cfg.parallel.tp):
         notes += (f"experts run one after the other, which is slower: {reason}",)
     return Description(
-        hf=hf,
-        spec=spec,
-        family=family,
+        **vars(model),
         sizes=axis_sizes(cfg, num_ranks),
         positions=facts.num_positions,
-        coverage=coverage,
         kernels={} if device is None else _kernels(cfg, hf, family, device),
         pipeline=pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None,
         notes=notes,

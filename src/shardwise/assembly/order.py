@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeVar
+
+from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.models import lora
 from shardwise.models.causal_lm import CausalLM
+from shardwise.models.families import Family
 from shardwise.models.patches import PATCHES, Patch
 from shardwise.models.spec import ModelSpec
+from shardwise.models.stage import stages
 from shardwise.parallel import (
     accumulate,
     activation_checkpoint,
@@ -23,16 +29,37 @@ from shardwise.parallel import (
     zero,
 )
 
+ApplyToWhole = Callable[["WholeModel", RunConfig], "WholeModel"]
 Apply = Callable[[ParallelModel, Mesh, RunConfig, ModelSpec], ParallelModel]
 Load = Callable[[ParallelModel], None]
 
 
-class Entry(NamedTuple):
-    """Something that is done to a model."""
+@dataclass(frozen=True)
+class WholeModel:
+    """A transformers model on `meta`, before it becomes the parts of ranks."""
+
+    hf: PreTrainedModel
+    """The model, with what entries of ON_THE_WHOLE have put on it."""
+    spec: ModelSpec
+    family: Family
+    coverage: lora.Coverage | None
+    """The modules that LoRA adapts; None without LoRA."""
+
+
+Function = TypeVar("Function")
+
+
+class Entry(NamedTuple, Generic[Function]):
+    """Something that is done to a model before it becomes parts, or to its parts."""
 
     name: str
     is_requested: Callable[[RunConfig], bool]
-    apply: Apply
+    apply: Function
+
+
+def _with_adapters(model: WholeModel, cfg: RunConfig) -> WholeModel:
+    assert cfg.lora is not None
+    return replace(model, coverage=lora.inject(model.hf, cfg.lora, model.spec))
 
 
 def _patched(patch: Patch) -> Apply:
@@ -49,7 +76,11 @@ def _data(*names: str) -> Callable[[RunConfig], bool]:
     return lambda cfg: cfg.parallel.data in names
 
 
-BEFORE_LOADING = (
+ON_THE_WHOLE: tuple[Entry[ApplyToWhole], ...] = (
+    # Stages are copies of parts of the model, with their adapters.
+    Entry("LoRA", lambda cfg: cfg.lora is not None, _with_adapters),
+)
+BEFORE_LOADING: tuple[Entry[Apply], ...] = (
     # What replaces forwards comes first: the strategies wrap or shard what it has left.
     *(Entry(name, lambda cfg: True, _patched(patch)) for name, patch in PATCHES),
     # Shards the weights that all others then wrap.
@@ -67,7 +98,7 @@ BEFORE_LOADING = (
     # Shards a model on meta, so that no rank ever holds all of it.
     Entry("fsdp2", _data("fsdp2"), fsdp2.apply),
 )
-AFTER_LOADING = (
+AFTER_LOADING: tuple[Entry[Apply], ...] = (
     # Copies real shards.
     Entry("offload", lambda cfg: cfg.parallel.offload != "none", offload.apply),
     # Wraps real weights.
@@ -81,21 +112,39 @@ AFTER_LOADING = (
     # Runs the stages that all others have prepared.
     Entry("pipeline", lambda cfg: cfg.parallel.pp > 1, pipeline_parallel.apply),
 )
-ORDER = (*BEFORE_LOADING, *AFTER_LOADING)
-"""Weights are loaded, into what each rank holds, between the two."""
+ORDER = (*ON_THE_WHOLE, *BEFORE_LOADING, *AFTER_LOADING)
+"""After the first section the model becomes parts (`into_parts`). Between the other two weights are
+loaded, into what each rank holds."""
+
+
+def prepare(model: WholeModel, cfg: RunConfig) -> WholeModel:
+    """Do to a model everything that the run requests before it becomes parts."""
+    for entry in ON_THE_WHOLE:
+        if entry.is_requested(cfg):
+            model = entry.apply(model, cfg)
+    return model
+
+
+def into_parts(
+    model: WholeModel, cfg: RunConfig, boundaries: Sequence[int] = (), chunks: Sequence[int] = ()
+) -> tuple[CausalLM, ...]:
+    """Return a model as one part or, with boundaries, the stages of these chunks (see `stages`)."""
+    if not boundaries:
+        return (CausalLM(model.hf, model.spec, model.family, cfg),)
+    return stages(model.hf, model.spec, boundaries, chunks, cfg, model.family)
 
 
 def apply(
     pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec, load: Load
 ) -> ParallelModel:
-    """Do to a model on `meta` everything that the run requests, in ORDER, and load its weights."""
+    """Do to the parts of a model everything that the run requests, in ORDER, and load weights."""
     pm = _apply_each(BEFORE_LOADING, pm, mesh, cfg, spec)
     load(pm)
     return _apply_each(AFTER_LOADING, pm, mesh, cfg, spec)
 
 
 def _apply_each(
-    entries: Sequence[Entry], pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec
+    entries: Sequence[Entry[Apply]], pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec
 ) -> ParallelModel:
     for entry in entries:
         if entry.is_requested(cfg):

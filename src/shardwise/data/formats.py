@@ -56,6 +56,7 @@ class Encoder:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, data: Data) -> Encoder:
         """Make the encoder of a run; UserError where the tokenizer lacks what it needs."""
+        # No rules of rules/: only the tokenizer's files say what it lacks.
         pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         if data.packed in JOINED and eos is None:
             need = f"data.packing {data.packed} joins documents with eos_token"

@@ -86,13 +86,10 @@ def build_loaders(
     data. The batches raise it for documents.
     """
     batch_size, micro_batch_size = cfg.training.global_batch_size, cfg.training.micro_batch_size
-    if len(slots) % micro_batch_size:
-        raise UserError(
-            f"training.micro_batch_size {micro_batch_size} does not divide the {len(slots)} rows "
-            f"per rank of training.global_batch_size {batch_size}; change one of them"
-        )
+    assert len(slots) % micro_batch_size == 0, "a rule refuses it: the global batch over the ranks"
     encoder = Encoder.of(tokenizer, cfg.data)
     corpus, order, held_out = _documents(cfg)
+    # No rule of rules/: only the files say how many documents there are.
     if len(order) < batch_size and cfg.data.format != "text":
         raise UserError(
             f"data.train: {len(order)} documents are fewer than the {batch_size} rows of "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from peft.tuners.lora import ParamWrapper
 from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
 
@@ -49,7 +48,6 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
             p.requires_grad and p.dtype != torch.float32 for p in hf.parameters()
         ),
         has_plain_adapters=lora_kernel.has_plain_layers(hf),
-        has_expert_adapters=any(isinstance(module, ParamWrapper) for module in hf.modules()),
         saved_layers=_saved_layers(hf, spec),
         blocks=family.paths,
         indivisible=indivisible,

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, UserError
+from shardwise.layouts import AdapterFacts
 from shardwise.models.families import Family, family_of
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.seeds import stable_seed
@@ -96,15 +97,13 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     name with `experts` in it). Never the head, nor what `Family.bypassed` holds. Factors have
     `lora.dtype`; modules to save keep the model's.
 
-    Raises UserError for a name that adapts nothing, for dropout on experts, and for modules to save
-    that are tied.
+    Raises UserError for a name that adapts nothing, and for modules to save that are tied. By
+    `adapter_facts` rules have refused what else cannot be (rules/adapters.py).
     """
-    family = family_of(model)
-    _check_rank(model, lora)
-    weights = _adaptable(model, spec, family)
+    weights = _adaptable(model, spec, family_of(model))
     saved = _saved_modules(model, lora, spec)
-    chosen = [weight for weight in _choose(weights, lora, spec, family) if not weight.is_in(saved)]
-    _check_chosen(chosen, weights, lora, spec, family)
+    chosen = _chosen(weights, lora, spec, family_of(model), saved)
+    assert chosen, "a rule refuses adapters on nothing"
     _put_adapters(model, lora, chosen, saved)
     layers = adapter_layers(model)
     paths = {weight.path for weight in chosen}
@@ -113,6 +112,27 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
         for factor in (layer.lora_A, layer.lora_B):
             factor.to(torch.float32 if lora.dtype == "float32" else model.config.dtype)
     return _coverage(model, [weight for weight in weights if not weight.is_in(saved)], paths)
+
+
+def adapter_facts(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> AdapterFacts:
+    """Return the facts of the adapters that `inject` would put on a model that has none yet.
+
+    Raises UserError as `inject`.
+    """
+    family = family_of(model)
+    weights = _adaptable(model, spec, family)
+    chosen = _chosen(weights, lora, spec, family, _saved_modules(model, lora, spec))
+    targets = lora.targets if isinstance(lora.targets, list) else []
+    return AdapterFacts(
+        num_weights=len(chosen),
+        targets_to_save=tuple(
+            target
+            for target in targets
+            if not set(_matches(target, weights, spec, family)) & set(chosen)
+        ),
+        has_experts=any(weight.is_stack for weight in chosen),
+        highest_rank=max(min(p.shape[-2:]) for p in model.parameters() if p.dim() > 1),
+    )
 
 
 def reach(
@@ -180,34 +200,6 @@ def peft_config(
     )
 
 
-def _check_rank(model: PreTrainedModel, lora: Lora) -> None:
-    full = max(min(parameter.shape[-2:]) for parameter in model.parameters() if parameter.dim() > 1)
-    if lora.r > full:
-        raise UserError(
-            f"lora.r is {lora.r}, but no weight of this model has a rank above {full}; lower lora.r"
-        )
-
-
-def _check_chosen(
-    chosen: list[_Weight], weights: list[_Weight], lora: Lora, spec: ModelSpec, family: Family
-) -> None:
-    if not chosen:
-        raise UserError(
-            "lora.targets: all of them lie in lora.modules_to_save; leave the section out to train "
-            "in full"
-        )
-    for target in lora.targets if isinstance(lora.targets, list) else ():
-        if not set(_matches(target, weights, spec, family)) & set(chosen):
-            raise UserError(
-                f"lora.targets: {target} lies in lora.modules_to_save too; name it in one of them"
-            )
-    if lora.dropout > 0.0 and any(weight.is_stack for weight in chosen):
-        raise UserError(
-            f"lora.dropout is {lora.dropout}, but the adapters on routed experts have no input to "
-            "drop from; set it to 0, or leave the experts out of lora.targets"
-        )
-
-
 def _put_adapters(
     model: PreTrainedModel, lora: Lora, chosen: list[_Weight], saved: list[str]
 ) -> None:
@@ -237,6 +229,13 @@ def _adaptable(model: PreTrainedModel, spec: ModelSpec, family: Family) -> list[
             if name in parameters:
                 weights.append(_Weight(f"{layer.name}.{name}", name, layer, is_stack=True))
     return weights
+
+
+def _chosen(
+    weights: list[_Weight], lora: Lora, spec: ModelSpec, family: Family, saved: list[str]
+) -> list[_Weight]:
+    """Return the weights that get adapters: not those that are trained in full."""
+    return [weight for weight in _choose(weights, lora, spec, family) if not weight.is_in(saved)]
 
 
 def _choose(weights: list[_Weight], lora: Lora, spec: ModelSpec, family: Family) -> list[_Weight]:

@@ -43,10 +43,6 @@ class Stage(CausalLM):
         self.loss_scale = 1.0  # the gradient of the loss in this step's backward, set before it
         self.router_total = torch.zeros(())
         """The router loss since it was reset, except what is in the loss of the last stage."""
-        self.gradient_below = False
-        """Hidden states get a gradient all the way down, even if nothing there is trained."""
-        if spec.first:
-            hf.get_submodule(spec.embed).register_forward_hook(self._require_gradient)
 
     # torch.distributed.pipelining gives these arguments.
     def forward(  # ty: ignore[incompatible-method-override]
@@ -87,10 +83,6 @@ class Stage(CausalLM):
             return {"input_ids": batch.input_ids}
         assert carried.dtype == self.carried_dtype, (carried.dtype, self.carried_dtype)
         return {"inputs_embeds": carried}
-
-    def _require_gradient(self, embed: nn.Module, args: object, embedded: torch.Tensor) -> None:
-        if self.gradient_below and torch.is_grad_enabled():
-            embedded.requires_grad_()
 
 
 def stages(

@@ -34,10 +34,10 @@ class Unit(nn.Module):
     So the model keeps the bare module, and with it transformers' names.
     """
 
-    def __init__(self, module: nn.Module, inner: list[FullyShardedDataParallel]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.inner = nn.ModuleList(inner)  # The root's wrapper looks for the others here.
+        self.inner = nn.ModuleList()  # The root's wrapper looks for the others here.
         self.compute = module.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,10 +61,13 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
             ignored += odd_dtype(together)
             taken = set(together)
             others = [p for p in module.parameters() if p not in taken]
-            unit = Unit(module, list(wrappers) if module is part else [])
-            wrappers.append(_wrap(unit, mesh, [*ignored, *others]))
+            wrappers.append(_wrap(Unit(module), mesh, [*ignored, *others]))
             module.forward = wrappers[-1].__call__
-    root = wrappers[-1]
+    *inner, root = wrappers
+    assert isinstance(root.module, Unit)
+    # Not earlier: a wrapper leaves out all parameters that those in it have left out when it is
+    # made, and the root's inner wrapper, of what is trained, has left out what the root shards.
+    root.module.inner.extend(inner)
     flat = [wrapper._handle.flat_param for wrapper in wrappers if wrapper._handle is not None]
 
     def reshard_after_evaluation(*_: object) -> None:

@@ -64,10 +64,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     # A few chunk numbers go from every rank to all.
     lowest = min(chain(*of_every_rank(trained)), default=pipeline.num_chunks)
     if cfg.parallel.schedule in HALVING:
-        # The first half of such a backward starts at the gradient of a stage's input. Without one,
-        # the gradients of the stage's weights would be lost.
-        lowest = 0
-        parts[0].gradient_below = chunks[0] == 0
+        lowest = 0  # See models/patches/embedding.py.
     hidden = torch.empty(0, 0, spec.hidden_size, dtype=hidden_dtype(cfg), device="meta")
     runner = _Runner(pipeline, chunks, lowest, hidden, mesh)
     pm = replace(pm, run=runner.run, next_token=runner.next_token, events=runner.events)

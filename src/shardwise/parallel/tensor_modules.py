@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.kernels.linear_cross_entropy import Vocabulary
-from shardwise.models.causal_lm import CausalLM
 from shardwise.models.names import in_use
 from shardwise.models.patches.dropout import SlotDropout
 from shardwise.models.tensor_cuts import BlockSplit, Rows
@@ -78,7 +77,7 @@ class Shares:
         return self.in_place()(forward)
 
 
-def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: CausalLM) -> None:
+def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis) -> None:
     """Let a sharded block compute this rank's partial sum of its output, and add these up."""
     shares = Shares(block)
     for name, value in split.attributes.items():
@@ -104,13 +103,9 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: 
         if getattr(module, "bias", None) is not None:
             shares.changed[module, "bias"] = lambda bias: bias / axis.size  # Each rank adds it.
         _share_dropout(block, name, cut.rows, axis)
-    routers = [] if part.router_loss is None else part.router_loss.routers
     for module in block.modules():
         if isinstance(module, ParamWrapper):
             _fold(module, shares)
-        if part.router_loss is not None and any(module is router for router in routers):
-            # Every rank has a partial sum of the block's gradient.
-            part.router_loss.gradient_share = 1 / axis.size
     forward = as_in_evaluation(block, block.forward) if split.as_in_evaluation else block.forward
     block.forward = around(shares.within(forward), axis.enter, axis.leave)
 
@@ -158,14 +153,15 @@ def split_head(head: nn.Module, vocab_size: int, axis: TensorAxis) -> None:
     Logits alone are gathered.
     """
     most = -(-vocab_size // axis.size)
+    vocabulary = Vocabulary(axis.rank * most, most, axis.sum, axis.largest)
     for module in of_type(head, nn.Linear):
-        module.vocabulary = Vocabulary(axis.rank * most, most, axis.sum, axis.largest)
         with_shares = Shares(module).within(module.forward)
-        module.forward = partial(_logits_or_loss, with_shares, vocab_size, axis)
+        module.forward = partial(_logits_or_loss, with_shares, vocabulary, vocab_size, axis)
 
 
 def _logits_or_loss(
     inner: Callable[..., torch.Tensor],
+    vocabulary: Vocabulary,
     vocab_size: int,
     axis: TensorAxis,
     hidden: torch.Tensor,
@@ -174,7 +170,7 @@ def _logits_or_loss(
     if not axis.shares_tokens:  # Otherwise the final norm has done it.
         hidden = axis.enter(hidden)
     if labels is not None:
-        return inner(hidden, labels)
+        return inner(hidden, labels, vocabulary)
     logits = inner(hidden)  # [B, T, V/n]
     shape = [*logits.shape[:-1], vocab_size]
     sharded = placed(logits, axis.mesh, [Shard(len(shape) - 1)], shape)
@@ -187,9 +183,10 @@ def _share_dropout(block: nn.Module, linear: str, rows: Rows, axis: TensorAxis) 
     """Let PEFT's dropout on a linear's sharded features take this rank's part of the mask."""
     adapter = block.get_submodule(linear.removesuffix(".base_layer"))
     features = rows.take(torch.arange(rows.size, dtype=torch.int32), 0, axis.rank)
-    for module in adapter.modules():
-        if isinstance(module, SlotDropout):
-            module.features = features.to(axis.mesh.device_type)
+    for parent in list(adapter.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, SlotDropout):
+                setattr(parent, name, child.of_share(features.to(axis.mesh.device_type)))
 
 
 def _fold(wrapper: ParamWrapper, shares: Shares) -> None:

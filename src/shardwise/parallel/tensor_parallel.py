@@ -151,7 +151,7 @@ class _Splitter:
             self._shard(full_name, parameter, cuts[name].dim, size, size * self.axis.size)
             if not cuts[name].rows.in_order:
                 self.result.reordered[full_name] = cuts[name]
-        compute_shares(block, split, self.axis, self.part)
+        compute_shares(block, split, self.axis)
 
     def _shard(self, name: str, full: nn.Parameter, dim: int, size: int, total: int) -> None:
         """Replace a parameter by this rank's share: `size` rows of `total`, or the last rows."""

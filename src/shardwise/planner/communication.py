@@ -132,20 +132,26 @@ def _numbers(step: Step) -> Iterator[Messages]:
 
 
 def _ddp(step: Step) -> Iterator[Messages]:
-    """Yield the sum of all trained gradients, once a step."""
-    yield Messages("all-reduce", "dp_replicate", 1, _float32_bytes(step.share.trained))
+    """Yield the sums of all trained gradients, once a step: one for each dtype of weights, unless a
+    pipeline or tensor parallelism sums them after the last backward.
+    """
+    sums_after = step.sizes["pp"] > 1 or step.sizes["tp"] > 1
+    num_sums = 1 if sums_after else _num_dtypes(step.share.trained)
+    yield Messages("all-reduce", "dp_replicate", num_sums, _float32_bytes(step.share.trained))
 
 
 def _zero(step: Step) -> Iterator[Messages]:
     """Yield the reduce-scatter of trained gradients, once a step or, in stage 2, a micro-batch, and
-    the all-gather of the updated weights.
+    the all-gather of the updated weights, one of each for each dtype of weights.
     """
     n = step.sizes["dp_replicate"]
     unsharded = [weight for weight in step.share.trained if weight.shard_dim(n) is None]
     sharded = [weight for weight in step.share.trained if weight not in unsharded]
     times = 1 if step.cfg.parallel.data == "zero1" else step.num_microbatches
-    yield Messages("reduce-scatter", "dp_replicate", times, times * _float32_bytes(sharded, n))
-    yield Messages("all-gather", "dp_replicate", 1, _weight_bytes(sharded, n))
+    num_dtypes = _num_dtypes(sharded)
+    num_bytes = times * _float32_bytes(sharded, n)
+    yield Messages("reduce-scatter", "dp_replicate", times * num_dtypes, num_bytes)
+    yield Messages("all-gather", "dp_replicate", num_dtypes, _weight_bytes(sharded, n))
     if unsharded:
         yield Messages("all-reduce", "dp_replicate", 1, _float32_bytes(unsharded))
 
@@ -153,15 +159,18 @@ def _zero(step: Step) -> Iterator[Messages]:
 def _fsdp1(step: Step) -> Iterator[Messages]:
     """Yield, per micro-batch, what fsdp2 sends, of flat parameters.
 
-    A unit with nothing trained in it or below is not gathered for a backward.
+    A unit with nothing trained in it or below is not gathered for a backward, nor is the outer
+    flat parameter of the root, which stays gathered.
     """
     n, m = step.sizes["dp_shard"], step.num_microbatches
     (chunk,) = step.share.chunks
     has_backward = False
     for unit in units_of(chunk, "fsdp1"):
         has_backward = has_backward or bool(unit.trained)
-        gathers = 2 * m if has_backward and not unit.is_kept else m
-        for weights in flat_parameters(unit, step.cfg.parallel.fsdp1_wrap):
+        flat = flat_parameters(unit, step.cfg.parallel.fsdp1_wrap)
+        for weights in flat:
+            is_kept = unit.is_kept and weights is flat[-1]
+            gathers = 2 * m if has_backward and not is_kept else m
             numel = -(-flat_spans(weights)[-1][1] // n) * n
             num_bytes = numel * weights[0].itemsize
             yield Messages("all-gather", "dp_shard", gathers, gathers * num_bytes)
@@ -287,6 +296,11 @@ DATA_FORMULAS: Mapping[str, Callable[[Step], Iterator[Messages]]] = {
     "fsdp1": _fsdp1,
     "fsdp2": _fsdp2,
 }
+
+
+def _num_dtypes(weights: Iterable[Weight]) -> int:
+    """Return how many dtypes weights have; those of two dtypes share no bucket."""
+    return len({weight.itemsize for weight in weights})
 
 
 def _weight_bytes(weights: Iterable[Weight], num_shards: int = 1) -> int:

@@ -40,11 +40,10 @@ from shardwise.assembly.profiles import (
 )
 from shardwise.config import Parallel, RunConfig
 from shardwise.interfaces import Batch, Mesh, ParallelModel
-from shardwise.layouts import HALVING
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models import load, lora
 from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.stage import Stage, stages
+from shardwise.models.stage import Stage
 from shardwise.parallel.place import fill
 from shardwise.parallel.reduce import of_every_rank
 from shardwise.process.watchdog import beat
@@ -250,7 +249,9 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]
     parts: list[Stage] = []
     for place in places:
         boundaries = sorted({0, place, place + 1, num_units})
-        parts += stages(hf, spec, boundaries, [boundaries.index(place)], cfg)
+        for part in order.into_parts(facts, cfg, boundaries, [boundaries.index(place)]):
+            assert isinstance(part, Stage)
+            parts.append(part)
 
     def load_parts(pm: ParallelModel) -> None:
         for part in parts:
@@ -266,13 +267,14 @@ def make_bench(cfg: RunConfig, mesh: Mesh, facts: Description, places: list[int]
         torch.optim.SGD,
         from_portable=lambda name, held, portable: fill(held, portable),
     )
-    order.apply(pm, mesh, replace(cfg, parallel=Parallel()), spec, load_parts)
+    # Only the schedule is left of `parallel`: a patch looks at it.
+    alone = replace(cfg, parallel=Parallel(schedule=cfg.parallel.schedule))
+    order.apply(pm, mesh, alone, spec, load_parts)
     batch = _random_batch(cfg, spec.vocab_size).to(mesh.device)
     loss_scale = 1.0 / batch.input_ids.numel()
     for part in parts:
         part.train()
         part.microbatches, part.loss_scale = [batch], loss_scale
-        part.gradient_below = cfg.parallel.schedule in HALVING
     number = torch.zeros(1, dtype=torch.int64)
     hidden = parts[0](number, number).detach()
     needed = needs_gradient(hf, spec, cfg.parallel.schedule)

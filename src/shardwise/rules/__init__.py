@@ -12,13 +12,14 @@ from collections.abc import Iterator
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError
 from shardwise.layouts import NAMES, Facts, ModelFacts, parallel_of
-from shardwise.rules import models, ranks, run_file
+from shardwise.rules import adapters, models, ranks, run_file
 from shardwise.rules.rule import Case, Rule
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "run file": run_file.RULES,
     "grid": ranks.GRID_RULES,
     "step": ranks.STEP_RULES,
+    "adapters": adapters.RULES,
     "model": models.RULES,
 }
 """The rules by what they ask for. A group may rely on the groups before it, so it is asked only
@@ -28,15 +29,14 @@ where no earlier group refuses."""
 def refusals(cfg: RunConfig, facts: Facts | None = None) -> Iterator[tuple[str, str]]:
     """Yield the name and the message of every rule of the first group that forbids a run.
 
-    Without `facts` only the rules on the run file are asked; without `facts.model`, all except
-    those on models.
+    Without `facts` only the rules on the run file are asked; without `facts.model` or
+    `facts.adapters`, all except those on models or on adapters.
     """
     case = Case(cfg, facts or Facts(num_ranks=1))
+    unknown = {"model": case.facts.model is None, "adapters": case.facts.adapters is None}
     for group, rules in RULES.items():
-        if (group != "run file" and facts is None) or (
-            group == "model" and case.facts.model is None
-        ):
-            return
+        if unknown.get(group, facts is None and group != "run file"):
+            continue
         refused = [(rule.name, rule.message(case)) for rule in rules if rule.applies(case)]
         if refused:
             yield from refused

@@ -148,16 +148,6 @@ RULES = (
         why="no layer would use the kernel",
     ),
     Rule(
-        "fsdp1 with adapters on experts",
-        applies=lambda case: case.parallel.data == "fsdp1" and case.model.has_expert_adapters,
-        problem=(
-            "parallel.data fsdp1: PEFT computes adapters on routed experts over a parameter, and "
-            "finds a view into a flat one in its place"
-        ),
-        way_out="use fsdp2, or leave the experts out of lora.targets",
-        why="PEFT's wrapper registers a parametrization, which needs the parameter itself",
-    ),
-    Rule(
         "tp with whole layers in modules_to_save",
         applies=lambda case: case.parallel.tp > 1 and case.model.saved_layers is not None,
         problem=(

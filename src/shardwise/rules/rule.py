@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardwise.config import Parallel, RunConfig, Training
-from shardwise.layouts import Facts, ModelFacts, layout_of
+from shardwise.layouts import AdapterFacts, Facts, ModelFacts, layout_of
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,16 @@ class Case:
         assert self.facts.model is not None, "a rule on models is asked without one"
         return self.facts.model
 
+    @property
+    def adapters(self) -> AdapterFacts:
+        """The facts of the adapters, which rules on adapters rely on."""
+        assert self.facts.adapters is not None, "a rule on adapters is asked without any"
+        return self.facts.adapters
+
 
 Text = str | Callable[[Case], str]
 """Part of a message: a template whose fields are `cfg`, its sections `parallel` and `training`,
-`model` and `layout`, or a function."""
+`adapters`, `model` and `layout`, or a function."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,8 @@ class Rule:
         """Return one line to the user."""
         cfg = case.cfg
         fields: dict[str, object] = {"cfg": cfg, "parallel": cfg.parallel, "training": cfg.training}
-        fields |= {"model": case.facts.model, "layout": layout_of(cfg.parallel)}
+        fields |= {"adapters": case.facts.adapters, "model": case.facts.model}
+        fields["layout"] = layout_of(cfg.parallel)
         texts = (self.problem, self.way_out)
         return "; ".join(
             text.format(**fields) if isinstance(text, str) else text(case) for text in texts

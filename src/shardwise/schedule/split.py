@@ -105,6 +105,7 @@ def split(
     else:
         boundaries = _explicit(mode)
     predicted = predict(units, tuple(boundaries.tolist()), pipeline)
+    # No rule of rules/: the bytes may be measured ones, which only the machine of the run has.
     if max(predicted.memory_bytes) > limit_bytes:
         name = mode if isinstance(mode, str) else "given"
         raise UserError(

@@ -16,6 +16,7 @@ from shardwise.config import RunConfig
 from shardwise.models.patches import (
     attention,
     dropout,
+    embedding,
     experts,
     forget_gate,
     isolation,
@@ -31,6 +32,7 @@ Patch = Callable[["CausalLM", RunConfig, torch.device], None]
 
 PATCHES: tuple[tuple[str, Patch], ...] = (
     ("dropout masks by row", dropout.apply),
+    ("embeddings with a gradient", embedding.apply),
     ("attention kernel", attention.apply),
     ("experts one by one", experts.apply),
     ("finite forget gates", forget_gate.apply),

@@ -62,15 +62,21 @@ class DropoutState:
 class SlotDropout(nn.Module):
     """Dropout of probability `p` on [B, ..., D] or [B*T, D], with the masks of the rows' slots."""
 
-    def __init__(self, p: float, name: str, state: DropoutState) -> None:
+    def __init__(
+        self, p: float, name: str, state: DropoutState, features: torch.Tensor | None = None
+    ) -> None:
+        """`features`: which of the last dim's the input has, int32; None: all of them."""
         super().__init__()
         state.used |= p > 0.0
         self.p, self.name, self.state = p, name, state
         # A tensor: compiled layers share code, of which a number would be a part. It has one
         # element and is on the CPU, so any device takes it without a wait.
         self.salt = torch.tensor(_int32(stable_seed(name)), dtype=torch.int32)
-        self.features: torch.Tensor | None = None
-        """Which features of the last dim x has, int32, where it has a rank's share of them."""
+        self.features = features
+
+    def of_share(self, features: torch.Tensor) -> SlotDropout:
+        """Return the same dropout for an input that has only these features, int32."""
+        return SlotDropout(self.p, self.name, self.state, features)
 
     @property
     def active(self) -> bool:

@@ -11,7 +11,12 @@ from transformers import PretrainedConfig
 
 from shardwise.config import RunConfig, UserError
 from shardwise.interfaces import IGNORED
-from shardwise.kernels.linear_cross_entropy import Kernel, kernel_of, linear_cross_entropy
+from shardwise.kernels.linear_cross_entropy import (
+    Kernel,
+    Vocabulary,
+    kernel_of,
+    linear_cross_entropy,
+)
 from shardwise.kernels.triton_support import why_not
 from shardwise.models.families import FAMILIES, Family
 
@@ -52,7 +57,6 @@ def _give_loss(head: nn.Module, scale: float, softcap: float | None, kernel: Ker
     """Let the linear of a head, or both copies that PEFT has of it, take labels."""
     linears: list[Any] = [module for module in head.modules() if isinstance(module, nn.Linear)]
     for module in linears:
-        module.vocabulary = None  # tensor parallelism sets which rows of the weight a rank has
         module.forward = _logits_or_loss(module, scale, softcap, kernel)
 
 
@@ -61,7 +65,12 @@ def _logits_or_loss(
 ) -> Callable[..., torch.Tensor]:
     logits = linear.forward
 
-    def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        vocabulary: Vocabulary | None = None,
+    ) -> torch.Tensor:
+        # Tensor parallelism says which rows of the weight a rank has.
         if labels is None:
             return logits(hidden)
         return linear_cross_entropy(
@@ -72,7 +81,7 @@ def _logits_or_loss(
             scale=scale,
             softcap=softcap,
             ignore_index=IGNORED,
-            vocabulary=linear.vocabulary,
+            vocabulary=vocabulary,
             kernel=kernel,
         )
 

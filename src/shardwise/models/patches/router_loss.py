@@ -32,7 +32,9 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     coefficient = cfg.model.router_aux_loss_coef
     if coefficient:
         routers = routers_of(part.hf, part.family)
-        part.router_loss = RouterLoss(routers, coefficient, part.num_routers)
+        part.router_loss = RouterLoss(
+            routers, coefficient, part.num_routers, gradient_share=1 / cfg.parallel.tp
+        )
 
 
 class RouterLoss:
@@ -46,12 +48,21 @@ class RouterLoss:
     layers before it multiplies f_e by P_e, and that product depends on which rows share a forward.
     """
 
-    def __init__(self, routers: list[nn.Module], coefficient: float, num_layers: int) -> None:
-        """Hook the routers of a model or stage; `num_layers`: all mixtures of the whole model."""
+    def __init__(
+        self,
+        routers: list[nn.Module],
+        coefficient: float,
+        num_layers: int,
+        gradient_share: float = 1.0,
+    ) -> None:
+        """Hook the routers of a model or stage; `num_layers`: all mixtures of the whole model.
+
+        `gradient_share`: what this rank's backward gives of the loss's gradient. Every rank of `tp`
+        computes the loss, and adds up what reaches routers and hidden states.
+        """
         self.weight = coefficient / num_layers
         self.routers = routers
-        self.gradient_share = 1.0
-        """The share of the loss's gradient that this rank's backward gives."""
+        self.gradient_share = gradient_share
         self.outputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for router in routers:
             router.register_forward_hook(self._record)
