@@ -68,7 +68,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             for start in range(0, tokens, CHUNK):
                 states.append(s)
                 chunk = _chunk(q, k, v, g, beta, numbers, start)
-                values, reads = _solve(chunk)
+                values, reads = _solve(chunk, _alike(chunk))
                 corrections = values - reads @ s
                 scores = (chunk.q @ chunk.k.mT).mul_(chunk.between)
                 chunk_out = (chunk.q * chunk.from_start) @ s + scores @ corrections
@@ -152,16 +152,17 @@ def _chunk(
     return _Chunk(q, k, v, beta, *(x.to(v.dtype).exp_() for x in (from_start, between, to_end)))
 
 
-def _system(chunk: _Chunk) -> torch.Tensor:
-    """Return the system's matrix [B, N, C, C]; only what is below the diagonal counts."""
-    return (chunk.k @ chunk.k.mT).mul_(chunk.between).mul_(chunk.beta)
+def _alike(chunk: _Chunk) -> torch.Tensor:
+    """Return k_i . k_j times the share of token j that is left at token i: [B, N, C, C]."""
+    return (chunk.k @ chunk.k.mT).mul_(chunk.between)
 
 
-def _solve(chunk: _Chunk) -> tuple[torch.Tensor, ...]:
+def _solve(chunk: _Chunk, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return values [B, N, C, H] and reads [B, N, C, S]: corrections are values - reads @ s."""
     right_side = torch.cat([chunk.v, chunk.k * chunk.from_start], -1).mul_(chunk.beta)
+    # Of the matrix, only what is below the diagonal is read.
     solution = torch.linalg.solve_triangular(
-        _system(chunk), right_side, upper=False, unitriangular=True
+        alike * chunk.beta, right_side, upper=False, unitriangular=True
     )
     return solution.split([chunk.v.shape[-1], chunk.k.shape[-1]], -1)
 
@@ -175,9 +176,9 @@ def _backward(
     the state after it; both are [B, N, S, H].
     """
     q, k, v, beta, from_start, between, to_end = chunk
-    values, reads = _solve(chunk)
+    similar, alike = (q @ k.mT).mul_(between), _alike(chunk)
+    values, reads = _solve(chunk, alike)
     corrections = values - reads @ before
-    similar, alike = (q @ k.mT).mul_(between), (k @ k.mT).mul_(between)
     q_from_start, k_to_end = q * from_start, k * to_end
 
     # Through the output and the state after the chunk.
