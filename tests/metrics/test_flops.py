@@ -16,7 +16,7 @@ from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.kinds.base import Core
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
-from shardwise.models.kinds.jet_block import DynamicConvolution
+from shardwise.models.kinds.jet_block import ChunkedRule, DynamicConvolution
 from shardwise.models.kinds.kda import KimiDeltaAttention
 from shardwise.models.kinds.mamba import Mamba
 from shardwise.models.patches.dropout import DropoutState
@@ -66,6 +66,10 @@ def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
     if isinstance(core, SlidingAttention):
         # Both have all T keys; the scores that a fused backward computes again are ours alone.
         return 0.5 * backward * 4 * core.num_heads * core.head_dim * LENGTH
+    if isinstance(core, ChunkedRule):
+        # Solves of 64 and of 16 tokens; a backward has two.
+        columns = 64 * 63 + 16 * 15
+        return (forwards + 2 * backward) * 4 * columns * (8 + 16) / LENGTH
     if isinstance(core, GatedDeltaNet):
         # Triangular solves: 64 x 64, unit diagonal, 8 + 16 columns, in each of 2 chunks and 4
         # heads.

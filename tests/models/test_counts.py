@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.models.counts import Unit, Weight, count_model
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
-from shardwise.models.kinds.jet_block import DynamicConvolution
+from shardwise.models.kinds.jet_block import ChunkedRule, DynamicConvolution
 from shardwise.models.kinds.kda import KimiDeltaAttention
 from shardwise.models.kinds.mamba import Mamba
 from shardwise.models.kinds.mamba2 import Mamba2
@@ -58,7 +58,10 @@ def test_cores_of_each_kind():
         "short_convolution": (),
         "mamba2": (scan,),
         "attention_and_mamba2": (attention, scan),
-        "jet_block": (DynamicConvolution(num_channels=4 * 16, width=4), rule),
+        "jet_block": (
+            DynamicConvolution(num_channels=4 * 16, width=4),
+            ChunkedRule(num_heads=4, key_dim=8, value_dim=16),
+        ),
         "kda": (KimiDeltaAttention(num_heads=2, key_dim=16, value_dim=16),),
         "mamba": (Mamba(num_channels=64, state_size=8),),
         "mlp": (),

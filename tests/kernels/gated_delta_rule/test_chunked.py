@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardwise.kernels.gated_delta_rule import chunked, gated_delta_rule, naive
 from tests.models.tiny import relative_error
@@ -109,3 +111,64 @@ def test_strong_decay_among_weak_ones(strongest):
         tensors[3].fill_(-strongest)
     _, grads = run(chunked.gated_delta_rule, tensors)
     assert all(grad.isfinite().all() for grad in grads)
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Inputs in float64 with documents, heads that share keys, and decays of a drawn strength."""
+    rows, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 140))
+    keys, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    key_size, value_size = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**30)))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    heads = keys * group
+    rate = torch.rand(rows, tokens, heads, generator=generator, dtype=torch.float64)
+    tensors = [
+        normal(rows, tokens, keys, key_size),
+        normal(rows, tokens, keys, key_size),
+        normal(rows, tokens, heads, value_size),
+        -draw(st.sampled_from([0.0, 0.01, 1.0, 100.0])) * rate,
+        normal(rows, tokens, heads).sigmoid(),
+        normal(rows, heads, key_size, value_size),
+    ]
+    share = draw(st.sampled_from([0.0, 0.02, 0.3, 1.0]))
+    begins = torch.rand(rows, tokens, generator=generator) < share
+    return [x.requires_grad_() for x in tensors], begins.cumsum(1)
+
+
+@settings(max_examples=40)
+@given(packed())
+def test_documents_and_shared_keys_equal_the_recurrence(drawn):
+    tensors, documents = drawn
+    outs, grads = run(lambda *args: chunked.gated_delta_rule(*args, documents), tensors)
+    expected, expected_grads = run(lambda *args: naive.gated_delta_rule(*args, documents), tensors)
+    for mine, other in zip((*outs, *grads), (*expected, *expected_grads)):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_document_is_what_it_is_alone():
+    q, k, v, g, beta, state = inputs(150)
+    documents = (torch.arange(150) >= 70).long().expand(2, -1)
+    out, last = chunked.gated_delta_rule(q, k, v, g, beta, state, documents)
+    alone, end = gated_delta_rule(*(x[:, 70:] for x in (q, k, v, g, beta)))
+    assert relative_error(out[:, 70:], alone) < 1e-5
+    assert relative_error(last, end) < 1e-5
+
+
+def test_the_backward_keeps_the_inputs_and_a_state_per_chunk():
+    tensors = inputs(200)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        chunked.gated_delta_rule(*tensors)
+    state_bytes = tensors[5].untyped_storage().nbytes()
+    assert (
+        sum(kept.values()) == sum(x.untyped_storage().nbytes() for x in tensors) + 3 * state_bytes
+    )

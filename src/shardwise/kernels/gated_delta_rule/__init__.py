@@ -22,9 +22,10 @@ def gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output of each token [B, T, N, H] and the state after the last token [B, N, S, H].
 
-    Keys have S features and values H. q, k [B, T, N, S] are normalised here to length 1, and q is
-    divided by sqrt(S); v [B, T, N, H]; g [B, T, N], the logarithm of the decay, is at most 0; beta
-    [B, T, N] lies in [0, 1]; state [B, N, S, H], zeros if None. Each token does
+    Keys have S features and values H. q, k [B, T, K, S] are normalised here to length 1, and q is
+    divided by sqrt(S); each of the K heads stands for N / K heads of the rest. v [B, T, N, H]; g
+    [B, T, N], the logarithm of the decay, is at most 0; beta [B, T, N] lies in [0, 1]; state
+    [B, N, S, H], zeros if None. Each token does
 
         state <- e^g state
         state <- state + beta k (v - state^T k)^T
@@ -36,6 +37,7 @@ def gated_delta_rule(
     On a GPU with `fla` installed its kernels compute it if v has 16 bits: they take no other dtype.
     """
     if v.is_cuda and v.element_size() == 2 and find_spec("fla"):
+        q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
         fla: Any = import_module("fla.ops.gated_delta_rule")
         # The recurrent kernel has no backward.
         one_step = v.shape[1] == 1 and not torch.is_grad_enabled()

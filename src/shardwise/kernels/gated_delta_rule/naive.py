@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 State = torch.Tensor | None
 """[B, N, S, H], or None for zeros."""
@@ -21,6 +22,11 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def begins(documents: torch.Tensor) -> torch.Tensor:
+    """Return whether a document begins at each token, [B, T]; the first token of a row goes on."""
+    return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+
+
 def gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -28,17 +34,26 @@ def gated_delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: State = None,
+    documents: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs [B, T, N, H] and the last state [B, N, S, H], as the package does."""
+    """Return the outputs [B, T, N, H] and the last state [B, N, S, H], as the package does.
+
+    Where `documents` [B, T] changes from one token to the next, the state before the latter is 0;
+    `state` is that of the first token's document.
+    """
     dtype = v.dtype
     q, k, v, g, beta = (wide(x) for x in (q, k, v, g, beta))
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
+    q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
+    starts = None if documents is None else begins(documents)
     batch, tokens, heads, key_size = k.shape
     s = v.new_zeros(batch, heads, key_size, v.shape[-1])
     if state is not None:
         s = state.to(v.dtype)
     outs = []
     for t in range(tokens):
+        if starts is not None:
+            s = s.masked_fill(starts[:, t, None, None, None], 0)
         s = s * g[:, t].exp()[..., None, None]
         stored = (s * k[:, t, :, :, None]).sum(-2)
         s = s + k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - stored))[..., None, :]
