@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly.build import build
-from shardwise.config import Lora, UserError
+from shardwise.config import Lora, Parallel, UserError
 from shardwise.interfaces import Evaluation
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training import evaluate as evaluation
@@ -49,7 +49,7 @@ def test_neither_dropout_nor_router_loss():
 
 
 def _rounded_by_each_rank() -> Evaluation:
-    cfg = run_config(Cell("llama", "tp", "full"))
+    cfg = replace(run_config(Cell("llama", "single", "full")), parallel=Parallel(tp=2))
     mesh = build_mesh(cfg, torch.device("cpu"))
     pm: Any = SimpleNamespace(run=lambda *_: torch.tensor(200.0 + dist.get_rank()))
     return evaluate(pm, [microbatches(cfg, mesh, 1)], mesh, step=3)
