@@ -75,7 +75,7 @@ def optimized_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str
 def lr_phases(cfg: Optimizer, steps: int) -> tuple[int, float]:
     """Return the last step of the warm-up, and the last step before the learning rate falls.
 
-    In the steps after the first and up to the second the learning rate is the peak.
+    Between the two the learning rate is the peak.
     """
     warmup = cfg.warmup_steps or round(cfg.warmup_ratio * steps)
     if cfg.lr_schedule == "constant":
