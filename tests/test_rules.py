@@ -76,6 +76,23 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "offload without its strategy": ("llama", {"parallel": {"data": "ddp", "offload": "all"}}, 2),
     "fsdp1_wrap without its strategy": ("llama", {"parallel": {"fsdp1_wrap": "naive"}}, 1),
     "keep_best without validation": ("llama", {"training": {"keep_best": True}}, 1),
+    "patience without validation": ("llama", {"training": {"patience": 2, "eval_every": 5}}, 1),
+    "patience without evaluations": (
+        "llama",
+        {"training": {"patience": 2}, "data": {"validation": 0.1}},
+        1,
+    ),
+    "two lengths of the warm-up": (
+        "llama",
+        {"optimizer": {"warmup_steps": 5, "warmup_ratio": 0.1}},
+        1,
+    ),
+    "decay_ratio without wsd": ("llama", {"optimizer": {"decay_ratio": 0.2}}, 1),
+    "min_lr_ratio with a constant learning rate": (
+        "llama",
+        {"optimizer": {"min_lr_ratio": 0.1, "lr_schedule": "constant"}},
+        1,
+    ),
     "tokens in a step": (
         "llama",
         {"data": {"sequence_length": 16_777_216}, "training": {"global_batch_size": 64}},
@@ -453,7 +470,7 @@ LEFT_OUT = {
     ),
     *("measure.trackers", "lora.rslora", "measure.nudge_weights", "lora.targets", "data.train"),
 }
-"""Keys that no rule asks about, and lists."""
+"""Keys that no rule asks about, or only beside a number that is not varied here, and lists."""
 
 
 def covering(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from math import ceil
+from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -37,6 +40,61 @@ def test_learning_rate_of_each_step(schedule, expected):
         optimizer.step()
         scheduler.step()
     assert used == pytest.approx([2.0 * factor for factor in expected])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        # round(0.2 * 10) = 2 steps of warm-up.
+        (
+            {"lr_schedule": "linear", "warmup_ratio": 0.2},
+            [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125],
+        ),
+        # 0.2 + 0.8 * (1 - progress), with progress 0, 1/10, ..., 9/10.
+        (
+            {"lr_schedule": "linear", "min_lr_ratio": 0.2},
+            [1, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52, 0.44, 0.36, 0.28],
+        ),
+        # 0.5 + 0.5 * (1 + cos(pi * progress)) / 2, with progress 0, 1/8, ..., 7/8.
+        (
+            {"lr_schedule": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.5},
+            [0.5, 1, 1, 0.9809699, 0.9267767, 0.8456709, 0.75, 0.6543291, 0.5732233, 0.5190301],
+        ),
+        # The last round(0.4 * 10) = 4 steps have progress 0, 1/4, 2/4, 3/4.
+        (
+            {"lr_schedule": "wsd", "warmup_ratio": 0.2, "decay_ratio": 0.4},
+            [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
+        ),
+        (
+            {"lr_schedule": "wsd", "decay_ratio": 0.2, "min_lr_ratio": 0.5},
+            [1, 1, 1, 1, 1, 1, 1, 1, 1, 0.75],
+        ),
+        ({"lr_schedule": "wsd", "decay_ratio": 0.0}, [1] * 10),
+        # 7 steps of warm-up leave 3 of the 8 steps of the fall.
+        (
+            {"lr_schedule": "wsd", "warmup_steps": 7, "decay_ratio": 0.8},
+            [1 / 7, 2 / 7, 3 / 7, 4 / 7, 5 / 7, 6 / 7, 1, 1, 2 / 3, 1 / 3],
+        ),
+    ],
+)
+def test_shares_of_the_steps_and_of_the_rate(schedule, expected):
+    factors = [lr_factor(Optimizer(**schedule), step, 10) for step in range(1, 11)]
+    assert factors == pytest.approx(expected)
+
+
+def test_the_picture_of_the_schedules_is_what_they_are():
+    """Each line of the guide's picture is a schedule, with a block for each of 60 steps."""
+    page = Path(__file__).parents[2] / "docs" / "guides" / "learning-rate.md"
+    (picture,) = re.findall(r"^```text\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    lines = []
+    for schedule in get_args(get_type_hints(Optimizer)["lr_schedule"]):
+        cfg = Optimizer(lr_schedule=schedule, warmup_steps=8, decay_ratio=0.3)
+        heights = [lr_factor(cfg, step, 60) for step in range(1, 61)]
+        lines.append(f"{schedule:10}" + "".join(BLOCKS[ceil(8 * h) - 1] for h in heights))
+    assert picture.splitlines() == lines
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def test_warmup_longer_than_the_run():

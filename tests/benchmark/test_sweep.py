@@ -166,6 +166,7 @@ UNFAIR: list[tuple[Any, str]] = [
     ({"measure.warmup_steps": [0, 3]}, "sets measure.warmup_steps"),
     ({"measure.reverse_microbatches": [False, True]}, "sets measure.reverse_microbatches"),
     ({"training.output_dir": ["a", "b"]}, "sets training.output_dir"),
+    ({"training.patience": [0, 2]}, "sets training.patience"),
     ({"strategy": STRATEGIES, "nproc": [1, 2]}, "axes.strategy and axes.nproc both set nproc"),
     (
         {"adapter": {"lora": {}, "full": {"lora": None}}, "lora.r": [4, 8]},
@@ -241,6 +242,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"base": "none.yaml"}, "none.yaml: "),
     ({"base": {**BASE, "training": {"output_dir": "x"}}}, "base sets training.output_dir"),
     ({"base": {**BASE, "training": {"resume": "latest"}}}, "base sets training.resume"),
+    ({"base": {**BASE, "training": {"patience": 2}}}, "base sets training.patience"),
     ({"base": {**BASE, "training": {"step": 1}}}, "none of the 2 cells is a valid run"),
     ({"base": {**BASE, "training": 5}}, "training is 5"),
     ({"axes": {}}, "axes is empty"),

@@ -122,12 +122,14 @@ def test_what_is_kept(tmp_path):
                     step, None if loss is None else Evaluation(step, loss, 1.0, 1)
                 )
                 seen.append(steps_on_disk(tmp_path))
+            checkpointer.finish()
+            seen.append(steps_on_disk(tmp_path))
         return seen
 
     # Saved are 3 and 6, 8 (the last), and 2, 3, 7 (each the best so far). The two newest stay, and
     # the best.
     (seen,) = run_ranks(1, body)
-    assert seen == [[], [2], [3, 2], [3, 2], [3, 2], [6, 3], [7, 6], [8, 7]]
+    assert seen == [[], [2], [3, 2], [3, 2], [3, 2], [6, 3], [7, 6], [7, 6], [8, 7]]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step-7"
     best = Best(step=7, loss=2.0, tokens=1, documents="")
     assert read_manifest(tmp_path / "checkpoints" / "step-8").best == best

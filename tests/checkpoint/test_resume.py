@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.assembly.build import build
+from shardwise.assembly.optimizer import lr_factor
 from shardwise.checkpoint.folder import folder_of, take_over
-from shardwise.checkpoint.resume import find_start
-from shardwise.config import RunConfig, UserError
+from shardwise.checkpoint.resume import find_start, may_have_steps
+from shardwise.config import Optimizer, RunConfig, UserError
 from shardwise.launch import local as launch
 from shardwise.launch.group import Group
 from shardwise.models import load
@@ -53,7 +54,7 @@ def test_no_checkpoint_to_go_on_from(resume, tmp_path):
             "training",
             "steps",
             9,
-            r"training.steps is 9, .* with 3 \(the linear schedule depends on it\)",
+            r"training.steps is 9, .* with 3 \(the learning rates of .* depend on it\)",
         ),
         ("lora", "r", 2, "lora.r is 2, .* with 4"),
         ("optimizer", "lr", 0.5, "optimizer.lr is 0.5, .* with 1.0"),
@@ -65,6 +66,37 @@ def test_a_run_of_other_work_is_refused(section, key, value, message, saved):
     cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: value})})
     with pytest.raises(RuntimeError, match=f"UserError: {message}"):
         run_ranks(1, find_start, cfg)
+
+
+COSINE = Optimizer(warmup_steps=10)
+SHARE = Optimizer(warmup_ratio=0.1, lr_schedule="constant")
+STABLE = Optimizer(warmup_steps=10, lr_schedule="wsd", decay_ratio=0.2)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "before", "done", "steps", "may"),
+    [
+        (COSINE, 100, 10, 200, True),  # the warm-up is the same
+        (COSINE, 100, 11, 200, False),
+        (COSINE, 100, 50, 50, True),  # no step is left
+        (Optimizer(lr_schedule="constant"), 100, 100, 200, True),
+        (SHARE, 100, 50, 200, False),  # 10 and 20 steps of warm-up
+        (SHARE, 100, 50, 101, True),  # 10 in both
+        (STABLE, 100, 80, 200, True),
+        (STABLE, 100, 81, 200, False),  # the fall had begun
+        (STABLE, 200, 80, 100, True),
+        (STABLE, 200, 81, 100, False),  # the fall would have begun
+    ],
+)
+def test_other_steps_need_the_same_learning_rates(optimizer, before, done, steps, may, tmp_path):
+    cfg = replace(config(tmp_path, steps=steps), optimizer=optimizer)
+    assert may_have_steps(cfg, before, done) == may
+    if may and done < steps:
+        rates = [
+            [lr_factor(optimizer, step, total) for step in range(1, done + 1)]
+            for total in (before, steps)
+        ]
+        assert rates[0] == rates[1]
 
 
 def test_another_kernel_is_no_other_work(saved):

@@ -233,6 +233,55 @@ def test_to_go_on_is_never_to_have_ended(ran_case, layout, lora):
     assert record(one).resumed_from is None
 
 
+def test_a_run_stops_early_wherever_it_was_resumed(folder):
+    """Nothing improves at a learning rate of 0, so the first evaluation stays the best."""
+
+    def early(name: str, **training: Any) -> RunConfig:
+        cfg = config(
+            folder, name, "ddp", eval_every=2, save_every=4, patience=2, keep_best=True, **training
+        )
+        return replace(cfg, optimizer=replace(cfg.optimizer, lr=0.0))
+
+    one = early("early")
+    half = early("early-half", resume=checkpoint_of(one, 4))
+    over = early("early-over", resume=checkpoint_of(one, 6))
+    longer = early("early-longer", resume=checkpoint_of(one, 6))
+    longer = replace(longer, training=replace(longer.training, patience=3))
+    run_ranks(2, run_all, one, half, over, longer)
+    best_loss = record(one).eval[1]["loss"]
+    for cfg, last, checkpoints in (
+        (one, 6, {"step-2", "step-4", "step-6", "best"}),
+        (half, 6, {"step-6", "best"}),
+        (over, 6, set()),
+        (longer, 8, {"step-8", "best"}),
+    ):
+        ended = record(cfg)
+        assert ended.status == "ok"
+        assert ended.stopped_early == {"step": last, "best_step": 2, "best_loss": best_loss}
+        assert len(ended.losses) == last
+        folders = (Path(cfg.training.output_dir) / "checkpoints").glob("*")
+        assert {path.name for path in folders} == checkpoints
+        assert metrics(cfg)[: len(metrics(one))] == metrics(one)
+        assert result(cfg) == result(one)
+    assert (folder / "early" / "checkpoints" / "best").resolve().name == "step-2"
+
+
+def test_a_resume_without_a_step_left_writes_the_result_of_a_checkpoint(ran):
+    checkpoint = checkpoint_of(whole(ran, "single"), HALF)
+    cfg = config(ran, "of-a-checkpoint", resume=checkpoint, steps=HALF)
+    run_ranks(1, run, cfg)
+    saved = safetensors.torch.load_file(Path(checkpoint) / "tensors-0.safetensors")
+    weights = [value for key, value in saved.items() if key.startswith("weights/")]
+    written = safetensors.torch.load(result(cfg)).values()
+    assert sorted(map(_bytes, written)) == sorted(map(_bytes, weights))
+    assert result(cfg) != result(whole(ran, "single"))
+    assert record(cfg).losses == record(whole(ran, "single")).losses[:HALF]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
 def test_each_part_under_another_layout_and_number_of_processes(ran):
     one, noise = whole(ran, "single"), config(ran, "noise")
     noise = replace(noise, measure=replace(noise.measure, reverse_microbatches=True))

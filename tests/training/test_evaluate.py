@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.assembly.build import build
-from shardwise.config import Lora, UserError
+from shardwise.config import Lora, Parallel, UserError
+from shardwise.interfaces import Evaluation
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training import evaluate as evaluation
 from shardwise.training.evaluate import SAMPLE_TOKENS, encode_prompt, evaluate, greedy_sample
@@ -42,6 +46,20 @@ def test_neither_dropout_nor_router_loss():
     assert trained > loss + 0.5  # the router loss is about 1 per token here
     # Row j of step 1 has 24 - (7 j + 3) % 20 targets: 21 14 7 20 13 6 19 12.
     assert (tokens, step) == (112, 3)
+
+
+def _rounded_by_each_rank() -> Evaluation:
+    cfg = replace(run_config(Cell("llama", "single", "full")), parallel=Parallel(tp=2))
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    pm: Any = SimpleNamespace(run=lambda *_: torch.tensor(200.0 + dist.get_rank()))
+    return evaluate(pm, [microbatches(cfg, mesh, 1)], mesh, step=3)
+
+
+def test_every_rank_has_the_same_loss():
+    """Ranks of a tensor axis compute it each for themselves, and all must stop or save alike."""
+    one, other = run_ranks(2, _rounded_by_each_rank)
+    assert one == other
+    assert one.loss == 200 / 112
 
 
 def _not_finite() -> str:

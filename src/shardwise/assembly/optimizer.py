@@ -72,18 +72,36 @@ def optimized_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str
         yield from zip(group["param_names"], group["params"], strict=True)
 
 
+def lr_phases(cfg: Optimizer, steps: int) -> tuple[int, float]:
+    """Return the last step of the warm-up, and the last step before the learning rate falls.
+
+    Between the two the learning rate is the peak.
+    """
+    warmup = cfg.warmup_steps or round(cfg.warmup_ratio * steps)
+    if cfg.lr_schedule == "constant":
+        return warmup, math.inf
+    if cfg.lr_schedule == "wsd":
+        return warmup, max(warmup, steps - round(cfg.decay_ratio * steps))
+    return warmup, warmup
+
+
 def lr_factor(cfg: Optimizer, step: int, steps: int) -> float:
     """Return the share of the peak learning rate in step 1 <= `step` <= `steps`.
 
-    It rises linearly to 1 in step `warmup_steps`, then falls towards 0, which it would reach in
-    step `steps` + 1.
+    It rises linearly to 1 in the last step of the warm-up, stays, then falls from 1 towards
+    `min_lr_ratio`, which it would reach in step `steps` + 1. The phases of `wsd` are those of
+    MiniCPM (arXiv 2404.06395), whose decay is exponential; ours is linear, so that it has an end.
     """
-    if step <= cfg.warmup_steps:
-        return step / cfg.warmup_steps
-    if cfg.lr_schedule == "constant":
+    warmup, plateau = lr_phases(cfg, steps)
+    if step <= warmup:
+        return step / warmup
+    if step <= plateau:
         return 1.0
-    progress = (step - cfg.warmup_steps - 1) / max(1, steps - cfg.warmup_steps)
-    return (1 + math.cos(math.pi * progress)) / 2 if cfg.lr_schedule == "cosine" else 1 - progress
+    progress = (step - plateau - 1) / (steps - plateau)
+    height = 1 - progress
+    if cfg.lr_schedule == "cosine":
+        height = (1 + math.cos(math.pi * progress)) / 2
+    return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * height
 
 
 def make_lr_schedule(

@@ -46,9 +46,9 @@ _NOT_TIMED_BECAUSE: Mapping[str, str] = {
     "the device's name is looked at": "training.device",
     "it happens around a step's forwards and backwards, which alone are measured": (
         "optimizer measure training.output_dir training.steps training.eval_every "
-        "training.eval_batches training.save_every training.keep_last training.keep_best "
-        "training.async_save training.resume training.max_restarts training.timeout_seconds "
-        "training.sample training.overwrite"
+        "training.eval_batches training.patience training.save_every training.keep_last "
+        "training.keep_best training.async_save training.resume training.max_restarts "
+        "training.timeout_seconds training.sample training.overwrite"
     ),
 }
 NOT_TIMED = frozenset(" ".join(_NOT_TIMED_BECAUSE.values()).split())

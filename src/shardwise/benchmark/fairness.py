@@ -42,6 +42,7 @@ _NEVER_SET = {
     "training.output_dir": "the bench gives each round a folder",
     "training.overwrite": "the bench gives each round a folder",
     "training.resume": "a cell starts from the beginning",
+    "training.patience": "every cell takes the same steps",
 }
 _NEVER_VARIED = {
     "measure.memory": "all cells are measured in the same way",

@@ -161,8 +161,8 @@ def _base(data: dict[str, Any], path: Path) -> dict[str, Any]:
     training = base.get("training")
     if isinstance(training, dict):
         # A run file has an output_dir of its own, which no cell uses.
-        forbidden = ("output_dir", "resume") if is_inline else ("resume",)
-        keys = (f"training.{key}" for key in forbidden if training.get(key) is not None)
+        forbidden = ("output_dir", "resume", "patience") if is_inline else ("resume", "patience")
+        keys = (f"training.{key}" for key in forbidden if training.get(key) not in (None, 0))
         fairness.check_keys("base", keys, varied=False)
     return _applied(base, settings)
 

@@ -50,7 +50,7 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self._saved = start.step
+        self._step = self._saved = start.step
         validation = loaders.validation
         self._validation_text = validation.corpus.fingerprint() if validation else None
         best = start.manifest.best if start.manifest else None
@@ -74,6 +74,7 @@ class Checkpointer:
 
     def after_step(self, step: int, evaluation: Evaluation | None) -> None:
         """Save every `training.save_every` steps, and with `keep_best` after a best evaluation."""
+        self._step = step
         training = self._cfg.training
         if training.keep_best and evaluation is not None and math.isfinite(evaluation.loss):
             new = Best(step, evaluation.loss, evaluation.tokens, self._validation_text)
@@ -86,10 +87,15 @@ class Checkpointer:
             ):
                 self._best = new
         is_best = self._best is not None and self._best.step == step
-        at_end = step == training.steps
-        is_due = training.save_every > 0 and (step % training.save_every == 0 or at_end)
+        is_due = training.save_every > 0 and step % training.save_every == 0
         if is_due or is_best:
             self.save(step)
+
+    def finish(self) -> None:
+        """Save the run after its last step, if it saves at all; wait until that is written."""
+        if self._cfg.training.save_every > 0:
+            self.stop(self._step)
+        self.wait()
 
     def save(self, step: int) -> None:
         """Save the run as it is after `step`.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardwise.assembly.optimizer import lr_phases
 from shardwise.assembly.state import FRESH
 from shardwise.checkpoint.folder import (
     ABANDONED,
@@ -48,6 +49,7 @@ MAY_DIFFER = frozenset(
         "training.loss",
         "training.eval_every",
         "training.eval_batches",
+        "training.patience",
         "training.save_every",
         "training.keep_last",
         "training.keep_best",
@@ -135,8 +137,7 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
     old = parse_config(without_removed(manifest.config), source=str(folder))
     before, now = flat(old.to_dict()), flat(cfg.to_dict())
     may_differ = set(MAY_DIFFER)
-    if cfg.optimizer.lr_schedule == "constant":
-        # Under other schedules the learning rate of every step depends on how many there are.
+    if may_have_steps(cfg, old.training.steps, manifest.step):
         may_differ.add("training.steps")
     if all(isinstance(values["data.validation"], str | list) for values in (before, now)):
         may_differ.add("data.validation")  # files, whose content the loaders compare
@@ -145,7 +146,7 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
         if differs and not {key, key.partition(".")[0]} & may_differ:
             reason = ""
             if key == "training.steps":
-                reason = f" (the {old.optimizer.lr_schedule} schedule depends on it)"
+                reason = " (the learning rates of the steps that are done depend on it)"
             raise UserError(
                 f"{key} is {now.get(key, 'left out')}, but checkpoint {folder} was trained with "
                 f"{before.get(key, 'it left out')}{reason}; set it back, or start from scratch "
@@ -163,6 +164,19 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
             f"training.steps is {cfg.training.steps}, but checkpoint {folder} has done "
             f"{manifest.step}"
         )
+
+
+def may_have_steps(cfg: RunConfig, before: int, done: int) -> bool:
+    """Return whether a run that had `before` steps may have `training.steps` after `done` of them.
+
+    It may where the steps that are done had the same learning rates, and where no step is left:
+    that writes the result of a checkpoint.
+    """
+    steps = cfg.training.steps
+    warmup, plateau = lr_phases(cfg.optimizer, steps)
+    warmup_before, plateau_before = lr_phases(cfg.optimizer, before)
+    is_same = warmup == warmup_before and done <= min(plateau, plateau_before)
+    return is_same or done == steps
 
 
 def fingerprint(cfg: RunConfig) -> dict[str, str]:

@@ -27,9 +27,17 @@ class Optimizer(Section):
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly, from lr / warmup_steps in the first to lr
     in the last of them."""
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """The learning rate after the warm-up: it falls from lr in the first step to 0 in the step
-    after the last one, or stays constant."""
+    warmup_ratio: float = 0.0
+    """The same as a share of `training.steps`, rounded to the nearest step."""
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """The learning rate after the warm-up. `cosine`, `linear`: it falls from lr in the first step
+    to 0 in the step after the last one. `constant`: it stays. `wsd` (warm-up, stable, decay; arXiv
+    2404.06395): it stays, and falls linearly in the last steps."""
+    decay_ratio: float = 0.1
+    """wsd: the share of `training.steps` in which the learning rate falls, rounded to the nearest
+    step. The fall begins after the warm-up at the earliest."""
+    min_lr_ratio: float = 0.0
+    """The share of lr to which the learning rate falls, in place of 0."""
     max_grad_norm: float | None = 1.0
     """Clip by the global norm over all ranks' shards; null: do not clip."""
 
@@ -78,6 +86,9 @@ class Training(Section):
     """Steps between evaluations (0: only before step 1 and after the last)."""
     eval_batches: int = 0
     """Global batches in an evaluation (0: the whole validation set)."""
+    patience: int = 0
+    """Stop after so many evaluations in a row whose loss is not below the lowest before (0: never).
+    The evaluation before step 1 does not count."""
     save_every: int = 0
     """Steps between checkpoints, and one after the last step (0: none)."""
     keep_last: int = 2

@@ -86,6 +86,8 @@ class RunRecord:
     flops: dict[str, Any] | None = None
     """Model and hardware FLOPs per token, their convention, and the peak with its source."""
     pipeline: dict[str, Any] | None = None  # PipelineRecord as plain data
+    stopped_early: dict[str, Any] | None = None
+    """step, best_step and best_loss, where `training.patience` ended the run."""
     sample: str | None = None
     notes: list[str] = field(default_factory=list)  # what a reader of these figures must know
     resumed_from: dict[str, Any] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.config import Data, Parallel
+from shardwise.config import Data, Optimizer, Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
 from shardwise.rules.rule import Case, Rule, dotted, multiples
@@ -116,6 +116,57 @@ RULES = (
         problem="training.keep_best needs a validation loss",
         way_out="set data.validation",
         why="there is no loss to compare",
+    ),
+    Rule(
+        "patience without validation",
+        applies=lambda case: case.training.patience > 0 and case.cfg.data.validation == 0,
+        problem="training.patience needs a validation loss",
+        way_out="set data.validation",
+        why="there is no loss to compare",
+    ),
+    Rule(
+        "patience without evaluations",
+        applies=lambda case: case.training.patience > 0 and case.training.eval_every == 0,
+        problem="training.patience counts evaluations, and training.eval_every is 0",
+        way_out="set training.eval_every to a number of steps",
+        why="the only evaluation after a step is that of the last one",
+    ),
+    Rule(
+        "two lengths of the warm-up",
+        applies=lambda case: (
+            case.cfg.optimizer.warmup_steps > 0 and case.cfg.optimizer.warmup_ratio > 0
+        ),
+        problem=(
+            "optimizer.warmup_steps is {cfg.optimizer.warmup_steps} and optimizer.warmup_ratio is "
+            "{cfg.optimizer.warmup_ratio}"
+        ),
+        way_out="give one of them",
+        why="each gives the warm-up its length",
+    ),
+    Rule(
+        "decay_ratio without wsd",
+        applies=lambda case: (
+            case.cfg.optimizer.decay_ratio != Optimizer().decay_ratio
+            and case.cfg.optimizer.lr_schedule != "wsd"
+        ),
+        problem=(
+            "optimizer.decay_ratio is {cfg.optimizer.decay_ratio}, which optimizer.lr_schedule "
+            "{cfg.optimizer.lr_schedule} does not use"
+        ),
+        way_out="leave it out, or set lr_schedule to wsd",
+        why="the key would have no effect",
+    ),
+    Rule(
+        "min_lr_ratio with a constant learning rate",
+        applies=lambda case: (
+            case.cfg.optimizer.min_lr_ratio > 0 and case.cfg.optimizer.lr_schedule == "constant"
+        ),
+        problem=(
+            "optimizer.min_lr_ratio is {cfg.optimizer.min_lr_ratio}, but with lr_schedule constant "
+            "the learning rate does not fall"
+        ),
+        way_out="leave it out, or set lr_schedule to cosine, linear or wsd",
+        why="the key would have no effect",
     ),
     Rule(
         "tokens in a step",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import RunConfig, UserError, require
@@ -33,7 +34,11 @@ def evaluate(
         total += pm.run(pm, microbatches, 1.0, False)
         tokens += count_targets(microbatches, mesh)
         beat()
-    loss = (sum_loss(total, mesh) / tokens).item()
+    mean = sum_loss(total, mesh) / tokens
+    # Rank 0's 8 bytes go to all: to save and to stop, every rank must see the same loss, and the
+    # ranks of a tensor axis have computed it each for themselves.
+    dist.broadcast(mean, 0)
+    loss = mean.item()
     if not math.isfinite(loss):
         explained = explain(look_through(pm), just_loaded=step == 0, trained=step > 0)
         raise UserError(f"validation loss after step {step} is {loss}; {explained}")

@@ -59,7 +59,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
 
         if start.step == 0:
             run_evaluation(0)
-        for step in range(start.step + 1, steps + 1):
+        for step in reporter.steps_left():
             meter.start()  # the wait for data counts
             microbatches = [batch.to(mesh.device) for batch in next(loaders.train)]
             if cfg.measure.reverse_microbatches:
@@ -77,8 +77,8 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             beat()
             if step < steps and (signal := agreed_signal(signals, mesh)):
                 raise Stopped(signal, step, checkpointer.stop(step))
-        checkpointer.wait()
-        reporter.data(documents_read(loaders))
+        checkpointer.finish()
+        reporter.end(documents_read(loaders))
         # The result and the record come before what may fail.
         save_result(job, cfg, mesh, Path(cfg.training.output_dir), tokenizer)
         record = write_record(cfg, mesh, job, reporter, meter)

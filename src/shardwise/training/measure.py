@@ -114,7 +114,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
     seconds = meter.step_seconds()
     mean_seconds = seconds["mean"] if seconds else None
     figures = _flops(cfg, mesh, job.counts, mean_seconds) if job.counts else {}
-    start = reporter.start
+    start, early_stop = reporter.start, reporter.early_stop
     return RunRecord(
         status="ok",
         config=cfg.to_dict(),
@@ -131,6 +131,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         step_seconds=seconds,
         kernels=dict(job.kernels),
         notes=list(job.notes),
+        stopped_early=dataclasses.asdict(early_stop) if early_stop else None,
         resumed_from={"folder": str(start.folder), "step": start.step} if start.folder else None,
         **figures,
     )

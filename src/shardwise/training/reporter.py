@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from shardwise.interfaces import Batch, Evaluation, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
 from shardwise.records.record import MetricsFile, dumps
+from shardwise.training.early_stop import EarlyStop, early_stop
 from shardwise.training.not_finite import explain
 from shardwise.training.progress import Progress
 from shardwise.training.step import NonFiniteLossError, StepResult
@@ -37,6 +38,7 @@ class Reporter:
         self.skipped_steps = 0
         self.evaluations: list[Evaluation] = []
         self.documents: Mapping[str, Counts] = {}
+        self._last_step = start.step
         if start.folder is not None:
             self._recall(start.folder / METRICS)
         self._main = dist.get_rank() == 0
@@ -80,6 +82,7 @@ class Reporter:
 
     def step(self, step: int, result: StepResult, lr: float, meter: Meter) -> None:
         """Report that a step is done, with learning rate `lr`, in the last seconds of `meter`."""
+        self._last_step = step
         self.losses.append(result.loss)
         self.grad_norms.append(result.grad_norm)
         rate = meter.tokens_per_second()
@@ -106,8 +109,24 @@ class Reporter:
         self._write(evaluation.step, values, eval_tokens=evaluation.tokens)
         return evaluation
 
-    def data(self, documents: Mapping[str, Counts]) -> None:
-        """Report what the run has read up to its last step."""
+    def steps_left(self) -> Iterator[int]:
+        """Yield the steps that are left, up to `training.steps` or an early stop."""
+        for step in range(self.start.step + 1, self.cfg.training.steps + 1):
+            if self.early_stop is not None:
+                return
+            yield step
+
+    @property
+    def early_stop(self) -> EarlyStop | None:
+        """The early stop that is due after the last step, None after all steps."""
+        if self._last_step == self.cfg.training.steps:
+            return None
+        return early_stop(self.evaluations, self.cfg.training.patience, self._last_step)
+
+    def end(self, documents: Mapping[str, Counts]) -> None:
+        """Report that the steps are done, and what they have read."""
+        if self.early_stop is not None:
+            self._progress.message(str(self.early_stop))
         self.documents = documents
         for name, read in documents.items():
             self._progress.message(f"data.{name}: {read}")
