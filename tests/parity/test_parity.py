@@ -30,22 +30,19 @@ from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.references import reference
 
 ROOT = Path(__file__).parents[2]
-TOGETHER = 4
-"""Cells of one layout that the same processes run, one after another: their first step takes
-longest."""
+TOGETHER = 6
+"""Cells that the same processes run, one after another: their first step takes longest."""
 
 
 def groups() -> list[list[Cell]]:
-    """The cells of `make test`, as they share processes: those of 8 by layout, one that compiles
-    alone."""
-    by_layout: dict[tuple[str, int, bool], list[Cell]] = {}
-    for cell in FAST:
-        by_layout.setdefault(
-            (cell.layout.removesuffix("-sp"), cell.nproc, cell.variant == "compile"), []
-        ).append(cell)
+    """The cells of `make test`, as they share processes: those of alike layouts, and one that
+    compiles alone."""
+    of_number: dict[tuple[int, bool], list[Cell]] = {}
+    for cell in sorted(FAST, key=lambda cell: cell.layout):
+        of_number.setdefault((cell.nproc, cell.variant == "compile"), []).append(cell)
     return [
         cells[i : i + TOGETHER]
-        for cells in by_layout.values()
+        for cells in of_number.values()
         for i in range(0, len(cells), TOGETHER)
     ]
 
