@@ -360,9 +360,8 @@ def run(
 
     # The first step's gradients are looked at within the step, when all is reduced.
     first = replace(job, pm=replace(job.pm, reduce_grads=(*job.pm.reduce_grads, look)))
-    if (
-        cfg.training.precision == "float16"
-    ):  # looked at without the loss scale: with it they overflow
+    if cfg.training.precision == "float16":
+        # Times the loss scale they overflow, so they are looked at without it.
         forward_backward(first.pm, batches_of(mesh, 1), mesh)
         for _, parameter in named:
             parameter.grad = None
