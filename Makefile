@@ -40,11 +40,9 @@ study: setup  ## compare the strategies fairly, in rounds; goes on where it stop
 	$(BIN)/shardwise bench configs/study-cpu.yaml --out runs/study-cpu
 	$(BIN)/shardwise report runs/study-cpu
 
-pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rounds, charts, tables (about 20 idle minutes)
+pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rounds, charts, a table (about 15 idle minutes)
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
 	$(BIN)/python tools/pipeline_split.py
-	$(BIN)/python tools/pipeline_zero_bubble.py
-	$(BIN)/python tools/pipeline_shapes.py
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 

@@ -71,13 +71,13 @@ class Counted:
 
 
 def count(cell: Cell, dtype: Literal["float32", "bfloat16"] = "float32") -> Counted:
-    """Count the third step of this rank with weights of `dtype`; the process group must be up."""
+    """Count a later step of this rank with weights of `dtype`; the process group must be up."""
     cfg = run_config(cell)
     cfg = replace(cfg, model=replace(cfg.model, dtype=dtype))
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
-    # In the first steps ddp agrees upon its buckets, and pipelines make their stages ready.
-    for step in (1, 2):
+    # In the first step pipelines make their stages ready; ddp agrees upon its buckets in two.
+    for step in (1, 2) if "ddp" in cell.layout.split("-") else (1,):
         training_step(job, microbatches(cfg, mesh, step), mesh, 1.0)
     batches = microbatches(cfg, mesh, 3)
     with Collectives(mesh) as collectives:

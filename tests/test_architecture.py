@@ -156,6 +156,12 @@ def test_budgets():
     assert sum(len(dataclasses.fields(section)) for section in sections()) <= 90
 
 
+def test_programs_that_measure_stay_few():
+    programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
+    lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
+    assert lines <= 3_500
+
+
 def every_source() -> list[Path]:
     """All that counts as source: Python, CUDA, style sheets, scripts and templates."""
     suffixes = (".py", ".cu", ".cuh", ".h", ".css", ".js", ".j2")

@@ -93,7 +93,7 @@ lengths = st.integers(1, 12)
     sequence_length=lengths,
     seed=st.integers(-3, 3),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_ranks_and_micro_batches_share_one_global_batch(
     tokenizer: PreTrainedTokenizerFast,
     write_corpus: WriteCorpus,
@@ -166,7 +166,7 @@ def test_any_number_of_workers_gives_the_same_batches(
 
 
 @given(case=corpora(), sequence_length=lengths, seed=st.integers(0, 3))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_packing_none_predicts_each_token_once_an_epoch(
     tokenizer: PreTrainedTokenizerFast,
     write_corpus: WriteCorpus,
@@ -210,7 +210,7 @@ def test_packing_none_predicts_each_token_once_an_epoch(
 
 
 @given(case=corpora(), sequence_length=lengths, seed=st.integers(0, 3))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_packing_concat_reproduces_the_joined_stream(
     tokenizer: PreTrainedTokenizerFast,
     write_corpus: WriteCorpus,
@@ -268,7 +268,7 @@ def test_each_epoch_has_its_own_order(
 
 
 @given(data=st.data(), case=corpora(), packing=packings, sequence_length=lengths)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_validation_reads_each_document_once_on_any_number_of_ranks(
     tokenizer: PreTrainedTokenizerFast,
     write_corpus: WriteCorpus,

@@ -50,7 +50,7 @@ def read(
     sequence_length=lengths,
     before=st.integers(0, 5),
 )
-@settings(deadline=None, max_examples=80, derandomize=True)
+@settings(deadline=None, max_examples=40, derandomize=True)
 def test_resume_goes_on_exactly_on_any_number_of_ranks(
     tokenizer: PreTrainedTokenizerFast,
     write_corpus: WriteCorpus,

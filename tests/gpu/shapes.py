@@ -1,7 +1,9 @@
 """What the kernels are timed on: linears of published models, and heads. It imports no torch.
 
-Sizes: tools/pipeline_shapes.py has the sources of Qwen3.5's and Llama's,
-github.com/NVlabs/Jet-Nemotron (jetai/modeling/configs/jetlm_2B.json) is that of Jet-Nemotron's.
+Sizes: Llama's and Jet-Nemotron's are published (github.com/NVlabs/Jet-Nemotron has the latter in
+jetai/modeling/configs/jetlm_2B.json). Qwen3.5-9B's are transformers' defaults, and Qwen3.5-2B's are
+the shapes of its tensors as github.com/invergent-ai/surogate converts them
+(serve/tools/convert/qwen3_5_2b/inventory.py).
 """
 
 from __future__ import annotations

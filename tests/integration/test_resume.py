@@ -36,7 +36,7 @@ from tests.distributed import run_ranks
 from tests.models.tiny import loaded_by_transformers, logits, same
 from tests.parity.harness import CONFIGS, DEEP, Cell, microbatches, run_config
 
-STEPS, HALF = 12, 6
+STEPS, HALF = 6, 3
 PIPELINES = {
     "pp": Parallel(pp=2),
     "pp-interleaved": Parallel(pp=2, schedule="interleaved-1f1b"),
@@ -287,11 +287,11 @@ def test_each_part_under_another_layout_and_number_of_processes(ran):
     noise = replace(noise, measure=replace(noise.measure, reverse_microbatches=True))
     run_ranks(1, run, noise)
     parts = [
-        ("fsdp2", 2, 2),
-        ("fsdp2", 4, 4),
-        ("ddp", 4, 6),
-        ("zero1", 2, 8),
-        ("fsdp1", 2, 10),
+        ("fsdp2", 2, 1),
+        ("fsdp2", 4, 2),
+        ("ddp", 4, 3),
+        ("zero1", 2, 4),
+        ("fsdp1", 2, 5),
         ("single", 1, STEPS),
     ]
     for layout, nproc, last in parts:
@@ -310,24 +310,24 @@ def test_each_part_under_another_layout_and_number_of_processes(ran):
 
 def test_a_pipeline_goes_on_under_fsdp2_as_another_pipeline_and_alone(ran):
     def deep(name: str, **training: Any) -> RunConfig:
-        cfg = config(ran, name, steps=8, micro_batch_size=1, eval_batches=1, **training)
+        cfg = config(ran, name, steps=4, micro_batch_size=1, eval_batches=1, **training)
         return replace(cfg, model=replace(cfg.model, path=str(DEEP / "deep-llama")))  # of 8 layers
 
     one, noise = deep("deep"), deep("deep-noise")
     noise = replace(noise, measure=replace(noise.measure, reverse_microbatches=True))
     run_ranks(1, run_all, one, noise)
     parts = [
-        (Parallel(pp=2), 2),
-        (Parallel("fsdp2"), 4),
-        (Parallel(pp=4, schedule="zbv"), 6),
-        (Parallel(), 8),
+        (Parallel(pp=2), 1),
+        (Parallel("fsdp2"), 2),
+        (Parallel(pp=4, schedule="zbv"), 3),
+        (Parallel(), 4),
     ]
     for parallel, last in parts:
-        resume = "latest" if last > 2 else None
+        resume = "latest" if last > 1 else None
         cfg = replace(deep("deep-chain", save_every=last, resume=resume), parallel=parallel)
         run_ranks(
-            max(parallel.pp, 1 if last == 8 else 2),
-            *([run] if last == 8 else [run_until, last]),
+            max(parallel.pp, 1 if last == 4 else 2),
+            *([run] if last == 4 else [run_until, last]),
             cfg,
         )
     assert [line["step"] for line in metrics(cfg)] == [line["step"] for line in metrics(one)]
@@ -454,13 +454,13 @@ def run_killed(moment: str, call: int, rank: int, cfg: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("moment", "layout", "call", "rank", "start"),
     [
-        ("tensors are half written", "ddp", 2, 1, 3),  # rank 1 waits for the disk once in a save
-        ("tensors are half written", "pp", 2, 1, 3),
-        ("there is no manifest yet", "ddp", 2, 0, 3),
-        ("it is not renamed yet", "single", 2, 0, 3),
-        ("the best is not marked yet", "single", 2, 0, 6),
-        ("older ones are not removed yet", "single", 2, 0, 6),
-        ("an older one is half removed", "single", 1, 0, 6),
+        ("tensors are half written", "ddp", 2, 1, 2),  # rank 1 waits for the disk once in a save
+        ("tensors are half written", "pp", 2, 1, 2),
+        ("there is no manifest yet", "ddp", 2, 0, 2),
+        ("it is not renamed yet", "single", 2, 0, 2),
+        ("the best is not marked yet", "single", 2, 0, 4),
+        ("older ones are not removed yet", "single", 2, 0, 4),
+        ("an older one is half removed", "single", 1, 0, 4),
     ],
 )
 def test_killed_in_the_second_save(ran, tmp_path, moment, layout, call, rank, start):
@@ -468,8 +468,8 @@ def test_killed_in_the_second_save(ran, tmp_path, moment, layout, call, rank, st
         ran,
         "unused",
         layout,
-        save_every=3,
-        eval_every=3,
+        save_every=2,
+        eval_every=2,
         keep_last=1,
         keep_best=True,
         resume="auto",

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,10 @@ def test_no_process_of_a_run_on_one_machine_listens_beyond_it(nproc, monkeypatch
     """The launcher listens on nothing: torch unpickles what anybody sends to a store on a port."""
     for name in SOCKET_INTERFACES:
         monkeypatch.delenv(name, raising=False)
-    assert launch(config(tmp_path), nproc, report_sockets) == 0
+    if nproc == 1:
+        assert launch(config(tmp_path), nproc, report_sockets) == 0
+    else:
+        assert launch_in_a_fork(config(tmp_path), report_sockets) == 0
     listening = [
         json.loads((tmp_path / f"sockets-{rank}.json").read_text()) for rank in range(nproc)
     ]
@@ -290,21 +294,30 @@ def report_own_frames(cfg: RunConfig, mesh: Mesh) -> None:
     )
 
 
-def launch_and_report_frames(folder: Path) -> None:
-    torch.set_num_threads(1)  # with more, ranks are spawned, and their stack begins there
-    assert launch(config(folder), 2, report_own_frames) == 0
+def launch_in_a_fork(cfg: RunConfig, train: Callable[[RunConfig, Mesh], None]) -> int:
+    """Return the exit code of a launch of two processes by a process without threads.
+
+    Its ranks are forked. Those of this process are spawned, and import torch again, because
+    pytest-xdist has threads.
+    """
+    return run_in_a_fork(lambda: sys.exit(launch_with_one_thread(cfg, train)))
 
 
-def run_in_a_fork(function: Callable[[Path], None], folder: Path) -> None:
-    process = multiprocessing.get_context("fork").Process(target=function, args=(folder,))
+def launch_with_one_thread(cfg: RunConfig, train: Callable[[RunConfig, Mesh], None]) -> int:
+    torch.set_num_threads(1)  # with more, ranks are spawned
+    return launch(cfg, 2, train)
+
+
+def run_in_a_fork(function: Callable[[], None]) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=function)
     process.start()
     process.join(2 * PATIENCE)
-    assert process.exitcode == 0
+    return process.exitcode
 
 
 def test_few_functions_lie_between_the_command_and_a_step(tmp_path):
     """With `main` and `train` of the command, the loop and a step they are nine."""
-    run_in_a_fork(launch_and_report_frames, tmp_path)
+    assert launch_in_a_fork(config(tmp_path), report_own_frames) == 0
     names = json.loads((tmp_path / "frames-1.json").read_text())
     assert names == ["launch", "start_processes", "Group.run", "rank_process", "run_rank"]
 
@@ -326,8 +339,7 @@ def launch_where_one_process_starts(folder: Path) -> None:
 
 
 def test_where_not_all_processes_start_none_is_left(tmp_path, capfd):
-    # In a process of its own: a launcher with threads does not fork, and pytest-xdist has threads.
-    run_in_a_fork(launch_where_one_process_starts, tmp_path)
+    assert run_in_a_fork(partial(launch_where_one_process_starts, tmp_path)) == 0
     assert json.loads((tmp_path / "ended.json").read_text()) == [1, False]
     assert "no more processes" in capfd.readouterr().err
 
@@ -346,12 +358,11 @@ KILLED = "rank 1 of 2 was killed by SIGKILL; the system does that when memory ru
     ],
 )
 def test_the_first_failure_of_two_processes_is_the_one_reported(
-    train, exit_code, status, reason, one_line, tmp_path, capfd, caplog
+    train, exit_code, status, reason, one_line, tmp_path, capfd
 ):
-    assert launch(config(tmp_path), 2, train) == exit_code
+    assert launch_in_a_fork(config(tmp_path), train) == exit_code
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["status"], record["reason"]) == (status, reason)
-    assert caplog.text == ""  # nothing of the libraries' own
     printed = capfd.readouterr().err
     if one_line:
         assert printed.startswith(f"error: {reason}")
@@ -364,7 +375,7 @@ def test_the_first_failure_of_two_processes_is_the_one_reported(
 
 def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, capfd):
     # 20 seconds: less than the test may take, and more than two processes need to meet.
-    assert launch(config(tmp_path, timeout_seconds=20), 2, hang_on_last) == 1
+    assert launch_in_a_fork(config(tmp_path, timeout_seconds=20), hang_on_last) == 1
     reason = "nothing was finished for 20 seconds (training.timeout_seconds)"
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["status"], record["reason"]) == ("timeout", reason)
@@ -381,8 +392,10 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_every_rank(tmp_path, 
     assert (tmp_path / "stacks-rank-1.txt").exists()
 
 
-def test_processes_that_were_asked_to_stop_have_not_failed(tmp_path, capfd):
+def test_processes_that_were_asked_to_stop_have_not_failed(tmp_path, capfd, caplog):
+    """In spawned processes too."""
     assert launch(config(tmp_path, max_restarts=3), 2, stopped) == 128 + signal.SIGTERM
+    assert caplog.text == ""  # nothing of the libraries' own
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "stopped"
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("stopped by SIGTERM after step 3, saved as checkpoints/step-3")

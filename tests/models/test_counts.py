@@ -14,10 +14,24 @@ from shardwise.models.kinds.kda import KimiDeltaAttention
 from shardwise.models.kinds.mamba import Mamba
 from shardwise.models.kinds.mamba2 import Mamba2
 from tests.metrics.tiny_models import CONFIGS, add_lora, build, linears
+from tests.models.tiny import on_meta, tiny
 
 
 def weights_of(unit: Unit) -> dict[str, Weight]:
     return {weight.name.removeprefix(unit.name + "."): weight for weight in unit.weights}
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        ("llama-3.1-8b", 8_030_261_248),
+        ("gpt2-large", 774_030_080),
+        ("jet-nemotron-2b", 1_964_806_208),
+    ],
+)
+def test_presets_of_published_models_have_their_published_size(preset, parameters):
+    model = on_meta(tiny(preset))
+    assert sum(p.numel() for p in model.parameters()) == parameters
 
 
 @pytest.mark.parametrize("lora", [False, True])

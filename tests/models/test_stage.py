@@ -292,8 +292,15 @@ def test_logits_of_a_chain(family):
         assert torch.equal(carried, whole(cfg).eval()(batch, return_logits=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", ["full", "lora"])
+# `make test` runs each family in one mode, and `make parity` in both.
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        pytest.param(family, mode, marks=[pytest.mark.slow] * ((i + j) % 2))
+        for i, family in enumerate(FAMILIES)
+        for j, mode in enumerate(("full", "lora"))
+    ],
+)
 def test_hidden_states_have_the_dtype_of_the_weights(family, mode):
     for dtype, precision in (
         ("float32", "float32"),

@@ -22,7 +22,7 @@ from tests.parity.harness import Cell, microbatches, run_config, start
 
 def _steps(compiled: str, checkpointing: str) -> tuple[list[float], list[float], list[int]]:
     torch._dynamo.utils.counters.clear()  # of whatever was compiled before this process was forked
-    cfg = run_config(Cell("llama", "single", "lora", variant="dropout"))
+    cfg = run_config(Cell("qwen3_5_text", "single", "lora", variant="dropout"))
     cfg = replace(
         cfg, training=replace(cfg.training, compile=compiled, checkpointing=checkpointing)
     )
@@ -39,7 +39,8 @@ def _steps(compiled: str, checkpointing: str) -> tuple[list[float], list[float],
     return losses, norms, graphs
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+# Without checkpointing a compiled parity cell shows that nothing else changes.
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_masks_are_drawn_anew_and_nothing_is_compiled_again(checkpointing):
     ((losses, norms, _),) = run_ranks(1, _steps, "none", "none")
     ((compiled, compiled_norms, graphs),) = run_ranks(1, _steps, "aot_eager", checkpointing)
@@ -48,8 +49,8 @@ def test_masks_are_drawn_anew_and_nothing_is_compiled_again(checkpointing):
     assert compiled == pytest.approx(losses, rel=1e-6)
     assert compiled_norms == pytest.approx(norms, rel=1e-5)
     assert (
-        graphs[0] == 2
-    )  # no break: the first layer, whose input needs no gradient, and all others
+        graphs[0] == 3
+    )  # no break: the first layer, whose input needs no gradient, and both kinds of others
     assert graphs == [graphs[0]] * 3
 
 
@@ -99,7 +100,7 @@ def _runs_of_other_shapes() -> int:
     graphs = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile, "VERSIONS_PER_LAYER", 1)  # 4 layers: 4 versions
-        for size in (1, 2, 4, 8):
+        for size in (1, 2, 4):
             sized = replace(cfg, training=replace(cfg.training, micro_batch_size=size))
             training_step(build(sized, mesh, start(sized)), microbatches(sized, mesh, 1), mesh, 1.0)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -116,7 +117,7 @@ def _uncompiled() -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
     logits: dict[str, list[torch.Tensor]] = {}
     graphs = []
     for compiled in ("none", "aot_eager"):
-        cfg = run_config(Cell("qwen3_5_text", "single", "lora", variant="dropout"))
+        cfg = run_config(Cell("llama", "single", "lora", variant="dropout"))
         cfg = replace(cfg, training=replace(cfg.training, compile=compiled))
         mesh = build_mesh(cfg, torch.device("cpu"))
         job = build(cfg, mesh, start(cfg))

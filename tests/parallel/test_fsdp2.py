@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -49,12 +51,28 @@ def _in_bfloat16(
     return grads, dtypes, {name: isinstance(p, DTensor) for name, p in named.items()}, kept
 
 
+@cache
+def _alone(mode: str) -> dict[str, torch.Tensor]:
+    ((grads, *_),) = run_ranks(1, _in_bfloat16, Cell("olmo_hybrid", "single", mode))
+    return grads
+
+
+LAYOUTS = {"ddp": 2, "zero2": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4}
+KEPT = {("zero2", "full"), ("fsdp1", "full"), ("ddp", "lora"), ("hsdp", "lora")} | {
+    ("fsdp2", mode) for mode in ("full", "lora")
+}
+"""What `make test` runs: every layout, and both modes where they differ."""
+
+
 @pytest.mark.parametrize(
-    ("layout", "nproc"), [("ddp", 2), ("zero2", 2), ("fsdp1", 2), ("fsdp2", 2), ("hsdp", 4)]
+    ("layout", "mode"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in KEPT))
+        for case in product(LAYOUTS, ("full", "lora"))
+    ],
 )
-@pytest.mark.parametrize("mode", ["full", "lora"])
-def test_a_model_of_two_dtypes_is_not_cast_down(layout, nproc, mode):
-    ((reference, *_),) = run_ranks(1, _in_bfloat16, Cell("olmo_hybrid", "single", mode))
+def test_a_model_of_two_dtypes_is_not_cast_down(layout, mode):
+    nproc, reference = LAYOUTS[layout], _alone(mode)
     outcomes = run_ranks(nproc, _in_bfloat16, Cell("olmo_hybrid", layout, mode, nproc))
     grads, dtypes, sharded, kept = outcomes[0]
     assert grads.keys() == reference.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any, Literal
 
@@ -124,9 +125,26 @@ PIPELINES = [
 ]
 
 
+@cache
+def measured_together(nproc: int) -> dict[Cell, tuple[Measured, ...]]:
+    """Return what each rank measured, for each cell of so many processes, as start-up takes
+    longest."""
+    references = (cell.reference() for cell in PIPELINES)
+    cells = [c for c in dict.fromkeys((*CELLS, *PIPELINES, *references)) if c.nproc == nproc]
+    return dict(zip(cells, zip(*run_ranks(nproc, measure_each, cells)), strict=True))
+
+
+def measure_each(cells: list[Cell]) -> list[Measured]:
+    return [measure(cell) for cell in cells]
+
+
+def measured(cell: Cell) -> tuple[Measured, ...]:
+    return measured_together(cell.nproc)[cell]
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
 def test_state_bytes_equal_the_formula(cell):
-    for rank, one in enumerate(run_ranks(cell.nproc, measure, cell)):
+    for rank, one in enumerate(measured(cell)):
         assert one.state == one.predicted, f"rank {rank}"
 
 
@@ -139,19 +157,13 @@ def test_state_bytes_of_bfloat16_weights_beside_float32_rates(layout, accumulati
         assert one.state == one.predicted, f"rank {rank}"
 
 
-@pytest.fixture(scope="module")
-def on_one_process() -> dict[Cell, Measured]:
-    cells = list(dict.fromkeys(cell.reference() for cell in PIPELINES))
-    return {cell: run_ranks(1, measure, cell)[0] for cell in cells}
-
-
 @pytest.mark.parametrize("cell", PIPELINES, ids=lambda cell: cell.id)
-def test_a_rank_of_a_pipeline_holds_its_stages_and_all_together_one_model(cell, on_one_process):
-    measured = run_ranks(cell.nproc, measure, cell)
-    for rank, one in enumerate(measured):
+def test_a_rank_of_a_pipeline_holds_its_stages_and_all_together_one_model(cell):
+    ranks = measured(cell)
+    for rank, one in enumerate(ranks):
         assert one.state == one.predicted, f"rank {rank}"
-    model = on_one_process[cell.reference()]
-    pipeline = measured[:: cell.nproc // cell.pp]
+    (model,) = measured(cell.reference())
+    pipeline = ranks[:: cell.nproc // cell.pp]
     below, above = (one.names for one in pipeline)
     assert below | above == model.names
     # Under zbv the first rank holds both ends of the model.
@@ -221,13 +233,13 @@ def test_memory_that_a_split_predicts(cell):
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_frozen_weights_are_not_reduce_scattered(mode):
-    for one in run_ranks(2, measure, Cell("qwen3_5_text", "fsdp2", mode, 2)):
+    for one in measured(Cell("qwen3_5_text", "fsdp2", mode, 2)):
         # The padded gradients of both ranks, which have trained weights alone.
         assert 4 * one.reduce_scattered == 2 * one.state["gradients"] >= one.trained_bytes > 0
 
 
 def test_zero1_keeps_whole_gradients_until_the_last_backward_and_zero2_does_not():
-    for one in run_ranks(2, measure, Cell("qwen3_5_text", "zero1", "full", 2)):
+    for one in measured(Cell("qwen3_5_text", "zero1", "full", 2)):
         assert one.after_backward == one.trained_bytes
         assert one.state["gradients"] == one.predicted["gradients"]
     for one in run_ranks(2, measure_small_buckets, Cell("qwen3_5_text", "zero2", "full", 2)):
@@ -245,7 +257,7 @@ def test_what_the_naive_wrap_of_fsdp1_wastes():
     """The naive wrap keeps and sends gradients of frozen weights, which no optimizer reads."""
     kept, sent, trained = {}, {}, 0
     for variant in ("", "naive"):
-        ranks = run_ranks(4, measure, Cell("qwen3_5_text", "fsdp1", "lora", 4, variant))
+        ranks = measured(Cell("qwen3_5_text", "fsdp1", "lora", 4, variant))
         kept[variant] = sum(one.state["gradients"] for one in ranks)
         sent[variant] = 4 * ranks[0].reduce_scattered
         trained = ranks[0].trained_bytes

@@ -99,7 +99,7 @@ _FIXED = (
     Cell("qwen3_5_text", "fsdp2", "full", 2, "operators"),
     Cell("llama", "ddp", "full", 2, "float16"),
     Cell("llama", "fsdp2", "full", 2, "float16"),
-    Cell("qwen3_5_text", "fsdp2", "lora", 2, "compile"),
+    Cell("llama", "fsdp2", "lora", 2, "compile"),
     *FIXED_PIPELINES,
     *FIXED_TENSORS,
 )

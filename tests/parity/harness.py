@@ -343,28 +343,37 @@ def run(
     job = build(cfg, mesh, start(cfg))
     if loss_scale:
         job.loss_scale.scale = loss_scale
-    losses, norms, grads = [], [], {}
-    # The first step's gradients are looked at once; then all steps are done as a run does them.
-    forward_backward(job.pm, batches_of(mesh, 1), mesh)
+    losses: list[float] = []
+    norms: list[float] = []
+    grads: dict[str, torch.Tensor] = {}
     # Whole parameters without their optimizer's shards, frozen ones too: what else has got a
     # gradient.
     named = [
         *job.pm.named_parameters(),
         *(pair for g in job.optimizer.param_groups for pair in _pairs(g)),
     ]
-    for name, parameter in named:
-        if parameter.grad is not None:
-            grads[name] = full_tensor(job.pm.to_portable(name, parameter.grad)).clone()
+
+    def look() -> None:
+        for name, parameter in named:
+            if parameter.grad is not None:
+                grads[name] = full_tensor(job.pm.to_portable(name, parameter.grad)).clone()
+
+    # The first step's gradients are looked at within the step, when all is reduced.
+    first = replace(job, pm=replace(job.pm, reduce_grads=(*job.pm.reduce_grads, look)))
+    if cfg.training.precision == "float16":
+        # Times the loss scale they overflow, so they are looked at without it.
+        forward_backward(first.pm, batches_of(mesh, 1), mesh)
+        for _, parameter in named:
             parameter.grad = None
+        first = job
     for step in range(1, cfg.training.steps + 1):
-        result = training_step(job, batches_of(mesh, step), mesh, cfg.optimizer.max_grad_norm)
+        of_step = first if step == 1 else job
+        result = training_step(of_step, batches_of(mesh, step), mesh, cfg.optimizer.max_grad_norm)
         losses.append(result.loss)
         norms.append(
             math.inf if result.skipped else result.grad_norm
         )  # inf on one rank may be NaN on another
-    eval_loss = evaluate(
-        job.pm, [batches_of(mesh, step) for step in (7, 8)], mesh, cfg.training.steps
-    ).loss
+    eval_loss = evaluate(job.pm, [batches_of(mesh, 7)], mesh, cfg.training.steps).loss
     with tempfile.TemporaryDirectory() as folder:
         written = save_result(job, cfg, mesh, Path(folder))
         saved = {} if written is None else _read_safetensors(written)

@@ -29,7 +29,7 @@ from tests.parity.references import reference
 from tests.parity.together import groups, run_together
 
 ROOT = Path(__file__).parents[2]
-TOGETHER = 4
+TOGETHER = 6
 """Cells of a group: more would leave one of the testers alone with the last one."""
 GROUPS = {cell: group for group in groups(FAST, TOGETHER) for cell in group}
 

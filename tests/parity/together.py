@@ -12,15 +12,16 @@ from tests.parity.harness import Cell, Outcome, run_cell
 def groups(cells: Iterable[Cell], most: int) -> list[tuple[Cell, ...]]:
     """Return the cells in groups of at most `most` that can share processes.
 
-    A group has cells of one layout and number of processes; one that compiles is alone.
+    A group has cells of as many processes and of alike layouts; one that compiles is alone.
     """
-    by_layout: dict[tuple[str, int, str], list[Cell]] = {}
-    for cell in cells:
+    by_number: dict[tuple[int, str], list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.layout):
         alone = cell.id if cell.variant == "compile" else ""
-        key = (cell.layout.removesuffix("-sp"), cell.nproc, alone)
-        by_layout.setdefault(key, []).append(cell)
+        by_number.setdefault((cell.nproc, alone), []).append(cell)
     return [
-        tuple(same[i : i + most]) for same in by_layout.values() for i in range(0, len(same), most)
+        tuple(alike[i : i + most])
+        for alike in by_number.values()
+        for i in range(0, len(alike), most)
     ]
 
 

@@ -37,8 +37,7 @@ def permute(
     """
     x, n = numbers.astype(np.uint64), np.uint64(size)
     key = _hash(_hash(_hash(np.zeros(1, np.uint64), seed % 2**64), epoch), group)
-    for number in range(ROUNDS):
-        round_key = _hash(key, number)
+    for round_key in _hash(key, np.arange(ROUNDS)[:, None]):
         partner = (round_key % n + n - x) % n
         swap = _hash(round_key, np.maximum(x, partner)) >> np.uint64(63)
         x = np.where(swap == 1, partner, x)
