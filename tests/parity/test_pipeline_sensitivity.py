@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.assembly import build
+from shardwise.assembly import build, order
 from shardwise.models import stage
+from shardwise.models.patches import embedding
 from shardwise.models.patches.dropout import DropoutState
 from shardwise.parallel import activation_checkpoint, ddp, pipeline_parallel, pipeline_stage
 from shardwise.parallel.reduce import sum_over
@@ -49,7 +50,7 @@ def loss_counted_on_two_stages():
 
 
 def a_layer_in_two_stages():
-    cut = build.stages
+    cut = order.stages
 
     def overlapping(hf, spec, boundaries, chunks, *others):
         (chunk,) = chunks
@@ -57,7 +58,7 @@ def a_layer_in_two_stages():
             boundaries = [boundaries[0], *(edge + 1 for edge in boundaries[1:-1]), boundaries[-1]]
         return cut(hf, spec, boundaries, chunks, *others)
 
-    build.stages = overlapping
+    order.stages = overlapping
 
 
 def norm_of_one_stage_only():
@@ -120,6 +121,7 @@ def lowest_trained_stage_gets_no_gradient_of_its_input():
         self.trained = True
 
     pipeline_stage.Stage.__init__ = trusting
+    embedding.HALVING = ()
     pipeline_parallel.HALVING = ()
 
 

@@ -201,10 +201,12 @@ def _backward(
 
     of_beta = (of_right_v * v).sum(-1, keepdim=True) + by_key + of_alike.sum(-1, keepdim=True)
     # Sums of g: each decay e^{G_i - G_j} adds its gradient times itself to i and takes it from j.
+    # In float64, so that what both ends of a later pair give to the gradient of g cancels.
     of_pairs = of_alike.mul_(beta) + of_similar * similar
-    at_end = (of_k_to_end * k_to_end).sum(-1, keepdim=True)
-    of_total = of_pairs.sum(-1, keepdim=True) - of_pairs.sum(-2)[..., None] - at_end
-    of_total += (of_q_from_start * q_from_start).sum(-1, keepdim=True) + by_key * beta
+    of_total = of_pairs.sum(-1, keepdim=True, dtype=torch.float64)
+    of_total -= of_pairs.sum(-2, dtype=torch.float64)[..., None]
+    at_end = (of_k_to_end * k_to_end).sum(-1, keepdim=True).double()
+    of_total += (of_q_from_start * q_from_start).sum(-1, keepdim=True) + by_key * beta - at_end
     over = (of_after * before).sum((-2, -1), keepdim=True) * chunk.over
     of_total[..., -1:, :] += at_end.sum(-2, keepdim=True) + over
     of_g = of_total.flip(-2).cumsum(-2).flip(-2)

@@ -32,9 +32,10 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     coefficient = cfg.model.router_aux_loss_coef
     if coefficient:
         routers = routers_of(part.hf, part.family)
-        part.router_loss = RouterLoss(
-            routers, coefficient, part.num_routers, gradient_share=1 / cfg.parallel.tp
-        )
+        mixtures = [b.kind for layer in part.spec.layers for b in layer.blocks if b.kind.experts]
+        is_sharded = any(kind.split is not None for kind in mixtures)
+        share = 1 / cfg.parallel.tp if is_sharded else 1.0
+        part.router_loss = RouterLoss(routers, coefficient, part.num_routers, share)
 
 
 class RouterLoss:
@@ -58,7 +59,8 @@ class RouterLoss:
         """Hook the routers of a model or stage; `num_layers`: all mixtures of the whole model.
 
         `gradient_share`: what this rank's backward gives of the loss's gradient. Every rank of `tp`
-        computes the loss, and adds up what reaches routers and hidden states.
+        computes the loss. Where mixtures are sharded, it adds up what reaches routers and hidden
+        states; a mixture that is whole on every rank gives all of it on each.
         """
         self.weight = coefficient / num_layers
         self.routers = routers
