@@ -19,6 +19,7 @@ from shardwise.layouts import Facts, axis_sizes
 from shardwise.models import load, lora
 from shardwise.models.facts import facts_of
 from shardwise.models.families import Family, family_of, spec_of
+from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.patches import lora_kernel
 from shardwise.models.patches.loss import loss_of_run
 from shardwise.models.spec import ModelSpec
@@ -33,6 +34,8 @@ class Description:
 
     hf: PreTrainedModel
     """The whole model with its adapters, parameters on meta."""
+    multimodal: Multimodal | None
+    """The class that is saved, where `architectures` names another one than that of `hf`."""
     spec: ModelSpec
     family: Family
     sizes: Mapping[str, int]
@@ -59,6 +62,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     rules.check(cfg, Facts(num_ranks))
     hf_config = load.read_config(cfg.model)
     hf = load.build_meta(cfg.model, hf_config)
+    multimodal = multimodal_of(cfg.model, hf)
     spec, family = spec_of(hf_config, hf), family_of(hf)
     coverage = lora.inject(hf, cfg.lora, spec) if cfg.lora else None
     facts = facts_of(hf, spec, family)
@@ -68,6 +72,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
         notes += (f"experts run one after the other, which is slower: {reason}",)
     return Description(
         hf=hf,
+        multimodal=multimodal,
         spec=spec,
         family=family,
         sizes=axis_sizes(cfg, num_ranks),
