@@ -31,9 +31,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 COMMAND = Command(
     "check",
-    "Check a PEFT adapter against its model. Print the kinds of layers that it reaches and all that "
-    "would do nothing: names that match nothing, factors of zeros, a scale of 0. The exit code is "
-    "then 1.",
+    "Check a PEFT adapter against its model. Print the kinds of layers that it reaches and what of "
+    "it would do nothing: names that match nothing, factors of zeros, a scale of 0. The exit code "
+    "is then 1.",
     _add_arguments,
     run,
 )

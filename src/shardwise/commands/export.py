@@ -8,6 +8,8 @@ from pathlib import Path
 from shardwise.commands.command import Command
 from shardwise.config import Model
 
+READERS = ("peft", "hf", "vllm", "sglang")
+
 
 def run(args: Namespace) -> int:
     """Write an adapter for one reader, or merged into its model, with a tokenizer beside it."""
@@ -44,7 +46,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     form.add_argument(
         "--for",
         dest="reader",
-        choices=("peft", "hf", "vllm", "sglang"),
+        choices=READERS,
         help="write an adapter with the names that PEFT, transformers' AutoModelForCausalLM, vLLM "
         "or SGLang look for",
     )

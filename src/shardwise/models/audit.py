@@ -107,9 +107,9 @@ def _targets_without_modules(adapter: AdapterFolder, named_after: PreTrainedMode
         if lost:
             yield f"{key} of the config that the model does not have: {_some(lost)}"
     pattern = adapter.config.get("target_modules")
-    if isinstance(pattern, str) and pattern != "all-linear":
-        if not any(re.fullmatch(pattern, name) for name in modules):
-            yield f"target_modules of the config matches no module: {pattern}"
+    is_pattern = isinstance(pattern, str) and pattern != "all-linear"
+    if is_pattern and not any(re.fullmatch(str(pattern), name) for name in modules):
+        yield f"target_modules of the config matches no module: {pattern}"
 
 
 def _targets_without_factors(adapter: AdapterFolder, named_after: PreTrainedModel) -> Iterator[str]:
@@ -184,10 +184,11 @@ def _stacks(
 ) -> Iterator[str]:
     """Yield the stacked experts' parameters that have factors."""
     modules = {path.replace(".base_layer", "") for path in matched.values()}
+    targets = adapter.patterns("target_parameters")
     for name, _ in text.named_parameters():
-        if name.rpartition(".")[0] in modules:
-            if any(_is_end(target, name) for target in adapter.patterns("target_parameters")):
-                yield name
+        is_meant = any(_is_end(target, name) for target in targets)
+        if is_meant and name.rpartition(".")[0] in modules:
+            yield name
 
 
 def _is_end(target: str, name: str) -> bool:
