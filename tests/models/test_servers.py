@@ -234,7 +234,7 @@ def test_what_a_server_would_not_use_is_refused(tmp_path: Path) -> None:
         (base, "adapter", "sglang", "reads no adapter on linear_attn.in_proj_a, linear_attn.in_"),
         (gpt2, "gpt2", "vllm", "of gpt2 is known only for llama, qwen3"),
         (llama, "saved", "vllm", "has modules_to_save"),
-        (llama, "adapter", "peft", "modules with factors are none of"),
+        (llama, "adapter", "peft", "names in it are none of the language model of"),
     ):
         with pytest.raises(UserError, match=fragment) as error:
             export_adapter(model, tmp_path / adapter, tmp_path / "out", reader)

@@ -55,10 +55,11 @@ def export_adapter(
     multimodal = multimodal_of(base, text)
     names = adapter.text_names(text, multimodal)
     unknown = [name for name, text_name in names.items() if text_name is None]
+    unknown += [key for key in adapter.others if not _is_inside(key, text, multimodal)]
     if unknown or not names:
         raise UserError(
-            f"{adapter.path}: {len(unknown)} of its {len(names)} modules with factors are none of "
-            f"{base.path}'s ({', '.join(unknown[:2])}); see shardwise check"
+            f"{adapter.path}: {len(unknown)} names in it are none of the language model of "
+            f"{base.path} ({', '.join(unknown[:2])}); see shardwise check"
         )
     own_names = {name: text_name for name, text_name in names.items() if text_name is not None}
     if reader in SERVERS:
@@ -87,8 +88,7 @@ def _for_peft(
         return text_name if written_for is None else written_for.name_of(text_name)
 
     def renamed_key(key: str) -> str:  # an end of names stays as it is
-        is_path = key.startswith(tuple(f"{path}." for path in _bases(text, multimodal)))
-        return renamed(key) if is_path else key
+        return renamed(key) if _is_inside(key, text, multimodal) else key
 
     tensors = {}
     with safe_open(adapter.file, framework="pt") as opened:
@@ -128,9 +128,14 @@ def _targets(
     return sorted(short_targets([place(path) for path in linears], all_modules, layers))
 
 
-def _bases(text: PreTrainedModel, multimodal: Multimodal | None) -> set[str]:
-    places = {} if multimodal is None else multimodal.places
-    return {text.base_model_prefix, *places.values()}
+def _is_inside(key: str, text: PreTrainedModel, multimodal: Multimodal | None) -> bool:
+    """Return whether a key or path is in the language model, by the names of one class or other."""
+    name = key.removeprefix(PREFIX)
+    if multimodal is not None and multimodal.text_name(name) is not None:
+        return True
+    modules = {path for path, _ in text.named_modules()} - {text.base_model_prefix}
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
 
 
 def _for_server(
