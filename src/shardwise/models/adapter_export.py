@@ -20,7 +20,14 @@ from shardwise.models.families import family_of, spec_of
 from shardwise.models.load import build_meta, read_config
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.save import save_for_generation
-from shardwise.models.servers import SERVERS, Factors, Server, for_server, target_modules
+from shardwise.models.servers import (
+    SERVERS,
+    Factors,
+    Server,
+    check_read,
+    for_server,
+    target_modules,
+)
 
 READERS = ("peft", "hf", *SERVERS)
 """Who may read an exported adapter: `peft` on the class that `architectures` names, `hf` on the
@@ -146,13 +153,15 @@ def _for_server(
     multimodal: Multimodal | None,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return config and tensors as the server reads them, named after the class that it loads."""
+    spec = spec_of(text.config, text)
+    check_read(server, names.values(), spec)
     _check_plain_lora(server, adapter)
     factors: Factors = {}
     with safe_open(adapter.file, framework="pt") as opened:
         for name, pair in adapter.factors.items():
             a, b = (opened.get_tensor(pair[letter].key) for letter in "AB")
             factors[names[name]] = (a, b)
-    read = for_server(server, factors, text, spec_of(text.config, text))
+    read = for_server(server, factors, text, spec)
     tensors = {}
     for path, pair in read.items():
         name = path if multimodal is None else multimodal.name_of(path)

@@ -7,7 +7,7 @@ refused rather than written with factors that would do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -85,17 +85,36 @@ SGLANG = Server(
 SERVERS = {server.name: server for server in (VLLM, SGLANG)}
 
 
+def check_read(server: Server, paths: Iterable[str], spec: ModelSpec) -> None:
+    """Raise UserError unless the server reads adapters on all these linears of the text class."""
+    layers, family = [layer.name for layer in spec.layers], spec.family
+    version = f"{server.name} (as of {server.version})"
+    way_out = "write a whole model instead (--merge)"
+    if family not in server.linears:
+        known = ", ".join(server.linears)
+        raise UserError(
+            f"--for {server.name}: which adapters {version} reads of {family} is known only for "
+            f"{known}; {way_out}"
+        )
+    names = {path.removeprefix(f"{_layer_of(path, layers)}.") for path in paths}
+    unread = sorted(names - set(server.linears[family]))
+    if unread:
+        raise UserError(
+            f"--for {server.name}: {version} reads no adapter on {', '.join(unread)} of {family}; "
+            f"{way_out}, or train without them (lora.targets)"
+        )
+
+
 def for_server(
     server: Server, factors: Factors, model: PreTrainedModel, spec: ModelSpec
 ) -> Factors:
     """Return the factors as the server reads them, by names of its loader in the text class.
 
-    Every part of a split linear has its A and its rows of B. A linear that lacks an adapter and is
-    fused with one that has gets factors of zeros. Of `model`, on any device, sizes are used.
-    UserError for linears that the server does not read.
+    The server reads all of them (`check_read`). Every part of a split linear has a copy of A and its
+    rows of B. A linear that lacks an adapter and is fused with one that has gets factors of zeros.
+    Of `model`, on any device, sizes are used.
     """
     layers = [layer.name for layer in spec.layers]
-    _check_read(server, factors, layers, spec.family)
     read: Factors = {}
     for path, (a, b) in factors.items():
         layer = _layer_of(path, layers)
@@ -105,7 +124,7 @@ def for_server(
             continue
         block = model.get_submodule(path.rpartition(".")[0])
         rows = b.split([getattr(block, size) for size in parts.values()])
-        read |= {f"{layer}.{part}": (a, some) for part, some in zip(parts, rows)}
+        read |= {f"{layer}.{part}": (a.clone(), some) for part, some in zip(parts, rows)}
     for layer in layers:
         for group in server.fused:
             present = [f"{layer}.{name}" for name in group if f"{layer}.{name}" in read]
@@ -122,24 +141,6 @@ def target_modules(server: Server, factors: Factors) -> list[str]:
     """Return what `target_modules` of the config must say for these factors."""
     leaves = {path.rpartition(".")[2] for path in factors}
     return sorted({server.listed.get(leaf, leaf) for leaf in leaves})
-
-
-def _check_read(server: Server, factors: Factors, layers: list[str], family: str) -> None:
-    version = f"{server.name} (as of {server.version})"
-    way_out = "write a whole model instead (--merge)"
-    if family not in server.linears:
-        known = ", ".join(server.linears)
-        raise UserError(
-            f"--for {server.name}: which adapters {version} reads of {family} is known only for "
-            f"{known}; {way_out}"
-        )
-    names = {path.removeprefix(f"{_layer_of(path, layers)}.") for path in factors}
-    unread = sorted(names - set(server.linears[family]))
-    if unread:
-        raise UserError(
-            f"--for {server.name}: {version} reads no adapter on {', '.join(unread)} of {family}; "
-            f"{way_out}, or train without them (lora.targets)"
-        )
 
 
 def _layer_of(path: str, layers: list[str]) -> str | None:
