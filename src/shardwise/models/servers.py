@@ -96,7 +96,7 @@ def check_read(server: Server, paths: Iterable[str], spec: ModelSpec) -> None:
             f"--for {server.name}: which adapters {version} reads of {family} is known only for "
             f"{known}; {way_out}"
         )
-    names = {path.removeprefix(f"{_layer_of(path, layers)}.") for path in paths}
+    names = {_in_layer(path, layers)[1] for path in paths}
     unread = sorted(names - set(server.linears[family]))
     if unread:
         raise UserError(
@@ -110,15 +110,15 @@ def for_server(
 ) -> Factors:
     """Return the factors as the server reads them, by names of its loader in the text class.
 
-    The server reads all of them (`check_read`). Every part of a split linear has a copy of A and its
-    rows of B. A linear that lacks an adapter and is fused with one that has gets factors of zeros.
-    Of `model`, on any device, sizes are used.
+    The server must read all of them (`check_read`). Every part of a split linear has a copy of A
+    and its rows of B. A linear that lacks an adapter and is fused with one that has gets factors
+    of zeros. Of `model`, on any device, sizes are used.
     """
     layers = [layer.name for layer in spec.layers]
     read: Factors = {}
     for path, (a, b) in factors.items():
-        layer = _layer_of(path, layers)
-        parts = server.parts.get(path.removeprefix(f"{layer}."))
+        layer, name = _in_layer(path, layers)
+        parts = server.parts.get(name)
         if parts is None:
             read[path] = (a, b)
             continue
@@ -143,8 +143,12 @@ def target_modules(server: Server, factors: Factors) -> list[str]:
     return sorted({server.listed.get(leaf, leaf) for leaf in leaves})
 
 
-def _layer_of(path: str, layers: list[str]) -> str | None:
-    return next((layer for layer in layers if path.startswith(f"{layer}.")), None)
+def _in_layer(path: str, layers: list[str]) -> tuple[str, str]:
+    """Return a linear's layer and its name in it; "" and its path, where it is in none."""
+    for layer in layers:
+        if path.startswith(f"{layer}."):
+            return layer, path.removeprefix(f"{layer}.")
+    return "", path
 
 
 def _num_rows(server: Server, name: str, model: PreTrainedModel, layer: str) -> int:
