@@ -113,20 +113,23 @@ def test_all_forms_of_an_adapter_give_the_logits_of_the_text_class(folder: Path)
     assert relative_error(logits(plain), expected) > 0.01  # the adapters do something
 
 
-def test_a_model_trained_in_full_keeps_what_is_beside_it(folder: Path, tmp_path: Path) -> None:
-    base = Model(str(folder / "base"))
+@pytest.mark.parametrize("name", ["tiny-qwen3_5", "tiny-qwen3_5-tied"])
+def test_a_model_trained_in_full_keeps_what_is_beside_it(name: str, tmp_path: Path) -> None:
+    multimodal.write(tmp_path / "base", name)
+    base = Model(str(tmp_path / "base"))
     text = on_meta(base)
     whole = multimodal_of(base, text)
     state = {name: value + 1 for name, value in weights(text, base, seed=0)}
     others = other_weights(text, base)
-    save_model(text, state.items(), tmp_path, shard_bytes=200_000, multimodal=whole, others=others)
-    saved, before = multimodal.entries(tmp_path), multimodal.entries(folder / "base")
+    out = tmp_path / "model"
+    save_model(text, state.items(), out, shard_bytes=200_000, multimodal=whole, others=others)
+    saved, before = multimodal.entries(out), multimodal.entries(tmp_path / "base")
     assert saved.keys() == before.keys()
     for key, value in saved.items():
         is_beside = key.startswith(("mtp.", "model.visual."))
         assert value.dtype == before[key].dtype
         assert torch.equal(value, before[key] if is_beside else before[key] + 1), key
-    assert same(dict(weights(text, Model(str(tmp_path)), seed=0)), state)
+    assert same(dict(weights(text, Model(str(out)), seed=0)), state)
 
 
 @pytest.mark.parametrize(
