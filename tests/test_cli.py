@@ -93,7 +93,22 @@ def shardwise(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
             ("bench", "run.yaml", "--out=out", "--training.steps=2"),
             "unknown argument --training.steps=2",
         ),
-        (("export", "--merge", "model", "adapter"), "argument --merge: expected 3 arguments"),
+        (
+            ("export", "--merge", "model", "adapter"),
+            "the following arguments are required: OUT; see shardwise export --help",
+        ),
+        (
+            ("export", "model", "adapter", "out"),
+            "one of the arguments --merge --for is required; see shardwise export --help",
+        ),
+        (
+            ("export", "model", "adapter", "out", "--for", "gguf"),
+            "argument --for: invalid choice: 'gguf'",
+        ),
+        (
+            ("check", "none", "model"),
+            "none: no adapter_config.json here; give the folder of a PEFT",
+        ),
         (
             ("export", "--merge", "model", "adapter", "out", "--model.init=random"),
             "unknown argument --model.init=random",

@@ -27,8 +27,8 @@ def test_a_result_replaces_the_one_before_when_it_is_whole(mode, name, write, tm
         job = build(cfg, build_mesh(cfg, torch.device("cpu")))
         save = getattr(export, write)
 
-        def cut_off(*args):
-            save(*args)
+        def cut_off(*args, **options):
+            save(*args, **options)
             raise OSError("cut off")
 
         setattr(export, write, cut_off)

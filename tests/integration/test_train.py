@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from shardwise.config import (
@@ -30,6 +31,8 @@ from shardwise.training import loop
 from shardwise.training.loop import train
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks
+from tests.models import multimodal
+from tests.models.tiny import same
 from tests.models.unproven import write_config
 from tests.parity.harness import CONFIGS
 
@@ -328,3 +331,26 @@ def test_what_fails_after_training_does_not_cost_the_record(folder, monkeypatch)
     record = RunRecord.read(folder / "failing" / "record.json")
     assert (record.status, len(record.losses), record.sample) == ("ok", 2, None)
     assert (folder / "failing" / "adapter").exists()
+
+
+def test_a_run_on_a_multimodal_folder_saves_its_class_and_resumes(folder, tmp_path):
+    multimodal.write(tmp_path / "base")
+    model = Model(str(tmp_path / "base"), tokenizer=str(folder / "tokenizer"))
+    lora = {"save_every": 2, "eval_every": 0, "steps": 4}
+    one = replace(config(tmp_path, "one", **lora), model=model)
+    one = replace(one, data=replace(one.data, train=str(folder / "corpus.jsonl")))
+    run_on(1, one)
+    resume = str(tmp_path / "one" / "checkpoints" / "step-2")
+    other_training = replace(one.training, output_dir=str(tmp_path / "other"), resume=resume)
+    run_on(1, replace(one, training=other_training))
+    files = [tmp_path / n / "adapter" / "adapter_model.safetensors" for n in ("one", "other")]
+    tensors, resumed = map(load_file, files)
+    assert all(k.startswith("base_model.model.model.language_model.layers.") for k in tensors)
+    assert same(tensors, resumed)
+    full = replace(one.training, output_dir=str(tmp_path / "full"), steps=1, save_every=0)
+    run_on(1, replace(one, lora=None, training=full))
+    saved, before = (multimodal.entries(tmp_path / n) for n in ("full/model", "base"))
+    assert saved.keys() == before.keys()
+    changed = {key for key in saved if not torch.equal(saved[key], before[key])}
+    assert changed
+    assert all(key.startswith(("model.language_model.", "lm_head.")) for key in changed)

@@ -29,6 +29,7 @@ from shardwise.interfaces import Batch, Mesh, ParallelModel, State
 from shardwise.models import lora, tensor_plan
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
+from shardwise.models.multimodal import Multimodal
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
@@ -66,6 +67,8 @@ class Job:
     pm: ParallelModel
     hf: PreTrainedModel
     """The whole model, by names and config; on meta where it is cut into stages."""
+    multimodal: Multimodal | None
+    """The class that is saved, where `architectures` names another one than that of `hf`."""
     optimizer: torch.optim.Optimizer
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     spec: ModelSpec
@@ -125,6 +128,7 @@ def build(cfg: RunConfig, mesh: Mesh, state: State = FRESH) -> Job:
     return Job(
         pm=pm,
         hf=hf,
+        multimodal=facts.multimodal,
         optimizer=optimizer,
         lr_schedule=make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step),
         spec=spec,

@@ -20,6 +20,7 @@ from shardwise.layouts import Facts, axis_sizes
 from shardwise.models import load, lora
 from shardwise.models.facts import facts_of
 from shardwise.models.families import Family, family_of, spec_of
+from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.patches import lora_kernel
 from shardwise.models.patches.loss import loss_of_run
 from shardwise.parallel.pipeline_parallel import pipeline_of
@@ -31,6 +32,8 @@ from shardwise.schedule.orders import Pipeline
 class Description(WholeModel):
     """A run that may begin, before it takes memory; the same on every rank."""
 
+    multimodal: Multimodal | None
+    """The class that is saved, where `architectures` names another one than that of `hf`."""
     sizes: Mapping[str, int]
     """Ranks along each axis of the mesh."""
     positions: int | None
@@ -53,6 +56,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     rules.check(cfg, Facts(num_ranks))
     hf_config = load.read_config(cfg.model)
     hf = load.build_meta(cfg.model, hf_config)
+    multimodal = multimodal_of(cfg.model, hf)
     spec, family = spec_of(hf_config, hf), family_of(hf)
     if cfg.lora:
         rules.check(cfg, Facts(num_ranks, adapters=lora.adapter_facts(hf, cfg.lora, spec)))
@@ -64,6 +68,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
         notes += (f"experts run one after the other, which is slower: {reason}",)
     return Description(
         **vars(model),
+        multimodal=multimodal,
         sizes=axis_sizes(cfg, num_ranks),
         positions=facts.num_positions,
         kernels={} if device is None else _kernels(cfg, hf, family, device),

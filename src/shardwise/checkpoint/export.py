@@ -20,6 +20,7 @@ from shardwise.checkpoint.folder import UNFINISHED
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
 from shardwise.models.adapter import save_adapter
+from shardwise.models.load import other_weights
 from shardwise.models.save import save_for_generation, save_model
 from shardwise.parallel.place import full_tensor
 from shardwise.process.watchdog import beat
@@ -48,10 +49,14 @@ def save_result(
     unfinished = folder.with_name(folder.name + UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
     if cfg.lora is None:
-        save_model(job.hf, tensors, unfinished)
+        # Random weights have no files, and so nothing beside the language model.
+        whole = job.multimodal if cfg.model.init == "weights" else None
+        others = () if whole is None else other_weights(job.hf, cfg.model)
+        save_model(job.hf, tensors, unfinished, multimodal=whole, others=others)
         save_for_generation(unfinished, tokenizer, cfg.model.path)
     else:
-        save_adapter(job.hf, cfg.lora, dict(tensors), unfinished, cfg.model.path)
+        path, multimodal = cfg.model.path, job.multimodal
+        save_adapter(job.hf, cfg.lora, dict(tensors), unfinished, path, multimodal)
         save_for_generation(unfinished, tokenizer)
     shutil.rmtree(folder, ignore_errors=True)  # of the run that this one resumed
     return unfinished.rename(folder)

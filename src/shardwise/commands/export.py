@@ -8,31 +8,54 @@ from pathlib import Path
 from shardwise.commands.command import Command
 from shardwise.config import Model
 
+READERS = ("peft", "hf", "vllm", "sglang")
+
 
 def run(args: Namespace) -> int:
-    """Merge an adapter into its model; write a folder that transformers loads, with a tokenizer."""
+    """Write an adapter for one reader, or merged into its model, with a tokenizer beside it."""
     from shardwise.data.tokenizer import find_tokenizer
     from shardwise.models.adapter import merge_adapter
+    from shardwise.models.adapter_export import export_adapter
 
-    model, adapter, out = args.merge
-    # An adapter that is no folder is refused by `merge_adapter`.
+    model, adapter, out = args.model, args.adapter, args.out
+    # An adapter that is no folder is refused when it is read.
     tokenizer = find_tokenizer(adapter, model) if Path(adapter).is_dir() else None
-    merge_adapter(Model(path=model), adapter, out, tokenizer=tokenizer)
+    if args.merge:
+        merge_adapter(Model(path=model), adapter, out, tokenizer=tokenizer)
+        done = f"merged {adapter} into {model}: {out}"
+    else:
+        export_adapter(Model(path=model), adapter, out, args.reader, tokenizer)
+        done = f"wrote {adapter} for {args.reader}: {out}"
     note = (
         "" if tokenizer else f"; without a tokenizer, since neither {adapter} nor {model} has one"
     )
-    print(f"merged {adapter} into {model}: {out}{note}")
+    print(done + note)
     return 0
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
+    parser.add_argument("model", metavar="MODEL", help="the model that was trained: folder or id")
+    parser.add_argument("adapter", metavar="ADAPTER", help="the folder of a PEFT adapter")
+    parser.add_argument("out", metavar="OUT", help="a folder to write, which is empty or not there")
+    form = parser.add_mutually_exclusive_group(required=True)
+    form.add_argument(
         "--merge",
-        nargs=3,
-        required=True,
-        metavar=("MODEL", "ADAPTER", "OUT"),
-        help="add the weights of a LoRA adapter to its model and write a model folder",
+        action="store_true",
+        help="write the whole model with the adapter added into its weights; all readers take it",
+    )
+    form.add_argument(
+        "--for",
+        dest="reader",
+        choices=READERS,
+        help="write an adapter with the names that PEFT, transformers' AutoModelForCausalLM, vLLM "
+        "or SGLang look for",
     )
 
 
-COMMAND = Command("export", "Write a trained model in another form.", _add_arguments, run)
+COMMAND = Command(
+    "export",
+    "Write a LoRA adapter for those who serve it. Give it the names that one reader looks for, or "
+    "merge it into its model.",
+    _add_arguments,
+    run,
+)

@@ -1,4 +1,4 @@
-"""Adapters on disk: in PEFT's format, and merged into the weights."""
+"""Adapters of a run on disk: in PEFT's format, and merged into the weights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, UserError
-from shardwise.models.families import Family, family_of
-from shardwise.models.load import load_whole, read_config
+from shardwise.models.adapter_folder import PREFIX, read_adapter
+from shardwise.models.families import family_of
+from shardwise.models.load import load_whole, other_weights, read_config
 from shardwise.models.lora import adapter_layers, peft_config
+from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
 from shardwise.models.save import save_for_generation, save_model
 from shardwise.models.weight_files import plain_entries
@@ -31,12 +33,13 @@ def save_adapter(
     state: Mapping[str, torch.Tensor],
     folder: str | Path,
     base_name: str,
+    multimodal: Multimodal | None = None,
 ) -> None:
     """Write the adapters so that `peft` alone loads them onto the model that `transformers` loads.
 
     `state`: the model's trainable parameters (LoRA factors and copies of modules to save) by name,
     full CPU tensors. Of `model`, which has the adapters, only names are used. `base_name`: where
-    PEFT finds the base model.
+    PEFT finds the base model. With `multimodal` the names are those of that class.
 
     PEFT renames, by model type, targets that look like a checkpoint's per-expert matrices, and so
     loses linears of MLPs (`Family.renamed_by_peft`). Those are listed as parameters (`....weight`)
@@ -64,11 +67,16 @@ def save_adapter(
     saved = dict.fromkeys(
         hf_name(name.partition(".modules_to_save.")[0]) for name in names if is_saved_copy(name)
     )
+    renamed = str if multimodal is None else multimodal.name_of
+    if multimodal is not None:
+        base_names = {name for name, _ in multimodal.model.named_parameters()}
+    inside = renamed(family.layers)
+    all_modules = {name.rpartition(".")[0] for name in base_names}
     config = peft_config(
         dataclasses.replace(lora, dropout=0.0 if parameters else lora.dropout),
-        modules=_short(modules, {name.rpartition(".")[0] for name in base_names}, family),
-        parameters=_short(parameters, base_names, family),
-        saved=list(saved),
+        modules=short_targets([renamed(path) for path in modules], all_modules, inside),
+        parameters=short_targets([renamed(path) for path in parameters], base_names, inside),
+        saved=[renamed(path) for path in saved],
         transposed=any(isinstance(layer.get_base_layer(), Conv1D) for layer in layers.values()),
     )
     config.base_model_name_or_path = base_name
@@ -78,7 +86,7 @@ def save_adapter(
             setattr(config, key, sorted(value))
     folder = Path(folder)
     config.save_pretrained(str(folder))
-    tensors = {_file_key(name): tensor.contiguous() for name, tensor in state.items()}
+    tensors = {_file_key(renamed(name)): tensor.contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
@@ -91,71 +99,78 @@ def merge_adapter(
 ) -> None:
     """Write the model with the adapters added into its weights: W + scale * BA.
 
-    `transformers` alone loads it. Beside it stand the `tokenizer` and the base's generation config.
+    `transformers` alone loads it, as the class that the base's `architectures` names; what the base
+    has beside the language model is copied. The adapter's names may be those of the text class or
+    of that one. Beside it stand the `tokenizer` and the base's generation config.
     `seed` is for a base with `init: random`. All of the model is in memory. UserError if the folder
     holds no adapters, or those of another model.
     """
-    folder, out = Path(adapter_folder), Path(out_folder)
-    for name in (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder}: no {name} here; give the folder of a PEFT adapter")
-    _check_writable(out)
+    adapter = read_adapter(adapter_folder)
+    check_writable(Path(out_folder))
     config = read_config(base)
     if config.dtype in (torch.float32, torch.bfloat16):  # the merged model is stored as its base is
         base = dataclasses.replace(base, dtype=str(config.dtype).removeprefix("torch."))
-    in_file = plain_entries(folder / SAFETENSORS_WEIGHTS_NAME)
+    in_file = plain_entries(adapter.file)
     model = load_whole(base, config, seed)
     family_of(model)
+    multimodal = multimodal_of(base, model)
+    holder = model  # the class that the adapter's names are of
+    if multimodal is not None and multimodal.names_any(adapter.factors):
+        holder = multimodal.around(model)
     try:
         with warnings.catch_warnings():
             # PEFT 0.21 uses a name that transformers will drop.
             warnings.simplefilter("ignore", FutureWarning)
             # Of missing keys, which are checked below.
             warnings.simplefilter("ignore", UserWarning)
-            adapted = PeftModel.from_pretrained(model, str(folder))
+            adapted = PeftModel.from_pretrained(holder, str(adapter.path))
     except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"{folder}: these adapters do not fit {base.path} ({str(error)[:200]})"
+            f"{adapter.path}: these adapters do not fit {base.path} ({str(error)[:200]})"
         ) from None
     adapted_names = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
     if in_file != adapted_names:
         raise UserError(
-            f"{folder}: these adapters do not fit {base.path} "
+            f"{adapter.path}: these adapters do not fit {base.path} "
             f"({len(adapted_names - in_file)} of its adapted weights are not in the file, "
             f"{len(in_file - adapted_names)} in the file are not in it; "
             f"{min(in_file ^ adapted_names)})"
         )
     merged = adapted.merge_and_unload()
-    state = {
-        name: tensor
-        for name, tensor in merged.state_dict().items()
-        if name not in merged.all_tied_weights_keys
-    }
-    save_model(merged, state.items(), out_folder)
+    state = merged.state_dict()
+    if holder is not model:
+        assert multimodal is not None
+        inside = {multimodal.text_name(name): tensor for name, tensor in state.items()}
+        state = {name: tensor for name, tensor in inside.items() if name is not None}
+    state = {n: tensor for n, tensor in state.items() if n not in model.all_tied_weights_keys}
+    # Random weights have no files, and so nothing beside the language model.
+    whole = multimodal if base.init == "weights" else None
+    others = () if whole is None else other_weights(model, base)
+    save_model(model, state.items(), out_folder, multimodal=whole, others=others)
     save_for_generation(out_folder, tokenizer, base.path)
 
 
-def _check_writable(out: Path) -> None:
+def check_writable(out: Path) -> None:
+    """Raise UserError unless a folder can be written here and nothing is in it."""
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "no write permission" if existing.is_dir() else "not a folder"
-        raise UserError(
-            f"{out}: cannot be written ({existing}: {reason}); give another place for the merged "
-            "model"
-        )
+        raise UserError(f"{out}: cannot be written ({existing}: {reason}); give another place")
     if out.exists() and any(out.iterdir()):
-        raise UserError(
-            f"{out} is there already and not an empty folder; give another place for the merged "
-            "model"
-        )
+        raise UserError(f"{out} is there already and not an empty folder; give another place")
 
 
-def _short(paths: list[str], all_names: Iterable[str], family: Family) -> list[str]:
-    # PEFT matches a target with the end of a name: one target stands for all layers that have it.
+def short_targets(paths: list[str], all_names: Iterable[str], layers: str) -> list[str]:
+    """Return targets for PEFT's config: an end of names where all that have it are meant.
+
+    PEFT matches a target with the end of a name, so that one target stands for all layers.
+    `all_names` are those of the class that it will see, `layers` its path to the layers.
+    """
+    all_names, wanted = list(all_names), set(paths)
     short: dict[str, None] = {}
     for path in paths:
-        end = path.removeprefix(f"{family.layers}.").partition(".")[2]
-        complete = all(name in paths for name in all_names if name.endswith(f".{end}"))
+        end = path.removeprefix(f"{layers}.").partition(".")[2]
+        complete = all(name in wanted for name in all_names if name.endswith(f".{end}"))
         short[end if complete else path] = None
     return list(short)
 
@@ -163,4 +178,4 @@ def _short(paths: list[str], all_names: Iterable[str], family: Family) -> list[s
 def _file_key(name: str) -> str:
     for wrapper in (".modules_to_save.default.", ".default."):
         name = name.replace(wrapper, ".")
-    return f"base_model.model.{name}"
+    return PREFIX + name

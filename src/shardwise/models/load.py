@@ -19,15 +19,19 @@ from shardwise.models.initialise import initialise_buffers, random_weights
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.notices import quiet_notices
 from shardwise.models.sizes import check_parameters, check_read, check_written
-from shardwise.models.weight_files import weights_from_files
+from shardwise.models.weight_files import other_entries, weights_from_files
 
 
 def read_config(model: Model) -> PretrainedConfig:
-    """Read `config.json` of a local folder or hub id.
+    """Read `config.json` of a local folder or hub id: of a multimodal one, the language model's.
 
-    Of a multimodal config the language model's part is returned. UserError if there is no config,
-    or if transformers cannot use it.
+    UserError if there is no config, or if transformers cannot use it.
     """
+    return read_whole_config(model).get_text_config()
+
+
+def read_whole_config(model: Model) -> PretrainedConfig:
+    """Read `config.json` as `read_config` does, but return all of it."""
     _check_folder(model.path)
     ask_hub(model.path, "config.json")
     if (
@@ -40,10 +44,9 @@ def read_config(model: Model) -> PretrainedConfig:
         raise UserError(
             f"{model.path}: the weights are quantised; give a model folder with plain weights"
         )
-    text_config = config.get_text_config()
     if not model.trust_remote_code:
-        check_read(model.path, text_config)
-    return text_config
+        check_read(model.path, config.get_text_config())
+    return config
 
 
 def _check_folder(path: str) -> None:
@@ -169,6 +172,14 @@ def weights(
     for name, tensor in skeleton.state_dict().items():
         if not tensor.is_meta and (wanted is None or name in wanted):  # a persistent buffer
             yield name, tensor
+
+
+def other_weights(hf_model: PreTrainedModel, model: Model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (key, tensor) of what is in the model's files beside this model, as it is stored.
+
+    One tensor at a time is in memory. Of `hf_model` only the config is used.
+    """
+    yield from other_entries(build_meta(model, hf_model.config), model.path)
 
 
 def fill(hf_model: PreTrainedModel, values: Iterable[tuple[str, torch.Tensor]]) -> None:

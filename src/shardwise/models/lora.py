@@ -144,6 +144,11 @@ def reach(
     return [weight.path for weight in chosen]
 
 
+def coverage(model: PreTrainedModel, spec: ModelSpec, adapted: set[str]) -> Coverage:
+    """Return what adapters on these paths cover of a model without adapters."""
+    return _coverage(model, _adaptable(model, spec, family_of(model)), adapted)
+
+
 def adapter_weights(
     model: PreTrainedModel, seed: int, wanted: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,12 +14,20 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+    cached_file,
+)
 
+from shardwise.models.multimodal import Multimodal
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.weight_files import INDEX
 
 SHARD_BYTES = 5 * 2**30
+_COPIED = (GENERATION_CONFIG_NAME, PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 
 
 def save_model(
@@ -26,6 +35,8 @@ def save_model(
     state: Iterable[tuple[str, torch.Tensor]],
     folder: str | Path,
     shard_bytes: int = SHARD_BYTES,
+    multimodal: Multimodal | None = None,
+    others: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> None:
     """Write `state` so that `transformers` alone loads it from `folder`.
 
@@ -33,15 +44,23 @@ def save_model(
     every persistent buffer, as `load.weights` does. At most `shard_bytes` and one parameter are in
     memory at a time. Of `hf_model` the names and the config are used, so it may be on meta or
     sharded or have adapters. Weights that were in `folder` are replaced.
+
+    With `multimodal` the folder is one of that class: its names and its config, and beside the
+    language model `others`, (key, tensor) of all else in the base's files, which are not changed.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for old in [*folder.glob("model*.safetensors"), folder / INDEX]:
         old.unlink(missing_ok=True)
-    _write_shards(_checkpoint_entries(hf_model, state), folder, shard_bytes)
-    config = copy.deepcopy(hf_model.config)
-    config.architectures = [type(hf_model).__name__]
-    config.use_cache = True  # which build_meta turns off for training; generating needs it
+    entries = _checkpoint_entries(hf_model, state, multimodal)
+    _write_shards(chain(entries, others), folder, shard_bytes)
+    if multimodal is None:
+        config = copy.deepcopy(hf_model.config)
+        config.architectures = [type(hf_model).__name__]
+        config.use_cache = True  # which build_meta turns off for training; generating needs it
+    else:
+        config = copy.deepcopy(multimodal.model.config)
+        config.dtype = config.get_text_config().dtype = hf_model.config.dtype
     config.save_pretrained(folder)
     if hf_model.can_generate():
         hf_model.generation_config.save_pretrained(folder)
@@ -52,31 +71,36 @@ def save_for_generation(
 ) -> None:
     """Write beside weights what generating needs: the tokenizer with its chat template, if given.
 
-    `base_path`: the folder or hub id of the trained model, whose generation config is copied, if it
-    has one.
+    `base_path`: the folder or hub id of the trained model, whose generation config is copied, and
+    how it prepares images, if it has them.
     """
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
     if base_path is not None:
         # Copied as a file: transformers refuses to write some of the configs that the hub has.
-        source = Path(str(cached_file(base_path, "config.json"))).with_name(GENERATION_CONFIG_NAME)
-        if source.is_file():
-            shutil.copyfile(source, Path(folder) / GENERATION_CONFIG_NAME)
+        config = Path(str(cached_file(base_path, "config.json")))
+        for name in _COPIED:
+            if config.with_name(name).is_file():
+                shutil.copyfile(config.with_name(name), Path(folder) / name)
 
 
 def _checkpoint_entries(
-    hf_model: PreTrainedModel, state: Iterable[tuple[str, torch.Tensor]]
+    hf_model: PreTrainedModel,
+    state: Iterable[tuple[str, torch.Tensor]],
+    multimodal: Multimodal | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    saved = hf_model if multimodal is None else multimodal.model
     # One parameter at a time is converted back to the checkpoint's names and layout. That is right
     # as long as no entry of a checkpoint is made of several parameters.
-    for transform in get_model_conversion_mapping(hf_model, add_legacy=False):
+    for transform in get_model_conversion_mapping(saved, add_legacy=False):
         assert not isinstance(transform, WeightConverter) or len(transform.target_patterns) == 1
     names = [name for name in hf_model.state_dict() if not is_adapter(name)]
     expected = {hf_name(name) for name in names} - hf_model.all_tied_weights_keys.keys()
     for name, tensor in state:
         assert name in expected, f"{name} is given twice, tied to another or not of this model"
         expected.remove(name)
-        yield from revert_weight_conversion(hf_model, {name: tensor}).items()
+        name = name if multimodal is None else multimodal.name_of(name)
+        yield from revert_weight_conversion(saved, {name: tensor}).items()
     assert not expected, f"no value for {sorted(expected)[:5]}"
 
 
@@ -97,6 +121,7 @@ def _write_shards(
         if pending and pending_bytes + tensor.nbytes > shard_bytes:
             flush()
             pending_bytes = 0
+        assert key not in shard_of, f"{key} is written twice"
         pending[key] = tensor.contiguous()
         shard_of[key] = len(shards)
         pending_bytes += tensor.nbytes

@@ -99,6 +99,21 @@ def weights_from_files(
                     yield tied.get(name, name), tensor.contiguous()
 
 
+def other_entries(skeleton: PreTrainedModel, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (key, tensor) of each entry in the files that the model is not made of, as stored.
+
+    `skeleton`: the model on meta. In a multimodal folder these are the weights of the vision tower,
+    of layers that predict several tokens, and others.
+    """
+    files = _files_by_key(_weight_folder(path))
+    sources = _sources(skeleton, skeleton.state_dict(), files, path)
+    used = {key for source in sources.values() for key, _ in source.keys}
+    with ExitStack() as stack:
+        read = _Reader(stack, files)
+        for key in sorted(files.keys() - used):
+            yield key, read(key)
+
+
 @dataclass(frozen=True)
 class _Source:
     """What one entry of the model is made of."""
@@ -166,10 +181,10 @@ class _Reader:
         self._stack, self._files = stack, files
         self._opened: dict[Path, Any] = {}
 
-    def __call__(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+    def __call__(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the tensor of a key, in the file's dtype; it is mapped from the file.
 
-        UserError if it cannot be read, or cannot stand for numbers of `dtype`.
+        UserError if it cannot be read, or cannot stand for numbers of `dtype`, where one is given.
         """
         file = self._files[key]
         try:
@@ -180,7 +195,7 @@ class _Reader:
             raise UserError(
                 f"{file}: cannot read {key} ({str(error)[:200]}); fetch the file again"
             ) from None
-        if dtype.is_floating_point:
+        if dtype is not None and dtype.is_floating_point:
             _check_plain(file, key, tensor.dtype)
         return tensor
 

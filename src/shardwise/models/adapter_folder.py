@@ -1,0 +1,127 @@
+"""A folder with a LoRA adapter in PEFT's format, whoever wrote it: its config and its headers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from shardwise.config import UserError
+from shardwise.models.multimodal import Multimodal
+
+PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module."""
+_FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A LoRA factor in the file: A [R, in] or B [out, R]."""
+
+    key: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """What a folder says of its adapter; no factor is in memory."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """`adapter_config.json`."""
+    factors: Mapping[str, Mapping[str, Factor]]
+    """Factors, `A` and `B`, by the name of the module that they adapt."""
+    others: tuple[str, ...]
+    """Keys of the file that are no factors, such as weights of `modules_to_save`."""
+
+    @property
+    def file(self) -> Path:
+        """The file with the factors."""
+        return self.path / SAFETENSORS_WEIGHTS_NAME
+
+    @property
+    def rank(self) -> int:
+        """The rank that the config gives."""
+        return self.config["r"]
+
+    @property
+    def scale(self) -> float:
+        """What the product BA is multiplied by."""
+        alpha = self.config["lora_alpha"]
+        return alpha / (self.rank**0.5 if self.config.get("use_rslora") else self.rank)
+
+    def patterns(self, key: str) -> tuple[str, ...]:
+        """Return a list of the config as it is, empty where there is none or a pattern instead."""
+        value = self.config.get(key) or ()
+        return () if isinstance(value, str) else tuple(value)
+
+    def text_names(
+        self, text: PreTrainedModel, multimodal: Multimodal | None
+    ) -> dict[str, str | None]:
+        """Return the name in the text class of each module with factors; None: it has no such one.
+
+        The adapter may be one of the text class or of the multimodal one. PEFT's names of stacked
+        experts (`experts.base_layer`) are kept.
+        """
+        modules = {name for name, _ in text.named_modules()}
+        names: dict[str, str | None] = {}
+        for name in self.factors:
+            inside = None if multimodal is None else multimodal.text_name(name)
+            own_name = inside or name
+            names[name] = own_name if own_name.replace(".base_layer", "") in modules else None
+        return names
+
+
+def read_adapter(folder: str | Path) -> AdapterFolder:
+    """Read a folder's config and the header of its factors; UserError where it has no adapter.
+
+    Nothing is unpickled: `adapter_model.bin` is refused.
+    """
+    path = Path(folder)
+    config, file = path / CONFIG_NAME, path / SAFETENSORS_WEIGHTS_NAME
+    if not config.is_file():
+        raise UserError(f"{path}: no {CONFIG_NAME} here; give the folder of a PEFT adapter")
+    if not file.is_file():
+        way_out = "give the folder of a PEFT adapter"
+        if (path / WEIGHTS_NAME).is_file():
+            way_out = f"{WEIGHTS_NAME} is a pickle, which is never read: save it as safetensors"
+        raise UserError(f"{path}: no {SAFETENSORS_WEIGHTS_NAME} here; {way_out}")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            keys = list(opened.keys())
+            shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in keys}
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{file}: not a whole safetensors file ({str(error)[:200]}); fetch it again"
+        ) from None
+    factors: dict[str, dict[str, Factor]] = {}
+    others = []
+    for key, shape in sorted(shapes.items()):
+        match = _FACTOR.fullmatch(key.removeprefix(PREFIX))
+        if match is None:
+            others.append(key)
+        else:
+            factors.setdefault(match[1], {})[match[2]] = Factor(key, shape)
+    return AdapterFolder(path, _read_config(config), factors, tuple(others))
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        is_lora = config.get("peft_type") == "LORA"
+        is_number = [isinstance(config[key], (int, float)) for key in ("r", "lora_alpha")]
+    except (ValueError, KeyError, AttributeError, RecursionError):
+        raise UserError(f"{file}: not the config of a LoRA adapter; fetch the file again") from None
+    if not is_lora or not all(is_number) or config["r"] <= 0:
+        raise UserError(
+            f"{file}: peft_type {config.get('peft_type')}, r {config['r']}, lora_alpha "
+            f"{config['lora_alpha']}; give a LoRA adapter with a rank of at least 1"
+        )
+    return config

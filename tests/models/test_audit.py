@@ -1,0 +1,163 @@
+"""What `shardwise check` finds in an adapter that would do nothing, and in a sound one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwise import cli
+from shardwise.config import Lora, Model
+from shardwise.models.adapter import save_adapter
+from shardwise.models.audit import audit
+from tests.models import multimodal
+from tests.models.tiny import tiny, trained, with_adapters
+
+Tensors = dict[str, torch.Tensor]
+LLAMA = tiny("tiny-llama")
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def write(folder: Path, model: Model, lora: Lora) -> None:
+    adapted, _ = with_adapters(model, lora)
+    save_adapter(adapted, lora, trained(adapted), folder, "base")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    write(folder, LLAMA, Lora(r=4, alpha=8.0, targets="attention", modules_to_save=["model.norm"]))
+    return folder
+
+
+def test_a_sound_adapter_has_no_findings(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = audit(str(sound), LLAMA)
+    assert result.findings == ()
+    assert (result.adapter.rank, result.adapter.scale) == (4, 2.0)
+    (row,) = result.rows
+    assert (row.kind, row.adapted) == ("full_attention", result.num_matched)
+    assert row.frozen == ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    assert cli.main(["check", str(sound), LLAMA.path]) == 0
+    assert "nothing in it would do nothing" in capsys.readouterr().out
+
+
+def renamed(tensors: Tensors, config: dict[str, Any]) -> None:
+    for key in [key for key in tensors if key.startswith(Q)]:
+        tensors[key.replace("q_proj", "query")] = tensors.pop(key)
+
+
+def zero(tensors: Tensors, config: dict[str, Any]) -> None:
+    tensors[f"{Q}.lora_B.weight"].zero_()
+
+
+def not_finite(tensors: Tensors, config: dict[str, Any]) -> None:
+    tensors[f"{Q}.lora_A.weight"][0, 0] = torch.nan
+
+
+def without_b(tensors: Tensors, config: dict[str, Any]) -> None:
+    del tensors[f"{Q}.lora_B.weight"]
+
+
+def too_narrow(tensors: Tensors, config: dict[str, Any]) -> None:
+    tensors[f"{Q}.lora_A.weight"] = tensors[f"{Q}.lora_A.weight"][:, 1:].clone()
+
+
+def empty(tensors: Tensors, config: dict[str, Any]) -> None:
+    tensors.clear()
+
+
+def targets(*names: str) -> Callable[[Tensors, dict[str, Any]], None]:
+    return lambda tensors, config: config["target_modules"].extend(names)
+
+
+def values(**changes: Any) -> Callable[[Tensors, dict[str, Any]], None]:
+    return lambda tensors, config: config.update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        (
+            renamed,
+            "factors of modules that the model does not have: model.layers.0.self_attn.query",
+        ),
+        (zero, "modules with a factor of zeros only: model.layers.0.self_attn.q_proj"),
+        (not_finite, f"not finite: {Q}.lora_A.weight"),
+        (without_b, "modules with one factor of two: model.layers.0.self_attn.q_proj"),
+        (too_narrow, "do not fit the linear or the rank: model.layers.0.self_attn.q_proj"),
+        (empty, "the file has no LoRA factors"),
+        (targets("in_proj"), "target_modules of the config that the model does not have: in_proj"),
+        (targets("down_proj"), "that have no factors: model.layers.0.mlp.down_proj"),
+        (values(target_modules=".*key_proj"), "matches no module: .*key_proj"),
+        (values(modules_to_save=["score"]), "modules_to_save of the config that the model does"),
+        (values(lora_alpha=0), "the scale is 0"),
+        (values(r=5), "do not fit the linear or the rank"),
+    ],
+)
+def test_what_would_do_nothing_is_found(
+    change: Callable, fragment: str, sound: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(sound, tmp_path / "adapter")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    findings = audit(str(folder), LLAMA).findings
+    assert any(fragment in finding for finding in findings), findings
+
+
+def test_the_text_names_of_a_multimodal_folder_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = multimodal.config()
+    config.architectures = ["Qwen3_5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path / "base")
+    write(tmp_path / "adapter", Model(str(tmp_path / "base"), init="random"), Lora(r=2))
+    assert cli.main(["check", str(tmp_path / "adapter"), str(tmp_path / "base")]) == 1
+    out = capsys.readouterr().out
+    assert "Qwen3_5ForConditionalGeneration, which config.json names, loads none of them" in out
+    arguments = [str(tmp_path / name) for name in ("base", "adapter", "out")]
+    assert cli.main(["export", *arguments, "--for", "peft"]) == 0
+    assert cli.main(["check", str(tmp_path / "out"), str(tmp_path / "base")]) == 0
+
+
+def test_adapters_that_a_layer_reads_past_are_found(tmp_path: Path) -> None:
+    write(tmp_path, tiny("tiny-jamba"), Lora(r=2))
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for key in [key for key in tensors if ".mamba.x_proj." in key]:
+        tensors[key.replace("x_proj", "dt_proj")] = tensors[key].clone()
+    save_file(tensors, file)
+    findings = audit(str(tmp_path), tiny("tiny-jamba")).findings
+    assert any("reads past the adapter" in finding for finding in findings), findings
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fragment"),
+    [
+        ("adapter_model.bin", "", "adapter_model.bin is a pickle, which is never read"),
+        ("adapter_model.safetensors", "{", "not a whole safetensors file"),
+        ("adapter_config.json", "[]", "not the config of a LoRA adapter"),
+        ("adapter_config.json", '{"peft_type": "IA3", "r": 1, "lora_alpha": 1}', "peft_type IA3"),
+        ("adapter_config.json", '{"peft_type": "LORA", "r": 0, "lora_alpha": 1}', "r 0"),
+        ("adapter_config.json", "", "not the config of a LoRA adapter"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_one_line(
+    name, content, fragment, sound, tmp_path, capsys
+) -> None:
+    folder = shutil.copytree(sound, tmp_path / "adapter")
+    if name == "adapter_model.bin":
+        (folder / "adapter_model.safetensors").unlink()
+    (folder / name).write_text(content)
+    assert cli.main(["check", str(folder), LLAMA.path]) == 2
+    error = capsys.readouterr().err
+    assert fragment in error
+    assert error.count("\n") == 1
