@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shardwise.commands import bench, export, models, report, split, train
+from shardwise.commands import bench, export, models, prove, report, split, train
 
-COMMANDS = tuple(module.COMMAND for module in (train, bench, split, models, report, export))
+COMMANDS = tuple(module.COMMAND for module in (train, prove, bench, split, models, report, export))

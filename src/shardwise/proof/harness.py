@@ -194,9 +194,13 @@ def differences(outcomes: Sequence[Outcome], reference: Outcome) -> Differences:
     tensor that no rank has, or that only the ranks have: they need not hold the same tensors, but
     must hold all of the reference's between them, and no others.
     """
-    losses = [[*outcome.losses, outcome.eval_loss] for outcome in (*outcomes, reference)]
     return {
-        "loss": _by_step(losses[:-1], losses[-1]),
+        "loss": _by_step([rank.losses for rank in outcomes], reference.losses)
+        | {
+            "evaluation": maximum(
+                _relative(rank.eval_loss, reference.eval_loss) for rank in outcomes
+            )
+        },
         "norm": _by_step([rank.norms for rank in outcomes], reference.norms),
         "grad": _worst([rank.grads for rank in outcomes], reference.grads),
         "param": _worst([rank.params for rank in outcomes], reference.params),
@@ -232,7 +236,6 @@ def _relative(value: float, reference: float) -> float:
 
 
 def _by_step(by_rank: Sequence[list[float]], reference: list[float]) -> dict[str, float]:
-    """The evaluation's loss is that of the step after the last."""
     return {
         f"step {i + 1}": maximum(_relative(rank[i], value) for rank in by_rank)
         for i, value in enumerate(reference)
