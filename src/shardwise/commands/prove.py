@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from shardwise.commands.command import Command, add_run_file
 from shardwise.config import require
+from shardwise.process.stop import on_signals
 from shardwise.run_file import load_config
 
 
@@ -18,7 +20,14 @@ def run(args: Namespace) -> int:
     from rich.console import Console
     from transformers.utils import logging
 
-    from shardwise.proof.prove import as_data, differences_table, heading, prove, wrong_table
+    from shardwise.proof.prove import (
+        MOST_TENSORS,
+        as_data,
+        differences_table,
+        heading,
+        prove,
+        wrong_table,
+    )
     from shardwise.proof.small_run import small_run
     from shardwise.records.record import dumps, write_atomically
 
@@ -34,7 +43,11 @@ def run(args: Namespace) -> int:
         for line in lines:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+    # A signal ends this process as an exception does, so that the folder is removed.
+    with (
+        on_signals(lambda number: sys.exit(128 + number)),
+        tempfile.TemporaryDirectory(prefix="shardwise-") as folder,
+    ):
         small = small_run(cfg, args.nproc, args.precision == "run", Path(folder))
         show(heading(small))
         proof = prove(small, Path(folder))
@@ -43,7 +56,7 @@ def run(args: Namespace) -> int:
     if args.json is not None:
         write_atomically(args.json, dumps(as_data(proof), indent=1) + "\n")
     console.print(differences_table(proof))
-    show(f"note: {text}" for text in proof.weaknesses)
+    show(f"note: {text}" for text in proof.weaknesses[:MOST_TENSORS])
     if proof.wrong:
         console.print(wrong_table(proof))
         print("NOT equal: the layout does not compute what one process computes")

@@ -28,8 +28,8 @@ KINDS = {
     "loss": "loss",
     "grad": "gradients",
     "norm": "gradient norm",
-    "param": "weights after the steps",
-    "saved": "what is saved",
+    "param": "weights",
+    "saved": "saved file",
 }
 MOST_TENSORS = 12
 """The most tensors that are listed one by one."""

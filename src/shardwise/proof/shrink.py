@@ -184,7 +184,7 @@ def _narrow(config: PretrainedConfig, alike: Alike) -> dict[str, Any]:
         return _HEAD_SIZE.search(key) is not None and key not in bound
 
     sizes = [size for key, size in _numbers(content) if is_free(key)]
-    common = gcd(*sizes)
+    common = gcd(*sizes) or 1  # 1 where there are none
     for divisor in (n for n in range(common, 0, -1) if common % n == 0):
         if not all(_is_head(size // divisor, size) for size in sizes):
             continue

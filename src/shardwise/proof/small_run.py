@@ -11,11 +11,21 @@ from typing import Any
 import psutil
 
 from shardwise.assembly.describe import Description, describe
-from shardwise.config import Measure, Optimizer, Parallel, RunConfig, Training, UserError, require
+from shardwise.config import (
+    Lora,
+    Measure,
+    Optimizer,
+    Parallel,
+    RunConfig,
+    Training,
+    UserError,
+    require,
+)
 from shardwise.layouts import axis_sizes, layout_of, num_data_ranks
+from shardwise.models import tensor_plan
 from shardwise.models.families import FAMILIES, unproven_note
 from shardwise.proof.harness import Rows
-from shardwise.proof.shrink import shrink
+from shardwise.proof.shrink import Small, shrink
 from shardwise.words import size as size_text
 
 STEPS = 3
@@ -23,6 +33,8 @@ STEPS = 3
 MAX_NORM, UPDATE_NORM, DECAY = 1e-4, 0.1, 0.01
 """The norm that gradients are clipped to, below that of any model; the norm of an update; the share
 that weight decay takes off a weight in the first step."""
+MOST_RANK = 8
+"""The largest rank of adapters: the smallest width of a model's linear."""
 BYTES_PER_PARAMETER = 24
 """Weight, gradient, and the copies of both that are compared, with the buffers of a layout."""
 BYTES_PER_PROCESS = 300 * 2**20
@@ -66,37 +78,59 @@ def small_run(cfg: RunConfig, nproc: int | None, own_precision: bool, folder: Pa
         "prove the layout with a small model of your own, and train that",
     )
     cfg, notes = _on_cpu(cfg)
-    given_layout = cfg.parallel
-    parallel, num_ranks = _smaller_layout(given_layout, nproc)
+    given = cfg.parallel
+    parallel, num_ranks = _smaller_layout(given, nproc)
     # The run is checked as it is given, with as few data-parallel ranks as it may have and with as
     # many rows as these take: how many ranks it has, only its launcher knows.
-    fewest = _fewest_ranks(cfg.parallel)
+    fewest = _fewest_ranks(given)
     facts = describe(_with_rows(cfg, fewest), fewest)
-    lists = [cfg.lora.targets, cfg.lora.modules_to_save] if cfg.lora else []
-    named = [name for names in lists if isinstance(names, list) for name in names]
     stages = parallel.pp * parallel.num_virtual if parallel.pp > 1 else 1
-    small = shrink(cfg.model, facts.spec, named, stages, (cfg.parallel.tp, parallel.tp))
+    small = shrink(cfg.model, facts.spec, _named_modules(cfg.lora), stages, (given.tp, parallel.tp))
     small.config.save_pretrained(folder)
-    split = _split(parallel.split, len(small.layers))
-    cfg = cfg if own_precision else in_float32(cfg)
-    cfg = _compared(cfg, replace(parallel, split=split), folder)
-    if cfg.lora is not None:
-        targets, saved = cfg.lora.targets, small.named(cfg.lora.modules_to_save)
-        targets = small.named(targets) if isinstance(targets, list) else targets
-        cfg = replace(cfg, lora=replace(cfg.lora, targets=targets, modules_to_save=saved))
+    parallel = replace(parallel, split=_split(given.split, len(small.layers)))
+    adapters = cfg.lora and _smaller_adapters(cfg.lora, small)
+    cfg = replace(cfg, lora=adapters, parallel=parallel)
+    cfg = _compared(cfg if own_precision else in_float32(cfg), folder)
     cfg = _with_rows(cfg, num_ranks)
     described = describe(cfg, num_ranks)
     sizes = (_num_parameters(facts), _num_parameters(described))
     _check_memory(num_ranks, sizes[1])
     if facts.spec.family not in FAMILIES:
         notes.append(unproven_note(facts.spec.family))
+    if _shares_rows(facts, given.tp) and not _shares_rows(facts, parallel.tp):
+        notes.append(
+            f"{given.tp} ranks of tp share key/value heads or groups, which {parallel.tp} do not; "
+            f"--nproc {num_ranks // parallel.tp * given.tp} proves that too"
+        )
     rows = Rows(cfg.data.sequence_length, min(Rows.vocabulary, described.spec.vocab_size))
-    changes = dict(small.changes)
-    for key in ("pp", "tp", "dp_replicate"):
-        given, used = getattr(given_layout, key), getattr(parallel, key)
-        if given != used:
-            changes[f"parallel.{key}"] = (given, used)
-    return SmallRun(cfg, num_ranks, rows, changes, sizes, tuple(notes))
+    axes = {
+        f"parallel.{key}": (getattr(given, key), getattr(parallel, key))
+        for key in ("pp", "tp", "dp_replicate")
+        if getattr(given, key) != getattr(parallel, key)
+    }
+    return SmallRun(cfg, num_ranks, rows, {**small.changes, **axes}, sizes, tuple(notes))
+
+
+def _named_modules(adapters: Lora | None) -> list[str]:
+    """Return the modules that the section `lora` names."""
+    if adapters is None:
+        return []
+    targets = adapters.targets if isinstance(adapters.targets, list) else []
+    return [*targets, *adapters.modules_to_save]
+
+
+def _smaller_adapters(adapters: Lora, small: Small) -> Lora:
+    """Return adapters of the small model, of the same scale and of a rank that its weights have."""
+    rank = min(adapters.r, MOST_RANK)
+    share = rank / adapters.r
+    targets = adapters.targets
+    return replace(
+        adapters,
+        r=rank,
+        alpha=adapters.alpha * (share**0.5 if adapters.rslora else share),
+        targets=small.named(targets) if isinstance(targets, list) else targets,
+        modules_to_save=small.named(adapters.modules_to_save),
+    )
 
 
 def _on_cpu(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -144,8 +178,8 @@ def _smaller_layout(parallel: Parallel, nproc: int | None) -> tuple[Parallel, in
         if rest == 0 and (shares == 1 if layout.data == "single" else shares >= 2):
             return layout, nproc
     raise UserError(
-        f"--nproc is {nproc}, but {layout_of(parallel)} takes {_fewest_ranks(least)} processes, "
-        f"two along each axis, or a multiple; leave --nproc out, or give {_fewest_ranks(least)}"
+        f"--nproc is {nproc}, which {layout_of(parallel)} cannot be split over; leave it out, or "
+        f"give {_fewest_ranks(least)}"
     )
 
 
@@ -188,13 +222,13 @@ def is_in_16_bits(cfg: RunConfig) -> bool:
     return cfg.model.dtype != "float32" or cfg.training.precision != "float32"
 
 
-def _compared(cfg: RunConfig, parallel: Parallel, folder: Path) -> RunConfig:
+def _compared(cfg: RunConfig, folder: Path) -> RunConfig:
     """Return the run with what a comparison needs: the small model, SGD, short rows, few steps."""
     # In 16 bits a weight that is off by 1e-7 may be rounded the other way, so weights stay.
     lr = 0.0 if is_in_16_bits(cfg) else UPDATE_NORM / MAX_NORM
     length = min(cfg.data.sequence_length, Rows.length)
-    if parallel.sequence_parallel:
-        length = -(-length // parallel.tp) * parallel.tp
+    if cfg.parallel.sequence_parallel:
+        length = -(-length // cfg.parallel.tp) * cfg.parallel.tp
     training = Training(
         output_dir=str(folder),
         steps=STEPS,
@@ -211,7 +245,6 @@ def _compared(cfg: RunConfig, parallel: Parallel, folder: Path) -> RunConfig:
         cfg,
         model=replace(cfg.model, path=str(folder)),
         data=replace(cfg.data, sequence_length=length),
-        parallel=parallel,
         optimizer=Optimizer(
             name="sgd",
             lr=lr,
@@ -229,6 +262,12 @@ def _with_rows(cfg: RunConfig, num_ranks: int) -> RunConfig:
     num_microbatches = 2 * cfg.parallel.pp
     rows = num_data_ranks(cfg, num_ranks) * num_microbatches * cfg.training.micro_batch_size
     return replace(cfg, training=replace(cfg.training, global_batch_size=rows))
+
+
+def _shares_rows(facts: Description, num_ranks: int) -> bool:
+    """Return whether several ranks of so many of `tp` hold the same rows of a weight."""
+    cuts = tensor_plan.cuts_of(facts.hf, facts.spec, num_ranks) if num_ranks > 1 else {}
+    return any(cut.rows.shared for cut in cuts.values())
 
 
 def _num_parameters(facts: Description) -> int:
