@@ -15,6 +15,7 @@ from shardwise.models import load
 from shardwise.models.facts import facts_of
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.spec import ModelSpec
+from shardwise.proof import shrink as module
 from shardwise.proof.shrink import Small, shrink
 from shardwise.rules import offered_layouts
 from tests.models.unproven import UNPROVEN, write_config
@@ -124,6 +125,6 @@ def test_types_that_no_family_lists_become_small_too(model_type: str, tmp_path: 
 def test_a_model_that_has_no_smaller_one_is_refused(monkeypatch: pytest.MonkeyPatch):
     model = Model(str(CONFIGS / "tiny-llama"), init="random")
     spec = read(model)[0]
-    monkeypatch.setattr("shardwise.proof.shrink._layers_of", lambda *_: [])
+    monkeypatch.setattr(module, "_with_layers", lambda config, narrow, layers: {})
     with pytest.raises(UserError, match="no smaller model of type llama"):
         shrink(model, spec, [], 1, (2,))

@@ -99,7 +99,7 @@ def test_a_given_split_keeps_its_stages_and_empty_ends(tmp_path: Path):
 
 
 def test_heads_that_ranks_share_are_named(tmp_path: Path):
-    run = small(config(Parallel(tp=8)), tmp_path)
+    run = small(config(Parallel(tp=8), "qwen3_5-9b"), tmp_path)
     assert run.num_ranks == 2
     assert "--nproc 8 proves that too" in run.notes[0]
 

@@ -60,6 +60,8 @@ class Small:
     """Finds the number of a layer in the name of a module: see `_layer_pattern`."""
     changes: Mapping[str, tuple[Any, Any]]
     """The old and the new value of each number in config.json that changed."""
+    num_parameters: tuple[int, int]
+    """The parameters of the large and of the small model."""
 
     def named(self, modules: Sequence[str]) -> list[str]:
         """Return names of modules as this model has them, without those of layers that it lacks."""
@@ -98,12 +100,14 @@ def shrink(
     for layers in _choices(signatures, max(least_layers, 2)):
         try:
             small = type(config).from_dict(_with_layers(config, narrow, layers))
-            kinds = [signature[:2] for signature in _layers_of(model, small)]
+            hf = load.build_meta(model, small)
+            kinds = [(layer.kind, layer.feed_forward) for layer in spec_of(small, hf).layers]
         except _NOT_BUILT:  # UserError is a ValueError
             continue
         if kinds == [signatures[i][:2] for i in layers]:
             changes = _changes(config.to_dict(), small.to_dict())
-            return Small(small, tuple(layers), pattern, changes)
+            sizes = (built.num_parameters(), hf.num_parameters())
+            return Small(small, tuple(layers), pattern, changes, sizes)
     raise UserError(
         f"{model.path}: no smaller model of type {config.model_type} has the same kinds of layers; "
         "prove the layout with a small model of your own"
@@ -122,11 +126,6 @@ def _named_in(names: Sequence[str], pattern: re.Pattern[str], layer: int) -> fro
     """Return the parts behind the layer's number of the names that name a layer."""
     matches = [match for name in names if (match := pattern.match(name))]
     return frozenset(match[3] for match in matches if int(match[2]) == layer)
-
-
-def _layers_of(model: Model, config: PretrainedConfig) -> list[tuple[str, str]]:
-    layers = spec_of(config, load.build_meta(model, config)).layers
-    return [(layer.kind, layer.feed_forward) for layer in layers]
 
 
 def _choices(signatures: Sequence[Any], least: int) -> Iterator[list[int]]:

@@ -51,7 +51,7 @@ class SmallRun:
     changes: Mapping[str, tuple[Any, Any]]
     """Old and new value of the numbers that became smaller, in config.json and in `parallel`."""
     num_parameters: tuple[int, int]
-    """Parameters of the model with its adapters, before and after."""
+    """Parameters of the large and of the small model, without adapters."""
     notes: tuple[str, ...]
 
     @property
@@ -91,10 +91,9 @@ def small_run(cfg: RunConfig, nproc: int | None, own_precision: bool, folder: Pa
     adapters = cfg.lora and _smaller_adapters(cfg.lora, small)
     cfg = replace(cfg, lora=adapters, parallel=parallel)
     cfg = _compared(cfg if own_precision else in_float32(cfg), folder)
+    _check_memory(num_ranks, small.num_parameters[1])
     cfg = _with_rows(cfg, num_ranks)
     described = describe(cfg, num_ranks)
-    sizes = (_num_parameters(facts), _num_parameters(described))
-    _check_memory(num_ranks, sizes[1])
     if facts.spec.family not in FAMILIES:
         notes.append(unproven_note(facts.spec.family))
     if _shares_rows(facts, given.tp) and not _shares_rows(facts, parallel.tp):
@@ -108,7 +107,8 @@ def small_run(cfg: RunConfig, nproc: int | None, own_precision: bool, folder: Pa
         for key in ("pp", "tp", "dp_replicate")
         if getattr(given, key) != getattr(parallel, key)
     }
-    return SmallRun(cfg, num_ranks, rows, {**small.changes, **axes}, sizes, tuple(notes))
+    changes = {**small.changes, **axes}
+    return SmallRun(cfg, num_ranks, rows, changes, small.num_parameters, tuple(notes))
 
 
 def _named_modules(adapters: Lora | None) -> list[str]:
@@ -268,10 +268,6 @@ def _shares_rows(facts: Description, num_ranks: int) -> bool:
     """Return whether several ranks of so many of `tp` hold the same rows of a weight."""
     cuts = tensor_plan.cuts_of(facts.hf, facts.spec, num_ranks) if num_ranks > 1 else {}
     return any(cut.rows.shared for cut in cuts.values())
-
-
-def _num_parameters(facts: Description) -> int:
-    return sum(parameter.numel() for parameter in facts.hf.parameters())
 
 
 def _check_memory(num_ranks: int, num_parameters: int) -> None:
