@@ -26,7 +26,7 @@ def run(args: Namespace) -> int:
         differences_table,
         heading,
         prove,
-        wrong_table,
+        wrong_lines,
     )
     from shardwise.proof.small_run import small_run
     from shardwise.records.record import dumps, write_atomically
@@ -58,7 +58,7 @@ def run(args: Namespace) -> int:
     console.print(differences_table(proof))
     show(f"note: {text}" for text in proof.weaknesses[:MOST_TENSORS])
     if proof.wrong:
-        console.print(wrong_table(proof))
+        show(wrong_lines(proof))
         print("NOT equal: the layout does not compute what one process computes")
         return 1
     print("equal: the layout computes what one process computes")

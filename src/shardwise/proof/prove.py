@@ -173,7 +173,9 @@ def _changed(changes: Mapping[str, tuple[Any, Any]]) -> str:
 
 def differences_table(proof: Proof) -> Table:
     """Return a table with a row for the loss of each step and for each other kind of number."""
-    table = _table("", "largest difference", "tolerance", "rounding alone", "")
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("", "largest difference", "tolerance", "rounding alone", ""):
+        table.add_column(column, no_wrap=True)
     wrong = {(one.kind, one.name) for one in proof.wrong}
     for kind, title in KINDS.items():
         by_name, noise = proof.differences[kind], proof.noise[kind]
@@ -192,25 +194,17 @@ def differences_table(proof: Proof) -> Table:
     return table
 
 
-def wrong_table(proof: Proof) -> Table:
-    """Return a table of the numbers and tensors that are wrong, the worst first."""
-    table = _table("wrong", "tensor or step", "difference", "rounding alone", "sharded over")
+def wrong_lines(proof: Proof) -> Iterator[str]:
+    """Yield lines that name the numbers and tensors that are wrong, the worst first."""
+    columns = "{:14}{:>12}{:>17}  {:22}{}"
+    yield columns.format("wrong", "difference", "rounding alone", "sharded over", "step or tensor")
     for one in proof.wrong[:MOST_TENSORS]:
         noise = proof.noise[one.kind].get(one.name, 0.0)
         axes = ", ".join(one.axes) or "-"
-        table.add_row(
-            KINDS[one.kind], one.name, scientific(one.difference), scientific(noise), axes
-        )
+        numbers = scientific(one.difference), scientific(noise)
+        yield columns.format(KINDS[one.kind], *numbers, axes, one.name)
     if len(proof.wrong) > MOST_TENSORS:
-        table.add_row("", f"and {len(proof.wrong) - MOST_TENSORS} more", "", "", "")
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+        yield f"and {len(proof.wrong) - MOST_TENSORS} more"
 
 
 def as_data(proof: Proof) -> dict[str, Any]:
