@@ -80,7 +80,7 @@ def shrink(
 ) -> Small:
     """Return a small model of the same structure as `model`, whose layers are those of `spec`.
 
-    `names`: modules that the run names, whose layers are then told apart; `least_layers`: the
+    `names`: modules that the run names, whose layers are then distinguished; `least_layers`: the
     fewest layers that the layout takes; `tp`: the numbers of tensor-parallel ranks that matter.
     Raises UserError where the config cannot be made smaller by its words.
     """
