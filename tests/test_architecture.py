@@ -64,6 +64,17 @@ ARROWS = {
         "metrics",
         "records",
     },
+    "proof": {
+        "launch",
+        "training",
+        "checkpoint",
+        "assembly",
+        "process",
+        "models",
+        "parallel",
+        "metrics",
+        "records",
+    },
     "benchmark": {"records"},
     "report": {"records", "schedule", "drawing"},
     "interfaces": {"schedule"},
@@ -78,6 +89,7 @@ MOST_LINES = {
     "data": 2_900,
     "kernels": 3_300,
     "planner schedule metrics": 3_600,
+    "proof": 1_100,
     "benchmark report drawing records": 5_100,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise.config import RunConfig
 from shardwise.interfaces import IGNORED, Batch, Mesh
 from shardwise.parallel.mesh import context_joins_of
+from shardwise.proof import harness as proof_harness
 from tests.distributed import run_ranks
 from tests.parity import harness
 from tests.parity.harness import Cell, Outcome, compare, run_cell, verdict
@@ -47,7 +48,7 @@ def _with_context(cell: Cell, sizes: Sizes) -> Outcome:
         dense = init_device_mesh("cpu", sizes, mesh_dim_names=Mesh.AXES)
         return Mesh(dense, device, context_joins_of(cfg))
 
-    build = harness.build
+    build = proof_harness.build
 
     def build_with_context(cfg: RunConfig, mesh: Mesh, state: Any) -> Any:
         job = build(cfg, mesh, state)
@@ -59,7 +60,7 @@ def _with_context(cell: Cell, sizes: Sizes) -> Outcome:
 
         return replace(job, pm=replace(job.pm, shard_batch=(every_other_target,)))
 
-    harness.build_mesh, harness.build = mesh_of, build_with_context
+    harness.build_mesh, proof_harness.build = mesh_of, build_with_context
     return run_cell(cell)
 
 

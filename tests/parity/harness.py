@@ -1,36 +1,59 @@
-"""A few steps under any layout, and what must be equal to one process: the harness that every
-layout extends.
+"""The cells of the parity matrix, and what each of them runs.
 
 The rules are those of docs/concepts/parity.md: float32, SGD, LoRA's B drawn at random, no compared
 gradient zero, row lengths that give each rank another number of target tokens, two micro-batches
-per step, and clipping that acts.
+per step, and clipping that acts. What is compared, and how, is `shardwise.proof.harness`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file
 
-from shardwise.assembly.build import build
-from shardwise.assembly.state import MemoryState
-from shardwise.checkpoint.export import save_result
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
-from shardwise.interfaces import IGNORED, Batch, Mesh
+from shardwise.interfaces import Batch, Mesh
 from shardwise.layouts import HALVING
-from shardwise.models import families, load, lora
-from shardwise.models.families import spec_of
+from shardwise.models import families
 from shardwise.parallel.mesh import build_mesh
-from shardwise.parallel.place import full_tensor
-from shardwise.training.evaluate import evaluate
-from shardwise.training.step import forward_backward, training_step
+from shardwise.proof.harness import (
+    TOLERANCE,
+    Outcome,
+    Rows,
+    differences,
+    largest,
+    microbatches,
+    start,
+    tolerance,
+    verdict,
+    weaknesses,
+)
+from shardwise.proof.harness import run as run_on
+
+__all__ = [
+    "CONFIGS",
+    "DEEP",
+    "FAMILIES",
+    "GLOBAL_BATCH",
+    "MAX_NORM",
+    "TIED",
+    "TOLERANCE",
+    "Cell",
+    "Outcome",
+    "compare",
+    "control",
+    "differences",
+    "microbatches",
+    "run",
+    "run_cell",
+    "run_config",
+    "start",
+    "tolerance",
+    "verdict",
+]
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 DEEP = Path(__file__).parent / "models"
@@ -78,12 +101,11 @@ SOME_LAYERS = {
     },
 }
 """Targets of LoRA in the variants of these names."""
-GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, 24, 0.1
+GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, Rows.length, 0.1
 STILL = "still"
 """Variant of a control: float32, at the learning rate of the bfloat16 cells."""
 OVERFLOWING_SCALE = 2.0**22
 """Of the llama's loss: the first step's float16 gradients overflow, the last one's do not."""
-TOLERANCE = {"loss": 1e-6, "grad": 1e-5, "norm": 1e-5, "param": 1e-5, "saved": 1e-5}
 
 
 @dataclass(frozen=True)
@@ -174,18 +196,6 @@ class Cell:
         )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a cell computed; tensors are whole, whatever the layout."""
-
-    losses: list[float]
-    norms: list[float]
-    eval_loss: float
-    grads: dict[str, torch.Tensor]  # of the first step, before clipping
-    params: dict[str, torch.Tensor]  # trainable, after the last step
-    saved: dict[str, torch.Tensor]  # what the run leaves on disk
-
-
 def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunConfig:
     """The run file of a cell."""
     name = (TIED if cell.variant == "tied" else FAMILIES)[cell.family]
@@ -268,62 +278,6 @@ def _targets(cell: Cell) -> Any:
     return "all-linear" if cell.variant == "experts" else "auto"
 
 
-Row = Callable[[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""(slot, step) -> tokens, labels and documents of a row, each [T]."""
-
-
-def microbatches(cfg: RunConfig, mesh: Mesh, step: int, row: Row | None = None) -> list[Batch]:
-    """This rank's rows of step `step`; without `row` those of the matrix, which have 24, 5, 14, 23,
-    ... targets."""
-    size = cfg.training.micro_batch_size
-    slots = list(mesh.slots(cfg.training.global_batch_size))
-    batches = []
-    for start in range(0, len(slots), size):
-        rows = [(row or _row)(slot, step) for slot in slots[start : start + size]]
-        ids, labels, owners = (torch.stack(part) for part in zip(*rows))
-        batches.append(Batch(ids, labels, owners, tuple(slots[start : start + size]), step))
-    return batches
-
-
-def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + slot)
-    tokens = torch.randint(0, 256, (SEQUENCE + 1,), generator=generator)
-    labels = tokens[1:].clone()
-    labels[SEQUENCE - (slot * 7 + step * 3) % 20 :] = IGNORED
-    # Three documents, of 1 to 12 tokens in the front and 1 to 7 at the end; only packing `isolated`
-    # looks at them.
-    places = torch.arange(SEQUENCE)
-    owners = (places >= 1 + (slot * 5 + step) % 12).long() + (
-        places >= SEQUENCE - 1 - (slot * 3 + step) % 7
-    ).long()
-    return tokens[:-1], labels, owners
-
-
-def start(cfg: RunConfig) -> MemoryState:
-    """Values at which gradients show what they are to show.
-
-    LoRA's B is drawn at random: at its usual zero every gradient of A is zero and proves nothing.
-    Rates of decay are drawn small, so that a recurrent state lives for some tokens: at their usual
-    values it is forgotten at once, and the rates' gradients are so small (1e-5) that they are
-    rounding errors for a good part.
-    """
-    hf_config = load.read_config(cfg.model)
-    hf = load.build_meta(cfg.model, hf_config)
-    if cfg.lora is not None:
-        lora.inject(hf, cfg.lora, spec_of(hf_config, hf))
-    return MemoryState({f"weights/{name}": value for name, value in _drawn(hf)})
-
-
-def _drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, parameter in hf.named_parameters():
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-        generator = torch.Generator().manual_seed(seed)
-        if ".lora_B." in name:
-            yield name, torch.randn(parameter.shape, generator=generator) * 0.05
-        elif name.endswith(".A_log"):
-            yield name, (0.02 + 0.3 * torch.rand(parameter.shape, generator=generator)).log()
-
-
 def run_cell(cell: Cell) -> Outcome:
     """What this rank sees of a cell (equal on every rank); the process group must be up."""
     cfg = run_config(cell)
@@ -339,90 +293,14 @@ def run(
 ) -> Outcome:
     """What this rank sees of a run on these micro-batches of each step; `loss_scale`: the first, 0
     for its own."""
-    mesh = build_mesh(cfg, torch.device("cpu"))
-    job = build(cfg, mesh, start(cfg))
-    if loss_scale:
-        job.loss_scale.scale = loss_scale
-    losses: list[float] = []
-    norms: list[float] = []
-    grads: dict[str, torch.Tensor] = {}
-    # Whole parameters without their optimizer's shards, frozen ones too: what else has got a
-    # gradient.
-    named = [
-        *job.pm.named_parameters(),
-        *(pair for g in job.optimizer.param_groups for pair in _pairs(g)),
-    ]
-
-    def look() -> None:
-        for name, parameter in named:
-            if parameter.grad is not None:
-                grads[name] = full_tensor(job.pm.to_portable(name, parameter.grad)).clone()
-
-    # The first step's gradients are looked at within the step, when all is reduced.
-    first = replace(job, pm=replace(job.pm, reduce_grads=(*job.pm.reduce_grads, look)))
-    if cfg.training.precision == "float16":
-        # Times the loss scale they overflow, so they are looked at without it.
-        forward_backward(first.pm, batches_of(mesh, 1), mesh)
-        for _, parameter in named:
-            parameter.grad = None
-        first = job
-    for step in range(1, cfg.training.steps + 1):
-        of_step = first if step == 1 else job
-        result = training_step(of_step, batches_of(mesh, step), mesh, cfg.optimizer.max_grad_norm)
-        losses.append(result.loss)
-        norms.append(
-            math.inf if result.skipped else result.grad_norm
-        )  # inf on one rank may be NaN on another
-    eval_loss = evaluate(job.pm, [batches_of(mesh, 7)], mesh, cfg.training.steps).loss
-    with tempfile.TemporaryDirectory() as folder:
-        written = save_result(job, cfg, mesh, Path(folder))
-        saved = {} if written is None else _read_safetensors(written)
-    params = {
-        name: full_tensor(job.pm.to_portable(name, p)).clone()
-        for name, p in job.pm.named_parameters()
-        if p.requires_grad
-    }
-    return Outcome(losses, norms, eval_loss, grads, params, saved)
-
-
-def _pairs(group: dict[str, Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    return zip(group["param_names"], group["params"])
-
-
-def _read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
+    return run_on(cfg, build_mesh(cfg, torch.device("cpu")), batches_of, loss_scale)
 
 
 def compare(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, float]:
-    """Largest relative errors of all ranks; a tensor's is its largest absolute difference over its
-    largest value.
-
-    The ranks need not hold the same parameters, but must hold all of the reference's between them,
-    and no others.
-    """
-    for name, grad in reference.grads.items():
-        assert grad.abs().max() > 0, f"the gradient of {name} is zero and proves nothing"
-    assert min(reference.norms) > MAX_NORM, "clipping did not act"
-    assert reference.norms[-1] < math.inf, "no step was done"
-    return {
-        kind: _largest(errors.values()) for kind, errors in differences(outcomes, reference).items()
-    }
-
-
-def differences(outcomes: Sequence[Outcome], reference: Outcome) -> dict[str, dict[str, float]]:
-    """By kind of number (as in TOLERANCE) and by name: the largest relative error of all ranks.
-
-    It is infinite for a tensor that no rank has, or that only the ranks have.
-    """
-    losses = [[*outcome.losses, outcome.eval_loss] for outcome in (*outcomes, reference)]
-    return {
-        "loss": _by_step(losses[:-1], losses[-1]),
-        "norm": _by_step([rank.norms for rank in outcomes], reference.norms),
-        "grad": _worst([rank.grads for rank in outcomes], reference.grads),
-        "param": _worst([rank.params for rank in outcomes], reference.params),
-        "saved": _worst([rank.saved for rank in outcomes], reference.saved),
-    }
+    """Largest relative errors of all ranks, by kind; no compared gradient may be zero, and clipping
+    must act."""
+    assert not weaknesses(reference, MAX_NORM)
+    return largest(differences(outcomes, reference))
 
 
 def control(cell: Cell) -> Cell | None:
@@ -435,50 +313,3 @@ def control(cell: Cell) -> Cell | None:
         if cell.tp > 1 and cell.variant == "bfloat16"
         else None
     )
-
-
-def tolerance(in_16_bits: Outcome, in_float32: Outcome) -> dict[str, float]:
-    """Of a cell that has a `control`, by the latter's outcome and the reference's."""
-    changed = compare([in_16_bits], in_float32)
-    return {key: max(TOLERANCE[key], 3 * changed[key]) for key in TOLERANCE}
-
-
-def verdict(errors: dict[str, float], most: Mapping[str, float] = TOLERANCE) -> list[str]:
-    """What is out of tolerance; empty where the cell is right (NaN is not)."""
-    return [
-        f"{key} {errors[key]:.1e} > {most[key]:.0e}" for key in most if not errors[key] <= most[key]
-    ]
-
-
-def _relative(value: float, reference: float) -> float:
-    return (
-        0.0 if value == reference else abs(value - reference) / abs(reference)
-    )  # equal infinities differ by NaN
-
-
-def _by_step(by_rank: Sequence[list[float]], reference: list[float]) -> dict[str, float]:
-    """The evaluation's loss is that of the step after the last."""
-    return {
-        f"step {i + 1}": _largest(_relative(rank[i], value) for rank in by_rank)
-        for i, value in enumerate(reference)
-    }
-
-
-def _worst(
-    by_rank: Sequence[dict[str, torch.Tensor]], reference: dict[str, torch.Tensor]
-) -> dict[str, float]:
-    errors = dict.fromkeys(reference.keys() ^ set().union(*by_rank), math.inf)
-    for name, whole in reference.items():
-        pieces = [tensors[name] for tensors in by_rank if name in tensors]
-        if pieces:
-            least = whole.abs().max().clamp(min=1e-30)
-            errors[name] = _largest(
-                ((piece - whole).abs().max() / least).item() for piece in pieces
-            )
-    return errors
-
-
-def _largest(values: Iterable[float]) -> float:
-    return (
-        torch.tensor(list(values)).max().item()
-    )  # NaN if one of them is, which Python's max need not be

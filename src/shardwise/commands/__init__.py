@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from shardwise.commands import bench, check, export, models, report, split, train
+from shardwise.commands import bench, check, export, models, prove, report, split, train
 
-COMMANDS = tuple(module.COMMAND for module in (train, bench, split, models, report, check, export))
+COMMANDS = tuple(
+    module.COMMAND for module in (train, prove, bench, split, models, report, check, export)
+)
