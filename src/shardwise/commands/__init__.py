@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.commands import bench, export, models, report, split, train
+from shardwise.commands import bench, completion, export, init, models, report, schema, split, train
 
-COMMANDS = tuple(module.COMMAND for module in (train, bench, split, models, report, export))
+_MODULES = (init, train, bench, split, models, report, export, schema, completion)
+COMMANDS = tuple(module.COMMAND for module in _MODULES)
