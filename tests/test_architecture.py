@@ -27,6 +27,7 @@ ARROWS = {
     "process": {"records"},
     "metrics": {"models", "records"},
     "data": set(),
+    "presets": set(),
     "kernels": set(),
     "schedule": set(),
     "drawing": {"schedule"},
@@ -71,7 +72,8 @@ ARROWS = {
 EVERYONE = {"config", "keys", "run_file", "interfaces", "ranges", "words", "layouts", "rules"}
 MOST_LINES = {
     "config keys run_file ranges interfaces layouts rules words": 2_400,
-    "cli commands __main__ __init__": 700,
+    "cli commands __main__ __init__": 800,
+    "presets": 300,
     "assembly training checkpoint process launch": 4_900,
     "models": 5_900,
     "parallel": 2_250,
@@ -86,6 +88,7 @@ FORBIDDEN = {
     "models": ("torch.distributed",),
     "records": ("torch", "transformers"),
     "config": ("torch", "transformers"),
+    "presets": ("torch", "transformers"),
     "ranges.py": ("torch", "transformers"),
     "words.py": ("torch", "transformers", "shardwise"),
     "keys.py": ("torch", "transformers"),

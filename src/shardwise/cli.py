@@ -73,10 +73,16 @@ def _complete(parser: Parser) -> NoReturn:
     """Answer the shell that asks for completions, and end this process."""
     from argcomplete import autocomplete
 
+    def is_suggested(text: str, written: str) -> bool:
+        """Return whether a text continues what is written; a key that is there does not."""
+        return text.startswith(written) and not (text == written and text.endswith("="))
+
     without_equals = [
         f"--{section}.{key}" for section in known_keys() for key in known_keys(section)
     ]
-    autocomplete(parser, always_complete_options=False, exclude=without_equals)
+    autocomplete(
+        parser, always_complete_options=False, exclude=without_equals, validator=is_suggested
+    )
     raise AssertionError("argcomplete ends the process")
 
 

@@ -41,21 +41,20 @@ def is_completing() -> bool:
 
 def _add_keys(parser: ArgumentParser) -> None:
     """Add the keys of the run file as options, which are completed in this form alone."""
-    from argcomplete.completers import ChoicesCompleter, FilesCompleter
-
     from shardwise.run_file import json_schema
 
     for section, content in json_schema()["$defs"].items():
         for key, types in content["properties"].items():
             option = f"--{section.lower()}.{key}"
             # The second form is suggested; after it, the value of the first is completed.
-            action: Any = parser.add_argument(option, f"{option}=")
-            words = _words(types)
-            action.completer = FilesCompleter() if words is None else ChoicesCompleter(words)
+            parser.add_argument(option, f"{option}=", choices=_words(types))
 
 
 def _words(types: dict[str, Any]) -> list[str] | None:
-    """Return the words that a key of the run file may be; None where it may be any text."""
+    """Return the words that a key of the run file may be; None where it may be any text.
+
+    After a key that may be any text, files are suggested.
+    """
     words: list[str] = []
     for kind in types.get("anyOf", [types]):
         if kind["type"] == "string" and "enum" not in kind:
