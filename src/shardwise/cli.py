@@ -71,18 +71,17 @@ def parse(arguments: list[str]) -> Namespace:
 
 def _complete(parser: Parser) -> NoReturn:
     """Answer the shell that asks for completions, and end this process."""
-    from argcomplete import autocomplete
+    from argcomplete import CompletionFinder
 
-    def is_suggested(text: str, written: str) -> bool:
-        """Return whether a text continues what is written; a key that is there does not."""
-        return text.startswith(written) and not (text == written and text.endswith("="))
+    class Finder(CompletionFinder):
+        def filter_completions(self, completions: list[str]) -> list[str]:
+            """Leave out a key that is suggested as its own value."""
+            return [text for text in super().filter_completions(completions) if "=--" not in text]
 
     without_equals = [
         f"--{section}.{key}" for section in known_keys() for key in known_keys(section)
     ]
-    autocomplete(
-        parser, always_complete_options=False, exclude=without_equals, validator=is_suggested
-    )
+    Finder()(parser, always_complete_options=False, exclude=without_equals)
     raise AssertionError("argcomplete ends the process")
 
 

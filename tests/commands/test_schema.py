@@ -26,12 +26,11 @@ RUN = {
     "data": {"train": "corpus.jsonl"},
     "training": {"output_dir": "out"},
 }
-WORDS = set(
-    """
-    $ref $schema $defs title description default anyOf type enum minimum maximum
-    properties required additionalProperties items prefixItems minItems maxItems
-    """.split()
-)
+WORDS = {
+    *("$ref", "$schema", "$defs", "title", "description", "default", "anyOf", "type", "enum"),
+    *("minimum", "maximum", "properties", "required", "additionalProperties"),
+    *("items", "prefixItems", "minItems", "maxItems"),
+}
 TYPES = {
     "object": dict,
     "array": list,
