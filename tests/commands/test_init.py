@@ -97,6 +97,8 @@ def test_the_list_has_every_recipe_and_preset(capsys):
         (["run.yaml"], "run.yaml exists; it is kept"),
         (["new.yaml"], "corpus.jsonl exists with other content; it is kept"),
         (["tiny-lfm2"], "tiny-lfm2 exists"),
+        (["run-file.schema.json"], "run-file.schema.json is written too"),
+        (["tiny-qwen3_5"], "tiny-qwen3_5 is written too"),
         (["none/run.yaml"], "no folder none; make it first"),
         (["a\0.yaml"], "give another FILE"),
         (["new.yaml", "--recipe", "lfm2-1.2b-ppp"], "did you mean lfm2-1.2b-pp?"),

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from shardwise.commands.command import Command
 from shardwise.config import UserError
+from shardwise.presets import Recipe, preset_names, recipes
+from shardwise.presets.compose import compose, config_of, find_recipe, write_new
+from shardwise.words import size
 
 _RUN_FILE = "run.yaml"
 
 
 def run(args: Namespace) -> int:
     """Write a run file and what it needs, or list the recipes and the presets."""
-    from shardwise.presets.compose import compose, find_recipe, write_new
-
     if args.list:
         if (args.file, args.recipe, args.model, args.data) != (_RUN_FILE, None, None, None):
             raise UserError("--list writes nothing; leave the other arguments out")
@@ -24,21 +26,18 @@ def run(args: Namespace) -> int:
     recipe = None if args.recipe is None else find_recipe(args.recipe)
     first = compose(Path(args.file), recipe, args.model, args.data)
     if recipe is not None:
-        first = replace(first, head=(*first.head, _memory(args.recipe)))
+        first = replace(first, head=(*first.head, _memory(recipe)))
     for path in write_new(first):
         print(f"wrote {path}")
     print(f"next: {first.command}")
     return 0
 
 
-def _memory(recipe: str) -> str:
+def _memory(recipe: Recipe) -> str:
+    """Return a line on the memory that a recipe needs, by formula."""
     from shardwise.planner.memory import most_state_bytes
-    from shardwise.presets import recipes
-    from shardwise.presets.compose import config_of
-    from shardwise.words import size
 
-    num_gpus = recipes()[recipe].num_gpus
-    num_bytes = most_state_bytes(config_of(recipes()[recipe]), num_gpus)
+    num_bytes = most_state_bytes(config_of(recipe), recipe.num_gpus)
     return (
         f"A GPU holds at most {size(num_bytes)} of weights, gradients and optimizer states; "
         "activations come on top."
@@ -46,10 +45,6 @@ def _memory(recipe: str) -> str:
 
 
 def _print_list() -> None:
-    from itertools import groupby
-
-    from shardwise.presets import preset_names, recipes
-
     print("recipes: a model and a layout, such as --recipe qwen3_5-2b-fsdp2")
     for preset, group in groupby(recipes().values(), key=lambda recipe: recipe.preset):
         alike = list(group)
@@ -66,7 +61,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--recipe", metavar="NAME", help="a published model under a layout")
     parser.add_argument(
-        "--model", help="a model folder, a hub id, or a preset, which has random weights"
+        "--model",
+        help="a model folder, a hub id, or a preset, which has random weights (./NAME is a folder)",
     )
     parser.add_argument(
         "--data", nargs="+", metavar="FILES", help="data.train (default: sentences, written too)"

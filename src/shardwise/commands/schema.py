@@ -7,12 +7,11 @@ from pathlib import Path
 
 from shardwise.commands.command import Command
 from shardwise.config import UserError
+from shardwise.presets.compose import schema_text
 
 
 def run(args: Namespace) -> int:
     """Print the JSON schema of a run file, or write it to a file."""
-    from shardwise.presets.compose import schema_text
-
     if args.out is None:
         print(schema_text(), end="")
         return 0

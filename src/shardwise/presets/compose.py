@@ -160,6 +160,9 @@ def write_new(run: FirstRun) -> list[Path]:
     try:
         require(run.path.parent.is_dir(), f"{run.path}: no folder {run.path.parent}; make it first")
         require(not run.path.exists(), f"{run.path} exists; {way_out}")
+        taken = {*run.files, *(path.parent for path in run.files)}
+        is_free = run.path not in taken
+        require(is_free, f"{run.path} is written too, as something else; give another FILE")
         missing = [path for path in run.files if not path.exists()]
         for path, content in run.files.items():
             is_same = path in missing or path.read_bytes() == content
