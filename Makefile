@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time; a core each, and some 3 GiB at the most.
 TESTERS ?= 2
 
-.PHONY: help setup demo study pipeline-split test test-quick pins check format parity gpu gpu-kernels gpu-jet-nemotron clean
+.PHONY: help setup demo study pipeline-split test test-quick pins package check format parity gpu gpu-kernels gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -55,6 +55,10 @@ test-quick: setup  ## for while one works: what neither trains nor starts comman
 
 pins: setup  ## tests of what libraries do, which `make test` runs when a library changes; writes tests/pins.json
 	$(BIN)/python -m tests.left_out
+
+package: setup  ## build a wheel, install it into a fresh environment and train with it; checks the recipes' page
+	.ci/package $(BIN)/python
+	$(BIN)/python tools/recipes.py --check
 
 check: setup  ## lint, format, types, architecture
 	$(BIN)/ruff check .

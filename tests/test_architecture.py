@@ -27,6 +27,7 @@ ARROWS = {
     "process": {"records"},
     "metrics": {"models", "records"},
     "data": set(),
+    "presets": set(),
     "kernels": set(),
     "schedule": set(),
     "drawing": {"schedule"},
@@ -83,6 +84,7 @@ EVERYONE = {"config", "keys", "run_file", "interfaces", "ranges", "words", "layo
 MOST_LINES = {
     "config keys run_file ranges interfaces layouts rules words": 2_400,
     "cli commands __main__ __init__": 700,
+    "presets": 300,
     "assembly training checkpoint process launch": 5_000,
     "models": 5_900,
     "parallel": 2_250,
@@ -98,6 +100,7 @@ FORBIDDEN = {
     "models": ("torch.distributed",),
     "records": ("torch", "transformers"),
     "config": ("torch", "transformers"),
+    "presets": ("torch", "transformers"),
     "ranges.py": ("torch", "transformers"),
     "words.py": ("torch", "transformers", "shardwise"),
     "keys.py": ("torch", "transformers"),

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from shardwise import __version__
 from shardwise.commands import COMMANDS
-from shardwise.commands.command import OVERRIDE
+from shardwise.commands.command import OVERRIDE, is_completing
 from shardwise.config import UserError
 from shardwise.keys import known_keys
 from shardwise.process.ending import report_error
@@ -53,7 +53,10 @@ def parse(arguments: list[str]) -> Namespace:
     # Overrides are taken out first: to argparse, a value with a space in it is positional.
     overrides = [argument for argument in arguments if _is_override(argument)]
     options = [argument for argument in arguments if argument not in overrides]
-    args, unknown = build_parser().parse_known_args(options)
+    parser = build_parser()
+    if is_completing():
+        _complete(parser)
+    args, unknown = parser.parse_known_args(options)
     if "run" in args:  # the commands that read a run file
         args.overrides = overrides
     else:
@@ -64,6 +67,22 @@ def parse(arguments: list[str]) -> Namespace:
             f"{OVERRIDE})"
         )
     return args
+
+
+def _complete(parser: Parser) -> NoReturn:
+    """Answer the shell that asks for completions, and end this process."""
+    from argcomplete import CompletionFinder
+
+    class Finder(CompletionFinder):
+        def filter_completions(self, completions: list[str]) -> list[str]:
+            """Leave out a key that is suggested as its own value."""
+            return [text for text in super().filter_completions(completions) if "=--" not in text]
+
+    without_equals = [
+        f"--{section}.{key}" for section in known_keys() for key in known_keys(section)
+    ]
+    Finder()(parser, always_complete_options=False, exclude=without_equals)
+    raise AssertionError("argcomplete ends the process")
 
 
 def _is_override(argument: str) -> bool:

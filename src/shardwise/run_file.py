@@ -13,7 +13,7 @@ import yaml
 from shardwise import rules
 from shardwise.config import REMOVED, RunConfig, UserError, require
 from shardwise.keys import known_keys, nearest
-from shardwise.ranges import shown
+from shardwise.ranges import RANGES, shown
 
 
 def parse_config(data: dict[str, Any], source: str = "config") -> RunConfig:
@@ -59,6 +59,22 @@ def _adapter() -> Any:
     import pydantic
 
     return pydantic.TypeAdapter(RunConfig)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a run file: types, words, ranges, and descriptions of its keys."""
+    schema = _adapter().json_schema()
+    for section in schema["$defs"].values():
+        for described in (section, *section["properties"].values()):
+            described["description"] = " ".join(described["description"].split())
+    for key, (least, most) in RANGES.items():
+        section, _, name = key.partition(".")
+        types = schema["$defs"][section.capitalize()]["properties"][name]
+        for kind in types.get("anyOf", [types]):
+            if kind["type"] in ("integer", "number"):
+                kind |= {"minimum": least, "maximum": most}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return head | schema | {"title": "A run file of shardwise"}
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:

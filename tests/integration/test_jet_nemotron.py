@@ -1,11 +1,10 @@
-"""The run file for the official Jet-Nemotron-2B on a folder of the same names: a shorter run, on
-the CPU."""
+"""The recipe for the official Jet-Nemotron-2B on a folder of the same names: a shorter run, on the
+CPU."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +17,10 @@ from shardwise.models import load
 from tests.integration.conftest import make_corpus
 from tests.parity.harness import CONFIGS
 
-RUN = Path(__file__).parents[2] / "configs" / "jet-nemotron-2b-lora.yaml"
 SHORT = (
     "--training.steps=2",
     "--training.global_batch_size=1",
+    "--training.eval_batches=1",
     "--training.device=cpu",
     "--measure.memory=false",
 )
@@ -30,7 +29,7 @@ SHORT = (
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing`:FutureWarning"
 )  # which peft asks for
-def test_the_run_file_runs_when_the_folder_is_put_in_place(tmp_path, monkeypatch, capfd):
+def test_the_recipe_runs_when_the_folder_is_put_in_place(tmp_path, monkeypatch, capfd):
     folder = tmp_path / "models" / "Jet-Nemotron-2B"
     make_corpus(tmp_path)
     shutil.copytree(tmp_path / "tokenizer", folder)
@@ -45,9 +44,11 @@ def test_the_run_file_runs_when_the_folder_is_put_in_place(tmp_path, monkeypatch
     (tmp_path / "corpus").mkdir()
     shutil.copy(tmp_path / "corpus.jsonl", tmp_path / "corpus" / "some.jsonl")
     monkeypatch.chdir(tmp_path)
-    code = main(["train", str(RUN), *SHORT])
+    recipe = ["--recipe", "jet-nemotron-2b-one-gpu", "--model", "models/Jet-Nemotron-2B"]
+    assert main(["init", *recipe, "--data", "corpus/*.jsonl"]) == 0
+    code = main(["train", "run.yaml", *SHORT])
     assert code == 0, capfd.readouterr().err
-    out = tmp_path / "runs" / "jet-nemotron-2b-lora"
+    out = tmp_path / "runs" / "run"
     record = json.loads((out / "record.json").read_text())
     assert record["status"] == "ok"
     trained = load_file(out / "adapter" / "adapter_model.safetensors")

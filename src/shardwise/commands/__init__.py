@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from shardwise.commands import bench, check, export, models, prove, report, split, train
-
-COMMANDS = tuple(
-    module.COMMAND for module in (train, prove, bench, split, models, report, check, export)
+from shardwise.commands import (
+    bench,
+    check,
+    completion,
+    export,
+    init,
+    models,
+    prove,
+    report,
+    schema,
+    split,
+    train,
 )
+
+_MODULES = (
+    *(init, train, prove, bench, split),
+    *(models, report, check, export, schema, completion),
+)
+COMMANDS = tuple(module.COMMAND for module in _MODULES)

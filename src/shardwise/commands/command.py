@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 OVERRIDE = "--section.key=value"
 
@@ -29,3 +30,36 @@ def add_run_file(parser: ArgumentParser) -> None:
     """Add the argument RUN.yaml; the command then takes overrides too, as `args.overrides`."""
     text = f"the run file; arguments {OVERRIDE} replace its values"
     parser.add_argument("run", metavar="RUN.yaml", help=text)
+    if is_completing():
+        _add_keys(parser)
+
+
+def is_completing() -> bool:
+    """Return whether a shell has started this process to complete a command."""
+    return "_ARGCOMPLETE" in os.environ  # set by the code of `shardwise completion`
+
+
+def _add_keys(parser: ArgumentParser) -> None:
+    """Add the keys of the run file as options, which are completed in this form alone."""
+    from shardwise.run_file import json_schema
+
+    for section, content in json_schema()["$defs"].items():
+        for key, types in content["properties"].items():
+            option = f"--{section.lower()}.{key}"
+            # The second form is suggested; after it, the value of the first is completed.
+            parser.add_argument(option, f"{option}=", choices=_words(types))
+
+
+def _words(types: dict[str, Any]) -> list[str] | None:
+    """Return the words that a key of the run file may be; None where it may be any text.
+
+    After a key that may be any text, files are suggested.
+    """
+    words: list[str] = []
+    for kind in types.get("anyOf", [types]):
+        if kind["type"] == "string" and "enum" not in kind:
+            return None
+        words += kind.get(
+            "enum", {"boolean": ["true", "false"], "null": ["null"]}.get(kind["type"], [])
+        )
+    return words

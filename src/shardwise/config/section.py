@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from shardwise.ranges import RANGES, missed_bound, shown
 
@@ -22,9 +22,15 @@ def require(condition: bool, message: str) -> None:
 
 
 class Section:
-    """Base of the sections: it refuses unknown keys (by pydantic) and numbers out of range."""
+    """Base of the sections: it refuses unknown keys (by pydantic) and numbers out of range.
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    The text below a key is its description, also in the JSON schema.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "use_attribute_docstrings": True,
+    }
 
     def __post_init__(self) -> None:
         """Raise UserError for a number that is outside its range."""

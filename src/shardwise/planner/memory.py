@@ -8,12 +8,14 @@ tests/parallel/test_state_bytes.py counts the tensors that real ranks hold.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 
-from shardwise.assembly.costs import gradient_bytes, optimizer_bytes
+from shardwise.assembly.costs import choose_split, costs_of, gradient_bytes, optimizer_bytes
+from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig
-from shardwise.planner.share import Chunk, Share, Weight
+from shardwise.planner.share import Chunk, Share, Weight, share_of
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, shard_axis, units_of
 
 
@@ -38,6 +40,24 @@ def state_bytes(
                 if weight not in unsharded:
                     _add_sharded(total, cfg, weight, num_shards, rank)
     return dict(total)
+
+
+def most_state_bytes(cfg: RunConfig, num_ranks: int) -> int:
+    """Return the bytes of weights, gradients and optimizer states on the rank with the most.
+
+    UserError where the run may not begin.
+    """
+    run, boundaries = describe(cfg, num_ranks), None
+    if run.pipeline is not None:
+        num_shards = run.sizes["dp_shard"]
+        units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks, num_shards)
+        boundaries = choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
+    most = 0
+    for place in itertools.product(*map(range, run.sizes.values())):
+        coordinates = dict(zip(run.sizes, place, strict=True))
+        share = share_of(cfg, run, coordinates, boundaries)
+        most = max(most, sum(state_bytes(cfg, share, run.sizes, coordinates).values()))
+    return most
 
 
 def _add_sharded(

@@ -1,0 +1,79 @@
+"""The command `shardwise init`."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+from shardwise.commands.command import Command
+from shardwise.config import UserError
+from shardwise.presets import Recipe, preset_names, recipes
+from shardwise.presets.compose import compose, config_of, find_recipe, write_new
+from shardwise.words import size
+
+_RUN_FILE = "run.yaml"
+
+
+def run(args: Namespace) -> int:
+    """Write a run file and what it needs, or list the recipes and the presets."""
+    if args.list:
+        if (args.file, args.recipe, args.model, args.data) != (_RUN_FILE, None, None, None):
+            raise UserError("--list writes nothing; leave the other arguments out")
+        _print_list()
+        return 0
+    recipe = None if args.recipe is None else find_recipe(args.recipe)
+    first = compose(Path(args.file), recipe, args.model, args.data)
+    if recipe is not None:
+        first = replace(first, head=(*first.head, _memory(recipe)))
+    for path in write_new(first):
+        print(f"wrote {path}")
+    print(f"next: {first.command}")
+    return 0
+
+
+def _memory(recipe: Recipe) -> str:
+    """Return a line on the memory that a recipe needs, by formula."""
+    from shardwise.planner.memory import most_state_bytes
+
+    num_bytes = most_state_bytes(config_of(recipe), recipe.num_gpus)
+    return (
+        f"A GPU holds at most {size(num_bytes)} of weights, gradients and optimizer states; "
+        "activations come on top."
+    )
+
+
+def _print_list() -> None:
+    print("recipes: a model and a layout, such as --recipe qwen3_5-2b-fsdp2")
+    for preset, group in groupby(recipes().values(), key=lambda recipe: recipe.preset):
+        alike = list(group)
+        layouts = ", ".join(f"{recipe.layout} on {recipe.num_gpus}" for recipe in alike)
+        print(f"  {preset:24} {alike[0].path:43} {layouts}")
+    print("presets: shapes of models, with random weights, such as --model tiny-qwen3_5")
+    for name in preset_names():
+        print(f"  {name}")
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "file", nargs="?", default=_RUN_FILE, metavar="FILE", help=f"default {_RUN_FILE}"
+    )
+    parser.add_argument("--recipe", metavar="NAME", help="a published model under a layout")
+    parser.add_argument(
+        "--model",
+        help="a model folder, a hub id, or a preset, which has random weights (./NAME is a folder)",
+    )
+    parser.add_argument(
+        "--data", nargs="+", metavar="FILES", help="data.train (default: sentences, written too)"
+    )
+    parser.add_argument("--list", action="store_true", help="print the recipes and the presets")
+
+
+COMMAND = Command(
+    "init",
+    "Write a run file with comments. Without options it trains a tiny model on a few sentences, "
+    "which are written too; nothing is overwritten.",
+    _add_arguments,
+    run,
+)

@@ -1,0 +1,65 @@
+"""What comes with the package: shapes of models, recipes, and a corpus with a tokenizer.
+
+A preset is the `config.json` of a model: of a published one, or of a tiny one for each family.
+Presets have no weights. A recipe is a run file for a published model under one layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+_HERE = Path(__file__).parent
+MODELS = _HERE / "models"
+"""A folder for each preset."""
+STARTER = _HERE / "starter"
+"""A corpus, and a tokenizer of bytes that suits each preset: it has 256 ids."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A published model, fine-tuned with LoRA under one layout."""
+
+    preset: str
+    """The name of the model's preset."""
+    path: str
+    """The hub's id of the model, which has the weights."""
+    layout: str
+    num_gpus: int
+    parallel: dict[str, Any]
+    """The section of the run file."""
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets."""
+    return sorted(path.name for path in MODELS.iterdir())
+
+
+def recipes() -> dict[str, Recipe]:
+    """Return the recipes by name, such as `qwen3_5-2b-fsdp2`."""
+    content = _content()
+    by_name = {}
+    for preset, model in content["recipes"].items():
+        for layout, num_gpus in model["num_gpus"].items():
+            parallel = {
+                key: num_gpus if value == "num_gpus" else value
+                for key, value in content["layouts"][layout].items()
+            }
+            recipe = Recipe(preset, model["path"], layout, num_gpus, parallel)
+            by_name[f"{preset}-{layout}"] = recipe
+    return by_name
+
+
+def sections_of(what: Literal["from_scratch", "fine_tuning"]) -> dict[str, dict[str, Any]]:
+    """Return the sections of a run file, without the paths of its model, data and output."""
+    return copy.deepcopy(_content()[what])
+
+
+@functools.cache
+def _content() -> dict[str, Any]:
+    return yaml.safe_load((_HERE / "recipes.yaml").read_text(encoding="utf-8"))

@@ -1,0 +1,128 @@
+"""`shardwise init` writes a run file that trains as it is, and never replaces a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardwise import cli
+from shardwise.presets import MODELS, recipes
+from shardwise.run_file import json_schema, load_config
+from tests.command import run_command
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_what_it_writes_trains_at_once(folder):
+    assert run_command(["init"]).returncode == 0
+    done = run_command(["train", "run.yaml", "--training.steps=2", "--training.eval_every=0"])
+    assert done.returncode == 0, done.stderr
+    record = json.loads((folder / "runs" / "run" / "record.json").read_text())
+    assert record["status"] == "ok"
+    assert (folder / "runs" / "run" / "model" / "tokenizer.json").is_file()
+
+
+def test_a_run_file_names_the_schema_beside_it_and_describes_each_key(folder):
+    (folder / "below").mkdir()
+    assert cli.main(["init", "below/mine.yaml"]) == 0
+    first, *lines = (folder / "below" / "mine.yaml").read_text(encoding="utf-8").splitlines()
+    _, mark, schema = first.partition("# yaml-language-server: $schema=")
+    assert mark
+    assert json.loads((folder / "below" / schema).read_text(encoding="utf-8")) == json_schema()
+    cfg = load_config("below/mine.yaml")
+    assert cfg.model.path == "below/tiny-qwen3_5"
+    assert "  # Optimizer steps." in lines
+    assert max(map(len, lines)) <= 100
+    keys = [line for line in lines if line.startswith("  ") and not line.startswith("  #")]
+    before = [lines[lines.index(line) - 1] for line in keys]
+    assert all(line.startswith("  # ") for line in before)
+
+
+def test_a_folder_or_hub_id_and_data_take_their_places(folder, capsys):
+    (folder / "mine").mkdir()
+    (folder / "mine" / "config.json").write_text("{}")
+    assert cli.main(["init", "--model", "mine", "--data", "a.jsonl", "b: c.jsonl"]) == 0
+    cfg = load_config("run.yaml")
+    assert (cfg.model.path, cfg.model.init, cfg.model.dtype) == ("mine", "weights", "bfloat16")
+    assert cfg.data.train == ["a.jsonl", "b: c.jsonl"]
+    assert cfg.lora is not None
+    assert set(content(folder)) == {"mine/config.json", "run.yaml", "run-file.schema.json"}
+    assert cli.main(["init", "hub.yaml", "--model", "owner/name", "--data", "a.jsonl"]) == 0
+    assert load_config("hub.yaml").model.path == "owner/name"
+    assert capsys.readouterr().out.endswith("next: shardwise train hub.yaml\n")
+
+
+def test_a_recipe_says_what_it_trains_and_how_much_a_gpu_holds(folder, capsys):
+    assert cli.main(["init", "--recipe", "lfm2-1.2b-tp"]) == 0
+    assert capsys.readouterr().out.endswith("next: shardwise train run.yaml --nproc 2\n")
+    cfg = load_config("run.yaml")
+    assert (cfg.model.path, cfg.parallel.tp) == ("LiquidAI/LFM2-1.2B", 2)
+    # 1.17 billion parameters in bfloat16 over 2 ranks, and adapters.
+    assert "holds at most 1.20 GiB" in (folder / "run.yaml").read_text(encoding="utf-8")
+
+
+def test_a_preset_is_a_folder_that_a_recipe_may_train(folder):
+    assert cli.main(["init", "--recipe", "lfm2-1.2b-pp", "--model", "tiny-lfm2"]) == 0
+    cfg = load_config("run.yaml")
+    assert (cfg.model.path, cfg.model.init, cfg.parallel.pp) == ("tiny-lfm2", "random", 2)
+    config = (folder / "tiny-lfm2" / "config.json").read_bytes()
+    assert config == (MODELS / "tiny-lfm2" / "config.json").read_bytes()
+
+
+def test_the_list_has_every_recipe_and_preset(capsys):
+    assert cli.main(["init", "--list"]) == 0
+    out = capsys.readouterr().out
+    for recipe in recipes().values():
+        assert f"{recipe.layout} on {recipe.num_gpus}" in out
+        assert recipe.path in out
+    assert all(f"  {path.name}\n" in out for path in MODELS.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["run.yaml"], "run.yaml exists; it is kept"),
+        (["new.yaml"], "corpus.jsonl exists with other content; it is kept"),
+        (["tiny-lfm2"], "tiny-lfm2 exists"),
+        (["run-file.schema.json"], "run-file.schema.json is written too"),
+        (["tiny-qwen3_5"], "tiny-qwen3_5 is written too"),
+        (["none/run.yaml"], "no folder none; make it first"),
+        (["a\0.yaml"], "give another FILE"),
+        (["new.yaml", "--recipe", "lfm2-1.2b-ppp"], "did you mean lfm2-1.2b-pp?"),
+        (["new.yaml", "--model", "tiny_lfm2"], "did you mean tiny-lfm2?"),
+        (["new.yaml", "--model", "/none/at/all"], "no such folder or preset"),
+        (["new.yaml", "--model", "./tiny-lfm2"], "no config.json here"),
+        (["--list", "new.yaml"], "--list writes nothing"),
+        (["new.yaml", "--data"], "argument --data: expected at least one argument"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(arguments, fragment, folder, capsys):
+    (folder / "run.yaml").write_text("mine")
+    (folder / "corpus.jsonl").write_text("mine")
+    (folder / "tiny-lfm2").mkdir()
+    before = content(folder)
+    assert cli.main(["init", *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert fragment in error
+    assert content(folder) == before
+
+
+def test_yaml_that_looks_like_another_type_stays_text(folder):
+    assert cli.main(["init", "--model", "owner/name", "--data", "yes", "1.5", "a #b", "{c"]) == 0
+    written = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
+    assert written["data"]["train"] == ["yes", "1.5", "a #b", "{c"]

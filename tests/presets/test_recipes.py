@@ -1,0 +1,75 @@
+"""A recipe runs a published model: its size, its layout's rules, proof and memory are checked."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.layouts import layout_of
+from shardwise.presets import MODELS, STARTER, preset_names, recipes
+from shardwise.presets.compose import config_of
+
+ROOT = Path(__file__).parents[2]
+PRESETS = list(dict.fromkeys(recipe.preset for recipe in recipes().values()))
+BILLIONS = {"granite-4.0-h-tiny": 7}
+"""Published sizes that do not stand in a model's name."""
+
+
+@cache
+def tool() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "tools" / "recipes.py"))
+
+
+@cache
+def proven() -> set[tuple[str, str]]:
+    """Families and layouts whose LoRA cells are ok."""
+    results = json.loads((ROOT / "results" / "parity.json").read_text(encoding="utf-8"))
+    cells = [cell for cell in results["cells"] if cell["adapter"] == "lora"]
+    failed = {(cell["family"], cell["layout"]) for cell in cells if cell["status"] != "ok"}
+    return {(cell["family"], cell["layout"]) for cell in cells} - failed
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_the_layout_of_a_recipe_is_proven_for_its_family(name):
+    recipe = recipes()[name]
+    config = json.loads((MODELS / recipe.preset / "config.json").read_text(encoding="utf-8"))
+    layout = layout_of(config_of(recipe).parallel)
+    assert layout == {"one-gpu": "single"}.get(recipe.layout, recipe.layout)
+    # One process is what the others are compared with.
+    assert layout == "single" or (config["model_type"], layout) in proven()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_recipe_fits_the_published_model(preset):
+    """The layout's rules hold at its size, and the page has the bytes of the formula."""
+    count = tool()["num_parameters"](preset) / 1e9
+    named = re.search(r"-([\d.]+)b", preset)
+    billions = BILLIONS.get(preset) or float(named[1]) if named else BILLIONS[preset]
+    assert count == pytest.approx(billions, rel=0.08)
+    (row,) = (line for line in page().splitlines() if line.startswith(f"| `{preset}` |"))
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[2] == f"{count:.2f} B"
+    assert cells[4] == tool()["cell"](recipes()[f"{preset}-fsdp2"])
+    assert len(cells) == 3 + len(tool()["LAYOUTS"])
+
+
+def page() -> str:
+    return tool()["PAGE"].read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_page_of_recipes_is_what_the_formulas_say():
+    assert page() == tool()["page"](), "run python tools/recipes.py"
+
+
+def test_one_tokenizer_suits_every_preset():
+    tokenizer = json.loads((STARTER / "tokenizer.json").read_text(encoding="utf-8"))
+    for name in preset_names():
+        config = json.loads((MODELS / name / "config.json").read_text(encoding="utf-8"))
+        assert config["vocab_size"] > max(tokenizer["model"]["vocab"].values())

@@ -1,0 +1,86 @@
+"""Write docs/guides/recipes.md from the recipes: `python tools/recipes.py`; `--check` compares."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from shardwise.config import Model
+from shardwise.models.load import build_meta, read_config
+from shardwise.planner.memory import most_state_bytes
+from shardwise.presets import MODELS, Recipe, recipes
+from shardwise.presets.compose import config_of
+
+PAGE = Path(__file__).parents[1] / "docs" / "guides" / "recipes.md"
+HEAD = """\
+# Recipes
+
+This page lists the published models for which `shardwise init` writes a run file, and what each
+layout needs. A recipe is named by its model and its layout:
+
+```bash
+shardwise init --recipe qwen3_5-2b-fsdp2 --data texts/*.jsonl    # writes run.yaml
+shardwise init --recipe qwen3_5-2b-fsdp2 small.yaml --model /models/Qwen3.5-2B
+shardwise init --list
+```
+
+Without `--data` a few sentences are written too, on which the run can be tried. For
+[chats](data.md), set `data.format` to `chat`.
+
+All recipes fine-tune with LoRA of rank 16, on weights in bfloat16 and rows of 2,048 tokens. Each
+key in the file has its description above it, and the first lines give the command that trains.
+
+The table gives the GPUs of a recipe, and the GiB of weights, gradients and optimizer states on the
+GPU that holds most. These follow from [formulas](../../src/shardwise/planner/memory.py) and the
+published shape of the model. **Activations come on top**: they grow with `data.sequence_length` and
+`training.micro_batch_size`. A layout is left out where the states alone exceed a GPU of 80 GB.
+
+"""
+TAIL = """
+Every layout is [proven](../concepts/parity.md) for the model's family at a small size. No recipe
+has been run on GPUs at its full size, so treat batch sizes and learning rates as a start.
+
+This page is written by `tools/recipes.py` from `src/shardwise/presets/recipes.yaml`.
+"""
+LAYOUTS = ("one-gpu", "fsdp2", "tp", "pp")
+
+
+def page() -> str:
+    """Return the whole page."""
+    lines = [
+        "| model | weights | parameters | `one-gpu` | `fsdp2` | `tp` | `pp` |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for preset, group in groupby(recipes().values(), key=lambda recipe: recipe.preset):
+        by_layout = {recipe.layout: recipe for recipe in group}
+        path = next(iter(by_layout.values())).path
+        cells = [cell(by_layout[name]) if name in by_layout else "–" for name in LAYOUTS]
+        count = f"{num_parameters(preset) / 1e9:.2f} B"
+        lines.append(f"| `{preset}` | {path} | {count} | {' | '.join(cells)} |")
+    return HEAD + "\n".join(lines) + "\n" + TAIL
+
+
+def cell(recipe: Recipe) -> str:
+    """Return the GPUs of a recipe, and the GiB of states on one of them."""
+    gib = most_state_bytes(config_of(recipe), recipe.num_gpus) / 2**30
+    return f"{recipe.num_gpus} × {gib:.1f}"
+
+
+def num_parameters(preset: str) -> int:
+    """Return the number of parameters of a preset."""
+    model = Model(str(MODELS / preset), init="random")
+    return build_meta(model, read_config(model)).num_parameters()
+
+
+def main() -> None:
+    """Write the page, or say whether it is up to date."""
+    if "--check" not in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
+        print(PAGE)
+    elif PAGE.read_text(encoding="utf-8") != page():
+        sys.exit(f"{PAGE} is out of date; run python tools/recipes.py")
+
+
+if __name__ == "__main__":
+    main()
