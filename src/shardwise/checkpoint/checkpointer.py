@@ -86,7 +86,7 @@ class Checkpointer:
             ):
                 self._best = new
         is_best = self._best is not None and self._best.step == step
-        at_end = step == training.steps
+        at_end = step == self._job.num_steps
         is_due = training.save_every > 0 and (step % training.save_every == 0 or at_end)
         if is_due or is_best:
             self.save(step)
@@ -105,6 +105,7 @@ class Checkpointer:
         job, lora = self._job, self._cfg.lora
         manifest = Manifest(
             step=step,
+            num_steps=job.num_steps,
             config=self._cfg.to_dict(),
             loader=folders.Loader(**merge_states(loader)),
             loss_scale=folders.Scale(**job.loss_scale.state_dict()),

@@ -77,6 +77,12 @@ class Start:
         """Optimizer steps done."""
         return self.manifest.step if self.manifest else 0
 
+    def num_steps(self, epochs: float | None) -> int | None:
+        """Return the steps of `training.epochs` if the checkpoint is of as many; None if not."""
+        if self.manifest is None or self.manifest.config["training"].get("epochs") != epochs:
+            return None
+        return self.manifest.num_steps
+
     @property
     def loader(self) -> LoaderState | None:
         """Where every slot of the global batch is in its stream."""
@@ -137,14 +143,14 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
     may_differ = set(MAY_DIFFER)
     if cfg.optimizer.lr_schedule == "constant":
         # Under other schedules the learning rate of every step depends on how many there are.
-        may_differ.add("training.steps")
+        may_differ |= {"training.steps", "training.epochs"}
     if all(isinstance(values["data.validation"], str | list) for values in (before, now)):
         may_differ.add("data.validation")  # files, whose content the loaders compare
     for key in dict.fromkeys([*before, *now]):
         differs = before.get(key) != now.get(key)
         if differs and not {key, key.partition(".")[0]} & may_differ:
             reason = ""
-            if key == "training.steps":
+            if key in ("training.steps", "training.epochs"):
                 reason = f" (the {old.optimizer.lr_schedule} schedule depends on it)"
             raise UserError(
                 f"{key} is {now.get(key, 'left out')}, but checkpoint {folder} was trained with "
@@ -158,7 +164,7 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
                 f"model.path {cfg.model.path}: {name} is not what checkpoint {folder} was trained "
                 "on; put that file back, or start from scratch without training.resume"
             )
-    if manifest.step > cfg.training.steps:
+    if cfg.training.steps is not None and manifest.step > cfg.training.steps:
         raise UserError(
             f"training.steps is {cfg.training.steps}, but checkpoint {folder} has done "
             f"{manifest.step}"

@@ -23,6 +23,7 @@ from shardwise.process.ending import Stopped
 from shardwise.process.stop import agreed_signal, on_signals
 from shardwise.process.watchdog import beat, paused
 from shardwise.records.record import RunRecord
+from shardwise.training.epochs import count_steps
 from shardwise.training.evaluate import encode_prompt, evaluate, greedy_sample
 from shardwise.training.measure import add_to_record, documents_read, measure_memory, write_record
 from shardwise.training.reporter import Reporter
@@ -39,10 +40,11 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     with paused():  # reads a whole checkpoint for its checksums, and all files for their index
         start = find_start(cfg)
         loaders = build_loaders(cfg, tokenizer, slots, start.loader)
-    job = build(cfg, mesh, start.state())
+        num_steps = count_steps(cfg, loaders, start)
+    job = build(cfg, mesh, start.state(), num_steps)
     prompt = encode_prompt(cfg, tokenizer, job.positions)
     meter, recorder = Meter(cfg.measure.warmup_steps), Recorder(cfg.measure.warmup_steps)
-    steps, eval_every = cfg.training.steps, cfg.training.eval_every
+    eval_every = cfg.training.eval_every
     signals: list[int] = []
     with (
         writing(cfg),
@@ -59,7 +61,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
 
         if start.step == 0:
             run_evaluation(0)
-        for step in range(start.step + 1, steps + 1):
+        for step in range(start.step + 1, num_steps + 1):
             meter.start()  # the wait for data counts
             microbatches = [batch.to(mesh.device) for batch in next(loaders.train)]
             if cfg.measure.reverse_microbatches:
@@ -72,10 +74,10 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             meter.stop(result.tokens)
             recorder.step(job.pm.events())
             reporter.step(step, result, lr, meter)
-            is_evaluated = step == steps or (eval_every and step % eval_every == 0)
+            is_evaluated = step == num_steps or (eval_every and step % eval_every == 0)
             checkpointer.after_step(step, run_evaluation(step) if is_evaluated else None)
             beat()
-            if step < steps and (signal := agreed_signal(signals, mesh)):
+            if step < num_steps and (signal := agreed_signal(signals, mesh)):
                 raise Stopped(signal, step, checkpointer.stop(step))
         checkpointer.wait()
         reporter.data(documents_read(loaders))
@@ -89,7 +91,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             record = add_to_record(cfg, record, sample=sample)
         if cfg.measure.memory:
             reporter.measuring_memory()
-            memory = measure_memory(job, next(loaders.train), mesh, cfg)
+            memory = measure_memory(job, loaders.first_step(), mesh, cfg)
             record = add_to_record(cfg, record, **memory.fields())
         return record
 

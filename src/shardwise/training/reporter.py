@@ -41,7 +41,7 @@ class Reporter:
             self._recall(start.folder / METRICS)
         self._main = dist.get_rank() == 0
         self._output_dir = Path(cfg.training.output_dir)
-        self._progress = Progress(cfg.training.steps, show=self._main)
+        self._progress = Progress(job.num_steps, cfg.training.epochs, show=self._main)
         self._metrics: MetricsFile | None = None
         self._logs: list[Log] = []
         self._stack = contextlib.ExitStack()
