@@ -131,7 +131,7 @@ def test_batches_are_those_of_the_same_rows_in_jsonl_also_from_workers(
         (b"no parquet", r"a\.parquet: cannot be read as Parquet \(.*\); "),
         (
             {"body": ["a"]},
-            r"a\.parquet: no column 'text', only body; .*data\.format .*data\.text_field",
+            r"a\.parquet: no column 'text', only body; .*data\.format.*data\.text_field",
         ),
         ({"text": []}, r"a\.parquet: .*without rows; "),
     ],

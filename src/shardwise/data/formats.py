@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from shardwise.data.chat_format import ChatFormat, Encoded
 from shardwise.data.packing import Document, Row, pack_joined, pack_none
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
 from shardwise.data.state import SlotState
+from shardwise.data.tokenizer import tokens_and_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -171,7 +172,8 @@ def text_of(record: Record, field: str) -> str:
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
     """Encode a text; all tokens are targets. An empty text has no tokens, not even special ones."""
-    tokens = _tokenize(tokenizer, text)["input_ids"] if text else []
+    options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    tokens = tokenizer(text, **options)["input_ids"] if text else []
     return tokens, [True] * len(tokens)
 
 
@@ -182,16 +184,10 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, completio
     end-of-text token, whatever the packing. That is a target too: from it a model learns to stop.
     An empty completion has no target.
     """
-    encoded = _tokenize(tokenizer, prompt + completion, return_offsets_mapping=True)
-    tokens, end = encoded["input_ids"], tokenizer.eos_token_id
-    targets = [stop > len(prompt) for _, stop in encoded["offset_mapping"]]
+    tokens, places = tokens_and_places(tokenizer, prompt + completion)
+    targets, end = [stop > len(prompt) for _, stop in places], tokenizer.eos_token_id
     if end is not None:
         if tokens[-1:] != [end]:
             tokens, targets = [*tokens, end], [*targets, False]
         targets[-1] = True
     return tokens, targets if completion else [False] * len(tokens)
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> Any:
-    options |= {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    return tokenizer(text, **options)
