@@ -7,6 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, RunConfig, UserError
+from shardwise.data import chat_format
 from shardwise.data.corpus import open_corpus
 from shardwise.data.formats import Encoder
 from shardwise.data.loader import build_loaders
@@ -132,8 +133,8 @@ def test_counts_of_one_epoch(
         assert len(list(loaders.validation)) == 4
         assert loaders.validation.read == Counts(4, 10, 10, by_reason)
     assert loaders.validation.read.to_dict() == {
-        "epochs": None, "rows": 4, "documents_begun": 10, "documents_finished": 10, "documents_long": 0,
-        "documents_skipped": 6,
+        "epochs": None, "rows": 4, "documents_begun": 10, "documents_finished": 10,
+        "documents_long": 0, "documents_skipped": 6,
         "skipped_by_reason": by_reason,
     }  # fmt: skip
     for _ in range(5):  # four rows an epoch: the fifth is of the second one
@@ -234,6 +235,27 @@ def test_a_template_is_tried_before_a_run_begins(
     cfg = run_config(path, format="chat", global_batch_size=2, on_error=on_error)
     with pytest.raises(UserError, match="role 'bot'" if line == 1 else "template needs too much"):
         build_loaders(cfg, chat, range(2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_template_without_end_in_a_later_dialogue_names_its_place(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    run_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
+) -> None:
+    loop = "{% for i in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
+    if workers:  # a worker has the limit of the library, so this takes too much at once
+        loop = "{% for i in range(999999) %}{% endfor %}"
+    monkeypatch.setattr(chat_format, "LATER_CPU_SECONDS", 0.3)
+    template = "{% if messages[0].role == 'system' %}" + loop + "{% endif %}" + CHATML
+    path = chat_file(tmp_path / "a.jsonl", "user assistant", "system assistant")
+    cfg = run_config(path, format="chat", global_batch_size=1, on_error="skip", workers=workers)
+    loaders = build_loaders(cfg, chat_tokenizer(tokenizer, template), range(1))
+    with pytest.raises(UserError, match=rf"^{path}:2: the chat template needs too much \("):
+        next(loaders.train)
+    loaders.train.close()
 
 
 def test_nothing_but_bad_lines(

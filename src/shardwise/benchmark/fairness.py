@@ -62,7 +62,6 @@ _SHOWN = (
     "optimizer.lr",
     "training.seed",
     "training.steps",
-    "training.epochs",
     GLOBAL_BATCH,
     "training.micro_batch_size",
     "training.precision",

@@ -22,6 +22,10 @@ MEMORY_BYTES = 1 << 30
 class TimeLimit(BaseException):
     """The time is up. Not an Exception, which Jinja would treat as an error of an expression."""
 
+    def __init__(self, cpu_seconds: float) -> None:
+        super().__init__()
+        self.cpu_seconds = cpu_seconds
+
 
 @contextlib.contextmanager
 def bounded(name: str) -> Generator[None]:
@@ -66,7 +70,7 @@ def time_limit(cpu_seconds: float) -> Generator[None]:
     """
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise TimeLimit
+        raise TimeLimit(cpu_seconds)
 
     has_limit = signal.getitimer(signal.ITIMER_PROF)[0] > 0
     if has_limit or threading.current_thread() is not threading.main_thread():

@@ -87,8 +87,8 @@ class ChatFormat:
     def check(self, record: Record) -> None:
         """Render one dialogue within limits on time, memory and size.
 
-        Call it once before dialogues are rendered without these limits. UserError where the chat
-        template exceeds one; BadDocument as from `encode`.
+        Call it once before dialogues are rendered with a wider limit on time alone. UserError where
+        the chat template exceeds one; BadDocument as from `encode`.
         """
         messages = self.messages(record)
         with bounded("the chat template"):
@@ -191,10 +191,7 @@ class ChatFormat:
         found: list[tuple[str, list[Turn]]] = []
         for form in forms(messages):
             try:
-                if _marks_turns(self.template):
-                    text, turns = self._marked_turns(form, tools)
-                else:
-                    text, turns = find_turns(self._renderer(tools), form)
+                text, turns = self._turns_of_form(form, tools)
             except (Refused, Undecidable) as problem:
                 problems.append(problem)
                 continue
@@ -206,26 +203,38 @@ class ChatFormat:
             return found[0]
         if isinstance(problems[0], Refused):
             problem = f"the chat template refuses it ({problems[0]})"
-            if self._refuses_plain():
+            if self._fails_on_plain():
                 raise BadDocument(
                     "bad chat template",
                     f"{problem}, and a plain question with its answer too, so the mistake is in "
                     "the template; correct it, or set data.chat_template to another one",
                 )
             raise BadDocument("bad chat", f"{problem}; {CORRECT_LINE}")
+        marks = "mark them in the template with {% generation %} and {% endgeneration %}"
+        if self._fails_on_plain():
+            raise BadDocument(
+                "bad chat template",
+                f"the assistant's turns cannot be found: {problems[0]}; nor can they in a plain "
+                f"question with its answer, so the template is the reason; {marks}",
+            )
         raise BadDocument(
             "no turns found",
-            f"the assistant's turns cannot be found: {problems[0]}; {CORRECT_LINE}, or mark them "
-            "in the template with {% generation %} and {% endgeneration %}",
+            f"the assistant's turns cannot be found: {problems[0]}; {CORRECT_LINE}, or {marks}",
         )
 
-    def _refuses_plain(self) -> bool:
-        """Return whether the template writes no plain dialogue in any form."""
-        render = self._renderer(self.tools)
+    def _turns_of_form(
+        self, form: Sequence[Message], tools: list[Any] | None
+    ) -> tuple[str, list[Turn]]:
+        if _marks_turns(self.template):
+            return self._marked_turns(form, tools)
+        return find_turns(self._renderer(tools), form)
+
+    def _fails_on_plain(self) -> bool:
+        """Return whether the template fails on a plain dialogue too, in every form."""
         for messages in (PLAIN, [SYSTEM, *PLAIN]):
             for form in forms(messages):
-                with contextlib.suppress(Refused):
-                    render(form, False)
+                with contextlib.suppress(Refused, Undecidable):
+                    self._turns_of_form(form, self.tools)
                     return False
         return True
 
@@ -300,7 +309,9 @@ def _guarded(render: Callable[[], Any]) -> Any:
     try:
         with time_limit(LATER_CPU_SECONDS):
             return render()
-    except TimeLimit:
+    except TimeLimit as limit:
+        if limit.cpu_seconds < LATER_CPU_SECONDS:
+            raise  # the limit of `check`
         what = f"more than {LATER_CPU_SECONDS:g} s"
     except (MemoryError, OverflowError) as error:  # Jinja raises the latter for a long range
         what = f"{type(error).__name__}: {error}".rstrip(": ")

@@ -5,8 +5,8 @@ reads a stream of documents of its own, and a rank reads the streams of its slot
 (seed, epoch) gives all documents an order, and slot j takes those at places j, j + G, j + 2G, ...
 (G is the global batch size). So an epoch has each document once (`Order` explains `data.weights`).
 A slot that has read its share continues with its share of the next epoch, and does not wait for
-the other slots. A document that is left out leaves its place empty: no other document changes its
-slot.
+the other slots; behind the last of `training.epochs` it has rows of padding. A document that is
+left out leaves its place empty: no other document changes its slot.
 
 The position of a slot in its stream travels with its rows. So the saved state (`Loaders.state`)
 belongs to the last batch that was given out, however far workers have read ahead. A resume starts
@@ -53,8 +53,8 @@ class Loaders:
     first_step: Callable[[], list[Batch]]
     """Returns the rank's micro-batches of step 1, read again."""
     num_steps: Callable[[range], int]
-    """Returns the steps that `training.epochs` come to, as far as these slots decide it: their
-    longest number of rows. All their documents are tokenised."""
+    """Returns the step in which the last of these slots has read its documents of
+    `training.epochs`. All that it has not read yet is tokenised."""
 
 
 def build_loaders(
@@ -104,7 +104,8 @@ def build_loaders(
         return next(_train_batches(stream(start.slots), start, 0, micro_batch_size))
 
     def num_steps(slots: range) -> int:
-        return _num_steps(stream({slot: SlotState() for slot in slots}), num_workers)
+        step, begin = starts(state, source, slots)
+        return step + _num_rows(stream(begin), num_workers)
 
     progress = _Progress(step, begin)
     return Loaders(
@@ -204,8 +205,8 @@ def _train_batches(
         del parts
 
 
-def _num_steps(stream: TrainStream, num_workers: int) -> int:
-    """Return the largest number of rows that a slot has until `training.epochs` end."""
+def _num_rows(stream: TrainStream, num_workers: int) -> int:
+    """Return the largest number of rows that a slot still has until `training.epochs` end."""
     most = 0
     for num_rows in items(RowCounts(stream), stream.encoder, min(num_workers, len(stream.begin))):
         if isinstance(num_rows, UserError):

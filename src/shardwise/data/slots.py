@@ -82,7 +82,7 @@ class TrainStream(IterableDataset):
             yield error
 
     def num_rows(self, slot: int) -> int:
-        """Return how many rows a slot has until `training.epochs` end."""
+        """Return how many rows a slot still has until `training.epochs` end."""
         documents = self._documents(slot, self._opened([slot]), ends=[])
         return sum(1 for _ in self.encoder.rows(documents))
 
@@ -178,7 +178,7 @@ class TrainStream(IterableDataset):
 
 @dataclass(frozen=True, eq=False)
 class RowCounts(IterableDataset):
-    """How many rows each of some slots has; in a worker, each of the worker's own slots."""
+    """How many rows each of some slots still has; in a worker, each of the worker's own slots."""
 
     stream: TrainStream
 

@@ -124,7 +124,7 @@ def counts(state: LoaderState) -> Counts:
     """Return what all slots of a state have read up to its step.
 
     Where there are fewer documents than slots, several slots share a document and each reads a
-    piece of it (`TrainStream`). The document is begun with the first of its pieces, finished with
+    piece of it (`Order.places`). The document is begun with the first of its pieces, finished with
     the last one, and left out if each piece was left out.
     """
     sharing: dict[int, list[SlotState]] = {}

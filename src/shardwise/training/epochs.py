@@ -8,6 +8,7 @@ from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import Loaders
 from shardwise.parallel.reduce import of_every_rank
+from shardwise.process.watchdog import paused
 
 
 def count_steps(cfg: RunConfig, loaders: Loaders, start: Start) -> int:
@@ -15,7 +16,7 @@ def count_steps(cfg: RunConfig, loaders: Loaders, start: Start) -> int:
 
     Each rank counts the rows of a share of the slots, and all learn the largest number, a few bytes
     from every rank. A resume knows it from the checkpoint. UserError, the same on every rank, where
-    no document has a target, or the checkpoint has done more steps.
+    nothing is left to read.
     """
     training = cfg.training
     if training.steps is not None:
@@ -23,15 +24,16 @@ def count_steps(cfg: RunConfig, loaders: Loaders, start: Start) -> int:
     num_steps = start.num_steps(training.epochs)
     if num_steps is None:
         slots = range(dist.get_rank(), training.global_batch_size, dist.get_world_size())
-        num_steps = max(of_every_rank(loaders.num_steps(slots)))
-    if num_steps == 0:
-        raise UserError(
-            f"data.train: no document of training.epochs {training.epochs:g} has a target; give "
-            "other documents"
-        )
-    if start.step > num_steps:
-        raise UserError(
-            f"training.epochs {training.epochs:g} are {num_steps} steps, but checkpoint "
-            f"{start.folder} has done {start.step}; give more epochs"
-        )
+        with paused():  # tokenises all documents
+            num_steps = max(of_every_rank(loaders.num_steps(slots)))
+        if num_steps == 0:
+            raise UserError(
+                f"data.train: no document of training.epochs {training.epochs:g} has a target; "
+                "give other documents"
+            )
+        if num_steps == start.step:
+            raise UserError(
+                f"training.epochs is {training.epochs:g}, which checkpoint {start.folder} has "
+                "read already; give more"
+            )
     return num_steps

@@ -40,11 +40,10 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     with paused():  # reads a whole checkpoint for its checksums, and all files for their index
         start = find_start(cfg)
         loaders = build_loaders(cfg, tokenizer, slots, start.loader)
-        num_steps = count_steps(cfg, loaders, start)
-    job = build(cfg, mesh, start.state(), num_steps)
+    steps, eval_every = count_steps(cfg, loaders, start), cfg.training.eval_every
+    job = build(cfg, mesh, start.state(), steps)
     prompt = encode_prompt(cfg, tokenizer, job.positions)
     meter, recorder = Meter(cfg.measure.warmup_steps), Recorder(cfg.measure.warmup_steps)
-    eval_every = cfg.training.eval_every
     signals: list[int] = []
     with (
         writing(cfg),
@@ -61,7 +60,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
 
         if start.step == 0:
             run_evaluation(0)
-        for step in range(start.step + 1, num_steps + 1):
+        for step in range(start.step + 1, steps + 1):
             meter.start()  # the wait for data counts
             microbatches = [batch.to(mesh.device) for batch in next(loaders.train)]
             if cfg.measure.reverse_microbatches:
@@ -74,10 +73,10 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             meter.stop(result.tokens)
             recorder.step(job.pm.events())
             reporter.step(step, result, lr, meter)
-            is_evaluated = step == num_steps or (eval_every and step % eval_every == 0)
+            is_evaluated = step == steps or (eval_every and step % eval_every == 0)
             checkpointer.after_step(step, run_evaluation(step) if is_evaluated else None)
             beat()
-            if step < num_steps and (signal := agreed_signal(signals, mesh)):
+            if step < steps and (signal := agreed_signal(signals, mesh)):
                 raise Stopped(signal, step, checkpointer.stop(step))
         checkpointer.wait()
         reporter.data(documents_read(loaders))
