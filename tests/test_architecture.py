@@ -88,7 +88,7 @@ MOST_LINES = {
     "assembly training checkpoint process launch": 5_000,
     "models": 5_900,
     "parallel": 2_250,
-    "data": 2_900,
+    "data": 3_450,
     "kernels": 3_300,
     "planner schedule metrics": 3_600,
     "proof": 1_100,

@@ -176,3 +176,9 @@ def test_an_unknown_section_of_an_override_is_not_blamed_on_the_file(tmp_path):
     (tmp_path / "run.yaml").write_text(SECTIONS)
     with pytest.raises(UserError, match=r"^--foo: unknown key foo; known keys: model"):
         load_config(tmp_path / "run.yaml", ["--foo=1"])
+
+
+def test_steps_are_a_hundred_unless_epochs_say_how_many():
+    assert config.Training("out").steps == 100
+    assert config.Training("out", epochs=0.5).steps is None
+    assert config.Training("out", steps=3).epochs is None

@@ -75,6 +75,13 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "offload without its strategy": ("llama", {"parallel": {"data": "ddp", "offload": "all"}}, 2),
     "fsdp1_wrap without its strategy": ("llama", {"parallel": {"fsdp1_wrap": "naive"}}, 1),
+    "steps with epochs": ("llama", {"training": {"steps": 3, "epochs": 1.0}}, 1),
+    "epochs of a stream": (
+        "llama",
+        {"data": {"streaming": True}, "training": {"steps": None, "epochs": 1.0}},
+        1,
+    ),
+    "a share of a stream": ("llama", {"data": {"streaming": True, "validation": 0.1}}, 1),
     "keep_best without validation": ("llama", {"training": {"keep_best": True}}, 1),
     "patience without validation": ("llama", {"training": {"patience": 2, "eval_every": 5}}, 1),
     "patience without evaluations": (
@@ -458,6 +465,7 @@ LEFT_OUT = {
         "model.trust_remote_code",
         "data.format",
         "data.on_error",
+        "data.streaming",
         "optimizer.name",
         "optimizer.lr_schedule",
     ),

@@ -57,7 +57,8 @@ def run_config() -> Callable[..., RunConfig]:
     """A function that makes a RunConfig from keys of the sections data and training."""
 
     def make(train: str | list[str], **keys: Any) -> RunConfig:
-        training = {"global_batch_size", "micro_batch_size", "seed", "eval_batches"} & keys.keys()
+        names = {"global_batch_size", "micro_batch_size", "seed", "eval_batches", "steps", "epochs"}
+        training = names & keys.keys()
         data = {key: value for key, value in keys.items() if key not in training}
         return RunConfig(
             model=Model(path="unused"),

@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, RunConfig, UserError
-from shardwise.data.corpus import Corpus, open_corpus
+from shardwise.data.corpus import Corpus, join, open_corpus
 from shardwise.data.loader import build_loaders
 from tests.data.test_loader import predicted, rows_of
 from tests.data.test_text import write
@@ -109,6 +109,37 @@ def test_saved_dataset_with_splits_gives_its_train_split(tmp_path: Path) -> None
         open_corpus(str(tmp_path / "one"), data())
 
 
+def test_the_first_documents_of_all_sources_or_of_each_weighted_entry(
+    tmp_path: Path, run_config: MakeConfig, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    first = str(write(tmp_path / "a.jsonl", '{"text": "a0"}\n{"text": "a1"}\n{"text": "a2"}'))
+    second = str(write(tmp_path / "b.jsonl", '{"text": "b0"}\n{"text": "b1"}'))
+    rows = str(parquet(tmp_path / "c.parquet", {"text": ["c0", "c1"]}, row_group_size=1))
+    entries = [second, rows, first]
+    for most, expected in ((2, ["a0", "a1"]), (4, ["a0", "a1", "a2", "b0"]), (9, None)):
+        corpus = open_corpus(entries, data(max_documents=most))
+        everything = texts(open_corpus(entries, data()))
+        assert texts(corpus) == (expected or everything)
+    weighted = [open_corpus(entry, data(max_documents=1)) for entry in entries]
+    joined = join(weighted)
+    assert texts(joined) == ["b0", "c0", "a0"]
+    assert joined.where(2) == f"{first}:1"
+    # What is for validation files is not limited, and a share is one of the first documents.
+    assert len(open_corpus(first, data(max_documents=1), "data.validation")) == 3
+    cfg = run_config(entries, max_documents=4, validation=0.5, global_batch_size=1)
+    loaders = build_loaders(cfg, tokenizer, range(1))
+    assert loaders.validation is not None
+    list(loaders.validation)
+    assert loaders.validation.read.finished == 2
+    assert loaders.state()["read_from"]["documents to train on"] == 2
+
+
+def test_a_table_of_single_values_for_dialogues(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "messages\nhello\n")
+    with pytest.raises(UserError, match=r"a\.csv holds single values, .*; write it as JSONL"):
+        open_corpus(str(path), data(format="chat"))
+
+
 def test_batches_are_those_of_the_same_rows_in_jsonl_also_from_workers(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
 ) -> None:
@@ -131,7 +162,7 @@ def test_batches_are_those_of_the_same_rows_in_jsonl_also_from_workers(
         (b"no parquet", r"a\.parquet: cannot be read as Parquet \(.*\); "),
         (
             {"body": ["a"]},
-            r"a\.parquet: no column 'text', only body; .*data\.format .*data\.text_field",
+            r"a\.parquet: no column 'text', only body; .*data\.format.*data\.text_field",
         ),
         ({"text": []}, r"a\.parquet: .*without rows; "),
     ],

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, Model, UserError
 from shardwise.data import bounds
-from shardwise.data.chat_format import known_roles
+from shardwise.data.chat_format import ChatFormat, known_roles
 from shardwise.data.formats import Encoder
 from shardwise.data.packing import Document, to_batch
 from shardwise.data.record import BadDocument
@@ -21,6 +22,8 @@ from shardwise.data.state import SlotState
 from shardwise.data.tokenizer import load_tokenizer
 from shardwise.interfaces import IGNORED
 from tests.data.templates import CHATML, HEADERS, INST, LAST_TURN_DIFFERS, MARKED
+
+IMAGE = {"type": "text", "text": "What is it?", "image_url": {"url": "x"}}
 
 
 def chat_tokenizer(
@@ -242,6 +245,65 @@ def test_whatever_a_template_raises_is_of_the_document(
         marked(chat_tokenizer(tokenizer, words + CHATML), {"messages": messages})
 
 
+@pytest.mark.parametrize(
+    ("words", "reason", "message"),
+    [
+        ("{{ raise_exception('no') }}", "bad chat template", "plain question .* in the template"),
+        ("{{ messages[0].x.y.z }}", "bad chat template", "plain question .* in the template"),
+        (
+            "{% if messages[0].content == 'hi' %}{{ raise_exception('no') }}{% endif %}",
+            "bad chat",
+            "refuses it .no.; correct or remove",
+        ),
+        ("{% set messages = [] %}", "bad chat template", "leaves out what .* plain question"),
+        (
+            "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}",
+            "bad chat",
+            "refuses it .no.; correct or remove",
+        ),
+    ],
+)
+def test_who_is_at_fault_where_a_template_refuses_a_dialogue(
+    tokenizer: PreTrainedTokenizerFast, words: str, reason: str, message: str
+) -> None:
+    with pytest.raises(BadDocument, match=message) as caught:
+        marked(chat_tokenizer(tokenizer, words + CHATML), dialogue("hi", "yes"))
+    assert caught.value.reason == reason
+
+
+def test_white_space_that_special_tokens_strip_is_theirs_and_not_the_assistants(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    template = CHATML.replace("assistant\n", "assistant>").replace("role }}\n", "role }}>")
+    marks = [AddedToken(word, rstrip=True) for word in ("<|im_start|>assistant>", "<|im_end|>")]
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.add_special_tokens(marks)
+    chat = PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, eos_token="<eos>", pad_token="<pad>"
+    )
+    # Both tokens take white space behind them: the first one what the assistant says first.
+    text = marked(chat, dialogue("hi", "\n  yes"))
+    assert text == "<|im_start|>user>hi<|im_end|><|im_start|>assistant>«yes<|im_end|>»"
+    record = {"prompt": "hi<|im_start|>assistant>", "completion": "  yes"}
+    expected = "hi<|im_start|>assistant>«yes<eos>»"
+    assert marked(chat, record, data_format="completion") == expected
+
+
+def test_a_question_as_the_template_writes_it(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    tools = tmp_path / "tools.json"
+    tools.write_text(json.dumps([{"type": "function", "function": {"name": "add"}}]))
+    template = "{% for t in tools %}{{ t.function.name }};{% endfor %}" + CHATML
+    chat = chat_tokenizer(tokenizer, template)
+    data = Data(train="unused", format="chat", tools=str(tools))
+    prompt = ChatFormat.of(chat, data).prompt("hi")
+    assert chat.decode(prompt) == f"add;<|im_start|>user\nhi<|im_end|>\n{HEADER}"
+    refusing = chat_tokenizer(tokenizer, "{{ raise_exception('no') }}")
+    with pytest.raises(UserError, match=r"^training\.sample: .*\(no\); leave it out"):
+        ChatFormat.of(refusing, Data(train="unused", format="chat")).prompt("hi")
+
+
 def test_a_header_that_no_generation_prompt_writes_is_not_learnt(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -335,6 +397,29 @@ def test_what_the_assistant_says_is_what_is_learnt(
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             "not text",
             "message 1 has a part of type 'image'",
+        ),
+        *(
+            ({"messages": messages, **fields}, "not text", message)
+            for messages, fields, message in (
+                ([{"role": "user", "content": [IMAGE]}], {}, "a part of message 1 has 'image_url'"),
+                ([{"role": "user", "content": "a", "images": ["x"]}], {}, "message 1 has 'images'"),
+                ([{"role": "user", "content": "a"}], {"images": ["x"]}, "dialogue has 'images'"),
+                (
+                    [{"role": "user", "content": [{"type": "refusal", "text": "a"}]}],
+                    {},
+                    "a part of type 'refusal'",
+                ),
+            )
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "train": 1}]},
+            "bad chat",
+            "'train' of message 1 is not true or false; ",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": "1"}]},
+            "bad chat",
+            "'weight' of message 1 is not 0 or 1; ",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]},
@@ -604,7 +689,7 @@ def test_a_document_longer_than_a_row(tokenizer: PreTrainedTokenizerFast) -> Non
     assert all_marked(tokenizer, record, **keys) == ["a«bcde»"]
     parts = ["a«bcde»", "e«fghi»", "i«j<eos>»"]
     assert all_marked(tokenizer, record, **keys, long="split") == parts
-    assert all_marked(tokenizer, record, **keys, long="skip") == []
+    assert all_marked(tokenizer, record, **keys, long="skip") == [""]
 
 
 def test_what_a_format_takes_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:

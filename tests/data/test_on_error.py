@@ -7,9 +7,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from shardwise.config import Data, RunConfig, UserError
+from shardwise.data import chat_format
 from shardwise.data.corpus import open_corpus
 from shardwise.data.formats import Encoder
-from shardwise.data.loader import build_loaders, read_documents
+from shardwise.data.loader import build_loaders
+from shardwise.data.slots import read_documents
 from shardwise.data.state import Counts, SlotState, counts, merge_states
 from tests.data.templates import CHATML
 from tests.data.test_formats import chat_tokenizer
@@ -45,13 +47,14 @@ def test_bad_line_is_named_by_file_and_line_or_left_out(
     )
     fail, skip = (Data(train=str(path), on_error=on_error) for on_error in ("fail", "skip"))
     corpus = open_corpus(str(path), fail)
-    assert isinstance(read_documents(corpus, 0, Encoder.of(tokenizer, fail), SlotState()), list)
+    assert read_documents(corpus, 0, Encoder.of(tokenizer, fail), SlotState())[0]
     with pytest.raises(
         UserError, match=f"^{path}:3: {problem}"
     ):  # the blank line 2 counts as a line
         read_documents(corpus, 1, Encoder.of(tokenizer, fail), SlotState())
-    assert read_documents(corpus, 1, Encoder.of(tokenizer, skip), SlotState()) == reason
-    assert isinstance(read_documents(corpus, 2, Encoder.of(tokenizer, skip), SlotState()), list)
+    left_out = ([], {reason: 1})
+    assert read_documents(corpus, 1, Encoder.of(tokenizer, skip), SlotState()) == left_out
+    assert read_documents(corpus, 2, Encoder.of(tokenizer, skip), SlotState())[0]
 
 
 def test_text_file_that_is_not_utf8(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -130,8 +133,8 @@ def test_counts_of_one_epoch(
         assert len(list(loaders.validation)) == 4
         assert loaders.validation.read == Counts(4, 10, 10, by_reason)
     assert loaders.validation.read.to_dict() == {
-        "rows": 4, "documents_begun": 10, "documents_finished": 10, "documents_long": 0,
-        "documents_skipped": 6,
+        "epochs": None, "rows": 4, "documents_begun": 10, "documents_finished": 10,
+        "documents_long": 0, "documents_skipped": 6,
         "skipped_by_reason": by_reason,
     }  # fmt: skip
     for _ in range(5):  # four rows an epoch: the fifth is of the second one
@@ -191,7 +194,7 @@ def test_role_that_nobody_knows_is_named_with_its_place(
     keys: dict[str, Any] = {"format": "chat", "global_batch_size": 1}
     cfg = run_config(path, **keys)
     corpus, encoder = open_corpus(path, cfg.data), Encoder.of(chat, cfg.data)
-    assert isinstance(read_documents(corpus, 0, encoder, SlotState()), list)
+    assert read_documents(corpus, 0, encoder, SlotState())[0]
     with pytest.raises(
         UserError, match=rf"^{path}:2: .* role 'bot', .* system, developer, user, assistant, tool"
     ):
@@ -199,7 +202,7 @@ def test_role_that_nobody_knows_is_named_with_its_place(
     with pytest.raises(UserError, match=rf"^{path}:3: .* role 'Assistant', 'bot', 'human', "):
         read_documents(corpus, 2, encoder, SlotState())
     skip = Encoder.of(chat, run_config(path, on_error="skip", **keys).data)
-    assert read_documents(corpus, 1, skip, SlotState()) == "unknown role"
+    assert read_documents(corpus, 1, skip, SlotState()) == ([], {"unknown role": 1})
 
 
 def test_dialogues_without_the_assistant_are_counted_by_the_roles_they_have(
@@ -232,6 +235,27 @@ def test_a_template_is_tried_before_a_run_begins(
     cfg = run_config(path, format="chat", global_batch_size=2, on_error=on_error)
     with pytest.raises(UserError, match="role 'bot'" if line == 1 else "template needs too much"):
         build_loaders(cfg, chat, range(2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_template_without_end_in_a_later_dialogue_names_its_place(
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    run_config: MakeConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
+) -> None:
+    loop = "{% for i in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
+    if workers:  # a worker has the limit of the library, so this takes too much at once
+        loop = "{% for i in range(999999) %}{% endfor %}"
+    monkeypatch.setattr(chat_format, "LATER_CPU_SECONDS", 0.3)
+    template = "{% if messages[0].role == 'system' %}" + loop + "{% endif %}" + CHATML
+    path = chat_file(tmp_path / "a.jsonl", "user assistant", "system assistant")
+    cfg = run_config(path, format="chat", global_batch_size=1, on_error="skip", workers=workers)
+    loaders = build_loaders(cfg, chat_tokenizer(tokenizer, template), range(1))
+    with pytest.raises(UserError, match=rf"^{path}:2: the chat template needs too much \("):
+        next(loaders.train)
+    loaders.train.close()
 
 
 def test_nothing_but_bad_lines(

@@ -45,6 +45,20 @@ CASES = {
         ["--training.steps=many"],
         r"training.steps is 'many': input should be a valid integer",
     ),
+    "steps and epochs": (
+        ["--training.epochs=2"],
+        r"training.steps and training.epochs are both set.*; leave one of them out",
+    ),
+    "no epochs": (
+        ["--training.steps=null", "--training.epochs=0"],
+        r"training.epochs is 0.0; give at least",
+    ),
+    "no documents": (["--data.max_documents=0"], r"data.max_documents is 0; give at least 1"),
+    "a file as a stream": (
+        ["--data.streaming=true", "--data.validation=0"],
+        r"corpus.jsonl is no folder here .* data.streaming .*; give one, or leave",
+    ),
+    "a share of a stream": (["--data.streaming=true"], r"data.validation is a share.*; name a sp"),
     "wrong choice": (
         ["--parallel.data=fsdp3"],
         r"parallel.data is 'fsdp3': input should be 'single', 'ddp', .* or 'fsdp2'",

@@ -190,6 +190,7 @@ def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, cap
     )
     assert one.data == two.data
     documents = {
+        "epochs": None,
         "rows": 4,
         "documents_begun": 6,
         "documents_finished": 6,
@@ -207,7 +208,7 @@ def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, cap
     shown = capfd.readouterr().out
     assert (
         shown.count(
-            f"data.train: 48 rows; documents: {finished} begun, {finished} finished, {skipped} left"
+            f"epochs; 48 rows; documents: {finished} begun, {finished} finished, {skipped} left"
         )
         == 2
     )

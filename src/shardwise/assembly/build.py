@@ -71,6 +71,8 @@ class Job:
     """The class that is saved, where `architectures` names another one than that of `hf`."""
     optimizer: torch.optim.Optimizer
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
+    num_steps: int
+    """How many optimizer steps the run has."""
     spec: ModelSpec
     parameters: Mapping[str, int]
     """Number of parameters of the whole model: `trainable`, `frozen` and in `total`."""
@@ -92,11 +94,14 @@ class Job:
         return [parameter for _, parameter in optimized_parameters(self.optimizer)]
 
 
-def build(cfg: RunConfig, mesh: Mesh, state: State = FRESH) -> Job:
+def build(cfg: RunConfig, mesh: Mesh, state: State = FRESH, num_steps: int | None = None) -> Job:
     """Build this rank's part of the run that `cfg` describes, as it is after `state.step` steps.
 
+    The run has `num_steps` steps; without this number, which comes from the data if
+    `training.epochs` is set, `training.steps`, or the one step that a check or a measure takes.
     Memory is taken after all checks; UserError, the same on every rank, if one fails.
     """
+    num_steps = num_steps or cfg.training.steps or 1
     facts = describe(cfg, mesh.dense.size(), mesh.device)
     hf, spec = facts.hf, facts.spec
     state.check(hf, cfg)
@@ -130,7 +135,8 @@ def build(cfg: RunConfig, mesh: Mesh, state: State = FRESH) -> Job:
         hf=hf,
         multimodal=facts.multimodal,
         optimizer=optimizer,
-        lr_schedule=make_lr_schedule(cfg.optimizer, optimizer, cfg.training.steps, state.step),
+        lr_schedule=make_lr_schedule(cfg.optimizer, optimizer, num_steps, state.step),
+        num_steps=num_steps,
         spec=spec,
         parameters=parameters,
         counts=counts,

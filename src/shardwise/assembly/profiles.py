@@ -39,13 +39,13 @@ _NOT_TIMED_BECAUSE: Mapping[str, str] = {
     "a profile runs random tokens": (
         "model.tokenizer data.train data.weights data.validation data.format data.text_field "
         "data.on_error data.workers data.chat_template data.template_arguments data.tools "
-        "data.train_on data.turns data.fields data.long"
+        "data.train_on data.turns data.fields data.long data.max_documents data.streaming"
     ),
     "a unit is measured whole, in one process; the schedule's part is in its key": "parallel",
     "one micro-batch is measured": "training.global_batch_size",
     "the device's name is looked at": "training.device",
     "it happens around a step's forwards and backwards, which alone are measured": (
-        "optimizer measure training.output_dir training.steps training.eval_every "
+        "optimizer measure training.output_dir training.steps training.epochs training.eval_every "
         "training.eval_batches training.patience training.save_every training.keep_last "
         "training.keep_best training.async_save training.resume training.max_restarts "
         "training.timeout_seconds training.sample training.overwrite"

@@ -35,7 +35,7 @@ NUMERICS = {
 
 Only cells that agree in them have their losses compared.
 """
-_WORK_OF_TRAINING = ("training.seed", "training.steps", GLOBAL_BATCH)
+_WORK_OF_TRAINING = ("training.seed", "training.steps", "training.epochs", GLOBAL_BATCH)
 _CHOICES = ("model.dtype", "model.sdpa_backend", "lora.kernel", "data.workers")
 """Keys of sections that say what is computed, which themselves say how."""
 _NEVER_SET = {

@@ -111,6 +111,7 @@ class Checkpointer:
         job, lora = self._job, self._cfg.lora
         manifest = Manifest(
             step=step,
+            num_steps=job.num_steps,
             config=self._cfg.to_dict(),
             loader=folders.Loader(**merge_states(loader)),
             loss_scale=folders.Scale(**job.loss_scale.state_dict()),

@@ -106,6 +106,8 @@ class Manifest(Strict):
     best: Best | None
     files: dict[str, File]
     format: int
+    num_steps: int | None = None
+    """The optimizer steps of the whole run, which `training.epochs` come to."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from shardwise.checkpoint.folder import (
     step_of,
 )
 from shardwise.checkpoint.saved_state import SavedState
-from shardwise.config import RunConfig, UserError
+from shardwise.config import Optimizer, RunConfig, UserError
 from shardwise.data.state import LoaderState
 from shardwise.interfaces import State
 from shardwise.keys import flat
@@ -78,6 +78,12 @@ class Start:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.manifest.step if self.manifest else 0
+
+    def num_steps(self, epochs: float | None) -> int | None:
+        """Return the steps of `training.epochs` if the checkpoint is of as many; None if not."""
+        if self.manifest is None or self.manifest.config["training"].get("epochs") != epochs:
+            return None
+        return self.manifest.num_steps
 
     @property
     def loader(self) -> LoaderState | None:
@@ -137,15 +143,21 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
     old = parse_config(without_removed(manifest.config), source=str(folder))
     before, now = flat(old.to_dict()), flat(cfg.to_dict())
     may_differ = set(MAY_DIFFER)
-    if may_have_steps(cfg, old.training.steps, manifest.step):
-        may_differ.add("training.steps")
+    steps, num_steps = cfg.training.steps, manifest.num_steps or old.training.steps
+    if steps is None or num_steps is None:  # what epochs come to is not known yet
+        optimizer = cfg.optimizer
+        may_change = optimizer.lr_schedule == "constant" and not optimizer.warmup_ratio
+    else:
+        may_change = may_have_steps(cfg.optimizer, num_steps, manifest.step, steps)
+    if may_change:
+        may_differ |= {"training.steps", "training.epochs"}
     if all(isinstance(values["data.validation"], str | list) for values in (before, now)):
         may_differ.add("data.validation")  # files, whose content the loaders compare
     for key in dict.fromkeys([*before, *now]):
         differs = before.get(key) != now.get(key)
         if differs and not {key, key.partition(".")[0]} & may_differ:
             reason = ""
-            if key == "training.steps":
+            if key in ("training.steps", "training.epochs"):
                 reason = " (the learning rates of the steps that are done depend on it)"
             raise UserError(
                 f"{key} is {now.get(key, 'left out')}, but checkpoint {folder} was trained with "
@@ -159,22 +171,21 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
                 f"model.path {cfg.model.path}: {name} is not what checkpoint {folder} was trained "
                 "on; put that file back, or start from scratch without training.resume"
             )
-    if manifest.step > cfg.training.steps:
+    if cfg.training.steps is not None and manifest.step > cfg.training.steps:
         raise UserError(
             f"training.steps is {cfg.training.steps}, but checkpoint {folder} has done "
             f"{manifest.step}"
         )
 
 
-def may_have_steps(cfg: RunConfig, before: int, done: int) -> bool:
-    """Return whether a run that had `before` steps may have `training.steps` after `done` of them.
+def may_have_steps(cfg: Optimizer, before: int, done: int, steps: int) -> bool:
+    """Return whether a run of `before` steps may have `steps` instead, after `done` of them.
 
     It may where the steps that are done had the same learning rates, and where no step is left:
     that writes the result of a checkpoint.
     """
-    steps = cfg.training.steps
-    warmup, plateau = lr_phases(cfg.optimizer, steps)
-    warmup_before, plateau_before = lr_phases(cfg.optimizer, before)
+    warmup, plateau = lr_phases(cfg, steps)
+    warmup_before, plateau_before = lr_phases(cfg, before)
     is_same = warmup == warmup_before and done <= min(plateau, plateau_before)
     return is_same or done == steps
 

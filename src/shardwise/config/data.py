@@ -21,6 +21,12 @@ class Data(Section):
     weights: list[float] | None = None
     """How often each entry of `train` is read, relative to the others; null: by its number of
     documents."""
+    max_documents: int | None = None
+    """Use the first documents of `train` alone, so many at most; with `weights`, of each entry.
+    The share for validation is taken of these."""
+    streaming: bool = False
+    """Read data sets of `datasets` from first to last, without a download or an index, in a buffer
+    that shuffles. Each process reads the whole stream; a resume reads it again up to its place."""
     validation: float | str | list[str] = 0.0
     """The share of the documents that is held out, or separate files."""
     format: Literal["text", "completion", "chat"] = "text"

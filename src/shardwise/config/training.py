@@ -58,8 +58,11 @@ class Training(Section):
 
     output_dir: str
     """Folder for everything that the run writes; one that holds another run is refused."""
-    steps: int = 100
-    """Optimizer steps."""
+    steps: int | None = None
+    """Optimizer steps; null: 100, or as many as `epochs` come to."""
+    epochs: float | None = None
+    """How often all documents are read, instead of `steps`. The documents are tokenised once more
+    before the first step, to count the steps."""
     global_batch_size: int = 8
     """Rows in an optimizer step, over all ranks and micro-batches."""
     micro_batch_size: int = 1
@@ -117,6 +120,8 @@ class Training(Section):
 
     def __post_init__(self) -> None:
         require(bool(self.output_dir), "training.output_dir is empty; name a folder")
+        if self.steps is None and self.epochs is None:
+            object.__setattr__(self, "steps", 100)
         super().__post_init__()
         require(
             self.checkpointing != [],

@@ -14,11 +14,17 @@ from shardwise.config import UserError
 
 CPU_SECONDS = 5.0
 """Hundreds of times what a chat template takes. CPU time, so that no busy machine refuses one."""
+LATER_CPU_SECONDS = 60.0
+"""The same while a run trains: all threads of the process count."""
 MEMORY_BYTES = 1 << 30
 
 
-class _TimeLimit(BaseException):
+class TimeLimit(BaseException):
     """The time is up. Not an Exception, which Jinja would treat as an error of an expression."""
+
+    def __init__(self, cpu_seconds: float) -> None:
+        super().__init__()
+        self.cpu_seconds = cpu_seconds
 
 
 @contextlib.contextmanager
@@ -30,9 +36,9 @@ def bounded(name: str) -> Generator[None]:
     """
     advice = "for one row; change it, or use another one"
     try:
-        with _memory_limit(), _time_limit():
+        with _memory_limit(), time_limit(CPU_SECONDS):
             yield
-    except _TimeLimit:
+    except TimeLimit:
         raise UserError(f"{name} takes more than {CPU_SECONDS:g} s {advice}") from None
     except MemoryError:
         size = f"{MEMORY_BYTES / 2**30:g} GiB"
@@ -57,17 +63,21 @@ def _memory_limit() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _time_limit() -> Generator[None]:
-    """Raise _TimeLimit in the body after CPU_SECONDS."""
+def time_limit(cpu_seconds: float) -> Generator[None]:
+    """Raise TimeLimit in the body after so much CPU time of the process, or as an outer limit says.
+
+    Only the main thread gets signals, so elsewhere there is no limit.
+    """
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise _TimeLimit
+        raise TimeLimit(cpu_seconds)
 
-    if threading.current_thread() is not threading.main_thread():
+    has_limit = signal.getitimer(signal.ITIMER_PROF)[0] > 0
+    if has_limit or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGPROF, interrupt)
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -10,11 +11,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Data, UserError
-from shardwise.data.bounds import bounded
+from shardwise.data.bounds import LATER_CPU_SECONDS, TimeLimit, bounded, time_limit
 from shardwise.data.chats import Message, Refused, Render, Turn, Undecidable, find_turns
-from shardwise.data.messages import bad_chat, forms, is_trained, read_message, read_tools
-from shardwise.data.record import CORRECT_LINE, BadDocument, Record
+from shardwise.data.messages import (
+    bad_chat,
+    check_text_only,
+    forms,
+    is_trained,
+    read_message,
+    read_tools,
+)
+from shardwise.data.record import CORRECT_LINE, BadDocument, OutOfBounds, Record
 from shardwise.data.text import read_text
+from shardwise.data.tokenizer import tokens_and_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +33,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 MOST_CHARACTERS = 1_000_000
 """A chat template may write so many characters more than a hundred times those of the dialogue."""
+
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+PLAIN: list[Message] = [
+    {"role": "user", "content": "What is one and one?"},
+    {"role": "assistant", "content": "Two."},
+]
+"""A dialogue that every chat template should write."""
 
 Encoded = tuple[list[int], list[bool]]
 """Tokens, and whether each is a target."""
@@ -71,8 +87,8 @@ class ChatFormat:
     def check(self, record: Record) -> None:
         """Render one dialogue within limits on time, memory and size.
 
-        Call it once before dialogues are rendered without these limits. UserError where the chat
-        template exceeds one; BadDocument as from `encode`.
+        Call it once before dialogues are rendered with a wider limit on time alone. UserError where
+        the chat template exceeds one; BadDocument as from `encode`.
         """
         messages = self.messages(record)
         with bounded("the chat template"):
@@ -106,6 +122,7 @@ class ChatFormat:
             names = ", ".join(record)
             way_out = f"its fields are {names}; {CORRECT_LINE}, or set data.fields or data.format"
             raise BadDocument("missing field", f"no field {field!r}; {way_out}")
+        check_text_only(record, "the dialogue", ("images", "videos", "audios"))
         messages = record[field]
         is_list = isinstance(messages, list) and len(messages) > 0
         if not is_list or not all(isinstance(message, dict) for message in messages):
@@ -149,18 +166,10 @@ class ChatFormat:
             starts = [0, *(turn.end for turn in left_out)]
             ends = [*(turn.start for turn in left_out), len(text.rstrip())]
             spans = list(zip(starts, ends))
-        encoded = self.tokenizer(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        tokens = encoded["input_ids"]
+        tokens, places = tokens_and_places(self.tokenizer, text, add_special_tokens=False)
         targets = [
             any(start < span_end and span_start < end for span_start, span_end in spans)
-            for start, end in encoded["offset_mapping"]
+            for start, end in places
         ]
         last = turns[-1] if turns else None
         eos = self.tokenizer.eos_token_id
@@ -182,10 +191,7 @@ class ChatFormat:
         found: list[tuple[str, list[Turn]]] = []
         for form in forms(messages):
             try:
-                if _marks_turns(self.template):
-                    text, turns = self._marked_turns(form, tools)
-                else:
-                    text, turns = find_turns(self._renderer(tools), form)
+                text, turns = self._turns_of_form(form, tools)
             except (Refused, Undecidable) as problem:
                 problems.append(problem)
                 continue
@@ -197,11 +203,57 @@ class ChatFormat:
             return found[0]
         if isinstance(problems[0], Refused):
             problem = f"the chat template refuses it ({problems[0]})"
+            if self._fails_on_plain():
+                raise BadDocument(
+                    "bad chat template",
+                    f"{problem}, and a plain question with its answer too, so the mistake is in "
+                    "the template; correct it, or set data.chat_template to another one",
+                )
             raise BadDocument("bad chat", f"{problem}; {CORRECT_LINE}")
+        marks = "mark them in the template with {% generation %} and {% endgeneration %}"
+        if self._fails_on_plain():
+            raise BadDocument(
+                "bad chat template",
+                f"the assistant's turns cannot be found: {problems[0]}; nor can they in a plain "
+                f"question with its answer, so the template is the reason; {marks}",
+            )
         raise BadDocument(
             "no turns found",
-            f"the assistant's turns cannot be found: {problems[0]}; {CORRECT_LINE}, or mark them "
-            "in the template with {% generation %} and {% endgeneration %}",
+            f"the assistant's turns cannot be found: {problems[0]}; {CORRECT_LINE}, or {marks}",
+        )
+
+    def _turns_of_form(
+        self, form: Sequence[Message], tools: list[Any] | None
+    ) -> tuple[str, list[Turn]]:
+        if _marks_turns(self.template):
+            return self._marked_turns(form, tools)
+        return find_turns(self._renderer(tools), form)
+
+    def _fails_on_plain(self) -> bool:
+        """Return whether the template fails on a plain dialogue too, in every form."""
+        for messages in (PLAIN, [SYSTEM, *PLAIN]):
+            for form in forms(messages):
+                with contextlib.suppress(Refused, Undecidable):
+                    self._turns_of_form(form, self.tools)
+                    return False
+        return True
+
+    def prompt(self, question: str) -> list[int]:
+        """Return the tokens of a user's question up to where the assistant answers it.
+
+        UserError where the template writes no dialogue that ends there.
+        """
+        problem = ""
+        for form in forms([{"role": "user", "content": question}]):
+            try:
+                text = self._renderer(self.tools)(form, True)
+            except Refused as refused:
+                problem = problem or str(refused)
+                continue
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        raise UserError(
+            f"training.sample: the chat template refuses a user's message alone ({problem}); "
+            "leave it out"
         )
 
     def _marked_turns(
@@ -253,16 +305,19 @@ class ChatFormat:
 
 
 def _guarded(render: Callable[[], Any]) -> Any:
-    """Return the result of a chat template; Refused or UserError where it raises."""
+    """Return the result of a chat template; Refused where it raises, OutOfBounds without end."""
     try:
-        return render()
+        with time_limit(LATER_CPU_SECONDS):
+            return render()
+    except TimeLimit as limit:
+        if limit.cpu_seconds < LATER_CPU_SECONDS:
+            raise  # the limit of `check`
+        what = f"more than {LATER_CPU_SECONDS:g} s"
     except (MemoryError, OverflowError) as error:  # Jinja raises the latter for a long range
         what = f"{type(error).__name__}: {error}".rstrip(": ")
-        raise UserError(
-            f"the chat template needs too much ({what}); change it, or use another one"
-        ) from None
     except Exception as error:  # a template can raise anything in Jinja
         raise Refused(str(error)) from None
+    raise OutOfBounds(f"the chat template needs too much ({what}); change it, or use another one")
 
 
 def _bad_file(problem: str) -> UserError:

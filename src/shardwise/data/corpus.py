@@ -10,7 +10,14 @@ import numpy as np
 
 from shardwise.config import Data, UserError
 from shardwise.data.record import Record
-from shardwise.data.tables import DatasetEntry, Table, open_csv, open_dataset, open_parquet
+from shardwise.data.tables import (
+    DatasetEntry,
+    Table,
+    fields_of,
+    open_csv,
+    open_dataset,
+    open_parquet,
+)
 from shardwise.data.text import (
     TextFiles,
     expanded,
@@ -20,9 +27,6 @@ from shardwise.data.text import (
     path_exists,
     suffix,
 )
-
-FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
-"""The fields that a format reads. `text` reads `data.text_field`."""
 
 OPEN_TABLE = {".parquet": open_parquet, ".csv": open_csv, ".tsv": open_csv}
 """The function that opens a table, by the suffix of its file."""
@@ -37,13 +41,18 @@ class Corpus:
     """The documents of several sources, one source behind the other."""
 
     sources: tuple[Source, ...]
-    ends: np.ndarray  # [sources] int64: the number of documents up to the end of each source
+    ends: np.ndarray
+    """[sources] int64: the number of documents up to the end of each source, less those that
+    `data.max_documents` leaves out."""
     origins: frozenset[str]  # resolved files and folders, and names of datasets
 
     @classmethod
-    def of(cls, sources: Sequence[Source], origins: frozenset[str]) -> Corpus:
-        """Join these sources."""
-        return cls(tuple(sources), np.cumsum([len(source) for source in sources]), origins)
+    def of(
+        cls, sources: Sequence[Source], origins: frozenset[str], most: int | None = None
+    ) -> Corpus:
+        """Join these sources; of their documents the first `most` are used."""
+        ends = np.cumsum([len(source) for source in sources])
+        return cls(tuple(sources), ends if most is None else np.minimum(ends, most), origins)
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -73,13 +82,12 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
     """Open the documents of these entries: files, folders, glob patterns, names of datasets.
 
     Text files come first, then Parquet and CSV files, then `datasets`. UserError, which names
-    `key`, for an entry without a file, for plain text in another format than `text`, and if there
-    is no document at all.
+    `key`, for an entry without a file, for plain text in another format than `text`, for CSV with
+    dialogues, and if there is no document at all. Of `data.train` the first `data.max_documents`
+    are used.
     """
     entries = [entries] if isinstance(entries, str) else entries
-    fields = tuple(map(data.column, FIELDS.get(data.format, ()))) or (data.text_field,)
-    if data.format == "chat" and data.tools is not None and not data.tools.endswith(".json"):
-        fields = (*fields, data.tools)
+    fields = fields_of(data)
     datasets: list[DatasetEntry] = []
     patterns: list[str] = []
     for entry in entries:
@@ -96,7 +104,12 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
     if plain and data.format != "text":
         raise UserError(
             f"{key}: {plain[0]} is plain text, which data.format {data.format} cannot use; "
-            f"give JSONL, Parquet, CSV or datasets with the fields {', '.join(fields)}"
+            f"give JSONL, Parquet or datasets with the fields {', '.join(fields)}"
+        )
+    if data.format == "chat" and (flat := [file for file in tables if suffix(file) != ".parquet"]):
+        raise UserError(
+            f"{key}: {flat[0]} holds single values, and a dialogue is a list; write it as JSONL or "
+            f"Parquet with the fields {', '.join(fields)}"
         )
     sources: list[Source] = [index_files(text, data.text_field)] if text else []
     sources += [OPEN_TABLE[suffix(file)](file, fields) for file in tables]
@@ -107,7 +120,8 @@ def open_corpus(entries: str | Sequence[str], data: Data, key: str = "data.train
         first = ", ".join(names[:3])
         raise UserError(f"{key}: no document in {first}{others}; give files that are not empty")
     origins = {str(file.resolve()) for file in files} | {entry.origin for entry in datasets}
-    return Corpus.of(sources, frozenset(origins))
+    most = data.max_documents if key == "data.train" else None
+    return Corpus.of(sources, frozenset(origins), most)
 
 
 def join(corpora: Sequence[Corpus]) -> Corpus:
@@ -121,5 +135,7 @@ def join(corpora: Sequence[Corpus]) -> Corpus:
             name = min(shared)
             raise UserError(f"data.weights: {name} is in two entries of data.train; keep it in one")
         origins |= corpus.origins
-    sources = [source for corpus in corpora for source in corpus.sources]
-    return Corpus.of(sources, frozenset(origins))
+    sources = tuple(source for corpus in corpora for source in corpus.sources)
+    begins = np.cumsum([0, *map(len, corpora)])
+    ends = np.concatenate([begin + corpus.ends for begin, corpus in zip(begins, corpora)])
+    return Corpus(sources, ends, frozenset(origins))

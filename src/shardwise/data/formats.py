@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from shardwise.data.chat_format import ChatFormat, Encoded
 from shardwise.data.packing import Document, Row, pack_joined, pack_none
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
 from shardwise.data.state import SlotState
+from shardwise.data.tokenizer import tokens_and_places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,8 +92,7 @@ class Encoder:
         documents: list[Document] = []
         for tokens, targets in itertools.starmap(self._ended, self._encoded(record, piece)):
             is_long = self.data.packed == "documents" and len(tokens) > length + 1
-            for begin in self._begins(len(tokens)) if is_long else [0]:
-                end = begin + length + 1 if is_long else None
+            for begin, end in self._parts(len(tokens)) if is_long else [(0, len(tokens))]:
                 mask = np.array(targets[begin:end], bool)
                 if self.data.keeps_documents_apart:
                     mask[:1] = False
@@ -101,11 +102,15 @@ class Encoder:
                 )
         return documents
 
-    def _begins(self, num_tokens: int) -> Sequence[int]:
-        """Return where the parts of a document begin that is longer than a row."""
+    def _parts(self, num_tokens: int) -> Sequence[tuple[int, int]]:
+        """Return begin and end of the parts of a document that is longer than a row.
+
+        A document that is skipped has an empty part.
+        """
+        length = self.data.sequence_length
         if self.data.long == "split":
-            return range(0, num_tokens - 1, self.data.sequence_length)
-        return [0] if self.data.long == "cut" else []
+            return [(begin, begin + length + 1) for begin in range(0, num_tokens - 1, length)]
+        return [(0, length + 1 if self.data.long == "cut" else 0)]
 
     def _encoded(self, record: Record, piece: Piece) -> list[Encoded]:
         if self.chat is not None:
@@ -127,10 +132,23 @@ class Encoder:
             return tokens, targets
         return [*tokens, end], [*targets, is_text]
 
-    def why_none(self, record: Record, documents: Sequence[Document]) -> str:
-        """Return the reason by which to count a record none of whose documents has a target."""
-        is_skipped = self.data.packed == "documents" and self.data.long == "skip"
-        if any(document.is_long for document in documents) or (is_skipped and not documents):
+    def left_out(self, record: Record, documents: Sequence[Document]) -> Counter[str]:
+        """Count by reason what is left out of a record, since it has no target.
+
+        It is the record, or some of its turns where each turn is a document.
+        """
+        if not any(document.has_target() for document in documents):
+            return Counter([self._why_none(record, documents)])
+        if self.data.turns == "together" or self.data.long == "split":
+            return Counter()
+        return Counter(
+            TOO_LONG if document.is_long else NO_TARGET
+            for document in documents
+            if not document.has_target()
+        )
+
+    def _why_none(self, record: Record, documents: Sequence[Document]) -> str:
+        if any(document.is_long for document in documents):
             return TOO_LONG
         if self.chat is not None:
             roles = {message["role"] for message in self.chat.messages(record)}
@@ -155,7 +173,8 @@ def text_of(record: Record, field: str) -> str:
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
     """Encode a text; all tokens are targets. An empty text has no tokens, not even special ones."""
-    tokens = _tokenize(tokenizer, text)["input_ids"] if text else []
+    options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    tokens = tokenizer(text, **options)["input_ids"] if text else []
     return tokens, [True] * len(tokens)
 
 
@@ -166,16 +185,10 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: str, completio
     end-of-text token, whatever the packing. That is a target too: from it a model learns to stop.
     An empty completion has no target.
     """
-    encoded = _tokenize(tokenizer, prompt + completion, return_offsets_mapping=True)
-    tokens, end = encoded["input_ids"], tokenizer.eos_token_id
-    targets = [stop > len(prompt) for _, stop in encoded["offset_mapping"]]
+    tokens, places = tokens_and_places(tokenizer, prompt + completion)
+    targets, end = [stop > len(prompt) for _, stop in places], tokenizer.eos_token_id
     if end is not None:
         if tokens[-1:] != [end]:
             tokens, targets = [*tokens, end], [*targets, False]
         targets[-1] = True
     return tokens, targets if completion else [False] * len(tokens)
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> Any:
-    options |= {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    return tokenizer(text, **options)

@@ -16,6 +16,15 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names under which messages have what the assistant thought."""
 
+MEDIA = (
+    "image", "images", "image_url", "input_image", "audio", "audio_url", "input_audio", "video",
+    "video_url",
+)  # fmt: skip
+"""Fields of a message, or of a part of its content, that hold no text."""
+
+TEXT_PARTS = ("text", "input_text", "output_text", None)
+"""Types of the parts of a content that hold text."""
+
 
 def forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yield the forms in which a template may want the messages."""
@@ -70,19 +79,31 @@ def read_message(message: Record, number: int) -> Message:
     for name in REASONING:
         if name in read:
             string(read[name], f"field {name!r} of message {number}")
-    for name, kinds in (("train", (bool,)), ("weight", (bool, int, float))):
-        if name in read and not isinstance(read[name], kinds):
-            raise bad_chat(f"field {name!r} of message {number} is not true or false, or 1 or 0")
+    if not isinstance(read.get("train", True), bool):
+        raise bad_chat(f"field 'train' of message {number} is not true or false")
     if read.get("weight", 1) not in (0, 1):
         raise bad_chat(f"field 'weight' of message {number} is not 0 or 1")
+    check_text_only(read, f"message {number}", MEDIA)
     return read
+
+
+def check_text_only(fields: Record, name: str, media: Sequence[str]) -> None:
+    """Raise BadDocument where one of these fields holds an image or the like."""
+    for key in media:
+        if fields.get(key):
+            raise BadDocument(
+                "not text", f"{name} has {key!r}, and only text is trained on; {CORRECT_LINE}"
+            )
 
 
 def _part(part: Any, number: int) -> str:
     """Return the text of one part of a content; BadDocument for an image or the like."""
     if isinstance(part, str):
         return part
-    if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+    if isinstance(part, dict):
+        check_text_only(part, f"a part of message {number}", MEDIA)
+    is_text = isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS
+    if not is_text or not isinstance(part.get("text"), str):
         kind = part.get("type", "object") if isinstance(part, dict) else type(part).__name__
         raise BadDocument(
             "not text",

@@ -6,6 +6,7 @@ grow with the documents, and a resume begins at once (docs/decisions/008-index-p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,7 +17,7 @@ import numpy as np
 from shardwise.config import UserError
 
 METHOD = "swap-or-not, 32 rounds"
-"""The name of the order, which checkpoints keep. A change of the order needs another name."""
+"""The name of the order. A change of the order needs another name."""
 
 ROUNDS = 32
 CHUNK = 256  # documents that are computed together: enough for numpy to be fast
@@ -104,9 +105,56 @@ class Order:
     groups: tuple[Group, ...]
     weights: tuple[float, ...] | None  # None: the sizes of the groups
     seed: int
+    epochs: float | None = None
+    """How many epochs are read; None: without end."""
 
     def __len__(self) -> int:
         return sum(map(len, self.groups))
+
+    def __str__(self) -> str:
+        return f"the {len(self)} documents"
+
+    @property
+    def method(self) -> str:
+        """The name of the order, which checkpoints keep."""
+        return METHOD
+
+    @property
+    def num_documents(self) -> int:
+        """The number of documents in an epoch."""
+        return len(self)
+
+    @property
+    def num_read(self) -> int | None:
+        """The number of documents in all epochs, of a part of an epoch rounded; None: no end."""
+        return None if self.epochs is None else max(round(self.epochs * len(self)), 1)
+
+    @property
+    def most_left_out(self) -> int:
+        """How many documents a slot may leave out one after the other."""
+        return len(self) + 100
+
+    def places(
+        self, slot: int, num_slots: int, first_epoch: int, first_place: int
+    ) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
+        """Yield the documents of a slot: (epoch, place in its share, document, piece of it).
+
+        They begin with `first_place` of `first_epoch`.
+
+        With fewer documents than slots (n of them), the slots p, p + n, p + 2n, ... share the
+        document at place p. Each reads one of as many equal pieces of its characters, so that an
+        epoch still has each document once.
+        """
+        n = len(self)
+        piece = slot // n, len(range(slot % n, num_slots, n))
+        for epoch in itertools.count(first_epoch):
+            left = n if self.num_read is None else min(self.num_read - n * (epoch - 1), n)
+            if left <= 0:
+                return
+            places = range(slot % n, left, num_slots)
+            first = first_place if epoch == first_epoch else 0
+            for place, document in enumerate(self.read(epoch, places[first:]), first):
+                yield epoch, place, document, piece
 
     def read(self, epoch: int, places: range) -> Iterator[int]:
         """Yield the documents at these places of an epoch. Epochs are counted from 1."""

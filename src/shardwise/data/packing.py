@@ -11,7 +11,7 @@ row without a target is dropped, since nothing is learnt from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,6 +38,10 @@ class Document:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def has_target(self) -> bool:
+        """Return whether a token other than the first is a target."""
+        return bool(self.targets[1:].any())
 
     def after(self, count: int) -> Document:
         """Return the document without its first `count` tokens."""
@@ -127,3 +131,12 @@ def to_batch(rows: np.ndarray, slots: Iterable[int], step: int) -> Batch:
         slots=tuple(slots),
         step=step,
     )
+
+
+def to_microbatches(
+    rows: list[np.ndarray], slots: Sequence[int], micro_batch_size: int, step: int
+) -> list[Batch]:
+    """Stack the rows [3, T+1] of these slots into micro-batches."""
+    begins = range(0, len(slots), micro_batch_size)
+    pieces = [slice(begin, begin + micro_batch_size) for begin in begins]
+    return [to_batch(np.stack(rows[piece]), slots[piece], step) for piece in pieces]

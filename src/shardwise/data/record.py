@@ -24,6 +24,10 @@ class BadDocument(UserError):
         self.reason = reason
 
 
+class OutOfBounds(UserError):
+    """A chat template takes more time or memory for a document than any needs."""
+
+
 def string(value: Any, name: str) -> str:
     """Return `value` if it is a string for a tokenizer; BadDocument, with `name` in it, if not."""
     if not isinstance(value, str):

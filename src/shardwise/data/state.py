@@ -12,12 +12,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.config import RunConfig, UserError
-from shardwise.data.corpus import Corpus
-from shardwise.data.order import METHOD
 from shardwise.data.text import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from shardwise.data.corpus import Corpus
+    from shardwise.data.order import Order
+    from shardwise.data.streaming import Streamed, StreamOrder, StreamPass
 
 LoaderState = dict[str, Any]
 """Plain data, safe for JSON.
@@ -47,7 +49,8 @@ class SlotState:
     """Documents that were read, and are in no row yet: epoch, place and part of each, and how many
     documents with a target its record gives."""
     long: int = 0
-    """How many of the records have a document that did not fit into a row, and was cut or split."""
+    """How many of the records that a row has begun did not fit into a row, and were cut or
+    split."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """How many of them were left out, by reason."""
 
@@ -65,9 +68,12 @@ class SlotState:
     @property
     def begun(self) -> int:
         """The number of records of which a row has had a token."""
+        return self.documents - len(self.unbegun()) + (self.token > 0 or self.part > 0)
+
+    def unbegun(self) -> set[tuple[int, int]]:
+        """Return epoch and place of the records that were read, and of which no row has a token."""
         waiting = Counter((epoch, place, n) for epoch, place, _, n in self.waiting)
-        unread = sum(count == siblings for (_, _, siblings), count in waiting.items())
-        return self.documents - unread + (self.token > 0 or self.part > 0)
+        return {(epoch, place) for (epoch, place, n), count in waiting.items() if count == n}
 
 
 @dataclass(frozen=True)
@@ -83,10 +89,13 @@ class Counts:
     """How many documents were left out, by reason."""
     long: int = 0
     """How many documents did not fit into a row, and were cut or split."""
+    epochs: float | None = None
+    """How often all documents were finished; None for a stream and for an evaluation."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts in the form of a run's record."""
         return {
+            "epochs": self.epochs,
             "rows": self.rows,
             "documents_begun": self.begun,
             "documents_finished": self.finished,
@@ -97,6 +106,8 @@ class Counts:
 
     def __str__(self) -> str:
         text = f"{self.rows:,} rows; documents: {self.begun:,} begun, {self.finished:,} finished"
+        if self.epochs is not None:
+            text = f"{self.epochs:.2f} epochs; {text}"
         if self.long:
             text = f"{text}, {self.long:,} longer than a row"
         if not self.skipped:
@@ -113,23 +124,26 @@ def counts(state: LoaderState) -> Counts:
     """Return what all slots of a state have read up to its step.
 
     Where there are fewer documents than slots, several slots share a document and each reads a
-    piece of it (`TrainStream`). The document is begun with the first of its pieces, finished with
+    piece of it (`Order.places`). The document is begun with the first of its pieces, finished with
     the last one, and left out if each piece was left out.
     """
     sharing: dict[int, list[SlotState]] = {}
+    num_documents = state["read_from"][NUM_DOCUMENTS]  # None for a stream
     for slot, fields in state["slots"].items():
-        document = int(slot) % state["read_from"][NUM_DOCUMENTS]
+        document = int(slot) % (num_documents or len(state["slots"]))
         sharing.setdefault(document, []).append(SlotState.read(fields))
     skipped = Counter[str]()
     for slots in sharing.values():
         # `&` takes the smaller count of each reason.
         skipped += functools.reduce(operator.and_, [Counter(slot.skipped) for slot in slots])
+    num_finished = sum(min(slot.finished for slot in slots) for slots in sharing.values())
     return Counts(
         state["step"] * len(state["slots"]),
         sum(max(slot.begun for slot in slots) for slots in sharing.values()),
-        sum(min(slot.finished for slot in slots) for slots in sharing.values()),
+        num_finished,
         dict(skipped),
         sum(max(slot.long for slot in slots) for slots in sharing.values()),
+        None if num_documents is None else num_finished / num_documents,
     )
 
 
@@ -180,15 +194,15 @@ def starts(
 
 def read_from(
     cfg: RunConfig,
-    corpus: Corpus,
-    validation: Corpus | None,
-    num_documents: int,
+    corpus: Corpus | Streamed,
+    validation: Corpus | StreamPass | None,
+    order: Order | StreamOrder,
     tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
     """Return everything that batches and evaluations depend on, by its name in error messages."""
     held_out = None if validation is corpus else validation
     return {
-        NUM_DOCUMENTS: num_documents,
+        NUM_DOCUMENTS: order.num_documents,
         "the text of data.train": corpus.fingerprint(),
         "the text of data.validation": None if held_out is None else held_out.fingerprint(),
         "training.seed": cfg.training.seed,
@@ -204,7 +218,7 @@ def read_from(
         "data.fields": cfg.data.fields,
         "data.text_field": cfg.data.text_field,
         "data.weights": cfg.data.weights,
-        "the order of the documents": METHOD,
+        "the order of the documents": order.method,
         "the tokenizer": _tokenizer_fingerprint(tokenizer),
     }
 

@@ -11,13 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import UserError
+from shardwise.config import Data, UserError
 from shardwise.data.record import Record
 from shardwise.data.text import SUFFIXES, expanded, suffix
 
 SPLIT = "train"
 """The split that is read of a dataset that has several."""
 REPAIR = "repair or remove it"
+
+
+FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
+"""The fields that a format reads. `text` reads `data.text_field`."""
+
+
+def fields_of(data: Data) -> tuple[str, ...]:
+    """Return the names in the data of the fields that a run reads."""
+    fields = tuple(map(data.column, FIELDS.get(data.format, ()))) or (data.text_field,)
+    if data.format == "chat" and data.tools is not None and not data.tools.endswith(".json"):
+        return (*fields, data.tools)
+    return fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,14 +95,33 @@ class DatasetEntry:
     @classmethod
     def of(cls, entry: str) -> DatasetEntry | None:
         """Return the parts of an entry, or None for an entry that `datasets` need not read."""
+        parsed = cls._parsed(entry)
+        return parsed if parsed.is_on_hub or is_dataset_folder(expanded(parsed.name)) else None
+
+    @classmethod
+    def streamed(cls, entry: str, key: str) -> DatasetEntry:
+        """Return the parts of an entry that `datasets` streams; UserError for a file."""
+        parsed = cls._parsed(entry)
+        if not parsed.is_on_hub and not expanded(parsed.name).is_dir():
+            raise UserError(
+                f"{key}: {parsed} is no folder here and no owner/name on the hub, which alone "
+                "data.streaming reads; give one, or leave data.streaming out: files are read in "
+                "place"
+            )
+        return parsed
+
+    @classmethod
+    def _parsed(cls, entry: str) -> DatasetEntry:
         parts = [entry] if expanded(entry).exists() else entry.split(":", 2)
         name, config, split = (*parts, "", "")[:3]
-        path = expanded(name)
-        is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None
-        is_on_hub = is_name and not path.exists() and suffix(path) not in SUFFIXES
-        if not is_on_hub and not is_dataset_folder(path):
-            return None
         return cls(name, config or None, split or SPLIT)
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether it is the name of a dataset on the hub, and no file or folder."""
+        is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", self.name) is not None
+        path = expanded(self.name)
+        return is_name and not path.exists() and suffix(path) not in SUFFIXES
 
     @property
     def origin(self) -> str:
@@ -143,13 +174,70 @@ def open_dataset(entry: DatasetEntry, fields: Sequence[str], key: str = "data.tr
     It is a folder that `save_to_disk` wrote, or a folder or hub name for `load_dataset`. UserError,
     which names `key`, where it cannot be loaded, or lacks the split or a field.
     """
+    rows = _split(entry, key, streaming=False)
+    _check_fields(entry.name, rows.column_names, fields)
+    return Table(rows.select_columns(list(fields)), entry.name)
+
+
+def open_stream(entry: DatasetEntry, fields: Sequence[str], key: str) -> Any:
+    """Open these columns of a split of a dataset as a `datasets.IterableDataset`.
+
+    Nothing of it is read yet. UserError as from `open_dataset`.
+    """
+    rows = _split(entry, key, streaming=True)
+    if rows.column_names is None:  # known only when it is read
+        return rows
+    _check_fields(entry.name, rows.column_names, fields)
+    return rows.select_columns(list(fields))
+
+
+def mixed(
+    streams: Sequence[Any], weights: Sequence[float] | None, seed: int | None, most: int | None
+) -> Any:
+    """Return one stream of several: one after the other, or drawn in proportion to the weights.
+
+    It has the first `most` rows, with weights of each stream. A stream that ends is read again
+    until all have ended.
+    """
+    datasets = _datasets("data.streaming")
+    if weights is None:
+        rows = streams[0] if len(streams) == 1 else datasets.concatenate_datasets(list(streams))
+        return rows if most is None else rows.take(most)
+    taken = [rows if most is None else rows.take(most) for rows in streams]
+    shares = [weight / sum(weights) for weight in weights]
+    return datasets.interleave_datasets(
+        taken, shares, seed=(seed or 0) % 2**32, stopping_strategy="all_exhausted"
+    )
+
+
+def read_stream(rows: Any, key: str) -> Generator[Record]:
+    """Yield the rows of a stream; UserError where `datasets` cannot read on."""
+    import datasets.exceptions
+
+    try:
+        # Not `iter(rows)`, which in a worker process gives only some of the rows.
+        for batch in rows.iter(batch_size=1):
+            yield {column: values[0] for column, values in batch.items()}
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = error.__cause__ or error
+        raise UserError(f"{key}: the stream cannot be read ({cause}); {REPAIR}") from None
+
+
+def version() -> str:
+    """Return the version of `datasets`."""
+    return str(_datasets("data.streaming").__version__)
+
+
+def _split(entry: DatasetEntry, key: str, streaming: bool) -> Any:
+    """Load the split of a dataset."""
     datasets = _datasets(entry.name)
     path = expanded(entry.name)
     way_out = "give existing files, folders or glob patterns, or the name or folder of a dataset"
+    is_saved = _was_saved_by_datasets(path)
     with _loading(f"{key}: {entry}: datasets cannot load it", way_out):
-        if not _was_saved_by_datasets(path):
+        if not is_saved:
             source = str(path) if path.exists() else entry.name
-            loaded = datasets.load_dataset(source, entry.config)
+            loaded = datasets.load_dataset(source, entry.config, streaming=streaming)
         elif entry.config is None:
             loaded = datasets.load_from_disk(str(path))
         else:
@@ -167,8 +255,7 @@ def open_dataset(entry: DatasetEntry, fields: Sequence[str], key: str = "data.tr
             f"{entry}:{config}:{other}"
         )
     rows = loaded[entry.split]
-    _check_fields(entry.name, rows.column_names, fields)
-    return Table(rows.select_columns(list(fields)), entry.name)
+    return rows.to_iterable_dataset() if streaming and is_saved else rows
 
 
 @contextlib.contextmanager
@@ -195,8 +282,8 @@ def _check_fields(name: str, columns: Sequence[str], fields: Sequence[str]) -> N
     for field in fields:
         if field not in columns:
             raise UserError(
-                f"{name}: no column {field!r}, only {', '.join(columns)}; set data.format and "
-                "data.text_field to fit them"
+                f"{name}: no column {field!r}, only {', '.join(columns)}; set data.format, and "
+                "data.text_field or data.fields, to fit them"
             )
 
 

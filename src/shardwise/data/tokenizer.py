@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,39 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     if chat_template is not None:
         tokenizer.chat_template = read_text(chat_template, "data.chat_template")
     return tokenizer
+
+
+def tokens_and_places(
+    tokenizer: PreTrainedTokenizerBase, text: str, **options: Any
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the tokens of a text, and the characters [start, end) that each stands for.
+
+    White space that a special token strips from its sides is not part of it.
+    """
+    encoded = tokenizer(
+        text,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+        **options,
+    )
+    tokens, places = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    stripping = _stripping(tokenizer)
+    for index, token in enumerate(tokens):
+        if token in stripping:
+            start, end = places[index]
+            written = text[start:end]
+            start += len(written) - len(written.lstrip())
+            places[index] = start, start + len(written.strip())
+    return tokens, places
+
+
+@functools.cache
+def _stripping(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the special tokens that strip white space from the text beside them."""
+    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(number for number, token in added.items() if token.lstrip or token.rstrip)
 
 
 def find_tokenizer(*sources: str) -> PreTrainedTokenizerBase | None:

@@ -155,13 +155,13 @@ def run(
         for _, parameter in named:
             parameter.grad = None
         first = job
-    for step in range(1, cfg.training.steps + 1):
+    for step in range(1, job.num_steps + 1):
         of_step = first if step == 1 else job
         result = training_step(of_step, batches_of(mesh, step), mesh, cfg.optimizer.max_grad_norm)
         losses.append(result.loss)
         # What is infinite on one rank may be NaN on another.
         norms.append(math.inf if result.skipped else result.grad_norm)
-    eval_loss = evaluate(job.pm, [batches_of(mesh, EVALUATED)], mesh, cfg.training.steps).loss
+    eval_loss = evaluate(job.pm, [batches_of(mesh, EVALUATED)], mesh, job.num_steps).loss
     with tempfile.TemporaryDirectory() as folder:
         written = save_result(job, cfg, mesh, Path(folder))
         saved = {} if written is None else _read_safetensors(written)

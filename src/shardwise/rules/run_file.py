@@ -111,6 +111,31 @@ RULES = (
         "leave it out",
     ),
     Rule(
+        "steps with epochs",
+        applies=lambda case: case.training.steps is not None and case.training.epochs is not None,
+        problem="training.steps and training.epochs are both set, and each says when a run ends",
+        way_out="leave one of them out, or set it to null",
+        why="they would contradict each other",
+    ),
+    Rule(
+        "epochs of a stream",
+        applies=lambda case: case.cfg.data.streaming and case.training.epochs is not None,
+        problem="training.epochs is set, but with data.streaming nobody knows how many steps it is",
+        way_out="set training.steps instead, or data.streaming to false",
+        why="the learning rate needs the number of steps before the first one",
+    ),
+    Rule(
+        "a share of a stream",
+        applies=lambda case: (
+            case.cfg.data.streaming
+            and isinstance(case.cfg.data.validation, int | float)
+            and case.cfg.data.validation > 0
+        ),
+        problem="data.validation is a share, which data.streaming cannot hold out",
+        way_out="name a split, as in owner/name::validation, or set data.streaming to false",
+        why="a stream has no number of documents to take a share of",
+    ),
+    Rule(
         "keep_best without validation",
         applies=lambda case: case.training.keep_best and case.cfg.data.validation == 0,
         problem="training.keep_best needs a validation loss",

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import RunConfig, UserError, require
+from shardwise.data.chat_format import ChatFormat
 from shardwise.interfaces import IGNORED, Batch, Evaluation, Mesh, ParallelModel
 from shardwise.process.watchdog import beat
 from shardwise.training.not_finite import explain, look_through
@@ -50,16 +51,18 @@ def encode_prompt(
 ) -> list[int] | None:
     """Return the tokens of `training.sample`, None where it is not given.
 
-    With `data.format: chat` the prompt is a user's message, as the chat template writes it, for the
-    assistant to answer. It is called before training, so that a mistake does not cost a run.
-    UserError if the prompt has no token, or if it and its continuation exceed the `positions` that
-    the model has learned (None: no limit).
+    With `data.format: chat` the prompt is a user's message, as the chat template writes it with the
+    tools of the file `data.tools`, for the assistant to answer. It is called before training, so
+    that a mistake does not cost a run. UserError if the prompt has no token, or if it and its
+    continuation exceed the `positions` that the model has learned (None: no limit).
     """
     prompt = cfg.training.sample
     if prompt is None:
         return None
-    is_chat = cfg.data.format == "chat"
-    ids = _chat_tokens(cfg, tokenizer, prompt) if is_chat else list(tokenizer(prompt)["input_ids"])
+    if cfg.data.format == "chat":
+        ids = ChatFormat.of(tokenizer, cfg.data).prompt(prompt)
+    else:
+        ids = list(tokenizer(prompt)["input_ids"])
     require(
         bool(ids), f"training.sample {prompt!r} has no tokens; give at least a word to continue"
     )
@@ -70,23 +73,6 @@ def encode_prompt(
         f"has learned only {positions} positions; shorten it, or leave it out",
     )
     return ids
-
-
-def _chat_tokens(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    messages = [{"role": "user", "content": prompt}]
-    try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=True,
-            **(cfg.data.template_arguments or {}),
-        )
-    except Exception as error:  # a template can raise anything in Jinja
-        raise UserError(
-            "training.sample: the tokenizer's chat template refuses a user's message alone "
-            f"({error}); leave it out"
-        ) from None
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from shardwise.process.ending import Stopped
 from shardwise.process.stop import agreed_signal, on_signals
 from shardwise.process.watchdog import beat, paused
 from shardwise.records.record import RunRecord
+from shardwise.training.epochs import count_steps
 from shardwise.training.evaluate import encode_prompt, evaluate, greedy_sample
 from shardwise.training.measure import add_to_record, documents_read, measure_memory, write_record
 from shardwise.training.reporter import Reporter
@@ -39,10 +40,10 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
     with paused():  # reads a whole checkpoint for its checksums, and all files for their index
         start = find_start(cfg)
         loaders = build_loaders(cfg, tokenizer, slots, start.loader)
-    job = build(cfg, mesh, start.state())
+    steps, eval_every = count_steps(cfg, loaders, start), cfg.training.eval_every
+    job = build(cfg, mesh, start.state(), steps)
     prompt = encode_prompt(cfg, tokenizer, job.positions)
     meter, recorder = Meter(cfg.measure.warmup_steps), Recorder(cfg.measure.warmup_steps)
-    steps, eval_every = cfg.training.steps, cfg.training.eval_every
     signals: list[int] = []
     with (
         writing(cfg),
@@ -89,7 +90,7 @@ def train(cfg: RunConfig, mesh: Mesh) -> RunRecord | None:
             record = add_to_record(cfg, record, sample=sample)
         if cfg.measure.memory:
             reporter.measuring_memory()
-            memory = measure_memory(job, next(loaders.train), mesh, cfg)
+            memory = measure_memory(job, loaders.first_step(), mesh, cfg)
             record = add_to_record(cfg, record, **memory.fields())
         return record
 

@@ -14,14 +14,23 @@ from shardwise.words import size
 class Progress:
     """Shows a run of `total_steps` steps; with `show` False (on every rank except 0) it is silent.
 
+    With `epochs`, those that the steps come to, it also shows how far into them the run is.
+
     In a terminal one line at the bottom follows the steps and stays when the run ends. Elsewhere
     `update` prints nothing, and the last state is printed once, at the end.
     """
 
-    def __init__(self, total_steps: int, show: bool = True, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        epochs: float | None = None,
+        show: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
         stream = stream or sys.stdout
         self._console = Console(file=stream, quiet=not show)
         self._total_steps = total_steps
+        self._epochs = epochs
         self._last = ""
         # Not rich's own answer: FORCE_COLOR, which many CI systems set, is a terminal to rich.
         self._live = show and stream.isatty() and not self._console.is_dumb_terminal
@@ -48,6 +57,9 @@ class Progress:
         `loss` is its mean loss, `tokens_per_second` that of all ranks, `memory_bytes` this rank's.
         """
         parts = [f"loss {loss:.4f}"]
+        if self._epochs is not None:
+            done = self._epochs * step / self._total_steps
+            parts.insert(0, f"epoch {done:.2f}/{self._epochs:g}")
         if tokens_per_second is not None:
             parts.append(f"{tokens_per_second:,.0f} tokens/s")
         if memory_bytes is not None:

@@ -43,7 +43,8 @@ class Reporter:
             self._recall(start.folder / METRICS)
         self._main = dist.get_rank() == 0
         self._output_dir = Path(cfg.training.output_dir)
-        self._progress = Progress(cfg.training.steps, show=self._main)
+        self._num_steps = job.num_steps
+        self._progress = Progress(job.num_steps, cfg.training.epochs, show=self._main)
         self._metrics: MetricsFile | None = None
         self._logs: list[Log] = []
         self._stack = contextlib.ExitStack()
@@ -110,8 +111,8 @@ class Reporter:
         return evaluation
 
     def steps_left(self) -> Iterator[int]:
-        """Yield the steps that are left, up to `training.steps` or an early stop."""
-        for step in range(self.start.step + 1, self.cfg.training.steps + 1):
+        """Yield the steps that are left, up to the last one or an early stop."""
+        for step in range(self.start.step + 1, self._num_steps + 1):
             if self.early_stop is not None:
                 return
             yield step
@@ -119,7 +120,7 @@ class Reporter:
     @property
     def early_stop(self) -> EarlyStop | None:
         """The early stop that is due after the last step, None after all steps."""
-        if self._last_step == self.cfg.training.steps:
+        if self._last_step == self._num_steps:
             return None
         return early_stop(self.evaluations, self.cfg.training.patience, self._last_step)
 

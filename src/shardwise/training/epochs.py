@@ -1,0 +1,39 @@
+"""How many optimizer steps a run has."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from shardwise.checkpoint.resume import Start
+from shardwise.config import RunConfig, UserError
+from shardwise.data.loader import Loaders
+from shardwise.parallel.reduce import of_every_rank
+from shardwise.process.watchdog import paused
+
+
+def count_steps(cfg: RunConfig, loaders: Loaders, start: Start) -> int:
+    """Return `training.steps`, or the steps that `training.epochs` come to.
+
+    Each rank counts the rows of a share of the slots, and all learn the largest number, a few bytes
+    from every rank. A resume knows it from the checkpoint. UserError, the same on every rank, where
+    nothing is left to read.
+    """
+    training = cfg.training
+    if training.steps is not None:
+        return training.steps
+    num_steps = start.num_steps(training.epochs)
+    if num_steps is None:
+        slots = range(dist.get_rank(), training.global_batch_size, dist.get_world_size())
+        with paused():  # tokenises all documents
+            num_steps = max(of_every_rank(loaders.num_steps(slots)))
+        if num_steps == 0:
+            raise UserError(
+                f"data.train: no document of training.epochs {training.epochs:g} has a target; "
+                "give other documents"
+            )
+        if num_steps == start.step:
+            raise UserError(
+                f"training.epochs is {training.epochs:g}, which checkpoint {start.folder} has "
+                "read already; give more"
+            )
+    return num_steps

@@ -1,0 +1,148 @@
+"""Runs over `training.epochs`: the same steps under every layout, and after a resume."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.assembly.build import build
+from shardwise.checkpoint.folder import read_manifest
+from shardwise.checkpoint.resume import Start, find_start
+from shardwise.config import RunConfig
+from shardwise.data.packing import PADDING
+from shardwise.interfaces import IGNORED
+from shardwise.parallel.mesh import build_mesh
+from shardwise.records.record import RunRecord
+from shardwise.training.epochs import count_steps
+from shardwise.training.step import training_step
+from tests.distributed import run_ranks
+from tests.integration.conftest import make_corpus
+from tests.integration.test_train import config, run_on
+from tests.parity import harness
+from tests.parity.harness import Cell
+
+NUM = 12
+EPOCHS = 1.5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("epochs")
+    make_corpus(path)
+    lines = (json.dumps({"text": "the state decays " * (1 + i % 4)}) for i in range(NUM))
+    (path / "corpus.jsonl").write_text("\n".join(lines))
+    return path
+
+
+def over_epochs(folder: Path, name: str, layout: str = "single", **training: Any) -> RunConfig:
+    cfg = config(
+        folder, name, layout, **{"steps": None, "epochs": EPOCHS, "keep_last": 9, **training}
+    )
+    data = replace(cfg.data, validation=0.0, sequence_length=24, packing="documents")
+    return replace(cfg, data=data, training=replace(cfg.training, global_batch_size=4))
+
+
+@pytest.fixture(scope="module")
+def single(folder) -> RunRecord:
+    return run_on(1, over_epochs(folder, "single", save_every=2))
+
+
+def test_every_document_is_read_as_often_as_asked_for(folder, single, capfd):
+    read = single.data["train"]
+    assert (read["epochs"], read["documents_finished"]) == (EPOCHS, EPOCHS * NUM)
+    assert read["rows"] == 4 * len(single.losses)
+    assert single.config["training"]["epochs"] == EPOCHS
+    assert single.config["training"]["steps"] is None
+    rates = [
+        json.loads(line)["lr"]
+        for line in (folder / "single" / "metrics.jsonl").read_text().splitlines()
+    ]
+    # cosine: the last rate is that of the last of so many steps
+    assert 0 < rates[-1] < rates[0] * 3 / len(rates)
+
+
+def test_two_ranks_take_the_same_steps(folder, single, capfd):
+    both = run_on(2, over_epochs(folder, "ddp", "ddp", micro_batch_size=1))
+    assert both.losses == pytest.approx(single.losses, rel=1e-5)
+    assert both.data == single.data
+    assert f"epoch {EPOCHS:.2f}/{EPOCHS}" in capfd.readouterr().out
+
+
+def test_a_resume_takes_the_steps_that_are_left(folder, single):
+    cfg = over_epochs(folder, "single", save_every=2, resume=str(step_2(folder)))
+    resumed = run_on(1, cfg)
+    assert (resumed.losses, resumed.data) == (single.losses, single.data)
+
+
+def step_2(folder: Path) -> Path:
+    return folder / "single" / "checkpoints" / "step-2"
+
+
+def _counted(cfg: RunConfig, num_rows: int, start: Start) -> int:
+    class Counts:
+        def num_steps(self, slots: range) -> int:
+            return num_rows if 1 in slots else 0
+
+    return count_steps(cfg, Counts(), start)
+
+
+def test_a_run_without_a_step(folder):
+    cfg = over_epochs(folder, "unused")
+    assert run_ranks(2, _counted, cfg, 7, Start()) == [7, 7]
+    with pytest.raises(RuntimeError, match=r"UserError: data\.train: no document of .*; give"):
+        run_ranks(2, _counted, cfg, 0, Start())
+
+
+def test_a_checkpoint_knows_its_steps_and_is_not_past_the_end(folder, single):
+    start = Start(step_2(folder), read_manifest(step_2(folder)))
+    cfg = over_epochs(folder, "unused")
+    assert run_ranks(1, _counted, cfg, 1, start) == [len(single.losses)]
+    fewer = over_epochs(folder, "unused", epochs=0.1)
+    with pytest.raises(RuntimeError, match=r"epochs is 0\.1, which .*step-2 has read already"):
+        run_ranks(1, _counted, fewer, 2, start)
+    assert run_ranks(1, _counted, fewer, 3, start) == [3]
+
+
+def test_the_learning_rate_depends_on_the_epochs(folder, single):
+    cfg = over_epochs(folder, "single", resume=str(step_2(folder)), epochs=3.0)
+    with pytest.raises(RuntimeError, match=r"training\.epochs is 3\.0, .* schedule depends on it"):
+        run_ranks(1, find_start, cfg)
+    constant = replace(cfg, optimizer=replace(cfg.optimizer, lr_schedule="constant"))
+    with pytest.raises(RuntimeError, match=r"optimizer\.lr_schedule is constant"):
+        run_ranks(1, find_start, constant)
+
+
+def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids, labels, documents = harness._row(slot, step)
+    if slot < 4:
+        return ids, labels, documents
+    padding = torch.full_like(ids, IGNORED), torch.full_like(ids, PADDING)
+    return torch.zeros_like(ids), *padding
+
+
+def _step(cell: Cell, with_padding: bool) -> tuple[float, float]:
+    cfg = harness.run_config(cell)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh, harness.start(cfg))
+    batches = harness.microbatches(cfg, mesh, 1, _row)
+    if not with_padding:
+        batches = batches[:2]
+    result = training_step(job, batches, mesh, cfg.optimizer.max_grad_norm)
+    return result.loss, result.grad_norm
+
+
+@pytest.mark.parametrize(
+    ("layout", "nproc", "schedule"), [("single", 1, ""), ("ddp", 2, ""), ("pp", 2, "1f1b")]
+)
+def test_rows_of_padding_change_no_gradient(layout, nproc, schedule):
+    """Slots 4 to 7 have ended: two micro-batches of four, under ddp all of a rank."""
+    plain = Cell("qwen3_next", "single", "full", variant="isolated")  # with a router loss
+    (expected,) = run_ranks(1, _step, plain, False)
+    cell = replace(plain, layout=layout, nproc=nproc, schedule=schedule)
+    for result in run_ranks(nproc, _step, cell, True):
+        assert result == pytest.approx(expected, rel=1e-5)
