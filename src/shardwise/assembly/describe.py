@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -31,8 +32,8 @@ from shardwise.schedule.orders import Pipeline
 class Description:
     """A run that may begin, before it takes memory; the same on every rank."""
 
-    hf: PreTrainedModel
-    """The whole model with its adapters, parameters on meta."""
+    hf: Any
+    """The whole model with its adapters, parameters on meta: transformers' or the caller's."""
     spec: ModelSpec
     family: Family
     sizes: Mapping[str, int]

@@ -20,7 +20,7 @@ from shardwise.checkpoint.folder import UNFINISHED
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
 from shardwise.models.adapter import save_adapter
-from shardwise.models.save import save_for_generation, save_model
+from shardwise.models.save import save_for_generation, save_model, write_shards
 from shardwise.parallel.place import full_tensor
 from shardwise.process.watchdog import beat
 
@@ -47,7 +47,9 @@ def save_result(
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
     unfinished = folder.with_name(folder.name + UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-    if cfg.lora is None:
+    if job.spec.is_own:
+        write_shards(tensors, unfinished)
+    elif cfg.lora is None:
         save_model(job.hf, tensors, unfinished)
         save_for_generation(unfinished, tokenizer, cfg.model.path)
     else:

@@ -17,8 +17,8 @@ from shardwise.checkpoint.folder import complete
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError, require
 from shardwise.launch.group import Group, can_fork
-from shardwise.launch.rank import Train, import_all, rank_process, record, run_rank
-from shardwise.process.ending import explain, report_ending, report_error
+from shardwise.launch.rank import Report, Train, import_all, rank_process, record, run_rank
+from shardwise.process.ending import Ending, explain, report_ending
 from shardwise.process.stop import on_signals
 from shardwise.process.world import ALONE, World, device_type, find_world
 from shardwise.training.trackers import check_installed
@@ -34,6 +34,21 @@ def launch(cfg: RunConfig, nproc: int | None = None, train: Train | None = None)
     `train` (default: `shardwise.training.loop.train`) has to be importable, since new processes
     may have to look it up.
     """
+    ending = ending_of(cfg, nproc, train)
+    return 0 if ending is None else ending.exit_code
+
+
+def ending_of(
+    cfg: RunConfig,
+    nproc: int | None = None,
+    train: Train | None = None,
+    report: Report = report_ending,
+) -> Ending | None:
+    """Run `cfg` as `launch` does, and return its ending, None for success.
+
+    `report` gets that ending, and those after which the processes start again. Requests to exit
+    (SystemExit) are raised.
+    """
     try:
         world = find_world(os.environ)
         _check_nproc(nproc, world)
@@ -41,11 +56,14 @@ def launch(cfg: RunConfig, nproc: int | None = None, train: Train | None = None)
         with output_dir.locked(cfg, world) as lock:
             output_dir.claim(cfg, clear=world is None or world.rank == 0)
             if nproc is not None and nproc > 1:
-                return start_processes(cfg, nproc, train, lock)
-            ending = run_rank(cfg, world or ALONE, train)
-            return 0 if ending is None else ending.exit_code
+                return run_processes(cfg, nproc, train, lock, report)
+            return run_rank(cfg, world or ALONE, train, report)
+    except SystemExit:
+        raise
     except BaseException as error:  # torch has errors that are no Exception
-        return report_error(error)
+        ending = explain(error)
+        report(ending)
+        return ending
     finally:
         gc.unfreeze()  # what `import_all` has frozen
 
@@ -59,12 +77,22 @@ def _check_nproc(nproc: int | None, world: World | None) -> None:
     require(nproc is None or nproc >= 1, f"--nproc is {nproc}; give at least 1")
 
 
-def start_processes(
-    cfg: RunConfig, nproc: int, train: Train | None = None, lock: Lock | None = None
-) -> int:
+def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> int:
+    """Run `cfg` on `nproc` new processes; return the exit code, with the reason on stderr."""
+    ending = run_processes(cfg, nproc, train)
+    return 0 if ending is None else ending.exit_code
+
+
+def run_processes(
+    cfg: RunConfig,
+    nproc: int,
+    train: Train | None = None,
+    lock: Lock | None = None,
+    report: Report = report_ending,
+) -> Ending | None:
     """Run `cfg` on `nproc` new processes, and again after one has died (`training.max_restarts`).
 
-    Returns the exit code; the reason is on stderr and in the record. A run of the training loop
+    Returns the last ending, None for success; the record has its reason. A run of the training loop
     that a rule refuses ends before a process starts. Each process holds `lock` as this one does.
     """
     group = Group()
@@ -79,7 +107,7 @@ def start_processes(
         while True:
             ending = group.run(partial(rank_process, cfg, nproc, train, lock), nproc, method)
             if ending is None:
-                return 0
+                return None
             published = {path.name for path, _ in _published(cfg) - before}
             has_results = not published.isdisjoint(output_dir.RESULTS)
             is_last = (
@@ -96,10 +124,10 @@ def start_processes(
                 note = f"; starting again ({num_restarts} of {cfg.training.max_restarts})"
             if sys.stdout.isatty():
                 print()  # rank 0 may have died in the middle of the line of its progress bar
-            report_ending(replace(ending, text=f"{ending.text}{note}"))
+            report(replace(ending, text=f"{ending.text}{note}"))
             if is_last or has_results:
                 record(cfg, ending)
-                return ending.exit_code
+                return ending
             cfg = _for_restart(cfg, has_checkpoint=bool(published))
 
 

@@ -125,7 +125,7 @@ def reach(
 
 
 def adapter_weights(
-    model: PreTrainedModel, seed: int, wanted: Container[str] | None = None
+    model: nn.Module, seed: int, wanted: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full CPU tensor) of every LoRA factor of a model: its value before training.
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.kernels.linear_cross_entropy import Vocabulary
-from shardwise.models.causal_lm import CausalLM
 from shardwise.models.names import in_use
+from shardwise.models.part import ModelPart
 from shardwise.models.patches.dropout import SlotDropout
 from shardwise.models.tensor_cuts import BlockSplit, Rows
 from shardwise.models.tensor_plan import rows_in
@@ -78,7 +78,7 @@ class Shares:
         return self.in_place()(forward)
 
 
-def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: CausalLM) -> None:
+def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis, part: ModelPart) -> None:
     """Let a sharded block compute this rank's partial sum of its output, and add these up."""
     shares = Shares(block)
     for name, value in split.attributes.items():

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import RunConfig, UserError, require
-from shardwise.interfaces import IGNORED, Batch, Evaluation, Mesh, ParallelModel
+from shardwise.interfaces import IGNORED, AnyBatch, Batch, Evaluation, Mesh, ParallelModel
 from shardwise.process.watchdog import beat
 from shardwise.training.not_finite import explain, look_through
 from shardwise.training.step import count_targets, sum_loss
@@ -19,7 +19,7 @@ SAMPLE_TOKENS = 48
 
 
 def evaluate(
-    pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, step: int
+    pm: ParallelModel, batches: Iterable[Sequence[AnyBatch]], mesh: Mesh, step: int
 ) -> Evaluation:
     """Return the loss on `batches`, one list of micro-batches for each global batch.
 
@@ -33,6 +33,7 @@ def evaluate(
         total += pm.run(pm, microbatches, 1.0, False)
         tokens += count_targets(microbatches, mesh)
         beat()
+    require(tokens > 0, "an evaluation has no target; give rows of which one has a label")
     loss = (sum_loss(total, mesh) / tokens).item()
     if not math.isfinite(loss):
         explained = explain(look_through(pm), just_loaded=step == 0, trained=step > 0)

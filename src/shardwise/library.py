@@ -1,0 +1,92 @@
+"""The library: a run from a script or a notebook, and loops of one's own on the ranks of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.config import RunConfig, UserError
+from shardwise.launch.local import ending_of
+from shardwise.launch.rank import Train
+from shardwise.process.ending import USER_ERROR, Ending, report_ending
+from shardwise.records.record import RunRecord
+from shardwise.run_file import load_config, parse_config, read_yaml
+
+Source = RunConfig | str | Path | Mapping[str, Any]
+"""A run: a RunConfig, the path of a run file, or its sections as plain data."""
+
+CALLERS = "given by the caller"
+"""`model.path` and `data.train` of a loop of one's own that leaves them out."""
+
+
+class RunFailed(RuntimeError):
+    """A run that did not succeed, for another reason than the user's mistake.
+
+    `exit_code` and `status` are those of the command and of `record.json`; the traceback of the
+    rank that failed first is on stderr.
+    """
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(ending.reason)
+        self.exit_code = ending.exit_code
+        self.status = ending.status
+
+
+def train(config: Source, nproc: int | None = None) -> RunRecord:
+    """Train as `shardwise train` does, on `nproc` processes of this machine, and return the record.
+
+    Without `nproc` it runs in this process, or, under torchrun or srun, as one of their ranks.
+    UserError for the user's mistake, RunFailed for anything else.
+    """
+    if isinstance(config, str | Path):
+        cfg = load_config(config)
+    else:
+        cfg = config if isinstance(config, RunConfig) else parse_config(dict(config))
+    _start(cfg, nproc, None)
+    return RunRecord.read(Path(cfg.training.output_dir, "record.json"))
+
+
+def run(function: Train, config: Source, nproc: int | None = None) -> None:
+    """Call `function(cfg, mesh)` on each rank of a run, as `train` does with its own loop.
+
+    The process group is up and the output folder is this run's. What `function` returns is dropped:
+    it leaves files. Of the sections `model` and `data`, which a module and rows of the caller
+    replace, the required keys may be left out. Where processes are spawned (on a GPU, in a
+    notebook), `function` has to be importable: in a module, or in a script that starts runs under
+    `if __name__ == "__main__"`.
+
+    UserError for the user's mistake, RunFailed for anything else.
+    """
+    _start(own_config(config), nproc, function)
+
+
+def own_config(config: Source) -> RunConfig:
+    """Return the config of a loop of one's own, which need not name a model or data."""
+    if isinstance(config, RunConfig):
+        return config
+    source = "config"
+    if isinstance(config, str | Path):
+        source, config = str(config), read_yaml(config, "a run file is a mapping of sections")
+    required = {"model": "path", "data": "train"}
+    sections = {**config}
+    for section, key in required.items():
+        sections[section] = {key: CALLERS, **(sections.get(section) or {})}
+    return parse_config(sections, source)
+
+
+def _start(cfg: RunConfig, nproc: int | None, function: Train | None) -> None:
+    # Before torch is imported: its CPU allocator else warns when the memory of a run is measured.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    ending = ending_of(cfg, nproc, function, _report)
+    if ending is None:
+        return
+    if ending.exit_code == USER_ERROR:
+        raise UserError(ending.reason)
+    raise RunFailed(ending)
+
+
+def _report(ending: Ending) -> None:
+    if ending.exit_code != USER_ERROR:  # which is raised here
+        report_ending(ending)
