@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import RunConfig, UserError
+from shardwise.config import CALLERS, RunConfig, UserError
 from shardwise.launch.local import ending_of
 from shardwise.launch.rank import Train
 from shardwise.process.ending import USER_ERROR, Ending, report_ending
 from shardwise.records.record import RunRecord
-from shardwise.run_file import load_config, parse_config, read_yaml
+from shardwise.run_file import apply_override, parse_config, read_yaml
 
 Source = RunConfig | str | Path | Mapping[str, Any]
 """A run: a RunConfig, the path of a run file, or its sections as plain data."""
-
-CALLERS = "given by the caller"
-"""`model.path` and `data.train` of a loop of one's own that leaves them out."""
 
 
 class RunFailed(RuntimeError):
@@ -34,45 +31,49 @@ class RunFailed(RuntimeError):
         self.status = ending.status
 
 
-def train(config: Source, nproc: int | None = None) -> RunRecord:
+def train(config: Source, nproc: int | None = None, overrides: Sequence[str] = ()) -> RunRecord:
     """Train as `shardwise train` does, on `nproc` processes of this machine, and return the record.
 
     Without `nproc` it runs in this process, or, under torchrun or srun, as one of their ranks.
-    UserError for the user's mistake, RunFailed for anything else.
+    `overrides` are those of the command line, `--section.key=value`. UserError for the user's
+    mistake, RunFailed for anything else.
     """
-    if isinstance(config, str | Path):
-        cfg = load_config(config)
-    else:
-        cfg = config if isinstance(config, RunConfig) else parse_config(dict(config))
+    cfg = _read(config, overrides, {})
     _start(cfg, nproc, None)
     return RunRecord.read(Path(cfg.training.output_dir, "record.json"))
 
 
-def run(function: Train, config: Source, nproc: int | None = None) -> None:
+def run(
+    function: Train, config: Source, nproc: int | None = None, overrides: Sequence[str] = ()
+) -> None:
     """Call `function(cfg, mesh)` on each rank of a run, as `train` does with its own loop.
 
     The process group is up and the output folder is this run's. What `function` returns is dropped:
-    it leaves files. Of the sections `model` and `data`, which a module and rows of the caller
-    replace, the required keys may be left out. Where processes are spawned (on a GPU, in a
-    notebook), `function` has to be importable: in a module, or in a script that starts runs under
-    `if __name__ == "__main__"`.
+    it leaves files. The keys that a module and rows of the caller replace, `model.path` and
+    `data.train`, may be left out. Where processes are spawned (on a GPU, in a notebook), `function`
+    has to be importable: in a module, or in a script that starts runs under `if __name__ ==
+    "__main__"`.
 
     UserError for the user's mistake, RunFailed for anything else.
     """
-    _start(own_config(config), nproc, function)
+    left_out = {"model": {"path": CALLERS}, "data": {"train": CALLERS}}
+    _start(_read(config, overrides, left_out), nproc, function)
 
 
-def own_config(config: Source) -> RunConfig:
-    """Return the config of a loop of one's own, which need not name a model or data."""
+def _read(
+    config: Source, overrides: Sequence[str], defaults: Mapping[str, Mapping[str, Any]]
+) -> RunConfig:
+    """Return a config; `defaults` stand for required keys that it leaves out."""
     if isinstance(config, RunConfig):
-        return config
+        config = config.to_dict()
     source = "config"
     if isinstance(config, str | Path):
         source, config = str(config), read_yaml(config, "a run file is a mapping of sections")
-    required = {"model": "path", "data": "train"}
     sections = {**config}
-    for section, key in required.items():
-        sections[section] = {key: CALLERS, **(sections.get(section) or {})}
+    for override in overrides:
+        apply_override(sections, override)
+    for section, keys in defaults.items():
+        sections[section] = {**keys, **(sections.get(section) or {})}
     return parse_config(sections, source)
 
 

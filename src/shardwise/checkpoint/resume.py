@@ -167,4 +167,6 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
 
 def fingerprint(cfg: RunConfig) -> dict[str, str]:
     """Return checksums of the model's files; with LoRA also of weights, which no checkpoint has."""
+    if cfg.model.is_callers:  # a checkpoint holds all of it
+        return {}
     return weight_files.fingerprint(cfg.model, weights=cfg.lora is not None)

@@ -20,9 +20,9 @@ from shardwise.config import RunConfig, require
 from shardwise.interfaces import AnyBatch
 from shardwise.models.kinds.base import Kind
 from shardwise.models.part import ModelPart, StagePart
-from shardwise.models.patches.dropout import replace_dropouts
+from shardwise.models.patches.dropout import SlotDropout, replace_dropouts
 from shardwise.models.spec import Block, LayerSpec, ModelSpec
-from shardwise.models.tensor_cuts import BlockSplit, evenly, require_divides
+from shardwise.models.tensor_cuts import BlockSplit, Indivisible, evenly, require_divides
 
 OWN = "own"
 """The kind of the layers of such a module, and the `model_type` of its family."""
@@ -87,6 +87,9 @@ class TensorCut:
 
     def split(self, block: Any, num_ranks: int) -> BlockSplit:
         """Return the cut of a block over so many ranks; raises Indivisible."""
+        drops = any(isinstance(m, nn.Dropout | SlotDropout) and m.p > 0 for m in block.modules())
+        if drops and num_ranks > 1:  # its mask would be that of other features on each rank
+            raise Indivisible("a dropout within a sharded block")
         for name in self.sizes:
             require_divides(num_ranks, getattr(block, name), name)
         weights = evenly(block, num_ranks, "features", out=self.out, into=self.into)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.config import Model
+from shardwise.config import CALLERS, Model
 from shardwise.layouts import HALVING, V_SHAPED
 from shardwise.rules.rule import Case, Rule, either
 
@@ -41,13 +41,11 @@ def _split_is_another_models(case: Case) -> bool:
 
 def _not_for_own(case: Case) -> str | None:
     """Return the first key in use that works on transformers models alone."""
-    cfg, default = case.cfg, Model("any")
+    cfg, default = case.cfg, Model(CALLERS)
     in_use = {
         "lora": cfg.lora is not None,
         **{
-            f"model.{key}": value != getattr(default, key)
-            for key, value in vars(cfg.model).items()
-            if key != "path"
+            f"model.{key}": value != getattr(default, key) for key, value in vars(cfg.model).items()
         },
         "training.compile": case.training.compile != "none",
         "parallel.sequence_parallel": case.parallel.sequence_parallel,
@@ -69,7 +67,7 @@ RULES = (
             "of your own"
         ),
         way_out="leave it out",
-        why="what it does is not known, or not proven, for any module: tests/training/test_own.py",
+        why="what it does is not known, or not proven, for any module: tests/training/test_own_loop.py",
     ),
     Rule(
         "an own module in a pipeline, without stages",

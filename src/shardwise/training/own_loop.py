@@ -40,6 +40,10 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
         "model is a transformers model; name its folder in model.path, and leave the argument out",
     )
     require(
+        model is not None or not cfg.model.is_callers,
+        "there is no model; name its folder in model.path, or give `prepare` a module",
+    )
+    require(
         cfg.training.sample is None,
         "training.sample is for shardwise train; leave it out, or generate from the result",
     )
