@@ -1,8 +1,8 @@
 """Train a transformers model in a loop of one's own, under any layout.
 
-`python examples/own_loop.py --nproc 2 --parallel.data=fsdp2` runs it on two processes. Any key of the
-run file can be given in this way. The rows are random here; they are a function of (step, slot), so
-that every layout reads the same ones.
+`python examples/own_loop.py --nproc 2 --parallel.data=fsdp2` runs it on two processes. Any key of
+the run file can be given in this way. The rows are random here; they are a function of (step,
+slot), so that every layout reads the same ones.
 """
 
 from __future__ import annotations

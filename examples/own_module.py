@@ -1,8 +1,8 @@
 """Train a module that is not from transformers, under any layout.
 
 `python examples/own_module.py --nproc 2 --parallel.data=fsdp2` runs it on two processes,
-`--parallel.pp=2` as a pipeline, `--parallel.tp=2` with sharded linears. The task: which of the first
-four coordinates of a point is the largest?
+`--parallel.pp=2` as a pipeline, `--parallel.tp=2` with sharded linears. The task: which of the
+first four coordinates of a point is the largest?
 """
 
 from __future__ import annotations

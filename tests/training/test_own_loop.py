@@ -114,6 +114,11 @@ def test_a_layout_equals_one_process(example, layout, outcome):
     assert all(error <= TOLERANCE[kind] for kind, error in errors.items()), errors
 
 
+def test_recomputed_layers_draw_the_same_masks(outcome, tmp_path):
+    run_example(own_module, tmp_path, training={"checkpointing": "full"})
+    assert differences(outcome_in(tmp_path), outcome(own_module, "single"))["loss"] == 0
+
+
 def test_what_a_loop_leaves(outcome):
     record, weights = outcome(own_module, "single")
     config = own_module.CONFIG["training"]
@@ -185,6 +190,12 @@ class NoSum(Unnamed):
         return self.layer(batch["points"][:, :2])
 
 
+class BatchNormed(NoSum):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+
 class Frozen(NoSum):
     def __init__(self):
         super().__init__()
@@ -240,6 +251,7 @@ WRONG = {
     "a layer that is none": (with_module(Misnamed), "'layers.0', which is no module"),
     "a layer in another": (with_module(Nested), "layer.0, which lies in it"),
     "nothing to train": (with_module(Frozen), "requires a gradient"),
+    "a batch norm": (with_module(BatchNormed), "batch norm"),
     "no summed loss": (with_module(NoSum), r"float32 of \[4, 2\]"),
     "on meta": (with_module(lambda: own_module.Classifier().to("meta")), "on meta"),
     "no module": (lambda cfg, mesh: shardwise.prepare(cfg, mesh), "there is no model"),

@@ -27,7 +27,7 @@ BY_PARAMETERS = CostSource(rate="one operation per parameter")
 
 def describe_own(cfg: RunConfig, num_ranks: int, own: OwnModel) -> Description:
     """Describe a run of a module, as `describe` does; UserError with the first rule against it."""
-    rules.check(cfg, Facts(num_ranks, _facts_of(own)))
+    rules.check(cfg, Facts(num_ranks, own_facts(own)))
     return Description(
         hf=own.module,
         spec=own.spec,
@@ -41,7 +41,9 @@ def describe_own(cfg: RunConfig, num_ranks: int, own: OwnModel) -> Description:
     )
 
 
-def _facts_of(own: OwnModel) -> ModelFacts:
+def own_facts(own: OwnModel) -> ModelFacts:
+    """Return what the rules may ask of a module."""
+
     def indivisible(num_ranks: int) -> str | None:
         try:
             for layer in own.spec.layers:
@@ -98,6 +100,7 @@ def own_costs(cfg: RunConfig, own: OwnModel) -> tuple[tuple[Cost, ...], CostSour
             gradient_bytes=trained_bytes,
             optimizer_bytes=optimizer_bytes(cfg, trained_bytes, len(trained)),
             parameters=num_weights,
+            trainable=bool(trained) or not is_layer,
         )
         costs.append(cost)
     return tuple(costs), BY_PARAMETERS

@@ -233,6 +233,12 @@ def _check(module: nn.Module) -> None:
         not on_meta,
         f"{kind} has {on_meta[:1]} on meta; build it on the CPU, with its initial values",
     )
+    norms = [n for n, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    require(
+        not norms,
+        f"{kind} has {norms[:1]}, a batch norm, whose output depends on which rows share a "
+        "micro-batch; use a layer or group norm",
+    )
     trained = [p for p in module.parameters() if p.requires_grad]
     require(bool(trained), f"no parameter of {kind} requires a gradient; train at least one")
     for path, cut in _tensor_cuts(module).items():

@@ -67,7 +67,10 @@ RULES = (
             "of your own"
         ),
         way_out="leave it out",
-        why="what it does is not known, or not proven, for any module: tests/training/test_own_loop.py",
+        why=(
+            "it is about transformers' modules, or no test shows it for others: "
+            "tests/training/test_own_loop.py"
+        ),
     ),
     Rule(
         "an own module in a pipeline, without stages",
