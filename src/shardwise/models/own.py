@@ -228,17 +228,17 @@ def _check(module: nn.Module) -> None:
             len(inside) == 1,
             f"{kind}.layer_names() has {name} and {inside[-1]}, which lies in it; name one of them",
         )
-    on_meta = [name for name, p in module.named_parameters() if p.is_meta]
-    require(
-        not on_meta,
-        f"{kind} has {on_meta[:1]} on meta; build it on the CPU, with its initial values",
-    )
-    norms = [n for n, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    require(
-        not norms,
-        f"{kind} has {norms[:1]}, a batch norm, whose output depends on which rows share a "
-        "micro-batch; use a layer or group norm",
-    )
+    for name, parameter in module.named_parameters():
+        require(
+            not parameter.is_meta,
+            f"{kind} has {name} on meta; build it on the CPU, with its initial values",
+        )
+    for path, part in module.named_modules():
+        require(
+            not isinstance(part, nn.modules.batchnorm._BatchNorm),
+            f"{kind} has {path}, a batch norm, whose output depends on which rows share a "
+            "micro-batch; use a layer or group norm",
+        )
     trained = [p for p in module.parameters() if p.requires_grad]
     require(bool(trained), f"no parameter of {kind} requires a gradient; train at least one")
     for path, cut in _tensor_cuts(module).items():
