@@ -353,9 +353,9 @@ def test_a_rule_forbids_an_own_module(name):
 @pytest.mark.parametrize(
     "sections",
     [
-        {"model": {"dtype": "bfloat16"}},
-        {"model": {"path": "llama"}},
-        {"training": {"compile": "inductor"}},
+        {"model": {"dtype": "bfloat16"}, "parallel": {"pp": 2}},
+        {"model": {"path": "llama"}, "parallel": {"pp": 2}},
+        {"training": {"compile": "inductor"}, "parallel": {"pp": 2}},
         {"parallel": {"data": "fsdp2", "offload": "all"}},
         {"parallel": {"tp": 2, "sequence_parallel": True}},
         {"parallel": {"pp": 2, "schedule": "zbv"}},

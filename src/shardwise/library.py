@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import CALLERS, RunConfig, UserError
-from shardwise.launch.local import ending_of
+from shardwise.launch.local import launch
 from shardwise.launch.rank import Train
 from shardwise.process.ending import USER_ERROR, Ending, report_ending
 from shardwise.records.record import RunRecord
@@ -80,14 +80,15 @@ def _read(
 def _start(cfg: RunConfig, nproc: int | None, function: Train | None) -> None:
     # Before torch is imported: its CPU allocator else warns when the memory of a run is measured.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    ending = ending_of(cfg, nproc, function, _report)
-    if ending is None:
+    endings: list[Ending] = []
+
+    def report(ending: Ending) -> None:
+        endings.append(ending)
+        if ending.exit_code != USER_ERROR:  # which is raised below
+            report_ending(ending)
+
+    if not launch(cfg, nproc, function, report):
         return
-    if ending.exit_code == USER_ERROR:
-        raise UserError(ending.reason)
-    raise RunFailed(ending)
-
-
-def _report(ending: Ending) -> None:
-    if ending.exit_code != USER_ERROR:  # which is raised here
-        report_ending(ending)
+    if endings[-1].exit_code == USER_ERROR:
+        raise UserError(endings[-1].reason)
+    raise RunFailed(endings[-1])

@@ -18,7 +18,7 @@ from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError, require
 from shardwise.launch.group import Group, can_fork
 from shardwise.launch.rank import Report, Train, import_all, rank_process, record, run_rank
-from shardwise.process.ending import Ending, explain, report_ending
+from shardwise.process.ending import explain, report_ending
 from shardwise.process.stop import on_signals
 from shardwise.process.world import ALONE, World, device_type, find_world
 from shardwise.training.trackers import check_installed
@@ -26,28 +26,19 @@ from shardwise.training.trackers import check_installed
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 
 
-def launch(cfg: RunConfig, nproc: int | None = None, train: Train | None = None) -> int:
-    """Run `cfg` on `nproc` (default 1) processes of this machine, or as one rank of a launcher's.
-
-    Returns the exit code: 0 success, 2 the user's mistake, 3 out of memory, 128 + the number of a
-    signal that asked the run to stop (Ctrl-C: 130), 1 anything else; the reason is on stderr.
-    `train` (default: `shardwise.training.loop.train`) has to be importable, since new processes
-    may have to look it up.
-    """
-    ending = ending_of(cfg, nproc, train)
-    return 0 if ending is None else ending.exit_code
-
-
-def ending_of(
+def launch(
     cfg: RunConfig,
     nproc: int | None = None,
     train: Train | None = None,
     report: Report = report_ending,
-) -> Ending | None:
-    """Run `cfg` as `launch` does, and return its ending, None for success.
+) -> int:
+    """Run `cfg` on `nproc` (default 1) processes of this machine, or as one rank of a launcher's.
 
-    `report` gets that ending, and those after which the processes start again. Requests to exit
-    (SystemExit) are raised.
+    Returns the exit code: 0 success, 2 the user's mistake, 3 out of memory, 128 + the number of a
+    signal that asked the run to stop (Ctrl-C: 130), 1 anything else. `report` gets every ending
+    that is no success, at last the one of that code; by default it prints the reason on stderr.
+    `train` (default: `shardwise.training.loop.train`) has to be importable, since new processes
+    may have to look it up.
     """
     try:
         world = find_world(os.environ)
@@ -56,14 +47,15 @@ def ending_of(
         with output_dir.locked(cfg, world) as lock:
             output_dir.claim(cfg, clear=world is None or world.rank == 0)
             if nproc is not None and nproc > 1:
-                return run_processes(cfg, nproc, train, lock, report)
-            return run_rank(cfg, world or ALONE, train, report)
+                return start_processes(cfg, nproc, train, lock, report)
+            ending = run_rank(cfg, world or ALONE, train, report)
+            return 0 if ending is None else ending.exit_code
     except SystemExit:
         raise
     except BaseException as error:  # torch has errors that are no Exception
         ending = explain(error)
         report(ending)
-        return ending
+        return ending.exit_code
     finally:
         gc.unfreeze()  # what `import_all` has frozen
 
@@ -77,22 +69,16 @@ def _check_nproc(nproc: int | None, world: World | None) -> None:
     require(nproc is None or nproc >= 1, f"--nproc is {nproc}; give at least 1")
 
 
-def start_processes(cfg: RunConfig, nproc: int, train: Train | None = None) -> int:
-    """Run `cfg` on `nproc` new processes; return the exit code, with the reason on stderr."""
-    ending = run_processes(cfg, nproc, train)
-    return 0 if ending is None else ending.exit_code
-
-
-def run_processes(
+def start_processes(
     cfg: RunConfig,
     nproc: int,
     train: Train | None = None,
     lock: Lock | None = None,
     report: Report = report_ending,
-) -> Ending | None:
+) -> int:
     """Run `cfg` on `nproc` new processes, and again after one has died (`training.max_restarts`).
 
-    Returns the last ending, None for success; the record has its reason. A run of the training loop
+    Returns the exit code; `report` gets the reason of every failure, and the record the last one. A run of the training loop
     that a rule refuses ends before a process starts. Each process holds `lock` as this one does.
     """
     group = Group()
@@ -107,7 +93,7 @@ def run_processes(
         while True:
             ending = group.run(partial(rank_process, cfg, nproc, train, lock), nproc, method)
             if ending is None:
-                return None
+                return 0
             published = {path.name for path, _ in _published(cfg) - before}
             has_results = not published.isdisjoint(output_dir.RESULTS)
             is_last = (
@@ -127,7 +113,7 @@ def run_processes(
             report(replace(ending, text=f"{ending.text}{note}"))
             if is_last or has_results:
                 record(cfg, ending)
-                return ending
+                return ending.exit_code
             cfg = _for_restart(cfg, has_checkpoint=bool(published))
 
 
