@@ -78,8 +78,9 @@ def start_processes(
 ) -> int:
     """Run `cfg` on `nproc` new processes, and again after one has died (`training.max_restarts`).
 
-    Returns the exit code; `report` gets the reason of every failure, and the record the last one. A run of the training loop
-    that a rule refuses ends before a process starts. Each process holds `lock` as this one does.
+    Returns the exit code; `report` gets the ending of every failure, and the record the last one. A
+    run of the training loop that a rule refuses ends before a process starts. Each process holds
+    `lock` as this one does.
     """
     group = Group()
     with on_signals(group.on_signal):
