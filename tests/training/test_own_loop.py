@@ -150,6 +150,20 @@ def test_a_resumed_loop_equals_an_undisturbed_one(layout, largest, tmp_path):
         assert (weights[name] - weight).abs().max() <= 10 * largest, name
 
 
+def test_a_step_that_was_saved_is_not_saved_again(tmp_path):
+    def main(cfg, mesh):
+        with shardwise.prepare(cfg, mesh, own_module.Classifier()) as run:
+            for step in run.steps():
+                run.step(run.microbatches(step, rows(step)))
+                if step != 1:
+                    run.save()
+
+    training = {"steps": 4, "save_every": 2, "keep_last": 9}
+    run_example(own_module, tmp_path, main=main, training=training)
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == ["step-2", "step-3", "step-4"]
+
+
 def test_shardwise_train_refuses_the_rows_of_another_loop(tmp_path):
     training = {"save_every": 2, "steps": 2}
     run_example(own_loop, tmp_path / "own", training=training)

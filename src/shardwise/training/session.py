@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from shardwise.assembly.build import Job
 from shardwise.checkpoint.checkpointer import Checkpointer
@@ -56,7 +56,7 @@ class Session:
         self._record: RunRecord | None = None
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:  # closes what is open where one of these fails
             stack.enter_context(writing(self.cfg))
             stack.enter_context(self.reporter)
@@ -125,8 +125,8 @@ class Session:
         self.reporter.log(self.done, values)
 
     def save(self) -> None:
-        """Save a checkpoint now, whatever `training.save_every` says."""
-        self._checkpointer.stop(self.done)
+        """Save a checkpoint now, after `evaluate` if there is one, whatever `save_every` says."""
+        self._checkpointer.after_step(self.done, self._evaluation, is_asked_for=True)
 
     def finish(self, tokenizer: PreTrainedTokenizerBase | None = None) -> RunRecord | None:
         """Save the result, with the tokenizer, and the record, which is returned on rank 0."""
