@@ -68,7 +68,14 @@ class OwnLoop(Session):
         self._latest: Sequence[AnyBatch] = ()
 
     def step(self, microbatches: Sequence[AnyBatch]) -> StepResult:
-        """See Session."""
+        """See Session; UserError for other rows than this rank's of the next step."""
+        number, slots = self.done + 1, [slot for batch in microbatches for slot in batch.slots]
+        require(
+            slots == list(self.slots) and all(batch.step == number for batch in microbatches),
+            f"step {number}: this rank reads the slots {list(self.slots)}, and was given those of "
+            f"{slots} of step {microbatches[0].step if microbatches else 'none'}; make them with "
+            f"microbatches({number}, rows)",
+        )
         self._latest = microbatches
         return super().step(microbatches)
 

@@ -96,7 +96,6 @@ class Session:
             f"`step` was called for step {number} when it was not its turn; call it once for each "
             "number that `steps()` gives",
         )
-        self._check_slots(number, microbatches)
         microbatches = [batch.to(self.mesh.device) for batch in microbatches]
         if self.cfg.measure.reverse_microbatches:
             microbatches.reverse()
@@ -150,12 +149,3 @@ class Session:
         self.reporter.measuring_memory()
         memory = measure_memory(self.job, microbatches, self.mesh, self.cfg)
         return self.add(**memory.fields())
-
-    def _check_slots(self, number: int, microbatches: Sequence[AnyBatch]) -> None:
-        slots = [slot for batch in microbatches for slot in batch.slots]
-        require(
-            slots == list(self.slots) and all(batch.step == number for batch in microbatches),
-            f"step {number}: this rank reads the slots {list(self.slots)}, and was given those of "
-            f"{slots} of step {microbatches[0].step if microbatches else 'none'}; make them with "
-            f"microbatches({number}, rows)",
-        )
