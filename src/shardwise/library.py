@@ -17,6 +17,9 @@ from shardwise.run_file import apply_override, parse_config, read_yaml
 Source = RunConfig | str | Path | Mapping[str, Any]
 """A run: a RunConfig, the path of a run file, or its sections as plain data."""
 
+CALLERS_KEYS = {"model": {"path": CALLERS}, "data": {"train": CALLERS}}
+"""The required keys that a loop of the caller may leave out."""
+
 
 class RunFailed(RuntimeError):
     """A run that did not succeed, for another reason than the user's mistake.
@@ -38,7 +41,7 @@ def train(config: Source, nproc: int | None = None, overrides: Sequence[str] = (
     `overrides` are those of the command line, `--section.key=value`. UserError for the user's
     mistake, RunFailed for anything else.
     """
-    cfg = _read(config, overrides, {})
+    cfg = read_config(config, overrides, {})
     _start(cfg, nproc, None)
     return RunRecord.read(Path(cfg.training.output_dir, "record.json"))
 
@@ -56,11 +59,10 @@ def run(
 
     UserError for the user's mistake, RunFailed for anything else.
     """
-    left_out = {"model": {"path": CALLERS}, "data": {"train": CALLERS}}
-    _start(_read(config, overrides, left_out), nproc, function)
+    _start(read_config(config, overrides, CALLERS_KEYS), nproc, function)
 
 
-def _read(
+def read_config(
     config: Source, overrides: Sequence[str], defaults: Mapping[str, Mapping[str, Any]]
 ) -> RunConfig:
     """Return a config; `defaults` stand for required keys that it leaves out."""

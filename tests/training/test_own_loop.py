@@ -18,8 +18,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import shardwise
-from shardwise.config import UserError
+from shardwise.config import RunConfig, UserError
+from shardwise.library import CALLERS_KEYS, read_config
+from shardwise.parallel.mesh import build_mesh
 from shardwise.records.record import RunRecord
+from tests.distributed import run_ranks
 from tests.parity.harness import TOLERANCE
 
 ROOT = Path(__file__).parents[2]
@@ -66,13 +69,25 @@ def outcome_in(folder: Path) -> tuple[RunRecord, dict[str, torch.Tensor]]:
 def run_example(
     example: Any, folder: Path, nproc: int | None = None, main: Any = None, **sections: Any
 ) -> None:
-    """Run an example with SGD, whose steps are no larger than its gradients."""
+    """Run an example with SGD, whose steps are no larger than its gradients.
+
+    Several ranks are forks of this process, whatever threads it has; the launcher would spawn them.
+    """
     config = {**example.CONFIG, "optimizer": {"name": "sgd", "lr": 0.05}, **sections}
     training = {**example.CONFIG["training"], **sections.get("training", {})}
     config["training"] = {**training, "output_dir": str(folder), "device": "cpu"}
     if "model" in config:
         config["model"] = {**config["model"], "path": str(ROOT / config["model"]["path"])}
-    shardwise.run(main or example.main, config, nproc)
+    main = main or example.main
+    if nproc is None or nproc == 1:
+        shardwise.run(main, config)
+        return
+    folder.mkdir(exist_ok=True)
+    run_ranks(nproc, on_rank, main, read_config(config, (), CALLERS_KEYS))
+
+
+def on_rank(main: Any, cfg: RunConfig) -> None:
+    main(cfg, build_mesh(cfg, torch.device("cpu")))
 
 
 def differences(
@@ -300,7 +315,7 @@ def other_values(cfg, mesh):
 
 
 def test_ranks_with_other_initial_values_are_refused(tmp_path):
-    with pytest.raises(UserError, match="other initial values on another rank"):
+    with pytest.raises(RuntimeError, match=r"UserError: .* other initial values on another rank"):
         run_example(own_module, tmp_path, 2, other_values, parallel={"data": "ddp"})
 
 
@@ -322,5 +337,5 @@ class Reshaped(own_module.Classifier):
     ("module", "message"), [(Forgetful, "0 times"), (Reshaped, "`passed_on` says float32 of")]
 )
 def test_stages_that_are_not_the_module_are_refused(module, message, tmp_path):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(RuntimeError, match=f"UserError: .*{message}"):
         run_example(own_module, tmp_path, 2, with_module(module), parallel={"pp": 2})
