@@ -54,7 +54,10 @@ NOT_QUICK = (
     *(f"tests/parallel/test_{name}.py" for name in ("tensor_options", "tensor_parallel", "zero")),
     *(
         f"tests/{name}.py"
-        for name in ("launch/test_local", "training/test_measure", "process/test_watchdog")
+        for name in (
+            *("launch/test_local", "training/test_measure", "process/test_watchdog"),
+            *("test_library", "training/test_own_loop"),
+        )
     ),
 )
 """Folders and files of tests; `make test` prints what each costs."""

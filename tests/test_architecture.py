@@ -83,10 +83,10 @@ ARROWS = {
 EVERYONE = {"config", "keys", "run_file", "interfaces", "ranges", "words", "layouts", "rules"}
 MOST_LINES = {
     "config keys run_file ranges interfaces layouts rules words": 2_400,
-    "cli commands __main__ __init__": 700,
+    "cli commands library __main__ __init__": 700,
     "presets": 300,
-    "assembly training checkpoint process launch": 5_000,
-    "models": 5_900,
+    "assembly training checkpoint process launch": 5_400,
+    "models": 6_250,
     "parallel": 2_250,
     "data": 3_450,
     "kernels": 3_300,
@@ -95,7 +95,7 @@ MOST_LINES = {
     "benchmark report drawing records": 5_100,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
-FREE = {"cli", "commands", "__main__", "__init__"}
+FREE = {"cli", "commands", "library", "__main__", "__init__"}
 FORBIDDEN = {
     "models": ("torch.distributed",),
     "records": ("torch", "transformers"),

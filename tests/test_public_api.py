@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import shardwise
+
 SOURCE = Path(__file__).parents[1] / "src" / "shardwise"
 MODULES = [
     path
@@ -37,6 +39,18 @@ def test_public_names_have_docstrings_and_types(path):
 
 def test_import_is_light():
     heavy = "{'torch', 'transformers', 'pydantic'}"
-    code = f"import sys, shardwise, shardwise.config; print({heavy} & set(sys.modules))"
+    imports = "import sys, shardwise, shardwise.config; dir(shardwise)"
+    code = f"{imports}; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_public_names_are_there_for_users_and_checkers():
+    for name in shardwise.__all__:
+        assert getattr(shardwise, name).__doc__, name
+    tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    imported = [alias.asname for node in block.body for alias in node.names]
+    assert sorted(imported) == shardwise.__all__ == sorted(shardwise._MODULES)
+    with pytest.raises(AttributeError, match="no attribute 'tarin'"):
+        shardwise.tarin  # noqa: B018

@@ -17,19 +17,23 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+from examples.own_module import Classifier
 
 from shardwise import rules
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
+from shardwise.assembly.own import describe_own, own_facts
 from shardwise.benchmark import sweep
-from shardwise.config import Lora, Model, RunConfig, UserError
+from shardwise.config import CALLERS, Lora, Model, RunConfig, UserError
 from shardwise.keys import known_keys
 from shardwise.layouts import NAMES, Facts, axis_sizes, layout_of, parallel_of
 from shardwise.models import load, lora
 from shardwise.models.catalogue import model_table
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, family_of, spec_of
+from shardwise.models.own import OwnModel
 from shardwise.planner.split_view import plan
+from shardwise.rules.rule import Case
 from shardwise.run_file import parse_config
 from tests.models.unproven import write_config
 
@@ -41,6 +45,26 @@ PIPELINE = {"pp": 2}
 EXPERTS = {"r": 4, "targets": ["experts"]}
 
 Sections = dict[str, dict[str, Any]]
+
+
+class Plain(torch.nn.Sequential):
+    """A module that names its layers, and no more."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(2, 2))
+
+    def layer_names(self) -> list[str]:
+        return ["0"]
+
+
+class Tied(Classifier):
+    """A module with one weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks["block1"].norm.weight = self.blocks["block0"].norm.weight
+
+
 EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     **{
         f"{key} without its format or packing": ("llama", {"data": {key: value}}, 1)
@@ -268,6 +292,13 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "an empty stage": ("llama", {"parallel": {"pp": 3, "split": [2, 0, 2]}}, 3),
 }
 """By rule, a run that it forbids: tiny model, sections of the run file, number of processes."""
+OWN: dict[str, tuple[type[torch.nn.Module], Sections, int]] = {
+    "an own module with a key of transformers models": (Classifier, {"lora": LORA}, 1),
+    "an own module in a pipeline, without stages": (Plain, {"parallel": PIPELINE}, 2),
+    "an own module in a pipeline, with tied weights": (Tied, {"parallel": PIPELINE}, 2),
+    "an own module under tp, without cuts": (Plain, {"parallel": {"tp": 2}}, 2),
+}
+"""By rule, a module of the caller, sections of its run, and a number of processes."""
 OLD_TORCH = {
     "compile with LoRA's kernels on an old torch": {
         "training": {"compile": "inductor"},
@@ -329,7 +360,7 @@ def names() -> set[str]:
 
 
 def test_every_rule_has_an_example_and_a_name_of_its_own():
-    assert names() == {*EXAMPLES, *OLD_TORCH}
+    assert names() == {*EXAMPLES, *OWN, *OLD_TORCH}
     assert len(names()) == sum(map(len, rules.RULES.values()))
 
 
@@ -341,6 +372,39 @@ def test_a_rule_forbids_its_example_before_a_rank_starts(name, folder_of):
     assert name in messages
     assert "\n" not in messages[name]
     assert refusal(cfg, num_ranks) in messages.values()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_rule_forbids_an_own_module(name):
+    module, sections, num_ranks = OWN[name]
+    usual: Sections = {"model": {"path": CALLERS}, "training": {"global_batch_size": 16}}
+    cfg = run_of(CALLERS, {**sections, **usual})
+    cfg = replace(cfg, model=Model(CALLERS))
+    with pytest.raises(UserError) as caught:
+        describe_own(cfg, num_ranks, OwnModel.of(module()))
+    (rule,) = (rule for rule in rules.RULES["model"] if rule.name == name)
+    facts = Facts(num_ranks, own_facts(OwnModel.of(module())))
+    assert str(caught.value) == rule.message(Case(cfg, facts))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"dtype": "bfloat16"}, "parallel": {"pp": 2}},
+        {"model": {"path": "llama"}, "parallel": {"pp": 2}},
+        {"training": {"compile": "inductor"}, "parallel": {"pp": 2}},
+        {"parallel": {"data": "fsdp2", "offload": "all"}},
+        {"parallel": {"tp": 2, "sequence_parallel": True}},
+        {"parallel": {"pp": 2, "schedule": "zbv"}},
+        {"parallel": {"pp": 2, "memory_limit_gib": 1.0}},
+    ],
+    ids=str,
+)
+def test_keys_that_no_own_module_has(sections):
+    cfg = run_of(CALLERS, {**sections, "model": {"init": "weights", **sections.get("model", {})}})
+    with pytest.raises(UserError, match=r"(model|training|parallel)\.\w+.* is for transformers"):
+        describe_own(cfg, 2, OwnModel.of(Classifier()))
 
 
 def facts_of_run(cfg: RunConfig, num_ranks: int) -> Facts:

@@ -1,3 +1,71 @@
-"""Fine-tune hybrid-attention language models under every parallel strategy, proven equal."""
+"""Fine-tune hybrid-attention language models under every parallel strategy, proven equal.
+
+The names of `__all__` are the library. Each is imported when it is first used, so that `import
+shardwise` takes no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.config import RunConfig as RunConfig
+    from shardwise.config import UserError as UserError
+    from shardwise.interfaces import Batch as Batch
+    from shardwise.interfaces import Mesh as Mesh
+    from shardwise.interfaces import TensorBatch as TensorBatch
+    from shardwise.library import RunFailed as RunFailed
+    from shardwise.library import run as run
+    from shardwise.library import train as train
+    from shardwise.models.own import TensorCut as TensorCut
+    from shardwise.records.record import RunRecord as RunRecord
+    from shardwise.run_file import load_config as load_config
+    from shardwise.training.own_loop import OwnLoop as OwnLoop
+    from shardwise.training.own_loop import prepare as prepare
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Batch": "interfaces",
+    "Mesh": "interfaces",
+    "OwnLoop": "training.own_loop",
+    "RunConfig": "config",
+    "RunFailed": "library",
+    "RunRecord": "records.record",
+    "TensorBatch": "interfaces",
+    "TensorCut": "models.own",
+    "UserError": "config",
+    "load_config": "run_file",
+    "prepare": "training.own_loop",
+    "run": "library",
+    "train": "library",
+}
+"""The module of each public name."""
+
+__all__ = [
+    "Batch",
+    "Mesh",
+    "OwnLoop",
+    "RunConfig",
+    "RunFailed",
+    "RunRecord",
+    "TensorBatch",
+    "TensorCut",
+    "UserError",
+    "load_config",
+    "prepare",
+    "run",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"shardwise.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.layouts import AXES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from shardwise.config import RunConfig
     from shardwise.schedule.timeline import Event
 
@@ -47,6 +45,11 @@ class Batch:
     positions: torch.Tensor | None = field(default=None, kw_only=True)
     """[B, T] int64: the places of the tokens in their rows; None: 0 to T-1, a complete row."""
 
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return self.input_ids.device
+
     def num_target_tokens(self) -> int:
         """Return the number of positions that have a target."""
         return int((self.labels != IGNORED).sum())
@@ -56,6 +59,59 @@ class Batch:
         tensors = {n: t for n, t in vars(self).items() if isinstance(t, torch.Tensor)}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return replace(self, **moved)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what a reader needs of each row to find an error, as plain data."""
+        rows = zip(self.slots, self.input_ids.tolist(), self.labels.tolist())
+        return [{"slot": slot, "input_ids": ids, "labels": labels} for slot, ids, labels in rows]
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """One micro-batch of a module that is not a language model of transformers: named tensors.
+
+    `batch["name"]` is a tensor. The first dim of each is the rows.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    """[B, ...] each, by the names that the module reads."""
+    num_targets: int
+    """The number of targets in these rows: of what the module's loss is a sum."""
+    slots: tuple[int, ...]
+    """As in Batch."""
+    step: int
+    """As in Batch."""
+    positions: None = field(default=None, init=False)
+    """As in Batch: every row is complete."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return next(iter(self.tensors.values())).device
+
+    def num_target_tokens(self) -> int:
+        """Return the number of targets."""
+        return self.num_targets
+
+    def to(self, device: torch.device) -> TensorBatch:
+        """Return the same batch with its tensors on `device`."""
+        tensors = {n: t.to(device, non_blocking=True) for n, t in self.tensors.items()}
+        return replace(self, tensors=tensors)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what a reader needs of each row to find an error, as plain data."""
+        content = {name: tensor.tolist() for name, tensor in self.tensors.items()}
+        return [
+            {"slot": slot, **{name: rows[place] for name, rows in content.items()}}
+            for place, slot in enumerate(self.slots)
+        ]
+
+
+AnyBatch = Batch | TensorBatch
+"""A micro-batch, which strategies pass on to the model as it is."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +239,9 @@ class Part(nn.Module):
     The last part of a model returns the summed loss.
     """
 
-    hf: PreTrainedModel
-    """This rank's share of the transformers model, under transformers' names."""
+    hf: nn.Module
+    """This rank's share of the model under its own names: a transformers model, or a module of the
+    caller."""
 
 
 class Run(Protocol):
@@ -195,7 +252,7 @@ class Run(Protocol):
     """
 
     def __call__(
-        self, pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
+        self, pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
     ) -> torch.Tensor:
         """See Run."""
         ...
@@ -245,7 +302,7 @@ class ParallelModel:
     """Called before each micro-batch: whether its gradients are reduced, as a step's last are."""
     reduce_grads: tuple[Callable[[], None], ...] = ()
     """Called in order after the last backward, for gradients that no wrapper reduces."""
-    shard_batch: tuple[Callable[[Batch], Batch], ...] = ()
+    shard_batch: tuple[Callable[[AnyBatch], AnyBatch], ...] = ()
     """Applied in order to each micro-batch. (Context parallelism takes its share of T here.)"""
     to_portable: Callable[[str, torch.Tensor], torch.Tensor] = already_portable
     """(parameter name, what this rank holds under it: the weight, its gradient or an optimizer
@@ -323,7 +380,7 @@ class State(Protocol):
         """The keys of the tensors, equal on every rank."""
         ...
 
-    def check(self, model: PreTrainedModel, cfg: RunConfig) -> None:
+    def check(self, model: nn.Module, cfg: RunConfig) -> None:
         """Raise UserError, the same on every rank, if the tensors do not fit a run of this model.
 
         `model`: all of it, on meta, with its adapters. `build` calls this before it takes memory.

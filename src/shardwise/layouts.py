@@ -72,6 +72,12 @@ class ModelFacts:
     odd_experts: Callable[[int], str | None]
     """Return why torch's grouped product cannot take the experts of one of so many ranks of `tp`,
     or None."""
+    is_own: bool = False
+    """Whether it is a module of the caller rather than a transformers model."""
+    gives_stages: bool = False
+    """Whether such a module cuts stages of itself."""
+    gives_cuts: bool = False
+    """Whether such a module says how its weights are sharded."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     """Read a run file and apply `--section.key=value` overrides, whose values are YAML."""
     data = read_yaml(path, "a run file is a mapping of sections; see docs/reference/config.md")
     for override in overrides or []:
-        _apply_override(data, override)
+        apply_override(data, override)
     return parse_config(data, source=str(path))
 
 
@@ -155,7 +155,7 @@ class _PlainData(yaml.SafeLoader):
         return node
 
 
-def _apply_override(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
     """Set a key in the sections of a run file, or a whole section, as in `--lora=null`."""
     key, equals, text = override.removeprefix("--").partition("=")
     section, _, name = key.partition(".")

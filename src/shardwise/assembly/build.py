@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from shardwise.assembly import order
 from shardwise.assembly.costs import choose_split, costs_of, memory_caveat
@@ -23,13 +23,15 @@ from shardwise.assembly.optimizer import (
     make_optimizer,
     optimized_parameters,
 )
+from shardwise.assembly.own import describe_own, own_costs, own_parts
 from shardwise.assembly.state import FRESH, load_initial_weights, load_state
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch, Mesh, ParallelModel, State
+from shardwise.interfaces import AnyBatch, Mesh, ParallelModel, State
 from shardwise.models import lora, tensor_plan
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note
 from shardwise.models.multimodal import Multimodal
+from shardwise.models.own import OwnModel
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import fill, materialise
 from shardwise.parallel.reduce import of_every_rank
@@ -65,8 +67,9 @@ class Job:
     """A run that is ready to train."""
 
     pm: ParallelModel
-    hf: PreTrainedModel
-    """The whole model, by names and config; on meta where it is cut into stages."""
+    hf: Any
+    """The whole model, by names and config; on meta where it is cut into stages. It is a model of
+    transformers or, where `spec.is_own`, a module of the caller."""
     multimodal: Multimodal | None
     """The class that is saved, where `architectures` names another one than that of `hf`."""
     optimizer: torch.optim.Optimizer
@@ -94,20 +97,31 @@ class Job:
         return [parameter for _, parameter in optimized_parameters(self.optimizer)]
 
 
-def build(cfg: RunConfig, mesh: Mesh, state: State = FRESH, num_steps: int | None = None) -> Job:
+def build(
+    cfg: RunConfig,
+    mesh: Mesh,
+    state: State = FRESH,
+    num_steps: int | None = None,
+    own: OwnModel | None = None,
+) -> Job:
     """Build this rank's part of the run that `cfg` describes, as it is after `state.step` steps.
 
     The run has `num_steps` steps; without this number, which comes from the data if
     `training.epochs` is set, `training.steps`, or the one step that a check or a measure takes.
-    Memory is taken after all checks; UserError, the same on every rank, if one fails.
+    `own`: a module of the caller, which is trained in place of the model that `cfg` names. Memory
+    is taken after all checks; UserError, the same on every rank, if one fails.
     """
     num_steps = num_steps or cfg.training.steps or 1
-    facts = describe(cfg, mesh.dense.size(), mesh.device)
+    num_ranks = mesh.dense.size()
+    facts = describe_own(cfg, num_ranks, own) if own else describe(cfg, num_ranks, mesh.device)
     hf, spec = facts.hf, facts.spec
     state.check(hf, cfg)
     parameters = _sizes(hf)
     counts = count_model(hf, spec) if _can_count_flops(cfg, spec) else None
-    cut = None if facts.pipeline is None else _cut(cfg, mesh, facts, facts.pipeline, counts)
+    cut = None
+    if facts.pipeline is not None:
+        costs = own_costs(cfg, own) if own else _costs(cfg, mesh, facts, counts)
+        cut = _cut(cfg, facts.pipeline, costs)
     notes = _notes(cfg, mesh, facts, cut)
     # By the shapes of full parameters.
     decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, facts.family)}
@@ -118,8 +132,12 @@ def build(cfg: RunConfig, mesh: Mesh, state: State = FRESH, num_steps: int | Non
 
     boundaries = () if cut is None else cut.split.boundaries
     chunks = () if cut is None else cut.pipeline.chunks_of(mesh.dense.get_local_rank("pp"))
+    if own:
+        parts = own_parts(cfg, own, boundaries, chunks)
+    else:
+        parts = order.into_parts(facts, cfg, boundaries, chunks)
     pm = ParallelModel(
-        parts=order.into_parts(facts, cfg, boundaries, chunks),
+        parts=parts,
         run=run_in_turn,
         make_optimizer=lambda named: make_optimizer(cfg.optimizer, named, decayed),
         from_portable=lambda name, held, portable: fill(held, portable),
@@ -149,10 +167,15 @@ def build(cfg: RunConfig, mesh: Mesh, state: State = FRESH, num_steps: int | Non
     )
 
 
-def _cut(
-    cfg: RunConfig, mesh: Mesh, facts: Description, pipeline: Pipeline, counts: ModelCounts | None
-) -> Cut:
-    costs = costs_of(cfg, facts.hf, facts.spec, counts, mesh.dense.size(), mesh.size("dp_shard"))
+Costs = tuple[tuple[Cost, ...], CostSource]
+
+
+def _costs(cfg: RunConfig, mesh: Mesh, facts: Description, counts: ModelCounts | None) -> Costs:
+    num_ranks, num_shards = mesh.dense.size(), mesh.size("dp_shard")
+    return costs_of(cfg, facts.hf, facts.spec, counts, num_ranks, num_shards)
+
+
+def _cut(cfg: RunConfig, pipeline: Pipeline, costs: Costs) -> Cut:
     # A few numbers per layer go from every rank to all: a node may have another profile, or none.
     units, source = of_every_rank(costs)[0]
     return Cut(pipeline, choose_split(cfg, units, pipeline.num_microbatches), units, source)
@@ -160,14 +183,14 @@ def _cut(
 
 def _can_count_flops(cfg: RunConfig, spec: ModelSpec) -> bool:
     # Attention's FLOPs in isolated rows depend on where the documents end.
-    return spec.family in FAMILIES and not cfg.data.keeps_documents_apart
+    return spec.family in FAMILIES and not spec.is_own and not cfg.data.keeps_documents_apart
 
 
 def _notes(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> tuple[str, ...]:
     notes = []
-    if facts.spec.family not in FAMILIES:
+    if facts.spec.family not in FAMILIES and not facts.spec.is_own:
         notes.append(unproven_note(facts.spec.family))
-    if cfg.data.keeps_documents_apart:
+    if cfg.data.keeps_documents_apart and not facts.spec.is_own:
         notes.append(
             f"data.packing {cfg.data.packed}: no FLOPs are counted (mfu and hfu are null), since "
             "attention's depend on where the documents end"
@@ -216,12 +239,12 @@ def _sizes(hf: nn.Module) -> dict[str, int]:
 
 
 def run_in_turn(
-    pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
+    pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
 ) -> torch.Tensor:
     """Run one micro-batch after the other through a model that is not cut: see `Run`."""
     (part,) = pm.parts
     part.train(train)
-    total = torch.zeros((), device=microbatches[0].input_ids.device)
+    total = torch.zeros((), device=microbatches[0].device)
     with torch.set_grad_enabled(train):
         for i, batch in enumerate(microbatches):
             pm.set_sync(i == len(microbatches) - 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -32,6 +33,8 @@ from shardwise.schedule.orders import Pipeline
 class Description(WholeModel):
     """A run that may begin, before it takes memory; the same on every rank."""
 
+    hf: Any
+    """The whole model with its adapters, parameters on meta: transformers' or the caller's."""
     multimodal: Multimodal | None
     """The class that is saved, where `architectures` names another one than that of `hf`."""
     sizes: Mapping[str, int]

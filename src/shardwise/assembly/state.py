@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.assembly.optimizer import STATES, optimized_parameters
@@ -35,7 +36,7 @@ class MemoryState:
         """The keys of the tensors."""
         return self.tensors.keys()
 
-    def check(self, model: PreTrainedModel, cfg: RunConfig) -> None:
+    def check(self, model: nn.Module, cfg: RunConfig) -> None:
         """Check that the model has what the tensors are of; their shapes are checked when read."""
         names = [name for name, _ in model.named_parameters()]
         known = {f"weights/{name}" for name in names}
@@ -111,7 +112,7 @@ def portable_weights(pm: ParallelModel, trained_only: bool) -> Iterator[tuple[st
         yield name, _portable(pm, name, local)
 
 
-def persistent_buffers(hf: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, buffer) of the buffers that a model's files have, such as a router's bias."""
     persistent = hf.state_dict(keep_vars=True)
     yield from ((name, buffer) for name, buffer in hf.named_buffers() if name in persistent)
@@ -129,7 +130,9 @@ def _initial_weights(
     if by_hf_name:
         with paused():
             weight_files.fetch(cfg.model)
-        base = load.weights(pm.parts[0].hf, cfg.model, cfg.training.seed, by_hf_name)
+        hf = pm.parts[0].hf
+        assert isinstance(hf, PreTrainedModel), "the state of a caller's module has all values"
+        base = load.weights(hf, cfg.model, cfg.training.seed, by_hf_name)
         for disk_name, full in base:
             yield from ((name, full) for name in by_hf_name[disk_name])
     for part in pm.parts:

@@ -72,8 +72,13 @@ class Checkpointer:
     ) -> None:
         self._thread.shutdown(wait=error is None)
 
-    def after_step(self, step: int, evaluation: Evaluation | None) -> None:
-        """Save every `training.save_every` steps, and with `keep_best` after a best evaluation."""
+    def after_step(
+        self, step: int, evaluation: Evaluation | None, is_asked_for: bool = False
+    ) -> None:
+        """Save every `training.save_every` steps, and with `keep_best` after a best evaluation.
+
+        A step is saved once.
+        """
         self._step = step
         training = self._cfg.training
         if training.keep_best and evaluation is not None and math.isfinite(evaluation.loss):
@@ -88,7 +93,7 @@ class Checkpointer:
                 self._best = new
         is_best = self._best is not None and self._best.step == step
         is_due = training.save_every > 0 and step % training.save_every == 0
-        if is_due or is_best:
+        if (is_due or is_best or is_asked_for) and self._saved != step:
             self.save(step)
 
     def finish(self) -> None:

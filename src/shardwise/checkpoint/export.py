@@ -21,7 +21,7 @@ from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
 from shardwise.models.adapter import save_adapter
 from shardwise.models.load import other_weights
-from shardwise.models.save import save_for_generation, save_model
+from shardwise.models.save import save_for_generation, save_model, write_shards
 from shardwise.parallel.place import full_tensor
 from shardwise.process.watchdog import beat
 
@@ -48,7 +48,9 @@ def save_result(
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
     unfinished = folder.with_name(folder.name + UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
-    if cfg.lora is None:
+    if job.spec.is_own:
+        write_shards(tensors, unfinished)
+    elif cfg.lora is None:
         # Random weights have no files, and so nothing beside the language model.
         whole = job.multimodal if cfg.model.init == "weights" else None
         others = () if whole is None else other_weights(job.hf, cfg.model)

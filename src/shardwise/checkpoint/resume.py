@@ -192,4 +192,6 @@ def may_have_steps(cfg: Optimizer, before: int, done: int, steps: int) -> bool:
 
 def fingerprint(cfg: RunConfig) -> dict[str, str]:
     """Return checksums of the model's files; with LoRA also of weights, which no checkpoint has."""
+    if cfg.model.is_callers:  # a checkpoint holds all of it
+        return {}
     return weight_files.fingerprint(cfg.model, weights=cfg.lora is not None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from torch import nn
 
 from shardwise.assembly.optimizer import STATES
 from shardwise.assembly.state import persistent_buffers
@@ -38,7 +38,7 @@ class SavedState:
         """The keys of the tensors that the checkpoint holds."""
         return self._tensors.keys()
 
-    def check(self, model: PreTrainedModel, cfg: RunConfig) -> None:
+    def check(self, model: nn.Module, cfg: RunConfig) -> None:
         """Raise UserError unless the checkpoint has exactly what a run of this model trains."""
         if problem := self._problem(model, cfg):
             raise UserError(
@@ -56,7 +56,7 @@ class SavedState:
             raise RunError(f"checkpoint {self._folder} could not be read: {error}") from None
         return target
 
-    def _problem(self, model: PreTrainedModel, cfg: RunConfig) -> str | None:
+    def _problem(self, model: nn.Module, cfg: RunConfig) -> str | None:
         parameters = dict(model.named_parameters())
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         expected: dict[str, torch.Tensor] = {}

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.config.data import Data
-from shardwise.config.model import DType, Lora, Model
+from shardwise.config.model import CALLERS, DType, Lora, Model
 from shardwise.config.parallel import Parallel
 from shardwise.config.section import Section, UserError, require
 from shardwise.config.training import Measure, Optimizer, Training
 
 __all__ = [
+    "CALLERS",
     "REMOVED",
     "DType",
     "Data",

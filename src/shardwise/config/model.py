@@ -8,6 +8,8 @@ from typing import Literal
 from shardwise.config.section import Section, require
 
 DType = Literal["float32", "bfloat16"]
+CALLERS = "given by the caller"
+"""`model.path` and `data.train` of a loop of the caller with a module or rows of its own."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,11 @@ class Model(Section):
     """Run Python code that comes with the model folder."""
     sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """The attention kernel of torch; one that cannot run here is an error, never replaced."""
+
+    @property
+    def is_callers(self) -> bool:
+        """Whether it is a module of the caller, which no folder holds."""
+        return self.path == CALLERS
 
 
 @dataclass(frozen=True)

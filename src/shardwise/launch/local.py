@@ -17,8 +17,8 @@ from shardwise.checkpoint.folder import complete
 from shardwise.checkpoint.output_lock import Lock
 from shardwise.config import RunConfig, UserError, require
 from shardwise.launch.group import Group, can_fork
-from shardwise.launch.rank import Train, import_all, rank_process, record, run_rank
-from shardwise.process.ending import explain, report_ending, report_error
+from shardwise.launch.rank import Report, Train, import_all, rank_process, record, run_rank
+from shardwise.process.ending import explain, report_ending
 from shardwise.process.stop import on_signals
 from shardwise.process.world import ALONE, World, device_type, find_world
 from shardwise.training.trackers import check_installed
@@ -26,11 +26,17 @@ from shardwise.training.trackers import check_installed
 # torch is imported inside functions: a user's mistake is reported before that takes its seconds.
 
 
-def launch(cfg: RunConfig, nproc: int | None = None, train: Train | None = None) -> int:
+def launch(
+    cfg: RunConfig,
+    nproc: int | None = None,
+    train: Train | None = None,
+    report: Report = report_ending,
+) -> int:
     """Run `cfg` on `nproc` (default 1) processes of this machine, or as one rank of a launcher's.
 
     Returns the exit code: 0 success, 2 the user's mistake, 3 out of memory, 128 + the number of a
-    signal that asked the run to stop (Ctrl-C: 130), 1 anything else; the reason is on stderr.
+    signal that asked the run to stop (Ctrl-C: 130), 1 anything else. `report` gets every ending
+    that is no success, at last the one of that code; by default it prints the reason on stderr.
     `train` (default: `shardwise.training.loop.train`) has to be importable, since new processes
     may have to look it up.
     """
@@ -41,11 +47,15 @@ def launch(cfg: RunConfig, nproc: int | None = None, train: Train | None = None)
         with output_dir.locked(cfg, world) as lock:
             output_dir.claim(cfg, clear=world is None or world.rank == 0)
             if nproc is not None and nproc > 1:
-                return start_processes(cfg, nproc, train, lock)
-            ending = run_rank(cfg, world or ALONE, train)
+                return start_processes(cfg, nproc, train, lock, report)
+            ending = run_rank(cfg, world or ALONE, train, report)
             return 0 if ending is None else ending.exit_code
+    except SystemExit:
+        raise
     except BaseException as error:  # torch has errors that are no Exception
-        return report_error(error)
+        ending = explain(error)
+        report(ending)
+        return ending.exit_code
     finally:
         gc.unfreeze()  # what `import_all` has frozen
 
@@ -60,12 +70,17 @@ def _check_nproc(nproc: int | None, world: World | None) -> None:
 
 
 def start_processes(
-    cfg: RunConfig, nproc: int, train: Train | None = None, lock: Lock | None = None
+    cfg: RunConfig,
+    nproc: int,
+    train: Train | None = None,
+    lock: Lock | None = None,
+    report: Report = report_ending,
 ) -> int:
     """Run `cfg` on `nproc` new processes, and again after one has died (`training.max_restarts`).
 
-    Returns the exit code; the reason is on stderr and in the record. A run of the training loop
-    that a rule refuses ends before a process starts. Each process holds `lock` as this one does.
+    Returns the exit code; `report` gets the ending of every failure, and the record the last one. A
+    run of the training loop that a rule refuses ends before a process starts. Each process holds
+    `lock` as this one does.
     """
     group = Group()
     with on_signals(group.on_signal):
@@ -96,7 +111,7 @@ def start_processes(
                 note = f"; starting again ({num_restarts} of {cfg.training.max_restarts})"
             if sys.stdout.isatty():
                 print()  # rank 0 may have died in the middle of the line of its progress bar
-            report_ending(replace(ending, text=f"{ending.text}{note}"))
+            report(replace(ending, text=f"{ending.text}{note}"))
             if is_last or has_results:
                 record(cfg, ending)
                 return ending.exit_code

@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -44,7 +45,8 @@ def run_rank(
     SystemExit) are raised again. A rank that hangs cannot return: its process ends with exit
     code 1.
     """
-    if world.size == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+    in_main = threading.current_thread() is threading.main_thread()
+    if world.size == 1 and in_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         # So the run is recorded. With peers, Python may never come to run a handler: it may wait
         # in a collective.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -7,25 +7,25 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig
-from shardwise.interfaces import IGNORED, Batch, Part
-from shardwise.kernels.lora_linear import BackwardHalf
-from shardwise.models.dtypes import autocast_dtype
+from shardwise.interfaces import IGNORED, Batch
 from shardwise.models.families import Family
-from shardwise.models.patches.dropout import DropoutState
+from shardwise.models.part import ModelPart
 from shardwise.models.patches.isolation import with_documents
-from shardwise.models.patches.router_loss import RouterLoss, routers_of
+from shardwise.models.patches.router_loss import routers_of
 from shardwise.models.spec import ModelSpec
 
 Inputs = dict[str, torch.Tensor]
 """What transformers' models take: `input_ids` [B, T], or `inputs_embeds` [B, T, D]."""
 
 
-class CausalLM(Part):
+class CausalLM(ModelPart):
     """A model that takes a Batch and returns its summed loss, or a pipeline stage of one.
 
     `models/patches` changes it after it is made. Nothing outside uses the embedding or the head,
     which fsdp shards and a pipeline gives to one stage.
     """
+
+    hf: PreTrainedModel  # ty: ignore[incompatible-mutable-override]  # it is never replaced
 
     def __init__(
         self,
@@ -36,18 +36,12 @@ class CausalLM(Part):
         whole_model: PreTrainedModel | None = None,
     ) -> None:
         """Take a model; `whole_model` is the one that `hf` is a stage of, if it is a stage."""
-        super().__init__()
+        super().__init__(spec, cfg.training.precision, cfg.training.seed)
         self.hf = hf
-        self.spec = spec
         self.family = family
-        self.autocast_dtype = autocast_dtype(cfg.training.precision)
-        # A pipeline that halves backwards sets it, and the LoRA linears read it.
-        self.backward_half = BackwardHalf()
-        self.dropout = DropoutState(cfg.training.seed)
         self.num_routers = len(routers_of(whole_model or hf, family))
         """Routers of the whole model: a stage adds its routers' share of the router loss."""
         self.isolated = False
-        self.router_loss: RouterLoss | None = None
         self.loss_in_head = False
 
     def forward(self, batch: Batch, return_logits: bool = False) -> torch.Tensor:
@@ -74,7 +68,7 @@ class CausalLM(Part):
         """Return the summed loss (scalar, float32), in training with the router loss."""
         if self.loss_in_head:
             hidden = self.hidden_of(batch, inputs)
-            with self._autocast(batch):
+            with self.autocast(batch):
                 # The module is called: PEFT and fsdp2 act in its call, not on its weight.
                 loss = self.hf.get_submodule(self.spec.head)(hidden, labels=batch.labels)
         else:
@@ -91,13 +85,7 @@ class CausalLM(Part):
         self.dropout.start(with_documents(batch) if self.isolated else batch)
         if self.router_loss is not None:
             self.router_loss.start()
-        return self._autocast(batch)
-
-    def _autocast(self, batch: Batch) -> torch.autocast:
-        device = batch.input_ids.device.type
-        return torch.autocast(
-            device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None
-        )
+        return self.autocast(batch)
 
 
 def _positions(batch: Batch) -> Inputs:

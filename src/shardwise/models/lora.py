@@ -150,7 +150,7 @@ def coverage(model: PreTrainedModel, spec: ModelSpec, adapted: set[str]) -> Cove
 
 
 def adapter_weights(
-    model: PreTrainedModel, seed: int, wanted: Container[str] | None = None
+    model: nn.Module, seed: int, wanted: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full CPU tensor) of every LoRA factor of a model: its value before training.
 

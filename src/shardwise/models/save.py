@@ -49,11 +49,8 @@ def save_model(
     language model `others`, (key, tensor) of all else in the base's files, which are not changed.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in [*folder.glob("model*.safetensors"), folder / INDEX]:
-        old.unlink(missing_ok=True)
     entries = _checkpoint_entries(hf_model, state, multimodal)
-    _write_shards(chain(entries, others), folder, shard_bytes)
+    write_shards(chain(entries, others), folder, shard_bytes)
     if multimodal is None:
         config = copy.deepcopy(hf_model.config)
         config.architectures = [type(hf_model).__name__]
@@ -104,9 +101,17 @@ def _checkpoint_entries(
     assert not expected, f"no value for {sorted(expected)[:5]}"
 
 
-def _write_shards(
-    entries: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int
+def write_shards(
+    entries: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int = SHARD_BYTES
 ) -> None:
+    """Write (name, full CPU tensor) to safetensors files of at most `shard_bytes` each.
+
+    The folder is made, or its weights are replaced; `model.safetensors` is the only file, or there
+    is an index.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("model*.safetensors"), folder / INDEX]:
+        old.unlink(missing_ok=True)
     shards: list[Path] = []
     shard_of: dict[str, int] = {}
     total_bytes, pending_bytes = 0, 0

@@ -107,3 +107,8 @@ class ModelSpec:
     head's weight.)"""
     last: bool = True
     """Holds final norm, head and loss."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a module of the caller, of which only the layers are known."""
+        return not self.embed

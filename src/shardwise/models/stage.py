@@ -19,14 +19,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch
+from shardwise.interfaces import AnyBatch, Batch
 from shardwise.models.causal_lm import CausalLM, Inputs
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.families import FAMILIES, Family, family_of
+from shardwise.models.part import StagePart
 from shardwise.models.spec import ModelSpec
 
 
-class Stage(CausalLM):
+class Stage(StagePart, CausalLM):
     """A module from hidden states to hidden states, the first from ids, the last to the loss."""
 
     def __init__(
@@ -39,10 +40,6 @@ class Stage(CausalLM):
     ) -> None:
         super().__init__(hf, spec, family, cfg, whole_model)
         self.carried_dtype = hidden_dtype(cfg)
-        self.microbatches: Sequence[Batch] = ()  # of the step, set before it
-        self.loss_scale = 1.0  # the gradient of the loss in this step's backward, set before it
-        self.router_total = torch.zeros(())
-        """The router loss since it was reset, except what is in the loss of the last stage."""
 
     # torch.distributed.pipelining gives these arguments.
     def forward(  # ty: ignore[incompatible-method-override]
@@ -57,6 +54,7 @@ class Stage(CausalLM):
         The router loss of a stage that is not the last adds its gradient in this stage's backward.
         """
         batch = self.microbatches[int(microbatch)]
+        assert isinstance(batch, Batch)
         inputs = self._inputs(carried, batch)
         if self.spec.last:
             return self.logits_of(batch, inputs) if return_logits else self.loss_of(batch, inputs)
@@ -66,6 +64,12 @@ class Stage(CausalLM):
             self.router_total = self.router_total + loss.detach()
             hidden = _AddLoss.apply(hidden, loss, self.loss_scale)
         return hidden
+
+    def passed_on(self, batch: AnyBatch) -> torch.Tensor:
+        """Return hidden states [B, T, D] on meta."""
+        assert isinstance(batch, Batch)
+        shape = *batch.input_ids.shape, self.spec.hidden_size
+        return torch.empty(shape, dtype=self.carried_dtype, device="meta")
 
     def hidden_of(self, batch: Batch, inputs: Inputs) -> torch.Tensor:
         """Return hidden states [B, T, D] after this stage's layers, or after the final norm."""

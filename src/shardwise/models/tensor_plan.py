@@ -26,9 +26,7 @@ def problem(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str | None:
     return None
 
 
-def split_blocks(
-    hf: PreTrainedModel, layer: LayerSpec, num_ranks: int
-) -> dict[str, BlockSplit | None]:
+def split_blocks(hf: nn.Module, layer: LayerSpec, num_ranks: int) -> dict[str, BlockSplit | None]:
     """Return how each block of a layer is cut, by its path there; None where every rank has it all.
 
     Raises Indivisible.

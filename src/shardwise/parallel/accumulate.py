@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch, Mesh, ParallelModel, no_sync_needed
+from shardwise.interfaces import AnyBatch, Mesh, ParallelModel, no_sync_needed
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_over
 
@@ -54,11 +54,11 @@ def _accept_float32(parameters: Iterable[nn.Parameter]) -> None:
 
 def _moving_shards(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def run(
-        pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
+        pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
     ) -> torch.Tensor:
         if not train:
             return inner(pm, microbatches, loss_scale, train)
-        total = torch.zeros((), device=microbatches[0].input_ids.device)
+        total = torch.zeros((), device=microbatches[0].device)
         trained = pm.trained().values()
         sums: dict[nn.Parameter, torch.Tensor] = {}
         for parameter in trained:

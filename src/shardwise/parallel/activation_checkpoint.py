@@ -21,8 +21,8 @@ from torch.utils.checkpoint import (
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
-from shardwise.models.causal_lm import CausalLM
 from shardwise.models.lora import adapter_layers
+from shardwise.models.part import ModelPart
 from shardwise.models.patches.dropout import DropoutState
 from shardwise.models.spec import ModelSpec
 
@@ -58,7 +58,7 @@ _LEFT_OPERAND = {
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Recompute decoder layers in their backward, as `training.checkpointing` says."""
     for part in pm.parts:
-        assert isinstance(part, CausalLM)
+        assert isinstance(part, ModelPart)
         recompute(part.hf, part.spec, cfg.training.checkpointing, part.dropout)
     return pm
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch, Mesh, ParallelModel, Part
+from shardwise.interfaces import AnyBatch, Mesh, ParallelModel, Part
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_gradients
 
@@ -58,7 +58,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         wrapped.require_backward_grad_sync = sync
 
     def run(
-        pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
+        pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
     ) -> torch.Tensor:
         # The wrapper is the part for the run only: all others see the bare model and its names.
         return inner_run(replace(pm, parts=(cast(Part, wrapped),)), microbatches, loss_scale, train)

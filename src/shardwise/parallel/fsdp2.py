@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
-from shardwise.models.causal_lm import CausalLM
+from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import axes_of, free_dim, materialise, odd_dtype
 from shardwise.parallel.reduce import sum_gradients
@@ -35,7 +35,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     last.
     """
     for part in pm.parts:
-        assert isinstance(part, CausalLM)
+        assert isinstance(part, ModelPart)
         _shard(part, mesh, cfg)
 
     def set_sync(sync: bool) -> None:
@@ -55,7 +55,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     return replace(pm, reduce_grads=(*pm.reduce_grads, reduce))
 
 
-def _shard(part: CausalLM, mesh: Mesh, cfg: RunConfig) -> None:
+def _shard(part: ModelPart, mesh: Mesh, cfg: RunConfig) -> None:
     axes = mesh.gradient_axes if mesh.size(mesh.replicas) > 1 else (mesh.shards,)
     num_shards = mesh.size(mesh.shards)
     options: dict[str, Any] = {
@@ -75,7 +75,7 @@ def _shard(part: CausalLM, mesh: Mesh, cfg: RunConfig) -> None:
         # nothing.
         is_last = not isinstance(unit, nn.Module)
         fully_shard(unit, reshard_after_forward=reshard and not is_last, **options)
-    fully_shard(part, reshard_after_forward=reshard and not part.spec.tied, **options)
+    fully_shard(part, reshard_after_forward=reshard and _has_ends(part.spec), **options)
     sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         # Gradients are sums, not means; gloo has no other reduction.
@@ -95,19 +95,24 @@ def _shard(part: CausalLM, mesh: Mesh, cfg: RunConfig) -> None:
     part.register_forward_hook(free_after_evaluation)
 
 
-def units(part: CausalLM) -> list[nn.Module | list[nn.Module]]:
+def units(part: ModelPart) -> list[nn.Module | list[nn.Module]]:
     """Return what is gathered and freed together, in forward order; the root has what is left.
 
     A tied embedding is used at both ends of the model, so it and the head stay with the root, which
-    is gathered for the complete step.
+    is gathered for the complete step; so does what a module of the caller has beside its layers.
     """
     spec, hf = part.spec, part.hf
     layers = [hf.get_submodule(layer.name) for layer in spec.layers]
-    if spec.tied:
+    if not _has_ends(spec):
         return [*layers]
     first = [hf.get_submodule(spec.embed)] if spec.first else []
     last = [[hf.get_submodule(spec.norm), hf.get_submodule(spec.head)]] if spec.last else []
     return [*first, *layers, *last]
+
+
+def _has_ends(spec: ModelSpec) -> bool:
+    """Return whether the ends of the model are units of their own."""
+    return not (spec.tied or spec.is_own)
 
 
 def trained_replicated(pm: ParallelModel, mesh: Mesh) -> list[nn.Parameter]:

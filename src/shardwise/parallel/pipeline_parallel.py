@@ -22,12 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-from shardwise.config import RunConfig
-from shardwise.interfaces import Batch, Mesh, ParallelModel, ParameterFacts
+from shardwise.config import RunConfig, require
+from shardwise.interfaces import AnyBatch, Batch, Mesh, ParallelModel, ParameterFacts
 from shardwise.layouts import HALVING, num_microbatches
-from shardwise.models.dtypes import hidden_dtype
+from shardwise.models.part import StagePart as Part
 from shardwise.models.spec import ModelSpec
-from shardwise.models.stage import Stage as Part
 from shardwise.parallel.pipeline_stage import Clock, Stage, errors_as_they_are
 from shardwise.parallel.place import local
 from shardwise.parallel.reduce import of_every_rank
@@ -65,8 +64,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     lowest = min(chain(*of_every_rank(trained)), default=pipeline.num_chunks)
     if cfg.parallel.schedule in HALVING:
         lowest = 0  # See models/patches/embedding.py.
-    hidden = torch.empty(0, 0, spec.hidden_size, dtype=hidden_dtype(cfg), device="meta")
-    runner = _Runner(pipeline, chunks, lowest, hidden, mesh)
+    runner = _Runner(pipeline, chunks, lowest, mesh)
     pm = replace(pm, run=runner.run, next_token=runner.next_token, events=runner.events)
     return _tie(pm, mesh, spec) if spec.tied and cfg.lora is None and not pipeline.v_shaped else pm
 
@@ -78,18 +76,11 @@ class _Runner:
     """
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        chunks: tuple[int, ...],
-        lowest: int,
-        hidden: torch.Tensor,
-        mesh: Mesh,
+        self, pipeline: Pipeline, chunks: tuple[int, ...], lowest: int, mesh: Mesh
     ) -> None:
         self.pipeline, self.chunks, self.mesh = pipeline, chunks, mesh
         self.lowest = lowest
         """The lowest chunk that trains something; those below it run no backward."""
-        self.hidden = hidden
-        """Hidden states [0, 0, D] on meta, of the dtype that stages pass on."""
         self.group = mesh.group("pp")
         self.clock = Clock(mesh.device)
         self.schedules: dict[tuple[int, ...], tuple[Any, list[Stage]]] = {}
@@ -99,17 +90,19 @@ class _Runner:
         self.losses: list[torch.Tensor] = []
 
     def run(
-        self, pm: ParallelModel, microbatches: Sequence[Batch], loss_scale: float, train: bool
+        self, pm: ParallelModel, microbatches: Sequence[AnyBatch], loss_scale: float, train: bool
     ) -> torch.Tensor:
         """See interfaces.Run. The last stage's rank has the loss, others their router losses."""
         for shard in pm.shard_batch:
             microbatches = [shard(batch) for batch in microbatches]
-        # Micro-batches of different shapes would end gloo, and with it the run.
-        (shape,) = {batch.input_ids.shape for batch in microbatches}
-        key = (len(microbatches), *shape)
         parts = [part for part in pm.parts if isinstance(part, Part)]
+        hidden = [parts[0].passed_on(batch) for batch in microbatches]
+        key = (len(microbatches), *hidden[0].shape)
+        # Micro-batches of different shapes would end gloo, and with it the run.
+        is_one_shape = all(states.shape == hidden[0].shape for states in hidden)
+        require(is_one_shape, "a pipeline's micro-batches differ in shape; pad them to one")
         if key not in self.schedules:
-            self.schedules[key] = self._schedule(parts, *key)
+            self.schedules[key] = self._schedule(parts, len(microbatches), hidden[0])
         schedule, stages = self.schedules[key]
         zero = torch.zeros((), device=self.mesh.device)
         for part in parts:
@@ -135,7 +128,7 @@ class _Runner:
         return loss * self.loss_scale
 
     def _schedule(
-        self, parts: Sequence[Part], num_microbatches: int, rows: int, tokens: int
+        self, parts: Sequence[Part], num_microbatches: int, hidden: torch.Tensor
     ) -> tuple[Any, list[Stage]]:
         # UserError if there are too few micro-batches.
         pipeline = replace(self.pipeline, num_microbatches=num_microbatches)
@@ -146,9 +139,9 @@ class _Runner:
             below = torch.empty(1, dtype=torch.int64)
             above = torch.empty((), requires_grad=self.lowest <= last)
             if chunk > 0:
-                below = self._like(rows, tokens, chunk - 1)
+                below = self._like(hidden, chunk - 1)
             if chunk < last:
-                above = self._like(rows, tokens, chunk)
+                above = self._like(hidden, chunk)
             stages.append(
                 Stage(part, chunk, pipeline.num_chunks, below, above, self.group, self.clock)
             )
@@ -161,10 +154,9 @@ class _Runner:
         )
         return schedule, stages
 
-    def _like(self, rows: int, tokens: int, chunk: int) -> torch.Tensor:
-        """Return a tensor on meta like what chunk `chunk` passes on."""
-        states = self.hidden.new_empty(rows, tokens, self.hidden.shape[-1])
-        return states.requires_grad_(self.lowest <= chunk)
+    def _like(self, hidden: torch.Tensor, chunk: int) -> torch.Tensor:
+        """Return a tensor like hidden states on meta, which chunk `chunk` passes on."""
+        return torch.empty_like(hidden, requires_grad=self.lowest <= chunk)
 
     def events(self) -> Sequence[Event]:
         """Return what this rank did in the latest training step, in seconds from its start."""
@@ -178,7 +170,8 @@ class _Runner:
     def next_token(self, pm: ParallelModel, row: Batch) -> int:
         """Run one stage after the other on a row [1, T] and return the most likely next token."""
         number = torch.zeros(1, dtype=torch.int64)
-        states, hidden = number, self._like(*row.input_ids.shape, chunk=-1)
+        states = number
+        hidden = next(p.passed_on(row) for p in pm.parts if isinstance(p, Part))
         token = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         for chunk in range(self.pipeline.num_chunks):
             owner = self.pipeline.rank_of(chunk)

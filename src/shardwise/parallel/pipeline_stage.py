@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from shardwise.models.causal_lm import CausalLM
+from shardwise.models.part import ModelPart
 from shardwise.schedule.orders import Kind
 
 
@@ -67,7 +67,7 @@ class Stage(PipelineStage):
 
     def __init__(
         self,
-        part: CausalLM,
+        part: ModelPart,
         chunk: int,
         num_chunks: int,
         input: torch.Tensor,

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts
-from shardwise.models.causal_lm import CausalLM
+from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
@@ -47,7 +47,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     axis = TensorAxis.of(mesh, cfg.parallel.sequence_parallel)
     result = SplitResult()
     for part in pm.parts:
-        assert isinstance(part, CausalLM)
+        assert isinstance(part, ModelPart)
         _Splitter(part, axis, result).split()
     reordered = result.reordered
     assert {*result.partial_sums, *reordered} <= {name for name, _ in pm.named_parameters()}
@@ -108,13 +108,23 @@ class SplitResult:
 class _Splitter:
     """Splits one part."""
 
-    part: CausalLM
+    part: ModelPart
     axis: TensorAxis
     result: SplitResult
     blocks: list[str] = field(default_factory=list)
 
     def split(self) -> None:
         """Split blocks, embedding and head, and share tokens between blocks."""
+        hf, spec = self.part.hf, self.part.spec
+        if not spec.is_own:
+            self._split_ends()
+        for layer in spec.layers:
+            for path, split in split_blocks(hf, layer, self.axis.size).items():
+                self._split_block(f"{layer.name}.{path}", split)
+        if self.axis.sequence_parallel:
+            self._share_tokens()
+
+    def _split_ends(self) -> None:
         hf, spec = self.part.hf, self.part.spec
         if spec.first or (spec.last and spec.tied):
             self._split_vocabulary(spec.embed)
@@ -123,11 +133,6 @@ class _Splitter:
         if spec.last:
             self._split_vocabulary(spec.head)
             split_head(hf.get_submodule(spec.head), spec.vocab_size, self.axis)
-        for layer in spec.layers:
-            for path, split in split_blocks(hf, layer, self.axis.size).items():
-                self._split_block(f"{layer.name}.{path}", split)
-        if self.axis.sequence_parallel:
-            self._share_tokens()
 
     def _split_vocabulary(self, path: str) -> None:
         """Shard the rows of the embedding or the head, of which the last rank may have fewer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardwise.config import CALLERS, Model
 from shardwise.layouts import HALVING, V_SHAPED
 from shardwise.rules.rule import Case, Rule, either
 
@@ -38,11 +39,74 @@ def _split_is_another_models(case: Case) -> bool:
     return len(split) != _num_stages(case) or sum(split) != case.model.num_layers or min(split) < 0
 
 
+def _not_for_own(case: Case) -> str | None:
+    """Return the first key in use that works on transformers models alone."""
+    cfg, default = case.cfg, Model(CALLERS)
+    in_use = {
+        "lora": cfg.lora is not None,
+        **{
+            f"model.{key}": value != getattr(default, key) for key, value in vars(cfg.model).items()
+        },
+        "training.compile": case.training.compile != "none",
+        "parallel.sequence_parallel": case.parallel.sequence_parallel,
+        "parallel.memory_limit_gib": case.parallel.memory_limit_gib is not None,
+        "parallel.offload": case.parallel.offload != "none",
+        f"parallel.schedule {case.parallel.schedule}": (
+            case.parallel.pp > 1 and case.parallel.schedule in HALVING
+        ),
+    }
+    return next((key for key, is_in_use in in_use.items() if is_in_use), None)
+
+
 RULES = (
+    Rule(
+        "an own module with a key of transformers models",
+        applies=lambda case: case.model.is_own and _not_for_own(case) is not None,
+        problem=lambda case: (
+            f"{_not_for_own(case)} is for transformers models, and {case.model.family} is a module "
+            "of your own"
+        ),
+        way_out="leave it out",
+        why=(
+            "it is about transformers' modules, or no test shows it for others: "
+            "tests/training/test_own_loop.py"
+        ),
+    ),
+    Rule(
+        "an own module in a pipeline, without stages",
+        applies=lambda case: (
+            case.model.is_own and case.parallel.pp > 1 and not case.model.gives_stages
+        ),
+        problem=lambda case: (
+            f"parallel.pp is {case.parallel.pp}, but {case.model.family} gives no stages"
+        ),
+        way_out="give it the methods cut() and passed_on(), or set parallel.pp to 1",
+        why="what it computes around its layers is known to itself alone",
+    ),
+    Rule(
+        "an own module in a pipeline, with tied weights",
+        applies=lambda case: case.model.is_own and case.parallel.pp > 1 and case.model.is_tied,
+        problem="{model.family} has a parameter at two places, which a pipeline may separate",
+        way_out="give each place a parameter of its own, or set parallel.pp to 1",
+        why="the gradient of a weight in two stages would have to be added up",
+    ),
+    Rule(
+        "an own module under tp, without cuts",
+        applies=lambda case: (
+            case.model.is_own and case.parallel.tp > 1 and not case.model.gives_cuts
+        ),
+        problem=lambda case: (
+            f"parallel.tp is {case.parallel.tp}, but {case.model.family} does not say how its "
+            "weights are sharded"
+        ),
+        way_out="give it the method tensor_cuts(), or set parallel.tp to 1",
+        why="which of its linears form pairs is known to itself alone",
+    ),
     Rule(
         "a family that is not listed, with tp or pp",
         applies=lambda case: (
-            not case.model.is_listed and (case.parallel.tp > 1 or case.parallel.pp > 1)
+            not (case.model.is_listed or case.model.is_own)
+            and (case.parallel.tp > 1 or case.parallel.pp > 1)
         ),
         problem=(
             "{layout} is not offered for {model.family}, which is not a family that shardwise "

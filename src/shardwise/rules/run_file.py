@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.config import Data, Optimizer, Parallel
+from shardwise.config import CALLERS, Data, Optimizer, Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
 from shardwise.rules.rule import Case, Rule, dotted, multiples
@@ -137,7 +137,11 @@ RULES = (
     ),
     Rule(
         "keep_best without validation",
-        applies=lambda case: case.training.keep_best and case.cfg.data.validation == 0,
+        applies=lambda case: (
+            case.training.keep_best
+            and case.cfg.data.validation == 0
+            and case.cfg.data.train != CALLERS
+        ),
         problem="training.keep_best needs a validation loss",
         way_out="set data.validation",
         why="there is no loss to compare",

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from shardwise.config import RunConfig, UserError, require
 from shardwise.data.chat_format import ChatFormat
-from shardwise.interfaces import IGNORED, Batch, Evaluation, Mesh, ParallelModel
+from shardwise.interfaces import IGNORED, AnyBatch, Batch, Evaluation, Mesh, ParallelModel
 from shardwise.process.watchdog import beat
 from shardwise.training.not_finite import explain, look_through
 from shardwise.training.step import count_targets, sum_loss
@@ -21,7 +21,7 @@ SAMPLE_TOKENS = 48
 
 
 def evaluate(
-    pm: ParallelModel, batches: Iterable[Sequence[Batch]], mesh: Mesh, step: int
+    pm: ParallelModel, batches: Iterable[Sequence[AnyBatch]], mesh: Mesh, step: int
 ) -> Evaluation:
     """Return the loss on `batches`, one list of micro-batches for each global batch.
 
@@ -35,6 +35,7 @@ def evaluate(
         total += pm.run(pm, microbatches, 1.0, False)
         tokens += count_targets(microbatches, mesh)
         beat()
+    require(tokens > 0, "an evaluation has no target; give rows of which one has a label")
     mean = sum_loss(total, mesh) / tokens
     # Rank 0's 8 bytes go to all: to save and to stop, every rank must see the same loss, and the
     # ranks of a tensor axis have computed it each for themselves.

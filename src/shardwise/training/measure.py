@@ -16,7 +16,7 @@ from shardwise.assembly.build import Job
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Counts, counts, merge_states
-from shardwise.interfaces import Batch, Mesh, Part
+from shardwise.interfaces import AnyBatch, Mesh, Part
 from shardwise.metrics.flops import (
     CONVENTION,
     hardware_flops_per_token,
@@ -51,7 +51,9 @@ class Memory:
         }
 
 
-def measure_memory(job: Job, microbatches: Sequence[Batch], mesh: Mesh, cfg: RunConfig) -> Memory:
+def measure_memory(
+    job: Job, microbatches: Sequence[AnyBatch], mesh: Mesh, cfg: RunConfig
+) -> Memory:
     """Return the peak and state bytes of one step, a collective of all ranks.
 
     The step changes the model, so everything has to be saved before.

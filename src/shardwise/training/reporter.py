@@ -13,9 +13,9 @@ from shardwise.assembly.build import Job
 from shardwise.checkpoint import output_dir
 from shardwise.checkpoint.folder import METRICS
 from shardwise.checkpoint.resume import Start
-from shardwise.config import RunConfig, UserError
+from shardwise.config import RunConfig, UserError, require
 from shardwise.data.state import Counts
-from shardwise.interfaces import Batch, Evaluation, Mesh
+from shardwise.interfaces import AnyBatch, Evaluation, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
 from shardwise.records.record import MetricsFile, dumps
@@ -24,6 +24,12 @@ from shardwise.training.not_finite import explain
 from shardwise.training.progress import Progress
 from shardwise.training.step import NonFiniteLossError, StepResult
 from shardwise.training.trackers import Log, open_trackers
+
+COLUMNS = {
+    *("step", "loss", "grad_norm", "lr", "seconds", "tokens_per_second", "tokens"),
+    *("skipped_steps", "eval_loss", "eval_perplexity", "eval_tokens"),
+}
+"""The names that a run itself writes to `metrics.jsonl`."""
 
 
 class Reporter:
@@ -53,12 +59,14 @@ class Reporter:
             f"{job.spec.family} on {mesh}: {trainable:,} of {total:,} parameters are trained"
         )
         rows, length = cfg.training.global_batch_size, cfg.data.sequence_length
-        self._progress.message(f"a step reads {rows:,} rows of {length:,} tokens")
+        tokens = "" if job.spec.is_own else f" of {length:,} tokens"
+        self._progress.message(f"a step reads {rows:,} rows{tokens}")
         for report in (job.coverage, job.cut):
             if report:
                 self._progress.message(str(report))
         kernels = ", ".join(f"{name} {kernel}" for name, kernel in job.kernels.items())
-        self._progress.message(f"kernels: {kernels}")
+        if kernels:
+            self._progress.message(f"kernels: {kernels}")
         for note in job.notes:
             self._progress.message(f"note: {note}")
         for line in start.passed_over:
@@ -110,6 +118,12 @@ class Reporter:
         self._write(evaluation.step, values, eval_tokens=evaluation.tokens)
         return evaluation
 
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write numbers of the caller; UserError for a name that the run itself writes."""
+        for name in values:
+            require(name not in COLUMNS, f"{name} is written by the run; log it by another name")
+        self._write(step, {name: float(value) for name, value in values.items()})
+
     def steps_left(self) -> Iterator[int]:
         """Yield the steps that are left, up to the last one or an early stop."""
         for step in range(self.start.step + 1, self._num_steps + 1):
@@ -144,18 +158,14 @@ class Reporter:
         )
 
     def non_finite(
-        self, step: int, microbatches: Sequence[Batch], error: NonFiniteLossError
+        self, step: int, microbatches: Sequence[AnyBatch], error: NonFiniteLossError
     ) -> UserError:
         """Write the rows of a step whose loss is not finite, and return the error to raise.
 
         Each rank writes a file of its own. This is a collective of all ranks.
         """
         path = self._output_dir / f"non-finite-step-{step}-rank-{dist.get_rank()}.json"
-        rows = [
-            {"slot": slot, "input_ids": input_ids.tolist(), "labels": labels.tolist()}
-            for batch in microbatches
-            for slot, input_ids, labels in zip(batch.slots, batch.input_ids, batch.labels)
-        ]
+        rows = [row for batch in microbatches for row in batch.rows()]
         content = dumps({"step": step, "error": str(error), "rows": rows})
         path.write_text(f"{content}\n", encoding="utf-8")
         # `explain` waits for every rank, so none ends before all have written.
@@ -176,7 +186,7 @@ class Reporter:
                     Evaluation(row["step"], loss, perplexity, row["eval_tokens"])
                 )
 
-    def _write(self, step: int, values: dict[str, float], **counts: int) -> None:
+    def _write(self, step: int, values: Mapping[str, float], **counts: int) -> None:
         if self._metrics is not None:
             self._metrics.write(step=step, **values, **counts)
         for log in self._logs:

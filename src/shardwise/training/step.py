@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.assembly.build import Job
-from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.config import require
+from shardwise.interfaces import AnyBatch, Mesh, ParallelModel
 from shardwise.parallel.reduce import sum_over
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.not_finite import NotFinite, look_through
@@ -29,7 +30,7 @@ class StepResult:
     """Whether float16 gradients have overflown, so that the weights were left as they are."""
 
 
-def count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> int:
+def count_targets(microbatches: Sequence[AnyBatch], mesh: Mesh) -> int:
     """Return the target tokens of the global batch, of which this rank reads some complete rows."""
     num_targets = sum(batch.num_target_tokens() for batch in microbatches)
     count = torch.tensor(num_targets, device=mesh.device)
@@ -45,14 +46,14 @@ def sum_loss(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 
 def forward_backward(
-    pm: ParallelModel, microbatches: Sequence[Batch], mesh: Mesh, scale: float = 1.0
+    pm: ParallelModel, microbatches: Sequence[AnyBatch], mesh: Mesh, scale: float = 1.0
 ) -> tuple[torch.Tensor, int]:
     """Leave `scale` times the gradient of the global batch's mean loss in every `.grad`.
 
     Returns that loss, not scaled, and the number of target tokens.
     """
     tokens = count_targets(microbatches, mesh)
-    assert tokens > 0, "a global batch without a single target token"
+    require(tokens > 0, "a global batch has no target; give rows of which one has a label")
     loss = pm.run(pm, microbatches, scale / tokens, True)
     for reduce in pm.reduce_grads:
         reduce()
@@ -60,7 +61,7 @@ def forward_backward(
 
 
 def training_step(
-    job: Job, microbatches: Sequence[Batch], mesh: Mesh, max_grad_norm: float | None
+    job: Job, microbatches: Sequence[AnyBatch], mesh: Mesh, max_grad_norm: float | None
 ) -> StepResult:
     """Run forward and backward, clip the gradients, and update the weights.
 

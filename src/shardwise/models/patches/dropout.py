@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch
+from shardwise.interfaces import AnyBatch, TensorBatch
 from shardwise.kernels.dropout import Dropout, hash32
 from shardwise.models.seeds import stable_seed
 
@@ -25,7 +25,7 @@ class DropoutState:
     seed: int
     used: bool = False
     """Whether a dropout of the model drops anything."""
-    batch: Batch | None = None
+    batch: AnyBatch | None = None
     """The micro-batch that is being computed."""
     rows: torch.Tensor | None = None
     """A seed for each of its rows, [B] int32."""
@@ -34,14 +34,16 @@ class DropoutState:
     unpack: Callable[[torch.Tensor], torch.Tensor] | None = None
     """In a mixer that sees one document per row: makes those rows of [B, T, ...] (isolation.py)."""
 
-    def start(self, batch: Batch) -> None:
+    def start(self, batch: AnyBatch) -> None:
         """Begin a forward of `batch`."""
         self.batch, self.rows, self.tokens = batch, None, None
         if not self.used:
             return
         seeds = [_int32(stable_seed(self.seed, batch.step, slot)) for slot in batch.slots]
         rows = torch.tensor(seeds, dtype=torch.int32)
-        self.rows = rows.to(batch.input_ids.device, non_blocking=True)
+        self.rows = rows.to(batch.device, non_blocking=True)
+        if isinstance(batch, TensorBatch):
+            return  # its rows need not be tokens
         if batch.positions is None:
             self.tokens = self.seeds(batch.input_ids.shape[1])
         else:

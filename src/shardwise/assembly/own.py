@@ -1,0 +1,131 @@
+"""A run of a module of the caller: described, cut into parts, and its initial state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwise import rules
+from shardwise.assembly.costs import optimizer_bytes
+from shardwise.assembly.describe import Description
+from shardwise.assembly.state import MemoryState
+from shardwise.config import RunConfig, require
+from shardwise.interfaces import Part
+from shardwise.layouts import Facts, ModelFacts, axis_sizes
+from shardwise.models.families import Family
+from shardwise.models.initialise import nudged
+from shardwise.models.own import OWN, GivesCuts, GivesStages, OwnModel, OwnPart, own_stages
+from shardwise.models.tensor_cuts import Indivisible
+from shardwise.models.tensor_plan import split_blocks
+from shardwise.parallel.pipeline_parallel import pipeline_of
+from shardwise.parallel.reduce import of_every_rank
+from shardwise.schedule.costs import Cost, CostSource
+
+BY_PARAMETERS = CostSource(rate="one operation per parameter")
+"""The source of the costs of a module's layers."""
+
+
+def describe_own(cfg: RunConfig, num_ranks: int, own: OwnModel) -> Description:
+    """Describe a run of a module, as `describe` does; UserError with the first rule against it."""
+    rules.check(cfg, Facts(num_ranks, own_facts(own)))
+    return Description(
+        hf=own.module,
+        multimodal=None,
+        spec=own.spec,
+        family=Family(OWN, mixers={}, feed_forward={}),
+        sizes=axis_sizes(cfg, num_ranks),
+        positions=None,
+        coverage=None,
+        kernels={},
+        pipeline=pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None,
+        notes=(),
+    )
+
+
+def own_facts(own: OwnModel) -> ModelFacts:
+    """Return what the rules may ask of a module."""
+
+    def indivisible(num_ranks: int) -> str | None:
+        try:
+            for layer in own.spec.layers:
+                split_blocks(own.module, layer, num_ranks)
+        except Indivisible as error:
+            return str(error)
+        return None
+
+    return ModelFacts(
+        family=own.spec.family,
+        is_listed=False,
+        num_layers=len(own.spec.layers),
+        kinds=(OWN,),
+        is_tied=own.is_tied,
+        num_positions=None,
+        attention_dropout=None,
+        has_router_loss=False,
+        adds_positions=False,
+        kinds_without_isolation=(),
+        trains_in_16_bits=any(p.requires_grad and p.itemsize < 4 for p in own.module.parameters()),
+        has_plain_adapters=False,
+        saved_layers=None,
+        blocks=(),
+        indivisible=indivisible,
+        odd_experts=lambda num_ranks: None,
+        is_own=True,
+        gives_stages=isinstance(own.module, GivesStages),
+        gives_cuts=isinstance(own.module, GivesCuts),
+    )
+
+
+def own_costs(cfg: RunConfig, own: OwnModel) -> tuple[tuple[Cost, ...], CostSource]:
+    """Return costs of the units before the layers, of each layer, and after them, by parameters.
+
+    What lies outside of the layers is not counted: which end holds it is known to `cut` alone.
+    """
+    names = ("before the layers", *(layer.name for layer in own.spec.layers), "after the layers")
+    costs = []
+    for name in names:
+        is_layer = name in names[1:-1]
+        parameters = list(own.module.get_submodule(name).parameters()) if is_layer else []
+        trained = [p for p in parameters if p.requires_grad]
+        num_weights, num_trained = (sum(p.numel() for p in ps) for ps in (parameters, trained))
+        trained_bytes = sum(p.nbytes for p in trained)
+        cost = Cost(
+            name=name,
+            forward_seconds=num_weights,
+            input_seconds=num_weights,
+            weight_seconds=num_trained,
+            activation_bytes=0,
+            output_bytes=0,
+            weight_bytes=sum(p.nbytes for p in parameters),
+            gradient_bytes=trained_bytes,
+            optimizer_bytes=optimizer_bytes(cfg, trained_bytes, len(trained)),
+            parameters=num_weights,
+            trainable=bool(trained) or not is_layer,
+        )
+        costs.append(cost)
+    return tuple(costs), BY_PARAMETERS
+
+
+def own_parts(
+    cfg: RunConfig, own: OwnModel, boundaries: Sequence[int], chunks: Sequence[int]
+) -> tuple[Part, ...]:
+    """Return the module as one part or, with boundaries, the stages of these chunks."""
+    if not boundaries:
+        return (OwnPart(own.module, own.spec, cfg),)
+    return own_stages(own, boundaries, chunks, cfg)
+
+
+def own_state(cfg: RunConfig, own: OwnModel) -> MemoryState:
+    """Return the state of a new run: the module's own values, which must be equal on every rank."""
+    # A number for each tensor, from every rank to all.
+    sums = {key: value.double().sum().item() for key, value in own.values.items()}
+    ranks = of_every_rank(sums)
+    for key, value in sums.items():
+        require(
+            all(other.get(key) == value for other in ranks),
+            f"{key.partition('/')[2]} of {own.spec.family} has other initial values on another "
+            "rank; call torch.manual_seed before the module is built",
+        )
+    values = dict(own.values)
+    if cfg.measure.nudge_weights:
+        values = {key: nudged(value, cfg.training.seed, key) for key, value in values.items()}
+    return MemoryState(values)

@@ -1,0 +1,49 @@
+"""The parts of a model that strategies split: what they know of each, wherever it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.interfaces import AnyBatch, Part
+from shardwise.kernels.lora_linear import BackwardHalf
+from shardwise.models.dtypes import autocast_dtype
+from shardwise.models.patches.dropout import DropoutState
+from shardwise.models.patches.router_loss import RouterLoss
+from shardwise.models.spec import ModelSpec
+
+
+class ModelPart(Part):
+    """A part whose layers are known by their paths in `hf`."""
+
+    router_loss: RouterLoss | None = None
+
+    def __init__(self, spec: ModelSpec, precision: str, seed: int) -> None:
+        """Take the paths of the modules, `training.precision` and `training.seed`."""
+        super().__init__()
+        self.spec = spec
+        self.autocast_dtype = autocast_dtype(precision)
+        self.dropout = DropoutState(seed)
+        # A pipeline that halves backwards sets it, and the LoRA linears read it.
+        self.backward_half = BackwardHalf()
+
+    def autocast(self, batch: AnyBatch) -> torch.autocast:
+        """Return the context in which matrix products have the dtype of `training.precision`."""
+        is_enabled = self.autocast_dtype is not None
+        return torch.autocast(batch.device.type, dtype=self.autocast_dtype, enabled=is_enabled)
+
+
+class StagePart(ModelPart):
+    """A stage of a pipeline: it takes (hidden states, number of a micro-batch)."""
+
+    microbatches: Sequence[AnyBatch] = ()
+    """Those of the step, set before it."""
+    loss_scale: float = 1.0
+    """The gradient of the loss in this step's backward, set before it."""
+    router_total: torch.Tensor = torch.zeros(())
+    """The router loss since it was reset, except what is in the loss of the last stage."""
+
+    def passed_on(self, batch: AnyBatch) -> torch.Tensor:
+        """Return a tensor on meta like what a stage passes on to the next for a micro-batch."""
+        raise NotImplementedError

@@ -1,0 +1,159 @@
+"""A training loop of the caller, on the same session as `train`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.assembly.build import Job, build
+from shardwise.assembly.own import own_state
+from shardwise.checkpoint.resume import Start, find_start
+from shardwise.config import RunConfig, require
+from shardwise.data.loader import Loaders
+from shardwise.data.state import SlotState, loader_state
+from shardwise.interfaces import IGNORED, AnyBatch, Batch, Mesh, TensorBatch
+from shardwise.models.own import OwnModel
+from shardwise.process.watchdog import paused
+from shardwise.records.record import RunRecord
+from shardwise.training.session import Session
+from shardwise.training.step import StepResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLoop:
+    """Return the run of a caller's loop on this rank, as a context manager.
+
+    Without `model` it trains the transformers model that `cfg` names. A module of the caller is
+    only read: the run trains a copy, and saves it as `model/model.safetensors`. With
+    `training.resume` the run begins after the checkpoint's step, `OwnLoop.done`.
+
+    UserError, the same on every rank, for a run that may not begin.
+    """
+    require(
+        not isinstance(model, PreTrainedModel),
+        "model is a transformers model; name its folder in model.path, and leave the argument out",
+    )
+    require(
+        model is not None or not cfg.model.is_callers,
+        "there is no model; name its folder in model.path, or give `prepare` a module",
+    )
+    require(
+        cfg.training.sample is None,
+        "training.sample is for shardwise train; leave it out, or generate from the result",
+    )
+    require(
+        cfg.training.epochs is None,
+        "training.epochs is for shardwise train, which reads the data; set training.steps",
+    )
+    with paused():  # reads a whole checkpoint for its checksums
+        start = find_start(cfg)
+    own = None if model is None else OwnModel.of(model)
+    state = start.state()
+    if own is not None and start.folder is None:
+        state = own_state(cfg, own)
+    return OwnLoop(cfg, mesh, build(cfg, mesh, state, own=own), start)
+
+
+class OwnLoop(Session):
+    """A session whose rows are the caller's."""
+
+    def __init__(self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start) -> None:
+        slots = mesh.slots(cfg.training.global_batch_size)
+        beginning = dict.fromkeys(slots, SlotState())
+        source = {"the rows": "those of a loop of the caller"}
+        loaders = Loaders(
+            train=_nothing(),
+            validation=None,
+            state=lambda: loader_state(self.done, source, beginning),
+            first_step=list,
+            num_steps=lambda slots: job.num_steps,
+        )
+        super().__init__(cfg, mesh, job, start, loaders)
+        self._latest: Sequence[AnyBatch] = ()
+
+    def step(self, microbatches: Sequence[AnyBatch]) -> StepResult:
+        """See Session; UserError for other rows than this rank's of the next step."""
+        number, slots = self.done + 1, [slot for batch in microbatches for slot in batch.slots]
+        require(
+            slots == list(self.slots) and all(batch.step == number for batch in microbatches),
+            f"step {number}: this rank reads the slots {list(self.slots)}, and was given those of "
+            f"{slots} of step {microbatches[0].step if microbatches else 'none'}; make them with "
+            f"microbatches({number}, rows)",
+        )
+        self._latest = microbatches
+        return super().step(microbatches)
+
+    def finish(self, tokenizer: PreTrainedTokenizerBase | None = None) -> RunRecord | None:
+        """See Session; with `measure.memory` the latest rows run once more, to measure memory."""
+        record = super().finish(tokenizer)
+        if self.cfg.measure.memory and self._latest:
+            record = self.measure_memory(self._latest)
+        return record
+
+    def microbatches(
+        self, step: int, rows: Mapping[str, torch.Tensor], targets: Sequence[int] | None = None
+    ) -> list[AnyBatch]:
+        """Return this rank's rows of a global batch as micro-batches, which `step` takes.
+
+        `rows`: tensors whose first dim is the rows of `slots`, in their order. A transformers model
+        needs `input_ids` and `labels` [S, T] int64, where labels[s, t] is the token after
+        input_ids[s, t], or -100; it takes `document_ids` too, which packing needs. A module of the
+        caller gets all tensors under their names. `targets`: of each row, of what the module's
+        loss is a sum; None: as many as its `labels` has numbers other than -100.
+        """
+        size, slots = self.cfg.training.micro_batch_size, list(self.slots)
+        for name, tensor in rows.items():
+            require(
+                tensor.dim() > 0 and len(tensor) == len(slots),
+                f"step {step}: {name} has shape {list(tensor.shape)}, but this rank reads "
+                f"{len(slots)} rows, {slots[0]} to {slots[-1]}; give these",
+            )
+        is_own = self.job.spec.is_own
+        microbatches: list[AnyBatch] = []
+        for first in range(0, len(slots), size):
+            part = {name: tensor[first : first + size] for name, tensor in rows.items()}
+            places = tuple(slots[first : first + size])
+            if is_own:
+                counts = None if targets is None else sum(targets[first : first + size])
+                microbatches.append(_tensor_batch(part, counts, places, step))
+            else:
+                microbatches.append(self._token_batch(part, places, step))
+        return microbatches
+
+    def _token_batch(
+        self, rows: Mapping[str, torch.Tensor], slots: tuple[int, ...], step: int
+    ) -> Batch:
+        length = self.cfg.data.sequence_length
+        for name in ("input_ids", "labels"):
+            require(
+                name in rows and rows[name].shape == (len(slots), length),
+                f"step {step}: {name} has to be [rows, {length}]; give it, or set "
+                "data.sequence_length",
+            )
+        documents = rows.get("document_ids")
+        if documents is None:
+            documents = torch.zeros_like(rows["input_ids"])
+        return Batch(rows["input_ids"], rows["labels"], documents, slots, step)
+
+
+def _tensor_batch(
+    rows: Mapping[str, torch.Tensor], targets: int | None, slots: tuple[int, ...], step: int
+) -> TensorBatch:
+    if targets is None:
+        require(
+            "labels" in rows,
+            f"step {step}: the number of targets is not known; give `targets`, a number for each "
+            "row, or a tensor `labels`",
+        )
+        targets = int((rows["labels"] != IGNORED).sum())
+    return TensorBatch(rows, targets, slots, step)
+
+
+def _nothing() -> Generator[list[Batch], None, None]:
+    yield from ()

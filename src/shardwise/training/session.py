@@ -1,0 +1,151 @@
+"""A run from its first step to its record: what the training loop and a caller's own loop share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from shardwise.assembly.build import Job
+from shardwise.checkpoint.checkpointer import Checkpointer
+from shardwise.checkpoint.export import save_result
+from shardwise.checkpoint.output_dir import writing
+from shardwise.checkpoint.resume import Start
+from shardwise.config import RunConfig, require
+from shardwise.data.loader import Loaders
+from shardwise.interfaces import AnyBatch, Evaluation, Mesh
+from shardwise.metrics.meter import Meter
+from shardwise.planner.timeline import Recorder, record_timeline
+from shardwise.process.ending import Stopped
+from shardwise.process.stop import agreed_signal, on_signals
+from shardwise.process.watchdog import beat
+from shardwise.records.record import RunRecord
+from shardwise.training.evaluate import evaluate
+from shardwise.training.measure import add_to_record, measure_memory, write_record
+from shardwise.training.reporter import Reporter
+from shardwise.training.step import NonFiniteLossError, StepResult, training_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Session:
+    """A run on this rank, as a context manager.
+
+    It makes steps, evaluates, saves, reports and ends the run; which rows are read, and when the
+    loss is evaluated, its caller says. Every method is a collective: each rank calls the same ones.
+    """
+
+    def __init__(
+        self, cfg: RunConfig, mesh: Mesh, job: Job, start: Start, loaders: Loaders
+    ) -> None:
+        """Take a job that was built, and what says where the data are."""
+        self.cfg, self.mesh, self.job = cfg, mesh, job
+        self.done = start.step
+        """Optimizer steps done, in this run and the one that it resumes."""
+        self.slots = mesh.slots(cfg.training.global_batch_size)
+        """The rows of each global batch that this rank reads."""
+        self.reporter = Reporter(cfg, mesh, job, start)
+        self._checkpointer = Checkpointer(cfg, job, loaders, start)
+        self._meter = Meter(cfg.measure.warmup_steps)
+        self._recorder = Recorder(cfg.measure.warmup_steps)
+        self._signals: list[int] = []
+        self._number = 0  # of the step that `steps` has given
+        self._evaluation: Evaluation | None = None  # after it
+        self._record: RunRecord | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:  # closes what is open where one of these fails
+            stack.enter_context(writing(self.cfg))
+            stack.enter_context(self.reporter)
+            stack.enter_context(self._checkpointer)
+            stack.enter_context(on_signals(self._signals.append))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+    def steps(self) -> Generator[int]:
+        """Yield the number of each step that is left; the caller calls `step` once for each.
+
+        Between two steps the run is saved where `training.save_every` or `keep_best` says so, and
+        ends if a signal or `training.patience` asks for that. The wait for data counts as time of
+        the step.
+        """
+        for number in self.reporter.steps_left():
+            self._meter.start()
+            self._number, self._evaluation = number, None
+            yield number
+            require(self.done == number, f"the loop did not call `step` in step {number}; call it")
+            self._checkpointer.after_step(number, self._evaluation)
+            beat()
+            if number < self.job.num_steps and (signal := agreed_signal(self._signals, self.mesh)):
+                raise Stopped(signal, number, self._checkpointer.stop(number))
+
+    def step(self, microbatches: Sequence[AnyBatch]) -> StepResult:
+        """Do the next optimizer step, on this rank's micro-batches of its global batch.
+
+        UserError, with the rows of this rank in a file, if the loss is not finite.
+        """
+        number = self.done + 1
+        require(
+            number == self._number,
+            f"`step` was called for step {number} when it was not its turn; call it once for each "
+            "number that `steps()` gives",
+        )
+        microbatches = [batch.to(self.mesh.device) for batch in microbatches]
+        if self.cfg.measure.reverse_microbatches:
+            microbatches.reverse()
+        lr = self.job.optimizer.param_groups[0]["lr"]
+        try:
+            result = training_step(
+                self.job, microbatches, self.mesh, self.cfg.optimizer.max_grad_norm
+            )
+        except NonFiniteLossError as error:
+            raise self.reporter.non_finite(number, microbatches, error) from None
+        self._meter.stop(result.tokens)
+        self._recorder.step(self.job.pm.events())
+        self.reporter.step(number, result, lr, self._meter)
+        self.done = number
+        return result
+
+    def evaluate(self, batches: Iterable[Sequence[AnyBatch]]) -> Evaluation:
+        """Evaluate and report the loss on this rank's micro-batches of each global batch."""
+        self._evaluation = self.reporter.evaluation(
+            evaluate(self.job.pm, batches, self.mesh, self.done)
+        )
+        return self._evaluation
+
+    def log(self, **values: float) -> None:
+        """Add numbers to `metrics.jsonl` and the trackers, at the step that was done last."""
+        self.reporter.log(self.done, values)
+
+    def save(self) -> None:
+        """Save a checkpoint now, after `evaluate` if there is one, whatever `save_every` says."""
+        self._checkpointer.after_step(self.done, self._evaluation, is_asked_for=True)
+
+    def finish(self, tokenizer: PreTrainedTokenizerBase | None = None) -> RunRecord | None:
+        """Save the result, with the tokenizer, and the record, which is returned on rank 0."""
+        self._checkpointer.finish()
+        # The result and the record come before what may fail.
+        folder = Path(self.cfg.training.output_dir)
+        save_result(self.job, self.cfg, self.mesh, folder, tokenizer)
+        self._record = write_record(self.cfg, self.mesh, self.job, self.reporter, self._meter)
+        return self.add(**record_timeline(self.cfg, self.mesh, self.job, self._recorder))
+
+    def add(self, **fields: Any) -> RunRecord | None:
+        """Add fields to the record of a finished run, which is returned on rank 0."""
+        self._record = add_to_record(self.cfg, self._record, **fields)
+        return self._record
+
+    def measure_memory(self, microbatches: Sequence[AnyBatch]) -> RunRecord | None:
+        """Add the memory of one more step to the record, which is returned on rank 0.
+
+        The step changes the weights, after everything is saved.
+        """
+        self.reporter.measuring_memory()
+        memory = measure_memory(self.job, microbatches, self.mesh, self.cfg)
+        return self.add(**memory.fields())

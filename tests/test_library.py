@@ -1,0 +1,101 @@
+"""`shardwise.train` and `shardwise.run`: what a script or a notebook gets."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from tests.distributed import PATIENCE
+from tests.integration.conftest import make_corpus
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    """A run of two steps as plain data, except its output folder."""
+    folder = tmp_path_factory.mktemp("library")
+    make_corpus(folder)
+    return {
+        "model": {
+            "path": str(ROOT / "configs" / "models" / "tiny-llama"),
+            "init": "random",
+            "tokenizer": str(folder / "tokenizer"),
+        },
+        "data": {"train": str(folder / "corpus.jsonl"), "sequence_length": 16},
+        "training": {"steps": 2, "global_batch_size": 4, "device": "cpu"},
+        "measure": {"memory": False},
+    }
+
+
+def with_folder(run_file, folder):
+    return {**run_file, "training": {**run_file["training"], "output_dir": str(folder)}}
+
+
+def in_a_fork(function, *args):
+    """Call a function in a fork of this process, which has one thread and so forks ranks."""
+    process = multiprocessing.get_context("fork").Process(target=one_thread, args=(function, args))
+    process.start()
+    process.join(2 * PATIENCE)
+    assert process.exitcode == 0
+
+
+def one_thread(function, args):
+    torch.set_num_threads(1)  # with more, ranks are spawned
+    function(*args)
+
+
+def train_on_two(config):
+    record = shardwise.train(config, 2, ["--parallel.data=ddp"])
+    assert (record.status, record.mesh["dp_replicate"]) == ("ok", 2)
+
+
+def test_train_returns_the_record(run_file, tmp_path):
+    alone = shardwise.train(with_folder(run_file, tmp_path / "1"))
+    assert (alone.status, alone.mesh["dp_replicate"]) == ("ok", 1)
+    in_a_fork(train_on_two, with_folder(run_file, tmp_path / "2"))
+    both = shardwise.RunRecord.read(tmp_path / "2" / "record.json")
+    assert both.losses == pytest.approx(alone.losses, rel=1e-6)
+
+
+def test_a_mistake_is_raised_and_not_printed(run_file, tmp_path, capfd):
+    overrides = [f"--training.output_dir={tmp_path}", "--training.steps=0"]
+    with pytest.raises(shardwise.UserError, match=r"training\.steps is 0"):
+        shardwise.train(run_file, overrides=overrides)
+    with pytest.raises(shardwise.UserError, match=r"give at least 1"):
+        shardwise.train(with_folder(run_file, tmp_path), 0)
+    assert capfd.readouterr().err == ""
+
+
+def fails_on_last(cfg, mesh):
+    if dist.get_rank() == 1:
+        raise KeyError("lost")
+    dist.barrier()
+
+
+def run_what_fails(config):
+    with pytest.raises(shardwise.RunFailed, match="KeyError on rank 1 of 2") as caught:
+        shardwise.run(fails_on_last, config, 2, ["--parallel.data=ddp"])
+    assert (caught.value.exit_code, caught.value.status) == (1, "failed")
+
+
+def test_a_failure_is_raised_with_its_code(run_file, tmp_path, capfd):
+    in_a_fork(run_what_fails, with_folder(run_file, tmp_path))
+    assert "fails_on_last" in capfd.readouterr().err  # the traceback
+
+
+def test_an_example_runs_as_a_command(tmp_path):
+    """From a new interpreter, which spawns or forks as it finds right."""
+    command = [sys.executable, "examples/own_module.py", "--nproc", "2", "--parallel.data=fsdp2"]
+    command += [f"--training.output_dir={tmp_path}", "--training.steps=2", "--measure.memory=false"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert shardwise.RunRecord.read(tmp_path / "record.json").mesh["dp_shard"] == 2

@@ -1,0 +1,341 @@
+"""Loops of one's own, around transformers models and other modules: equal to one process under
+every layout, resumed as if undisturbed, and with one line for each wrong use."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from examples import own_loop, own_module
+from safetensors.torch import load_file
+from torch import nn
+
+import shardwise
+from shardwise.config import RunConfig, UserError
+from shardwise.library import CALLERS_KEYS, read_config
+from shardwise.parallel.mesh import build_mesh
+from shardwise.records.record import RunRecord
+from tests.distributed import run_ranks
+from tests.parity.harness import TOLERANCE
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "single": ({}, 1),
+    "ddp": ({"data": "ddp"}, 2),
+    "zero1": ({"data": "zero1"}, 2),
+    "zero2": ({"data": "zero2"}, 2),
+    "fsdp1": ({"data": "fsdp1"}, 2),
+    "fsdp2": ({"data": "fsdp2"}, 2),
+    "hsdp": ({"data": "fsdp2", "dp_replicate": 2}, 4),
+    "pp": ({"pp": 2}, 2),
+    "pp-looped": ({"pp": 2, "schedule": "interleaved-1f1b"}, 2),
+    "tp": ({"tp": 2}, 2),
+    "pp-fsdp2": ({"pp": 2, "data": "fsdp2"}, 4),
+    "fsdp2-tp": ({"tp": 2, "data": "fsdp2"}, 4),
+}
+OF_EXAMPLE = {
+    own_loop: ("fsdp2", "pp"),
+    own_module: ("ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp", "pp", "pp-looped", "tp"),
+}
+"""What `make test` runs; the rest is `slow`."""
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory) -> Callable[..., tuple[RunRecord, dict[str, torch.Tensor]]]:
+    """Return the record and the saved weights of an example under a layout."""
+
+    @cache
+    def run_once(example: Any, layout: str) -> tuple[RunRecord, dict[str, torch.Tensor]]:
+        folder = tmp_path_factory.mktemp("run") / layout
+        parallel, nproc = LAYOUTS[layout]
+        run_example(example, folder, nproc, parallel=parallel)
+        return outcome_in(folder)
+
+    return run_once
+
+
+def outcome_in(folder: Path) -> tuple[RunRecord, dict[str, torch.Tensor]]:
+    record = RunRecord.read(folder / "record.json")
+    return record, load_file(folder / "model" / "model.safetensors")
+
+
+def run_example(
+    example: Any, folder: Path, nproc: int | None = None, main: Any = None, **sections: Any
+) -> None:
+    """Run an example with SGD, whose steps are no larger than its gradients.
+
+    Several ranks are forks of this process, whatever threads it has; the launcher would spawn them.
+    """
+    config = {**example.CONFIG, "optimizer": {"name": "sgd", "lr": 0.05}, **sections}
+    training = {**example.CONFIG["training"], **sections.get("training", {})}
+    config["training"] = {**training, "output_dir": str(folder), "device": "cpu"}
+    if "model" in config:
+        config["model"] = {**config["model"], "path": str(ROOT / config["model"]["path"])}
+    main = main or example.main
+    if nproc is None or nproc == 1:
+        shardwise.run(main, config)
+        return
+    folder.mkdir(exist_ok=True)
+    run_ranks(nproc, on_rank, main, read_config(config, (), CALLERS_KEYS))
+
+
+def on_rank(main: Any, cfg: RunConfig) -> None:
+    main(cfg, build_mesh(cfg, torch.device("cpu")))
+
+
+def differences(
+    one: tuple[RunRecord, dict[str, torch.Tensor]], other: tuple[RunRecord, dict[str, torch.Tensor]]
+) -> dict[str, float]:
+    """Return the largest relative differences of losses, norms and saved weights."""
+    (record, weights), (expected, expected_weights) = one, other
+    assert weights.keys() == expected_weights.keys()
+    losses = [*record.losses, *(row["loss"] for row in record.eval)]
+    expected_losses = [*expected.losses, *(row["loss"] for row in expected.eval)]
+    return {
+        "loss": max(abs(a / b - 1) for a, b in zip(losses, expected_losses, strict=True)),
+        "norm": max(
+            abs(a / b - 1) for a, b in zip(record.grad_norms, expected.grad_norms, strict=True)
+        ),
+        "saved": max(
+            float((weights[name] - weight).abs().max() / weight.abs().max())
+            for name, weight in expected_weights.items()
+        ),
+    }
+
+
+CELLS = [
+    pytest.param(
+        example,
+        layout,
+        id=f"{example.__name__.rpartition('.')[2]}-{layout}",
+        marks=() if layout in layouts else pytest.mark.slow,
+    )
+    for example, layouts in OF_EXAMPLE.items()
+    for layout in LAYOUTS
+    if layout != "single"
+]
+
+
+@pytest.mark.parametrize(("example", "layout"), CELLS)
+def test_a_layout_equals_one_process(example, layout, outcome):
+    errors = differences(outcome(example, layout), outcome(example, "single"))
+    assert all(error <= TOLERANCE[kind] for kind, error in errors.items()), errors
+
+
+def test_recomputed_layers_draw_the_same_masks(outcome, tmp_path):
+    run_example(own_module, tmp_path, training={"checkpointing": "full"})
+    assert differences(outcome_in(tmp_path), outcome(own_module, "single"))["loss"] == 0
+
+
+def test_what_a_loop_leaves(outcome):
+    record, weights = outcome(own_module, "single")
+    config = own_module.CONFIG["training"]
+    assert (record.status, len(record.losses)) == ("ok", config["steps"])
+    assert [row["step"] for row in record.eval] == [2, 4, 6]
+    assert record.losses[-1] < record.losses[0]
+    assert record.peak_memory_bytes is not None
+    assert weights.keys() == dict(own_module.Classifier().named_parameters()).keys()
+    record, _ = outcome(own_loop, "single")
+    rows = Path(record.config["training"]["output_dir"], "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(row) for row in rows if "perplexity" in row and "eval" not in row]
+    assert [math.log(row["perplexity"]) for row in logged] == pytest.approx(record.losses)
+
+
+@pytest.mark.parametrize(("layout", "largest"), [("single", 0.0), ("fsdp2", 1e-6)])
+def test_a_resumed_loop_equals_an_undisturbed_one(layout, largest, tmp_path):
+    run_example(own_module, tmp_path / "all", training={"save_every": 3, "keep_last": 2})
+    parallel, nproc = LAYOUTS[layout]
+    checkpoint = str(tmp_path / "all" / "checkpoints" / "step-3")
+    folder = tmp_path / "resumed"
+    run_example(own_module, folder, nproc, parallel=parallel, training={"resume": checkpoint})
+    (record, weights), (expected, expected_weights) = (
+        outcome_in(folder),
+        outcome_in(tmp_path / "all"),
+    )
+    assert record.resumed_from is not None
+    assert record.losses == pytest.approx(expected.losses, rel=largest, abs=0)
+    for name, weight in expected_weights.items():
+        assert (weights[name] - weight).abs().max() <= 10 * largest, name
+
+
+def test_a_step_that_was_saved_is_not_saved_again(tmp_path):
+    def main(cfg, mesh):
+        with shardwise.prepare(cfg, mesh, own_module.Classifier()) as run:
+            for step in run.steps():
+                run.step(run.microbatches(step, rows(step)))
+                if step != 1:
+                    run.save()
+
+    training = {"steps": 4, "save_every": 2, "keep_last": 9}
+    run_example(own_module, tmp_path, main=main, training=training)
+    saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == ["step-2", "step-3", "step-4"]
+
+
+def test_shardwise_train_refuses_the_rows_of_another_loop(tmp_path):
+    training = {"save_every": 2, "steps": 2}
+    run_example(own_loop, tmp_path / "own", training=training)
+    checkpoint = tmp_path / "own" / "checkpoints" / "step-2"
+    loader = json.loads((checkpoint / "checkpoint.json").read_text())["loader"]
+    assert loader["read_from"] == {"the rows": "those of a loop of the caller"}
+    assert loader["slots"].keys() == {str(slot) for slot in range(8)}
+
+
+# ------------------------------------------------------------------------------------- wrong uses
+
+
+class Unnamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+class Misnamed(Unnamed):
+    def layer_names(self):
+        return ["layers.0"]
+
+
+class Nested(Unnamed):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(2, 2))
+
+    def layer_names(self):
+        return ["layer", "layer.0"]
+
+
+class NoSum(Unnamed):
+    def layer_names(self):
+        return ["layer"]
+
+    def forward(self, batch):
+        return self.layer(batch["points"][:, :2])
+
+
+class BatchNormed(NoSum):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+
+class Frozen(NoSum):
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(False)
+
+
+def with_module(make: Callable[[], nn.Module]) -> Callable[..., None]:
+    def main(cfg, mesh):
+        with shardwise.prepare(cfg, mesh, make()) as run:
+            for step in run.steps():
+                run.step(run.microbatches(step, own_module.points(step, run.slots)))
+
+    return main
+
+
+def with_steps(step: Callable[[Any, int], object]) -> Callable[..., None]:
+    def main(cfg, mesh):
+        with shardwise.prepare(cfg, mesh, own_module.Classifier()) as run:
+            for number in run.steps():
+                step(run, number)
+
+    return main
+
+
+def rows(step: int = 1, slots: range = range(16), **changed: torch.Tensor) -> dict[str, Any]:
+    return own_module.points(step, slots) | changed
+
+
+def no_targets(run: Any, number: int) -> None:
+    run.step(run.microbatches(number, rows(labels=torch.full((16,), -100))))
+
+
+def no_count(run: Any, number: int) -> None:
+    run.microbatches(number, {"points": torch.zeros(16, 8)})
+
+
+def not_a_number(run: Any, number: int) -> None:
+    run.step(run.microbatches(number, rows(points=torch.full((16, 8), math.nan))))
+
+
+def reserved_name(run: Any, number: int) -> None:
+    run.step(run.microbatches(number, rows()))
+    run.log(loss=1.0)
+
+
+def twice(run: Any, number: int) -> None:
+    for _ in range(2):
+        run.step(run.microbatches(run.done + 1, rows()))
+
+
+WRONG = {
+    "no layers named": (with_module(Unnamed), "does not name its layers"),
+    "a layer that is none": (with_module(Misnamed), "'layers.0', which is no module"),
+    "a layer in another": (with_module(Nested), "layer.0, which lies in it"),
+    "nothing to train": (with_module(Frozen), "requires a gradient"),
+    "a batch norm": (with_module(BatchNormed), "batch norm"),
+    "no summed loss": (with_module(NoSum), r"float32 of \[4, 2\]"),
+    "on meta": (with_module(lambda: own_module.Classifier().to("meta")), "on meta"),
+    "no module": (lambda cfg, mesh: shardwise.prepare(cfg, mesh), "there is no model"),
+    "no target": (with_steps(no_targets), "has no target"),
+    "no number of targets": (with_steps(no_count), "number of targets is not known"),
+    "rows of others": (
+        with_steps(lambda run, number: run.microbatches(number, rows(slots=range(8)))),
+        "this rank reads 16 rows, 0 to 15",
+    ),
+    "another step's rows": (
+        with_steps(lambda run, number: run.step(run.microbatches(number + 1, rows()))),
+        "of step 2",
+    ),
+    "no step": (with_steps(lambda run, number: None), "did not call `step` in step 1"),
+    "two steps": (with_steps(twice), "was called for step 2"),
+    "not finite": (with_steps(not_a_number), "loss nan"),
+    "a name of the run": (with_steps(reserved_name), "loss is written by the run"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_use_gets_one_line(name, tmp_path):
+    main, message = WRONG[name]
+    with pytest.raises(UserError, match=message) as caught:
+        run_example(own_module, tmp_path, main=main)
+    assert "\n" not in str(caught.value)
+
+
+def other_values(cfg, mesh):
+    torch.manual_seed(dist.get_rank())
+    shardwise.prepare(cfg, mesh, own_module.Classifier())
+
+
+def test_ranks_with_other_initial_values_are_refused(tmp_path):
+    with pytest.raises(RuntimeError, match=r"UserError: .* other initial values on another rank"):
+        run_example(own_module, tmp_path, 2, other_values, parallel={"data": "ddp"})
+
+
+class Forgetful(own_module.Classifier):
+    """Its stages lack a layer."""
+
+    def cut(self, layers, first, last):
+        return super().cut(layers[:1], first, last)
+
+
+class Reshaped(own_module.Classifier):
+    """It says that other hidden states are passed on."""
+
+    def passed_on(self, batch):
+        return torch.empty(1, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"), [(Forgetful, "0 times"), (Reshaped, "`passed_on` says float32 of")]
+)
+def test_stages_that_are_not_the_module_are_refused(module, message, tmp_path):
+    with pytest.raises(RuntimeError, match=f"UserError: .*{message}"):
+        run_example(own_module, tmp_path, 2, with_module(module), parallel={"pp": 2})
