@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.config import CALLERS, Data, Optimizer, Parallel
+from shardwise.config import Data, Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
+from shardwise.rules import duration
 from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
@@ -110,93 +111,7 @@ RULES = (
         "parallel.data fsdp1",
         "leave it out",
     ),
-    Rule(
-        "steps with epochs",
-        applies=lambda case: case.training.steps is not None and case.training.epochs is not None,
-        problem="training.steps and training.epochs are both set, and each says when a run ends",
-        way_out="leave one of them out, or set it to null",
-        why="they would contradict each other",
-    ),
-    Rule(
-        "epochs of a stream",
-        applies=lambda case: case.cfg.data.streaming and case.training.epochs is not None,
-        problem="training.epochs is set, but with data.streaming nobody knows how many steps it is",
-        way_out="set training.steps instead, or data.streaming to false",
-        why="the learning rate needs the number of steps before the first one",
-    ),
-    Rule(
-        "a share of a stream",
-        applies=lambda case: (
-            case.cfg.data.streaming
-            and isinstance(case.cfg.data.validation, int | float)
-            and case.cfg.data.validation > 0
-        ),
-        problem="data.validation is a share, which data.streaming cannot hold out",
-        way_out="name a split, as in owner/name::validation, or set data.streaming to false",
-        why="a stream has no number of documents to take a share of",
-    ),
-    Rule(
-        "keep_best without validation",
-        applies=lambda case: (
-            case.training.keep_best
-            and case.cfg.data.validation == 0
-            and case.cfg.data.train != CALLERS
-        ),
-        problem="training.keep_best needs a validation loss",
-        way_out="set data.validation",
-        why="there is no loss to compare",
-    ),
-    Rule(
-        "patience without validation",
-        applies=lambda case: case.training.patience > 0 and case.cfg.data.validation == 0,
-        problem="training.patience needs a validation loss",
-        way_out="set data.validation",
-        why="there is no loss to compare",
-    ),
-    Rule(
-        "patience without evaluations",
-        applies=lambda case: case.training.patience > 0 and case.training.eval_every == 0,
-        problem="training.patience counts evaluations, and training.eval_every is 0",
-        way_out="set training.eval_every to a number of steps",
-        why="the only evaluation after a step is that of the last one",
-    ),
-    Rule(
-        "two lengths of the warm-up",
-        applies=lambda case: (
-            case.cfg.optimizer.warmup_steps > 0 and case.cfg.optimizer.warmup_ratio > 0
-        ),
-        problem=(
-            "optimizer.warmup_steps is {cfg.optimizer.warmup_steps} and optimizer.warmup_ratio is "
-            "{cfg.optimizer.warmup_ratio}"
-        ),
-        way_out="give one of them",
-        why="each gives the warm-up its length",
-    ),
-    Rule(
-        "decay_ratio without wsd",
-        applies=lambda case: (
-            case.cfg.optimizer.decay_ratio != Optimizer().decay_ratio
-            and case.cfg.optimizer.lr_schedule != "wsd"
-        ),
-        problem=(
-            "optimizer.decay_ratio is {cfg.optimizer.decay_ratio}, which optimizer.lr_schedule "
-            "{cfg.optimizer.lr_schedule} does not use"
-        ),
-        way_out="leave it out, or set lr_schedule to wsd",
-        why="the key would have no effect",
-    ),
-    Rule(
-        "min_lr_ratio with a constant learning rate",
-        applies=lambda case: (
-            case.cfg.optimizer.min_lr_ratio > 0 and case.cfg.optimizer.lr_schedule == "constant"
-        ),
-        problem=(
-            "optimizer.min_lr_ratio is {cfg.optimizer.min_lr_ratio}, but with lr_schedule constant "
-            "the learning rate does not fall"
-        ),
-        way_out="leave it out, or set lr_schedule to cosine, linear or wsd",
-        why="the key would have no effect",
-    ),
+    *duration.RULES,
     Rule(
         "tokens in a step",
         applies=lambda case: _tokens(case) > MOST_TOKENS,
