@@ -7,8 +7,8 @@ NVCC = nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime
 TORCH = torch==$$(sed -n 's/^torch==//p' constraints.txt)
 # One thread a process: the tests and the demo run several processes on few cores (see docs/concepts/measuring.md).
 export OMP_NUM_THREADS ?= 1
-# Files of tests at a time; a core each, and some 3 GiB at the most.
-TESTERS ?= 2
+# Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
+TESTERS ?= 3
 
 .PHONY: help setup demo study pipeline-split test test-quick pins package check format parity gpu gpu-kernels gpu-jet-nemotron clean
 

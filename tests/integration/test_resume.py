@@ -238,7 +238,15 @@ def test_a_run_stops_early_wherever_it_was_resumed(folder):
 
     def early(name: str, **training: Any) -> RunConfig:
         cfg = config(
-            folder, name, "ddp", eval_every=2, save_every=4, patience=2, keep_best=True, **training
+            folder,
+            name,
+            "ddp",
+            steps=12,
+            eval_every=2,
+            save_every=4,
+            patience=2,
+            keep_best=True,
+            **training,
         )
         return replace(cfg, optimizer=replace(cfg.optimizer, lr=0.0))
 

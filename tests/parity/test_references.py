@@ -98,6 +98,7 @@ def test_no_cell_imports_what_its_fingerprint_leaves_out():
         modules = [module for name in names for module in (name, name.parent)]
         paths = [path for at in modules for path in (at.with_suffix(".py"), at / "__init__.py")]
         files = {path for path in paths if "shardwise" in path.parts and path.exists()}
+        files.discard(ROOT / "src" / "shardwise" / "__init__.py")  # imports names on demand
         left += files - seen
         seen |= files
     parts = {part for path in seen for part in path.relative_to(ROOT).parts}

@@ -71,7 +71,7 @@ def test_a_model_that_does_not_fit_is_not_answered_by_smaller_batches(monkeypatc
         raise MemoryError
 
     monkeypatch.setattr(build, "describe", lambda *_: no_memory())
-    building = explain(raised_by(lambda: build.build(None, mock.MagicMock())))
+    building = explain(raised_by(lambda: build.build(mock.MagicMock(), mock.MagicMock())))
     step = explain(raised_by(no_memory))
     assert (
         (building.exit_code, building.reason)

@@ -17,6 +17,7 @@ from shardwise.config import RunConfig
 from shardwise.data.packing import PADDING
 from shardwise.interfaces import IGNORED
 from shardwise.parallel.mesh import build_mesh
+from shardwise.proof.harness import Rows
 from shardwise.records.record import RunRecord
 from shardwise.training.epochs import count_steps
 from shardwise.training.step import training_step
@@ -110,7 +111,7 @@ def test_a_checkpoint_knows_its_steps_and_is_not_past_the_end(folder, single):
 
 def test_the_learning_rate_depends_on_the_epochs(folder, single):
     cfg = over_epochs(folder, "single", resume=str(step_2(folder)), epochs=3.0)
-    with pytest.raises(RuntimeError, match=r"training\.epochs is 3\.0, .* schedule depends on it"):
+    with pytest.raises(RuntimeError, match=r"training\.epochs is 3\.0, .* depend on it"):
         run_ranks(1, find_start, cfg)
     constant = replace(cfg, optimizer=replace(cfg.optimizer, lr_schedule="constant"))
     with pytest.raises(RuntimeError, match=r"optimizer\.lr_schedule is constant"):
@@ -118,7 +119,7 @@ def test_the_learning_rate_depends_on_the_epochs(folder, single):
 
 
 def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids, labels, documents = harness._row(slot, step)
+    ids, labels, documents = Rows()(slot, step)
     if slot < 4:
         return ids, labels, documents
     padding = torch.full_like(ids, IGNORED), torch.full_like(ids, PADDING)

@@ -17,10 +17,7 @@ from shardwise.config import Model, UserError
 from shardwise.models.adapter import check_writable, short_targets
 from shardwise.models.adapter_folder import PREFIX, AdapterFolder, read_adapter
 from shardwise.models.families import family_of, spec_of
-from shardwise.models.load import build_meta, read_config
-from shardwise.models.multimodal import Multimodal, multimodal_of
-from shardwise.models.save import save_for_generation
-from shardwise.models.servers import (
+from shardwise.models.families.servers import (
     SERVERS,
     Factors,
     Server,
@@ -28,6 +25,9 @@ from shardwise.models.servers import (
     for_server,
     target_modules,
 )
+from shardwise.models.load import build_meta, read_config
+from shardwise.models.multimodal import Multimodal, multimodal_of
+from shardwise.models.save import save_for_generation
 
 READERS = ("peft", "hf", *SERVERS)
 """Who may read an exported adapter: `peft` on the class that `architectures` names, `hf` on the

@@ -21,7 +21,10 @@ SOURCE = Path(kinds.__file__).parents[2]
 HOME = (SOURCE / "models" / "kinds", SOURCE / "models" / "families")
 ALLOWED = {
     # It replaces the forward of one class of transformers, with the names of that class.
-    "models/patches/forget_gate.py": {"f_a_proj", "f_b_proj", "A_log", "dt_bias"}
+    "models/patches/forget_gate.py": {"f_a_proj", "f_b_proj", "A_log", "dt_bias"},
+    # The norm of all gradients; and rates of decay, which a proof draws small.
+    "proof/harness.py": {"norm", "A_log"},
+    "proof/prove.py": {"norm"},
 }
 """By file, the names that it may have, and why."""
 SUFFIXES = (".py", ".j2", ".js", ".css", ".cu", ".cuh", ".h")

@@ -35,7 +35,7 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
         mixtures = [b.kind for layer in part.spec.layers for b in layer.blocks if b.kind.experts]
         is_sharded = any(kind.split is not None for kind in mixtures)
         share = 1 / cfg.parallel.tp if is_sharded else 1.0
-        part.router_loss = RouterLoss(routers, coefficient, part.num_routers, share)
+        part.router_loss = RouterLoss(routers, coefficient, part.num_routers, gradient_share=share)
 
 
 class RouterLoss:
