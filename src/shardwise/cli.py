@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parse(list(sys.argv[1:] if arguments is None else arguments))
         return args.call(args)
+    except BrokenPipeError:  # who reads the output, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except BaseException as error:  # torch has errors that are no Exception
         return report_error(error)
     finally:

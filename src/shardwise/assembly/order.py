@@ -13,7 +13,7 @@ from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models import lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.families import Family
-from shardwise.models.patches import PATCHES, Patch
+from shardwise.models.patches import FOR_ANY_MODULE, PATCHES, Patch
 from shardwise.models.spec import ModelSpec
 from shardwise.models.stage import stages
 from shardwise.parallel import (
@@ -62,10 +62,10 @@ def _with_adapters(model: WholeModel, cfg: RunConfig) -> WholeModel:
     return replace(model, coverage=lora.inject(model.hf, cfg.lora, model.spec))
 
 
-def _patched(patch: Patch) -> Apply:
+def _patched(name: str, patch: Patch) -> Apply:
     def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
         for part in pm.parts:
-            if isinstance(part, CausalLM):  # a module of the caller has nothing of transformers
+            if isinstance(part, CausalLM) or name in FOR_ANY_MODULE:
                 patch(part, cfg, mesh.device)
         return pm
 
@@ -82,7 +82,7 @@ ON_THE_WHOLE: tuple[Entry[ApplyToWhole], ...] = (
 )
 BEFORE_LOADING: tuple[Entry[Apply], ...] = (
     # What replaces forwards comes first: the strategies wrap or shard what it has left.
-    *(Entry(name, lambda cfg: True, _patched(patch)) for name, patch in PATCHES),
+    *(Entry(name, lambda cfg: True, _patched(name, patch)) for name, patch in PATCHES),
     # Shards the weights that all others then wrap.
     Entry("tensor", lambda cfg: cfg.parallel.tp > 1, tensor_parallel.apply),
     # Inside checkpointing, which runs compiled layers again.

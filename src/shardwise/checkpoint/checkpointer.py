@@ -50,7 +50,7 @@ class Checkpointer:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self._step = self._saved = start.step
+        self._step = self._saved = self._start_step = start.step
         validation = loaders.validation
         self._validation_text = validation.corpus.fingerprint() if validation else None
         best = start.manifest.best if start.manifest else None
@@ -139,6 +139,10 @@ class Checkpointer:
             self._writing = self._thread.submit(watched()(self._write), manifest, copies, metrics)
         else:
             self._write(manifest, dict(portable), metrics)
+
+    def has(self, step: int) -> bool:
+        """Return whether the run as it is after `step` was saved by this process."""
+        return self._saved == step and step > self._start_step
 
     def stop(self, step: int) -> Path:
         """Return the checkpoint after `step` once it is written; it is saved now if it was not."""

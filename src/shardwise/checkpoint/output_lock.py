@@ -95,7 +95,7 @@ def _open(folder: Path) -> int:
 def _acquire(descriptor: int, folder: Path) -> None:
     """Lock an open file, for which others may hold it for WAIT_SECONDS; UserError after that.
 
-    Where the file system has no locks, the run goes on without one and says so.
+    Where the file system has no locks, the run continues without one and prints a line.
     """
     deadline = time.monotonic() + WAIT_SECONDS
     while True:

@@ -42,10 +42,11 @@ HeldOut = tuple[Corpus | StreamPass, Callable[[], Iterable[int]]]
 
 @dataclass(frozen=True)
 class Loaders:
-    """The data of a rank: batches for training, without end, and for evaluation."""
+    """The data of a rank: batches for training and for evaluation."""
 
     train: Generator[list[Batch], None, None]
-    """The rank's micro-batches of each optimizer step, from 1; `close()` ends its workers."""
+    """The rank's micro-batches of each optimizer step, from 1, without end: after the documents of
+    `training.epochs` they are padding. `close()` ends its workers."""
     validation: Validation | None
     """None where nothing is held out."""
     state: Callable[[], LoaderState]

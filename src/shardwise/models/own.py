@@ -20,7 +20,7 @@ from shardwise.config import RunConfig, require
 from shardwise.interfaces import AnyBatch
 from shardwise.models.kinds.base import Kind
 from shardwise.models.part import ModelPart, StagePart
-from shardwise.models.patches.dropout import SlotDropout, replace_dropouts
+from shardwise.models.patches.dropout import SlotDropout
 from shardwise.models.spec import Block, LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Indivisible, evenly, require_divides
 
@@ -134,7 +134,6 @@ class OwnPart(ModelPart):
     def __init__(self, module: nn.Module, spec: ModelSpec, cfg: RunConfig) -> None:
         super().__init__(spec, cfg.training.precision, cfg.training.seed)
         self.hf = module
-        replace_dropouts(module, self.dropout)
 
     def forward(self, batch: AnyBatch) -> torch.Tensor:
         """Return the summed loss (scalar, float32)."""
@@ -153,7 +152,6 @@ class OwnStage(StagePart):
         super().__init__(spec, cfg.training.precision, cfg.training.seed)
         self.hf = module
         self.passed_on = complete.passed_on
-        replace_dropouts(module, self.dropout)
 
     def forward(self, carried: torch.Tensor, microbatch: torch.Tensor) -> torch.Tensor:
         """Return hidden states, contiguous; the last stage returns the summed loss.

@@ -109,6 +109,11 @@ class ModelSpec:
     """Holds final norm, head and loss."""
 
     @property
+    def has_ends(self) -> bool:
+        """Whether the embedding, the final norm and the head are known."""
+        return bool(self.embed)
+
+    @property
     def is_own(self) -> bool:
         """Whether it is a module of the caller, of which only the layers are known."""
-        return not self.embed
+        return not self.has_ends

@@ -96,7 +96,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 def _units(part: nn.Module, spec: ModelSpec) -> list[nn.Module]:
     """Return the modules that are gathered and freed as one, the complete model last."""
     layers = [layer.name for layer in spec.layers]
-    names = layers if spec.tied or spec.is_own else [spec.embed, *layers]
+    names = layers if spec.tied or not spec.has_ends else [spec.embed, *layers]
     return [*(part.get_submodule(f"hf.{name}") for name in names), part]
 
 

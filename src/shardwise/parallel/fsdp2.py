@@ -75,7 +75,7 @@ def _shard(part: ModelPart, mesh: Mesh, cfg: RunConfig) -> None:
         # nothing.
         is_last = not isinstance(unit, nn.Module)
         fully_shard(unit, reshard_after_forward=reshard and not is_last, **options)
-    fully_shard(part, reshard_after_forward=reshard and _has_ends(part.spec), **options)
+    fully_shard(part, reshard_after_forward=reshard and _ends_are_units(part.spec), **options)
     sharded = [module for module in part.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         # Gradients are sums, not means; gloo has no other reduction.
@@ -103,16 +103,16 @@ def units(part: ModelPart) -> list[nn.Module | list[nn.Module]]:
     """
     spec, hf = part.spec, part.hf
     layers = [hf.get_submodule(layer.name) for layer in spec.layers]
-    if not _has_ends(spec):
+    if not _ends_are_units(spec):
         return [*layers]
     first = [hf.get_submodule(spec.embed)] if spec.first else []
     last = [[hf.get_submodule(spec.norm), hf.get_submodule(spec.head)]] if spec.last else []
     return [*first, *layers, *last]
 
 
-def _has_ends(spec: ModelSpec) -> bool:
+def _ends_are_units(spec: ModelSpec) -> bool:
     """Return whether the ends of the model are units of their own."""
-    return not (spec.tied or spec.is_own)
+    return spec.has_ends and not spec.tied
 
 
 def trained_replicated(pm: ParallelModel, mesh: Mesh) -> list[nn.Parameter]:

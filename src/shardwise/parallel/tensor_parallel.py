@@ -116,7 +116,7 @@ class _Splitter:
     def split(self) -> None:
         """Split blocks, embedding and head, and share tokens between blocks."""
         hf, spec = self.part.hf, self.part.spec
-        if not spec.is_own:
+        if spec.has_ends:
             self._split_ends()
         for layer in spec.layers:
             for path, split in split_blocks(hf, layer, self.axis.size).items():

@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
-from shardwise.config import CALLERS, Optimizer
-from shardwise.rules.rule import Rule
+from dataclasses import fields
+
+from shardwise.config import CALLERS, Data, Optimizer
+from shardwise.rules.rule import Case, Rule
+
+_READ_BY_CALLERS_LOOP = ("train", "sequence_length", "packing")
+
+
+def _not_of_a_callers_loop(case: Case) -> str | None:
+    """Return the first key that is set although the rows and the evaluations are the caller's."""
+    data, training = case.cfg.data, case.training
+    if data.train != CALLERS:
+        return None
+    for field in fields(Data):
+        is_read = field.name in _READ_BY_CALLERS_LOOP
+        if not is_read and getattr(data, field.name) != getattr(Data(CALLERS), field.name):
+            return f"data.{field.name}"
+    for name in ("epochs", "sample", "eval_every", "eval_batches"):
+        if getattr(training, name):
+            return f"training.{name}"
+    return None
+
 
 RULES = (
+    Rule(
+        "a key that a loop of the caller does not read",
+        applies=lambda case: _not_of_a_callers_loop(case) is not None,
+        problem=lambda case: (
+            f"{_not_of_a_callers_loop(case)} is set, but which rows are read and evaluated is for "
+            "the loop of the caller to say"
+        ),
+        way_out="leave it out",
+        why="the key would have no effect",
+    ),
     Rule(
         "steps with epochs",
         applies=lambda case: case.training.steps is not None and case.training.epochs is not None,
@@ -44,14 +74,22 @@ RULES = (
     ),
     Rule(
         "patience without validation",
-        applies=lambda case: case.training.patience > 0 and case.cfg.data.validation == 0,
+        applies=lambda case: (
+            case.training.patience > 0
+            and case.cfg.data.validation == 0
+            and case.cfg.data.train != CALLERS
+        ),
         problem="training.patience needs a validation loss",
         way_out="set data.validation",
         why="there is no loss to compare",
     ),
     Rule(
         "patience without evaluations",
-        applies=lambda case: case.training.patience > 0 and case.training.eval_every == 0,
+        applies=lambda case: (
+            case.training.patience > 0
+            and case.training.eval_every == 0
+            and case.cfg.data.train != CALLERS
+        ),
         problem="training.patience counts evaluations, and training.eval_every is 0",
         way_out="set training.eval_every to a number of steps",
         why="the only evaluation after a step is that of the last one",

@@ -43,14 +43,6 @@ def prepare(cfg: RunConfig, mesh: Mesh, model: nn.Module | None = None) -> OwnLo
         model is not None or not cfg.model.is_callers,
         "there is no model; name its folder in model.path, or give `prepare` a module",
     )
-    require(
-        cfg.training.sample is None,
-        "training.sample is for shardwise train; leave it out, or generate from the result",
-    )
-    require(
-        cfg.training.epochs is None,
-        "training.epochs is for shardwise train, which reads the data; set training.steps",
-    )
     with paused():  # reads a whole checkpoint for its checksums
         start = find_start(cfg)
     own = None if model is None else OwnModel.of(model)

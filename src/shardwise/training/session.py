@@ -113,7 +113,14 @@ class Session:
         return result
 
     def evaluate(self, batches: Iterable[Sequence[AnyBatch]]) -> Evaluation:
-        """Evaluate and report the loss on this rank's micro-batches of each global batch."""
+        """Evaluate and report the loss on this rank's micro-batches of each global batch.
+
+        It comes before `save` in a step, since the checkpoint says which evaluation was the best.
+        """
+        require(
+            not self._checkpointer.has(self.done),
+            f"step {self.done} is saved already; call `evaluate` before `save`",
+        )
         self._evaluation = self.reporter.evaluation(
             evaluate(self.job.pm, batches, self.mesh, self.done)
         )

@@ -8,7 +8,7 @@ checkpointing and sharding see what they always see. A later patch wraps what an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,8 @@ from shardwise.models.patches import (
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
 
-Patch = Callable[["CausalLM", RunConfig, torch.device], None]
+Patch = Callable[[Any, RunConfig, torch.device], None]
+"""Takes a CausalLM or, where FOR_ANY_MODULE names the patch, any part."""
 
 PATCHES: tuple[tuple[str, Patch], ...] = (
     ("dropout masks by row", dropout.apply),
@@ -41,6 +42,9 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("loss in the head", loss.apply),
     ("LoRA kernel", lora_kernel.apply),  # inside mixers and blocks; replaces what PEFT computes
 )
+
+FOR_ANY_MODULE = {"dropout masks by row"}
+"""The patches that act on a module of the caller too."""
 
 
 def patch(part: CausalLM, cfg: RunConfig, device: torch.device) -> CausalLM:

@@ -15,7 +15,7 @@ from shardwise.kernels.dropout import Dropout, hash32
 from shardwise.models.seeds import stable_seed
 
 if TYPE_CHECKING:
-    from shardwise.models.causal_lm import CausalLM
+    from shardwise.models.part import ModelPart
 
 
 @dataclass
@@ -107,7 +107,7 @@ class SlotDropout(nn.Module):
         return state.seeds(places // num_rows).flatten() ^ self.salt
 
 
-def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
+def apply(part: ModelPart, cfg: RunConfig, device: torch.device) -> None:
     """Let every dropout of a part draw its masks by row."""
     replace_dropouts(part.hf, part.dropout)
 
