@@ -79,7 +79,7 @@ def json_schema() -> dict[str, Any]:
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a run file and apply `--section.key=value` overrides, whose values are YAML."""
-    data = read_yaml(path, "a run file is a mapping of sections; see docs/reference/config.md")
+    data = read_yaml(path, "a run file is a mapping of sections; shardwise init writes one")
     for override in overrides or []:
         apply_override(data, override)
     return parse_config(data, source=str(path))

@@ -151,7 +151,9 @@ def _base(data: dict[str, Any], path: Path) -> dict[str, Any]:
     base = data.get("base")
     is_inline = isinstance(base, dict)
     if isinstance(base, str):
-        base = read_yaml(path.parent / base, "a run file has sections: docs/reference/config.md")
+        base = read_yaml(
+            path.parent / base, "a run file is a mapping of sections; shardwise init writes one"
+        )
     if not isinstance(base, dict):
         raise UserError("base is missing; give the path of a run file from here, or sections")
     settings = {str(key): value for key, value in _mapping(data, "set").items()}
