@@ -115,12 +115,12 @@ class Session:
     def evaluate(self, batches: Iterable[Sequence[AnyBatch]]) -> Evaluation:
         """Evaluate and report the loss on this rank's micro-batches of each global batch.
 
-        With `keep_best` it comes before the step is saved: a checkpoint says which one was the best.
+        With `keep_best` it comes before the step is saved: a checkpoint names the best one.
         """
         require(
             not (self.cfg.training.keep_best and self._checkpointer.has(self.done)),
-            f"step {self.done} is saved already, and training.keep_best needs its evaluation before; "
-            "call `evaluate` within the step, and before `save`",
+            f"step {self.done} is saved already, and training.keep_best needs its evaluation "
+            "before that; call `evaluate` within the step, and before `save`",
         )
         self._evaluation = self.reporter.evaluation(
             evaluate(self.job.pm, batches, self.mesh, self.done)
