@@ -78,6 +78,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
             "long": "split",
         }.items()
     },
+    "separate turns of which every token is trained on": (
+        "llama",
+        {"data": {"format": "chat", "turns": "separate", "train_on": "all"}},
+        1,
+    ),
     "schedule without its strategy": ("llama", {"parallel": {"schedule": "zbv"}}, 1),
     "virtual_stages without its strategy": ("llama", {"parallel": {"virtual_stages": 2}}, 1),
     "split without its strategy": ("llama", {"parallel": {"split": "uniform"}}, 1),

@@ -695,3 +695,16 @@ def test_a_document_longer_than_a_row(tokenizer: PreTrainedTokenizerFast) -> Non
 def test_what_a_format_takes_of_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(UserError, match=r"^data\.format chat .* data\.chat_template"):
         Encoder.of(chat_tokenizer(tokenizer, None), Data(train="unused", format="chat"))
+
+
+def test_a_missing_field_names_the_key_that_fits(tokenizer: PreTrainedTokenizerFast) -> None:
+    cases = [
+        ("completion", {"prompt": "p", "output": "o"}, {"prompt": "frage"}, r"data\.fields"),
+        ("text", {"messages": []}, None, r"data\.format: chat"),
+        ("text", {"prompt": "p", "completion": "c"}, None, r"data\.format: completion"),
+        ("text", {"body": "b"}, None, r"data\.text_field .*body"),
+    ]
+    for data_format, record, fields, way_out in cases:
+        encoder = Encoder.of(tokenizer, Data("any", format=data_format, fields=fields))
+        with pytest.raises(BadDocument, match=rf"^no field .*{way_out}"):
+            encoder.documents(record, SlotState())

@@ -117,9 +117,9 @@ class Encoder:
             return self.chat.encode(record)
         if self.data.format == "completion":
             columns = map(self.data.column, ("prompt", "completion"))
-            prompt, completion = (text_of(record, column) for column in columns)
+            prompt, completion = (text_of(record, c, "data.fields") for c in columns)
             return [encode_completion(self.tokenizer, prompt, completion)]
-        text = text_of(record, self.data.text_field)
+        text = text_of(record, self.data.text_field, "data.text_field")
         begin, end = (len(text) * (piece[0] + i) // piece[1] for i in (0, 1))
         return [encode_text(self.tokenizer, text[begin:end])]
 
@@ -161,12 +161,19 @@ class Encoder:
         return PACK[self.data.packed](documents, self.data.sequence_length, self.fill)
 
 
-def text_of(record: Record, field: str) -> str:
-    """Return a field of a document; BadDocument where it is no string for a tokenizer."""
+def text_of(record: Record, field: str, key: str) -> str:
+    """Return a field of a document, which `key` of the run file names.
+
+    BadDocument where it is no string for a tokenizer.
+    """
     if field not in record:
-        way_out = f"set data.text_field to one of the line's fields: {', '.join(record)}"
-        if field in ("prompt", "completion", "messages"):
-            way_out = f"its fields are {', '.join(record)}; {CORRECT_LINE}, or set data.format"
+        way_out = f"set {key} to name some of the line's fields: {', '.join(record)}"
+        if key == "data.fields":
+            way_out = f"{way_out}; or {CORRECT_LINE}, or set data.format"
+        elif "messages" in record:
+            way_out = "it has messages: set data.format: chat"
+        elif "prompt" in record and "completion" in record:
+            way_out = "it has prompt and completion: set data.format: completion"
         raise BadDocument("missing field", f"no field {field!r}; {way_out}")
     return string(record[field], f"field {field!r}")
 

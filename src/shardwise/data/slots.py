@@ -162,8 +162,13 @@ class TrainStream(IterableDataset):
 
     def _record(self, slot: int, epoch: int, place: int) -> tuple[int, Piece]:
         """Return the number of the record at a place of a slot's share, and its piece of it."""
-        _, _, number, piece = next(self.order.places(slot, self.global_batch_size, epoch, place))
-        return number, piece
+        places = self.order.places(slot, self.global_batch_size, epoch, place)
+        # Fewer epochs than before may end before a document that was read ahead.
+        for _, _, number, piece in places:
+            return number, piece
+        raise UserError(
+            "training.epochs: the checkpoint has read more documents than that already; give more"
+        )
 
     def _check_left_out(self, slot: int, in_a_row: Counter[str]) -> None:
         """Raise UserError where a slot has left out more records than there are."""

@@ -91,6 +91,13 @@ RULES = (
         for key in ("chat_template", "template_arguments", "tools", "train_on", "turns")
     ),
     _of_data("fields", lambda data: data.format != "text", "set data.format to completion or chat"),
+    Rule(
+        "separate turns of which every token is trained on",
+        applies=lambda case: case.cfg.data.turns == "separate" and case.cfg.data.train_on == "all",
+        problem="data.turns separate repeats earlier turns, and data.train_on all trains on each",
+        way_out="set turns to together, or train_on to assistant",
+        why="the first turn of n would be trained on n times",
+    ),
     _of_data("long", lambda data: data.packed == "documents", "set data.packing to documents"),
     *(
         _belongs_to(key, _is_pipeline, "a pipeline", "set parallel.pp to 2 or more")
