@@ -75,6 +75,26 @@ def test_a_mistake_is_raised_and_not_printed(run_file, tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+def nothing(cfg, mesh): ...
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: shardwise.train(None), "given as NoneType"),
+        (lambda: shardwise.train([1]), "given as list"),
+        (lambda: shardwise.run(nothing, {"model": "tiny"}), "model is"),
+        (lambda: shardwise.run(nothing, {"model": [1]}), "model is"),
+        (lambda: shardwise.run(None, {}), r"function\(cfg, mesh\)"),
+        (lambda: shardwise.train({}, overrides="--training.steps=2"), "give a list"),
+    ],
+)
+def test_a_wrong_argument_gets_one_line(call, message):
+    with pytest.raises(shardwise.UserError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
 def fails_on_last(cfg, mesh):
     if dist.get_rank() == 1:
         raise KeyError("lost")

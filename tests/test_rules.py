@@ -104,6 +104,11 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "offload without its strategy": ("llama", {"parallel": {"data": "ddp", "offload": "all"}}, 2),
     "fsdp1_wrap without its strategy": ("llama", {"parallel": {"fsdp1_wrap": "naive"}}, 1),
+    "a key that a loop of the caller does not read": (
+        "llama",
+        {"data": {"train": CALLERS}, "training": {"eval_every": 5}},
+        1,
+    ),
     "steps with epochs": ("llama", {"training": {"steps": 3, "epochs": 1.0}}, 1),
     "epochs of a stream": (
         "llama",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import CALLERS, RunConfig, UserError
+from shardwise.config import CALLERS, RunConfig, UserError, require
 from shardwise.launch.local import launch
 from shardwise.launch.rank import Train
 from shardwise.process.ending import USER_ERROR, Ending, report_ending
@@ -59,6 +59,7 @@ def run(
 
     UserError for the user's mistake, RunFailed for anything else.
     """
+    require(callable(function), f"the first argument is {function!r}; give function(cfg, mesh)")
     _start(read_config(config, overrides, CALLERS_KEYS), nproc, function)
 
 
@@ -68,6 +69,15 @@ def read_config(
     """Return a config; `defaults` stand for required keys that it leaves out."""
     if isinstance(config, RunConfig):
         config = config.to_dict()
+    require(
+        isinstance(config, str | Path | Mapping),
+        f"a run is given as {type(config).__name__}; give a path, a mapping of sections, or a "
+        "RunConfig",
+    )
+    require(
+        not isinstance(overrides, str),
+        "overrides is a string; give a list of strings, as in ['--training.steps=2']",
+    )
     source = "config"
     if isinstance(config, str | Path):
         source, config = str(config), read_yaml(config, "a run file is a mapping of sections")
@@ -75,7 +85,9 @@ def read_config(
     for override in overrides:
         apply_override(sections, override)
     for section, keys in defaults.items():
-        sections[section] = {**keys, **(sections.get(section) or {})}
+        given = sections.get(section) or {}
+        if isinstance(given, Mapping):  # what is none is refused below
+            sections[section] = {**keys, **given}
     return parse_config(sections, source)
 
 

@@ -270,6 +270,18 @@ def reserved_name(run: Any, number: int) -> None:
     run.log(loss=1.0)
 
 
+def no_log_number(run: Any, number: int) -> None:
+    run.step(run.microbatches(number, rows()))
+    run.log(a="x")
+
+
+def saved_before(run: Any, number: int) -> None:
+    batches = run.microbatches(number, rows())
+    run.step(batches)
+    run.save()
+    run.evaluate([batches])
+
+
 def twice(run: Any, number: int) -> None:
     for _ in range(2):
         run.step(run.microbatches(run.done + 1, rows()))
@@ -297,6 +309,12 @@ WRONG = {
     "no step": (with_steps(lambda run, number: None), "did not call `step` in step 1"),
     "two steps": (with_steps(twice), "was called for step 2"),
     "not finite": (with_steps(not_a_number), "loss nan"),
+    "a list": (
+        with_steps(lambda run, number: run.microbatches(number, rows(points=[1.0] * 16))),
+        "points is a list",
+    ),
+    "a log of no number": (with_steps(no_log_number), "a is no number"),
+    "evaluated after the save": (with_steps(saved_before), "`evaluate` before `save`"),
     "a name of the run": (with_steps(reserved_name), "loss is written by the run"),
 }
 
@@ -307,6 +325,57 @@ def test_a_wrong_use_gets_one_line(name, tmp_path):
     with pytest.raises(UserError, match=message) as caught:
         run_example(own_module, tmp_path, main=main)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("input_ids", lambda ids: ids.float(), "input_ids is of torch.float32"),
+        ("input_ids", lambda ids: ids + 1_000_000, "input_ids has a token id"),
+        ("labels", lambda ids: torch.full_like(ids, -1), "labels has a token id"),
+    ],
+)
+def test_wrong_tokens_get_one_line(name, change, message, tmp_path):
+    def main(cfg, mesh):
+        with shardwise.prepare(cfg, mesh) as run:
+            tokens = own_loop.random_rows(1, run.slots, cfg.data.sequence_length)
+            run.microbatches(1, {**tokens, name: change(tokens[name])})
+
+    with pytest.raises(UserError, match=message) as caught:
+        run_example(own_loop, tmp_path, main=main)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_loop_that_ends_early_says_so(tmp_path, capfd):
+    def main(cfg, mesh):
+        with shardwise.prepare(cfg, mesh, own_module.Classifier()) as run:
+            for step in run.steps():
+                run.step(run.microbatches(step, rows(step)))
+                if step == 2:
+                    break
+            run.finish()
+
+    run_example(own_module, tmp_path, main=main, training={"steps": 4})
+    note = "ended after step 2 of 4"
+    assert RunRecord.read(tmp_path / "record.json").notes == [note]
+    assert note in capfd.readouterr().out
+
+
+def test_patience_ends_a_loop_that_evaluates(tmp_path):
+    def main(cfg, mesh):
+        with shardwise.prepare(cfg, mesh, own_module.Classifier()) as run:
+            for step in run.steps():
+                run.step(run.microbatches(step, rows(step)))
+                # Labels that the steps unlearn: the loss rises.
+                wrong = (rows()["labels"] + 1) % own_module.CLASSES
+                run.evaluate([run.microbatches(0, rows(labels=wrong))])
+            run.finish()
+
+    torch.manual_seed(0)
+    run_example(own_module, tmp_path, main=main, training={"steps": 40, "patience": 2})
+    record = RunRecord.read(tmp_path / "record.json")
+    assert record.stopped_early is not None
+    assert (len(record.losses), record.notes) == (record.stopped_early["step"], [])
 
 
 def other_values(cfg, mesh):

@@ -132,7 +132,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         tokens_per_second=meter.tokens_per_second(),
         step_seconds=seconds,
         kernels=dict(job.kernels),
-        notes=list(job.notes),
+        notes=list(reporter.notes),
         stopped_early=dataclasses.asdict(early_stop) if early_stop else None,
         resumed_from={"folder": str(start.folder), "step": start.step} if start.folder else None,
         **figures,

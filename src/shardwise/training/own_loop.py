@@ -102,6 +102,10 @@ class OwnLoop(Session):
         size, slots = self.cfg.training.micro_batch_size, list(self.slots)
         for name, tensor in rows.items():
             require(
+                isinstance(tensor, torch.Tensor),
+                f"step {step}: {name} is a {type(tensor).__name__}; give a tensor",
+            )
+            require(
                 tensor.dim() > 0 and len(tensor) == len(slots),
                 f"step {step}: {name} has shape {list(tensor.shape)}, but this rank reads "
                 f"{len(slots)} rows, {slots[0]} to {slots[-1]}; give these",
@@ -127,6 +131,20 @@ class OwnLoop(Session):
                 name in rows and rows[name].shape == (len(slots), length),
                 f"step {step}: {name} has to be [rows, {length}]; give it, or set "
                 "data.sequence_length",
+            )
+        for name, tensor in rows.items():
+            require(
+                tensor.dtype == torch.int64, f"step {step}: {name} is of {tensor.dtype}; give int64"
+            )
+        vocab_size, labels = self.job.spec.vocab_size, rows["labels"]
+        for name, tokens in (
+            ("input_ids", rows["input_ids"]),
+            ("labels", labels[labels != IGNORED]),
+        ):
+            require(
+                bool(((tokens >= 0) & (tokens < vocab_size)).all()),
+                f"step {step}: {name} has a token id that is not in the vocabulary, which is 0 to "
+                f"{vocab_size - 1}; use the tokenizer of the model",
             )
         documents = rows.get("document_ids")
         if documents is None:

@@ -18,6 +18,7 @@ from shardwise.data.state import Counts
 from shardwise.interfaces import AnyBatch, Evaluation, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
+from shardwise.ranges import shown
 from shardwise.records.record import MetricsFile, dumps
 from shardwise.training.early_stop import EarlyStop, early_stop
 from shardwise.training.not_finite import explain
@@ -44,6 +45,8 @@ class Reporter:
         self.skipped_steps = 0
         self.evaluations: list[Evaluation] = []
         self.documents: Mapping[str, Counts] = {}
+        self.notes: list[str] = []
+        """What a reader of the record must know."""
         self._last_step = start.step
         if start.folder is not None:
             self._recall(start.folder / METRICS)
@@ -68,7 +71,7 @@ class Reporter:
         if kernels:
             self._progress.message(f"kernels: {kernels}")
         for note in job.notes:
-            self._progress.message(f"note: {note}")
+            self.note(note)
         for line in start.passed_over:
             self._progress.message(line)
         if start.folder is not None:
@@ -120,9 +123,19 @@ class Reporter:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write numbers of the caller; UserError for a name that the run itself writes."""
-        for name in values:
+        numbers = {}
+        for name, value in values.items():
             require(name not in COLUMNS, f"{name} is written by the run; log it by another name")
-        self._write(step, {name: float(value) for name, value in values.items()})
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of many numbers
+                raise UserError(f"{name} is no number, but {shown(value)}; log a number") from None
+        self._write(step, numbers)
+
+    def note(self, text: str) -> None:
+        """Report what a reader of the figures must know; the record has it too."""
+        self.notes.append(text)
+        self._progress.message(f"note: {text}")
 
     def steps_left(self) -> Iterator[int]:
         """Yield the steps that are left, up to the last one or an early stop."""
@@ -144,6 +157,8 @@ class Reporter:
             self._progress.message(str(self.early_stop))
         self.documents = documents
         for name, read in documents.items():
+            if read.rows == 0:  # a resume that only writes its result
+                continue
             self._progress.message(f"data.{name}: {read}")
 
     def sample(self, text: str) -> str:

@@ -137,6 +137,8 @@ class Session:
 
     def finish(self, tokenizer: PreTrainedTokenizerBase | None = None) -> RunRecord | None:
         """Save the result, with the tokenizer, and the record, which is returned on rank 0."""
+        if self.done < self.job.num_steps and self.reporter.early_stop is None:
+            self.reporter.note(f"ended after step {self.done} of {self.job.num_steps}")
         self._checkpointer.finish()
         # The result and the record come before what may fail.
         folder = Path(self.cfg.training.output_dir)
