@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5ForConditionalGeneration
 
 from shardwise import cli
 from shardwise.config import Lora, Model
@@ -72,6 +74,19 @@ def empty(tensors: Tensors, config: dict[str, Any]) -> None:
     tensors.clear()
 
 
+def without_prefix(tensors: Tensors, config: dict[str, Any]) -> None:
+    for key in list(tensors):
+        tensors[key.removeprefix("base_model.model.")] = tensors.pop(key)
+
+
+def without_norm(tensors: Tensors, config: dict[str, Any]) -> None:
+    del tensors["base_model.model.model.norm.weight"]
+
+
+def other_key(tensors: Tensors, config: dict[str, Any]) -> None:
+    tensors["something"] = torch.ones(1)
+
+
 def targets(*names: str) -> Callable[[Tensors, dict[str, Any]], None]:
     return lambda tensors, config: config["target_modules"].extend(names)
 
@@ -89,15 +104,26 @@ def values(**changes: Any) -> Callable[[Tensors, dict[str, Any]], None]:
         ),
         (zero, "modules with a factor of zeros only: model.layers.0.self_attn.q_proj"),
         (not_finite, f"not finite: {Q}.lora_A.weight"),
-        (without_b, "modules with one factor of two: model.layers.0.self_attn.q_proj"),
-        (too_narrow, "do not fit the linear or the rank: model.layers.0.self_attn.q_proj"),
+        (without_b, f"the file lacks: {Q}.lora_B.weight"),
+        (too_narrow, f"shapes that do not fit the module or the config's rank: {Q}.lora_A"),
         (empty, "the file has no LoRA factors"),
         (targets("in_proj"), "target_modules of the config that the model does not have: in_proj"),
-        (targets("down_proj"), "that have no factors: model.layers.0.mlp.down_proj"),
-        (values(target_modules=".*key_proj"), "matches no module: .*key_proj"),
+        (targets("down_proj"), "the file lacks: base_model.model.model.layers.0.mlp.down_proj"),
+        (values(target_modules=".*key_proj"), "PEFT does not take its config"),
         (values(modules_to_save=["score"]), "modules_to_save of the config that the model does"),
         (values(lora_alpha=0), "the scale is 0"),
-        (values(r=5), "do not fit the linear or the rank"),
+        (values(r=5), "do not fit the module or the config's rank"),
+        (without_prefix, "PEFT does not read with this config: model.layers.0"),
+        (values(target_modules=["q_proj"]), "PEFT does not read with this config"),
+        (
+            values(exclude_modules=["q_proj"]),
+            f"PEFT does not read with this config: {Q}.lora_A.weight",
+        ),
+        (without_norm, "the file lacks: base_model.model.model.norm.weight"),
+        (values(rank_pattern={"q_proj": 2}), f"the config's rank: {Q}.lora_A.weight [4, 64]"),
+        (values(alpha_pattern={"q_proj": 0}), "the scale is 0 in"),
+        (other_key, "PEFT does not read with this config: something"),
+        (values(target_modules="*.q_proj"), "PEFT does not take its config"),
     ],
 )
 def test_what_would_do_nothing_is_found(
@@ -126,6 +152,28 @@ def test_the_text_names_of_a_multimodal_folder_are_found(
     arguments = [str(tmp_path / name) for name in ("base", "adapter", "out")]
     assert cli.main(["export", *arguments, "--for", "peft"]) == 0
     assert cli.main(["check", str(tmp_path / "out"), str(tmp_path / "base")]) == 0
+
+
+# PEFT 0.21 uses a name that transformers will drop.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_a_multimodal_adapter_is_sound_with_its_vision_tower_and_not_half_renamed(
+    tmp_path: Path,
+) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    config = multimodal.config()
+    config.architectures = ["Qwen3_5ForConditionalGeneration"]
+    config.save_pretrained(base)
+    lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(Qwen3_5ForConditionalGeneration(config), lora).save_pretrained(folder)
+    model = Model(str(base), init="random")
+    assert audit(str(folder), model).findings == ()
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    for key in [key for key in tensors if ".language_model.layers.0." in key]:
+        tensors[key.replace(".language_model.", ".")] = tensors.pop(key)
+    save_file(tensors, file)
+    findings = audit(str(folder), model).findings
+    assert any("loads none of them" in finding for finding in findings), findings
 
 
 def test_adapters_that_a_layer_reads_past_are_found(tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ class AdapterFolder:
     """Factors, `A` and `B`, by the name of the module that they adapt."""
     others: tuple[str, ...]
     """Keys of the file that are no factors, such as weights of `modules_to_save`."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shape of every entry of the file by its key."""
 
     @property
     def file(self) -> Path:
@@ -109,7 +111,7 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
             others.append(key)
         else:
             factors.setdefault(match[1], {})[match[2]] = Factor(key, shape)
-    return AdapterFolder(path, _read_config(config), factors, tuple(others))
+    return AdapterFolder(path, _read_config(config), factors, tuple(others), shapes)
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:

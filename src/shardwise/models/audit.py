@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.utils import get_peft_model_state_dict
 from rich.box import SIMPLE
 from rich.table import Table
 from safetensors import safe_open
-from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Model
-from shardwise.models.adapter_folder import AdapterFolder, Factor, read_adapter
+from shardwise.models.adapter_folder import PREFIX, AdapterFolder, read_adapter
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.load import build_meta, read_config
-from shardwise.models.lora import CoverageRow, coverage
+from shardwise.models.lora import CoverageRow, adapter_layers, coverage
 from shardwise.models.multimodal import Multimodal, multimodal_of
 
 
@@ -54,43 +55,60 @@ class Audit:
 def audit(adapter_folder: str, model: Model) -> Audit:
     """Check a PEFT adapter, whoever wrote it, against its model, of which no weights are read.
 
-    One factor at a time is in memory. UserError if one of the two cannot be read.
+    PEFT puts its config's adapters on the model on meta, which shows what it would look for in the
+    file. One factor at a time is in memory. UserError if one of the two cannot be read.
     """
     adapter = read_adapter(adapter_folder)
     text = build_meta(model, read_config(model))
     multimodal = multimodal_of(model, text)
-    names = adapter.text_names(text, multimodal)
-    matched = {name: path for name, path in names.items() if path is not None}
-    is_whole = multimodal is not None and multimodal.names_any(adapter.factors)
-    named_after = multimodal.model if multimodal is not None and is_whole else text
+    matched = {n: path for n, path in adapter.text_names(text, multimodal).items() if path}
+    named_after: PreTrainedModel = text
+    if multimodal is not None and _paths(multimodal.model, adapter.factors) - set(
+        _paths(text, adapter.factors)
+    ):
+        named_after = multimodal.model
+    there = _paths(named_after, adapter.factors)
     findings = [
-        *_unmatched(names, multimodal, is_whole, text),
+        *_unmatched(adapter, there | matched.keys()),
+        *_of_the_text_class(there, matched, named_after, multimodal, text),
         *_targets_without_modules(adapter, named_after),
-        *_targets_without_factors(adapter, named_after),
+        *_as_peft_loads(adapter, there, named_after),
         *_bypassed(matched, text),
-        *_shapes(adapter, matched, text),
         *_values(adapter),
     ]
     adapted = set(matched.values()) | set(_stacks(adapter, matched, text))
     rows = coverage(text, spec_of(text.config, text), adapted).rows
-    return Audit(adapter, len(matched), rows, tuple(findings))
+    return Audit(adapter, len(there | matched.keys()), rows, tuple(findings))
 
 
-def _unmatched(
-    names: Mapping[str, str | None],
-    multimodal: Multimodal | None,
-    is_whole: bool,
-    text: PreTrainedModel,
-) -> Iterator[str]:
-    unknown = [name for name, path in names.items() if path is None]
-    if not names:
+def _paths(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
+    """Return those of the names that are modules of the model."""
+    modules = {name for name, _ in model.named_modules()}
+    return {name for name in names if name.replace(".base_layer", "") in modules}
+
+
+def _unmatched(adapter: AdapterFolder, there: Container[str]) -> Iterator[str]:
+    unknown = [name for name in adapter.factors if name not in there]
+    if not adapter.factors:
         yield "the file has no LoRA factors"
     if unknown:
         yield f"factors of modules that the model does not have: {_some(unknown)}"
-    if multimodal is not None and not is_whole and len(unknown) < len(names):
+
+
+def _of_the_text_class(
+    there: set[str],
+    matched: Mapping[str, str],
+    named_after: PreTrainedModel,
+    multimodal: Multimodal | None,
+    text: PreTrainedModel,
+) -> Iterator[str]:
+    if multimodal is None:
+        return
+    lost = sorted(matched if named_after is text else matched.keys() - there)
+    if lost:
         yield (
-            f"its names are those of {type(text).__name__}: {type(multimodal.model).__name__}, "
-            "which config.json names, loads none of them; shardwise export --for peft renames them"
+            f"names of {type(text).__name__}: {type(multimodal.model).__name__}, which config.json "
+            f"names, loads none of them; shardwise export --for peft renames them: {_some(lost)}"
         )
 
 
@@ -106,25 +124,49 @@ def _targets_without_modules(adapter: AdapterFolder, named_after: PreTrainedMode
         lost = [entry for entry in entries if not any(_is_end(entry, n) for n in all_names)]
         if lost:
             yield f"{key} of the config that the model does not have: {_some(lost)}"
-    pattern = adapter.config.get("target_modules")
-    is_pattern = isinstance(pattern, str) and pattern != "all-linear"
-    if is_pattern and not any(re.fullmatch(str(pattern), name) for name in modules):
-        yield f"target_modules of the config matches no module: {pattern}"
 
 
-def _targets_without_factors(adapter: AdapterFolder, named_after: PreTrainedModel) -> Iterator[str]:
-    if any(adapter.config.get(key) for key in ("layers_to_transform", "exclude_modules")):
-        return  # which of the targets are meant, PEFT alone knows
-    targets = adapter.patterns("target_modules")
-    without = [
-        name
-        for name, module in named_after.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D))
-        and name not in adapter.factors
-        and any(_is_end(target, name) for target in targets)
+def _as_peft_loads(
+    adapter: AdapterFolder, there: set[str], named_after: PreTrainedModel
+) -> Iterator[str]:
+    """Yield what PEFT would not read of the file, would miss in it, or could not load."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = LoraConfig.from_pretrained(str(adapter.path))
+            # Rules for first values, some of which compute with the base's weights.
+            config.init_lora_weights = False
+            peft_model = get_peft_model(copy.deepcopy(named_after), config, low_cpu_mem_usage=True)
+            wanted = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
+            # PEFT writes embeddings too where they were adapted or resized.
+            read = wanted | get_peft_model_state_dict(peft_model, save_embedding_layers=True)
+    except Exception as error:  # the config may hold anything, and PEFT raises as many errors
+        yield f"PEFT does not take its config: {type(error).__name__}: {_line(error)}"
+        return
+    absent_modules = [name for name in adapter.factors if name not in there]
+    explained = tuple(f"{PREFIX}{name}.lora_" for name in absent_modules)
+    unread = [key for key in adapter.shapes if key not in read and not key.startswith(explained)]
+    if unread:
+        yield f"keys of the file that PEFT does not read with this config: {_some(unread)}"
+    missing = sorted(wanted.keys() - adapter.shapes.keys())
+    if missing:
+        yield f"weights that the config promises and the file lacks: {_some(missing)}"
+    odd = [
+        f"{key} {list(shape)} instead of {list(read[key].shape)}"
+        for key, shape in adapter.shapes.items()
+        if key in read and tuple(read[key].shape) != shape
     ]
-    if without:
-        yield f"linears that target_modules names and that have no factors: {_some(without)}"
+    if odd:
+        yield f"shapes that do not fit the module or the config's rank: {_some(odd)}"
+    scales = {name: layer.scaling["default"] for name, layer in adapter_layers(peft_model).items()}
+    useless = [name for name, scale in scales.items() if scale == 0 or not math.isfinite(scale)]
+    if useless:
+        scale = scales[useless[0]]
+        yield f"the scale is {scale:g} in {len(useless)} modules: {_some(useless)}"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _bypassed(matched: Mapping[str, str], text: PreTrainedModel) -> Iterator[str]:
@@ -134,36 +176,7 @@ def _bypassed(matched: Mapping[str, str], text: PreTrainedModel) -> Iterator[str
         yield f"adapters on weights that their layer reads past the adapter: {_some(unread)}"
 
 
-def _shapes(
-    adapter: AdapterFolder, matched: Mapping[str, str], text: PreTrainedModel
-) -> Iterator[str]:
-    incomplete = [name for name, pair in adapter.factors.items() if len(pair) < 2]
-    if incomplete:
-        yield f"modules with one factor of two: {_some(incomplete)}"
-    odd = []
-    for name, pair in adapter.factors.items():
-        if name in matched and len(pair) == 2:
-            module = text.get_submodule(matched[name].replace(".base_layer", ""))
-            if not _fits(pair["A"], pair["B"], module, adapter):
-                odd.append(name)
-    if odd:
-        yield f"factors whose shapes do not fit the linear or the rank: {_some(odd)}"
-
-
-def _fits(a: Factor, b: Factor, module: nn.Module, adapter: AdapterFolder) -> bool:
-    if isinstance(module, nn.Linear):
-        size = (module.in_features, module.out_features)
-    elif isinstance(module, Conv1D):
-        size = (module.nx, module.nf)
-    else:  # a stack of experts, or an embedding
-        return True
-    has_rank = a.shape[0] == adapter.rank or bool(adapter.config.get("rank_pattern"))
-    return a.shape[0] == b.shape[1] and (a.shape[1], b.shape[0]) == size and has_rank
-
-
 def _values(adapter: AdapterFolder) -> Iterator[str]:
-    if adapter.scale == 0 or not math.isfinite(adapter.scale):
-        yield f"the scale is {adapter.scale:g}"
     zeros, not_finite = [], []
     with safe_open(adapter.file, framework="pt") as opened:
         for name, pair in adapter.factors.items():
