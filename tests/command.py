@@ -7,6 +7,7 @@ the start itself needs a real command.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -65,6 +66,7 @@ def _main(
         sys.__stdin__,
         *(os.fdopen(number, "w", buffering=1) for number in (1, 2)),
     )
+    gc.freeze()  # what was inherited, such as process groups, is not this process's to collect
     sys.argv = ["shardwise", *arguments]
     logging.root.handlers.clear()
     warnings.resetwarnings()

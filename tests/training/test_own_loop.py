@@ -314,7 +314,7 @@ WRONG = {
         "points is a list",
     ),
     "a log of no number": (with_steps(no_log_number), "a is no number"),
-    "evaluated after the save": (with_steps(saved_before), "`evaluate` before `save`"),
+    "evaluated after the save": (with_steps(saved_before), "step 1 is saved already"),
     "a name of the run": (with_steps(reserved_name), "loss is written by the run"),
 }
 
@@ -323,7 +323,7 @@ WRONG = {
 def test_a_wrong_use_gets_one_line(name, tmp_path):
     main, message = WRONG[name]
     with pytest.raises(UserError, match=message) as caught:
-        run_example(own_module, tmp_path, main=main)
+        run_example(own_module, tmp_path, main=main, training={"keep_best": True})
     assert "\n" not in str(caught.value)
 
 
