@@ -1,4 +1,4 @@
-"""What a command is, and the options that several commands share."""
+"""The type of a command, and the options that several commands share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Command(NamedTuple):
 
     name: str
     text: str
-    """What it does. The first sentence stands in the list of commands."""
+    """A description. Its first sentence stands in the list of commands."""
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
     """Run it and return the exit code; UserError for the user's mistake."""

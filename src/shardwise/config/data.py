@@ -1,4 +1,4 @@
-"""What it is trained on."""
+"""The section `data` of the run file."""
 
 from __future__ import annotations
 

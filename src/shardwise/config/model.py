@@ -1,4 +1,4 @@
-"""What is trained: the model, and its adapters."""
+"""The sections `model` and `lora` of the run file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALLERS = "given by the caller"
 
 @dataclass(frozen=True)
 class Model(Section):
-    """What is trained."""
+    """The model that is trained."""
 
     path: str
     """Local folder or hub id: `config.json`, and safetensors unless `init` is `random`."""

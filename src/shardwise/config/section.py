@@ -1,4 +1,4 @@
-"""What every section of the run file is built on, and the user's mistake."""
+"""The base of all sections of the run file, and the error for the user's mistake."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Training(Section):
 
 @dataclass(frozen=True)
 class Measure(Section):
-    """What is measured, and where it is reported."""
+    """Measurements, and where they are reported."""
 
     warmup_steps: int = 3
     """Steps left out of every time figure."""

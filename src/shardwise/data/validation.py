@@ -33,7 +33,7 @@ class Validation:
     training: Training
     slots: range
     read: Counts = field(default_factory=lambda: Counts(0, 0, 0, {}))
-    """What the last evaluation has read, the same on every rank."""
+    """Counts of what the last evaluation has read, the same on every rank."""
     _all: Counts = field(init=False)
 
     def __iter__(self) -> Iterator[list[Batch]]:

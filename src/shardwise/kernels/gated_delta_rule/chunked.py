@@ -59,7 +59,8 @@ class _GatedDeltaRule(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         batch, tokens, heads, value_size = v.shape
         if state is None:
-            s = wide(v).new_zeros(batch, heads, k.shape[-1], value_size)
+            dtype = torch.promote_types(v.dtype, torch.float32)
+            s = v.new_zeros(batch, heads, k.shape[-1], value_size, dtype=dtype)
         else:
             s = wide(state)
         numbers, states, out = _numbers(documents), [], torch.empty_like(v)
