@@ -10,6 +10,8 @@ import torch
 
 from shardwise.kernels.gated_delta_rule import chunked, naive
 from shardwise.kernels.gated_delta_rule.naive import State
+from shardwise.kernels.packed import packed
+from shardwise.kernels.recurrence import Recurrence, by_matrix, by_transposed_matrix
 
 
 def gated_delta_rule(
@@ -19,6 +21,7 @@ def gated_delta_rule(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: State = None,
+    documents: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output of each token [B, T, N, H] and the state after the last token [B, N, S, H].
 
@@ -31,18 +34,56 @@ def gated_delta_rule(
         state <- state + beta k (v - state^T k)^T
         output = state^T q
 
+    Where `documents` [B, T] changes from one token to the next, the state before the latter is 0.
+
     The output has v's dtype. Sums and the state are float32, or float64 if v is.
     Source: Yang et al., "Gated Delta Networks", arXiv 2412.06464, equation 10.
 
     On a GPU with `fla` installed its kernels compute it if v has 16 bits: they take no other dtype.
     """
-    if v.is_cuda and v.element_size() == 2 and find_spec("fla"):
-        q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
-        fla: Any = import_module("fla.ops.gated_delta_rule")
-        # The recurrent kernel has no backward.
-        one_step = v.shape[1] == 1 and not torch.is_grad_enabled()
-        rule = fla.fused_recurrent_gated_delta_rule if one_step else fla.chunk_gated_delta_rule
-        q, k, beta = (x.to(v.dtype) for x in (q, k, beta))
-        flags = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    if runs_fla(v):
+        return _by_fla(q, k, v, g, beta, state, documents)
+    rule = naive if v.shape[1] == 1 else chunked
+    return rule.gated_delta_rule(q, k, v, g, beta, state, documents)
+
+
+def runs_fla(v: torch.Tensor) -> bool:
+    """Return whether fla's kernels compute the rule for values like these."""
+    return v.is_cuda and v.element_size() == 2 and find_spec("fla") is not None
+
+
+def _by_fla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: State,
+    documents: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    fla: Any = import_module("fla.ops.gated_delta_rule")
+    # The recurrent kernel has no backward.
+    one_step = v.shape[1] == 1 and not torch.is_grad_enabled()
+    rule = fla.fused_recurrent_gated_delta_rule if one_step else fla.chunk_gated_delta_rule
+    q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
+    inputs = [x.to(v.dtype) for x in (q, k, v)] + [g, beta.to(v.dtype)]
+    flags: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    if documents is None:
+        q, k, v, g, beta = inputs
         return rule(q, k, v, g=g, beta=beta, initial_state=state, **flags)
-    return (naive if v.shape[1] == 1 else chunked).gated_delta_rule(q, k, v, g, beta, state)
+    ends = packed(documents)
+    q, k, v, g, beta = (x.flatten(0, 1)[None] for x in inputs)
+    state = ends.states_of(state)
+    out, last = rule(
+        q, k, v, g=g, beta=beta, initial_state=state, cu_seqlens=ends.cu_seqlens, **flags
+    )
+    return out.view(documents.shape + out.shape[2:]), last.index_select(0, ends.lasts)
+
+
+RECURRENCE = Recurrence(
+    run=gated_delta_rule,
+    summary=chunked.summary,
+    of_before=chunked.of_before,
+    pass_on=by_matrix,
+    pass_back=by_transposed_matrix,
+)

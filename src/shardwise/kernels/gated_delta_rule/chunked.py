@@ -20,8 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from shardwise.kernels.gated_delta_rule.naive import State, begins, unit, wide
+from shardwise.kernels.recurrence import Summary
 
 CHUNK = 64
 """C: tokens of a chunk."""
@@ -43,6 +45,57 @@ def gated_delta_rule(
     """
     out, last = _GatedDeltaRule.apply(q, k, v, g, beta, state, documents)
     return out, last
+
+
+def summary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> Summary:
+    """Return the map of all tokens: matrices [B, N, S, S] and states [B, N, S, H]."""
+    # The state and the matrix are columns of one state, of which only the former gets values.
+    batch, _, heads, value_size = v.shape
+    dtype, key_size = torch.promote_types(v.dtype, torch.float32), k.shape[-1]
+    matrix = torch.eye(key_size, dtype=dtype, device=v.device).expand(batch, heads, -1, -1)
+    s = torch.cat([v.new_zeros(batch, heads, key_size, value_size, dtype=dtype), matrix], -1)
+    numbers = _numbers(documents)
+    with torch.autocast(v.device.type, enabled=False):
+        for start in range(0, v.shape[1], CHUNK):
+            chunk = _chunk(k, k, v, g, beta, numbers, start)  # no query is read
+            values, reads = _solve(chunk, _alike(chunk))
+            corrections = F.pad(values, (0, key_size)) - reads @ s
+            s = s * chunk.over + (chunk.k * chunk.to_end).mT @ corrections
+    after, transition = s.split([value_size, key_size], -1)
+    return Summary(transition.contiguous(), after.contiguous())
+
+
+def of_before(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    of_out: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
+    numbers = _numbers(documents)
+    of_state = torch.zeros((), dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
+    with torch.autocast(v.device.type, enabled=False):
+        for start in reversed(range(0, v.shape[1], CHUNK)):
+            chunk = _chunk(q, k, v, g, beta, numbers, start)
+            of_chunk = _heads_first(of_out, start)
+            _, reads = _solve(chunk, _alike(chunk))
+            similar = (chunk.q @ chunk.k.mT).mul_(chunk.between)
+            of_corrections = similar.mT @ of_chunk
+            if of_state.ndim:
+                of_corrections += (chunk.k * chunk.to_end) @ of_state
+            of_outputs = (chunk.q * chunk.from_start).mT @ of_chunk
+            of_state = of_outputs + of_state * chunk.over - reads.mT @ of_corrections
+    return of_state
 
 
 class _GatedDeltaRule(torch.autograd.Function):
@@ -75,6 +128,7 @@ class _GatedDeltaRule(torch.autograd.Function):
                 chunk_out = (chunk.q * chunk.from_start) @ s + scores @ corrections
                 out[:, start : start + CHUNK] = chunk_out.transpose(1, 2)
                 s = s * chunk.over + (chunk.k * chunk.to_end).mT @ corrections
+        ctx.state_dtype = s.dtype if state is None else state.dtype
         ctx.save_for_backward(q, k, v, g, beta, documents, *states)
         return out, s
 
@@ -97,7 +151,9 @@ class _GatedDeltaRule(torch.autograd.Function):
                 of_slices = (of_q, of_k, of_v, of_g[..., 0], of_beta[..., 0])
                 for of_x, of_slice in zip(of_inputs, of_slices):
                     of_x[:, start : start + CHUNK] = of_slice.transpose(1, 2)
-        return *of_inputs, of_state if ctx.needs_input_grad[5] else None, None
+        if not ctx.needs_input_grad[5]:
+            return *of_inputs, None, None
+        return *of_inputs, of_state.to(ctx.state_dtype), None
 
 
 class _Chunk(NamedTuple):
