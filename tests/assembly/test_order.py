@@ -56,6 +56,7 @@ CASES = {
 }
 SHOWN_BY = {
     "dropout masks by row": "hybrid, lora by peft",
+    "cores": "hybrid, operators",
     "attention kernel": "dense, in full",
     "finite forget gates": "hybrid, gates",
     "isolated documents": "dense, lora by torch",
@@ -105,10 +106,19 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[str
             yield from functions_in(inner, seen)
     elif isinstance(value, MethodType):
         yield value.__func__.__qualname__
+        yield from cores_of(value.__func__, seen)
     elif isinstance(value, FunctionType):
         yield value.__qualname__
+        yield from cores_of(value, seen)
         for cell in value.__closure__ or ():
             yield from functions_in(cell.cell_contents, seen)
+
+
+def cores_of(function: FunctionType, seen: frozenset[int]) -> Iterator[str]:
+    """Yield the names of what a function finds in its module instead of a function."""
+    for name in function.__code__.co_names:
+        if isinstance(function.__globals__.get(name), partial):
+            yield from functions_in(function.__globals__[name], seen)
 
 
 def of_run_and_profile(cfg: RunConfig, left_out: str = "") -> tuple[Replaced, Replaced]:
