@@ -18,6 +18,7 @@ from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.interfaces import Part
 from shardwise.models.names import is_adapter
+from shardwise.models.patches import cores
 from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.profile import make_bench
@@ -117,8 +118,9 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[str
 def cores_of(function: FunctionType, seen: frozenset[int]) -> Iterator[str]:
     """Yield the names of what a function finds in its module instead of a function."""
     for name in function.__code__.co_names:
-        if isinstance(function.__globals__.get(name), partial):
-            yield from functions_in(function.__globals__[name], seen)
+        value = function.__globals__.get(name)
+        if getattr(value, "__module__", "") == cores.__name__:
+            yield from functions_in(value, seen)
 
 
 def of_run_and_profile(cfg: RunConfig, left_out: str = "") -> tuple[Replaced, Replaced]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +51,18 @@ def _with_functions(
     forward: Any = inspect.unwrap(mixer.forward)
     unknown = kind.functions.keys() - set(forward.__code__.co_names)
     assert not unknown, f"{mixer.__name__}.forward calls no {', '.join(sorted(unknown))}"
-    functions = {name: partial(_call, core, tokens) for name, core in kind.functions.items()}
+    functions = {name: _with_tokens(core, tokens) for name, core in kind.functions.items()}
     names = forward.__globals__ | functions
+    # torch.compile would look the functions up in the module of this name.
+    del names["__name__"]
     assert forward.__kwdefaults__ is None
     return FunctionType(
         forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
     )
 
 
-def _call(core: Callable[..., Any], tokens: Callable[[], Tokens], *args: Any, **kwargs: Any) -> Any:
-    return core(tokens(), *args, **kwargs)
+def _with_tokens(core: Callable[..., Any], tokens: Callable[[], Tokens]) -> Callable[..., Any]:
+    def with_tokens(*args: Any, **kwargs: Any) -> Any:
+        return core(tokens(), *args, **kwargs)
+
+    return with_tokens
