@@ -39,6 +39,7 @@ WITHOUT_LAUNCH = {
     _aten._unsafe_view.default,
     _aten.lift_fresh.default,
     _aten.is_same_size.default,
+    _aten.promote_types.default,
     *WAITS - {_aten.nonzero.default, _aten.masked_select.default},
 }
 """Operators that compute nothing on the device, beside views."""
