@@ -62,10 +62,10 @@ def summary(
     key_size, value_size = k.shape[-1], v.shape[-1]
     s = F.pad(_zero_state(k, v), (0, key_size))
     s[..., value_size:] = torch.eye(key_size, dtype=s.dtype, device=s.device)
-    numbers = _numbers(documents)
+    inputs = _inputs(k, k, v, g, beta, documents)  # no query is read
     with torch.autocast(v.device.type, enabled=False):
         for span in _spans(v):
-            chunks = _chunks(k, k, v, g, beta, numbers, span)  # no query is read
+            chunks = _chunks(inputs, span)
             values, reads = _solve(chunks, _alike(chunks))
             *_, s = _pass_on(chunks, F.pad(values, (0, key_size)), reads, s)
     after, transition = s.split([value_size, key_size], -1)
@@ -82,13 +82,14 @@ def of_before(
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
-    numbers, of_state = _numbers(documents), _zero_state(k, v)
+    inputs, of_state = _inputs(q, k, v, g, beta, documents), _zero_state(k, v)
+    of_out = _heads_first(of_out)
     with torch.autocast(v.device.type, enabled=False):
         for span in reversed(_spans(v)):
-            chunks = _chunks(q, k, v, g, beta, numbers, span)
+            chunks = _chunks(inputs, span)
             _, reads = _solve(chunks, _alike(chunks))
             similar = (chunks.q @ chunks.k.mT).mul_(chunks.between)
-            *_, of_state = _pass_back(chunks, reads, similar, _heads_first(of_out, span), of_state)
+            *_, of_state = _pass_back(chunks, reads, similar, _slice(of_out, span), of_state)
     return of_state
 
 
@@ -105,17 +106,17 @@ class _GatedDeltaRule(torch.autograd.Function):
         documents: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         s = _zero_state(k, v) if state is None else wide(state)
-        numbers, states, out = _numbers(documents), [], torch.empty_like(v)
+        inputs, states, out = _inputs(q, k, v, g, beta, documents), [], torch.empty_like(v)
         # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
         with torch.autocast(v.device.type, enabled=False):
             for span in _spans(v):
-                chunks = _chunks(q, k, v, g, beta, numbers, span)
+                chunks = _chunks(inputs, span)
                 values, reads = _solve(chunks, _alike(chunks))
                 before, corrections, s = _pass_on(chunks, values, reads, s)
                 states.append(before)
                 scores = (chunks.q @ chunks.k.mT).mul_(chunks.between)
                 outs = (chunks.q * chunks.from_start) @ before + scores @ corrections
-                _slice(out, span).copy_(_tokens_first(outs))
+                _slice(out.transpose(1, 2), span).copy_(outs)
         ctx.state_dtype = s.dtype if state is None else state.dtype
         ctx.save_for_backward(q, k, v, g, beta, documents, *states)
         return out, s
@@ -125,20 +126,21 @@ class _GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, g, beta, documents, *states = ctx.saved_tensors
         of_out, of_last = gradients
-        numbers, of_state = _numbers(documents), wide(of_last)
+        inputs, of_state = _inputs(q, k, v, g, beta, documents), wide(of_last)
+        of_out = _heads_first(of_out)
         of_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
         with torch.autocast(v.device.type, enabled=False):
             for span in reversed(_spans(v)):
-                chunks = _chunks(q, k, v, g, beta, numbers, span)
+                chunks = _chunks(inputs, span)
                 of_chunks, of_state = _backward(
-                    chunks, states.pop(), _heads_first(of_out, span), of_state
+                    chunks, states.pop(), _slice(of_out, span), of_state
                 )
                 of_q, of_k, of_v, of_g, of_beta = of_chunks
-                of_q = _through_unit(of_q, q, span) * q.shape[-1] ** -0.5
-                of_k = _through_unit(of_k, k, span)
+                of_q = _through_unit(of_q, _slice(inputs.q, span)) * q.shape[-1] ** -0.5
+                of_k = _through_unit(of_k, _slice(inputs.k, span))
                 of_slices = (of_q, of_k, of_v, of_g[..., 0], of_beta[..., 0])
                 for of_x, of_slice in zip(of_inputs, of_slices):
-                    _slice(of_x, span).copy_(_tokens_first(of_slice))
+                    _slice(of_x.transpose(1, 2), span).copy_(of_slice)
         if not ctx.needs_input_grad[5]:
             return *of_inputs, None, None
         return *of_inputs, of_state.to(ctx.state_dtype), None
@@ -164,20 +166,47 @@ def _spans(v: torch.Tensor) -> list[_Span]:
     return spans + [_Span(full * CHUNK, 1, rest)] * (rest > 0)
 
 
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    """Return x [B, T, N, ...] as [B, N, T, ...] in float32 or float64."""
+    return wide(x.transpose(1, 2)).contiguous()
+
+
 def _slice(x: torch.Tensor, span: _Span) -> torch.Tensor:
-    """Return the tokens of a span of x [B, T, ...], as [B, chunks, C, ...]."""
-    tokens = x[:, span.start : span.start + span.num_chunks * span.length]
-    return tokens.unflatten(1, (span.num_chunks, span.length))
+    """Return the tokens of a span of x [B, N, T, ...] as [chunks, B, N, C, ...], without a copy."""
+    tokens = x[:, :, span.start : span.start + span.num_chunks * span.length]
+    return tokens.unflatten(2, (span.num_chunks, span.length)).movedim(2, 0)
 
 
-def _heads_first(x: torch.Tensor, span: _Span) -> torch.Tensor:
-    """Return the tokens of a span of x [B, T, N, ...] as [chunks, B, N, C, ...]."""
-    return wide(_slice(x, span).transpose(2, 3).transpose(0, 1)).contiguous()
+class _Inputs(NamedTuple):
+    """All tokens in float32 or float64, with heads before tokens."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    """[B, N, T, 1] float64: decays between two tokens are differences of sums of hundreds."""
+    beta: torch.Tensor
+    """[B, N, T, 1]."""
+    numbers: torch.Tensor | None
+    """The number of each token's document in its row, [B, 1, T, 1]; None: there is one."""
+    earlier: torch.Tensor | None
+    """That of the token before."""
 
 
-def _tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """Return x [chunks, B, N, C, ...] as [B, chunks, C, N, ...]."""
-    return x.transpose(0, 1).transpose(2, 3)
+def _inputs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> _Inputs:
+    numbers, earlier = None, None
+    if documents is not None:
+        numbers = begins(documents).cumsum(1)[:, None, :, None]
+        earlier = torch.cat([numbers[:, :, :1], numbers[:, :, :-1]], 2)
+    tensors = (_heads_first(x) for x in (q, k, v, g.double()[..., None], beta[..., None]))
+    return _Inputs(*tensors, numbers, earlier)
 
 
 class _Chunks(NamedTuple):
@@ -206,30 +235,20 @@ class _Chunks(NamedTuple):
         return self.from_start[..., -1:, :]
 
 
-def _chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    numbers: torch.Tensor | None,
-    span: _Span,
-) -> _Chunks:
-    """Prepare the inputs of `gated_delta_rule` of a span."""
-    q, k, v, beta = (_heads_first(x, span) for x in (q, k, v, beta[..., None]))
+def _chunks(inputs: _Inputs, span: _Span) -> _Chunks:
+    """Prepare the inputs of a span."""
+    q, k, v, g, beta = (_slice(x, span) for x in inputs[:5])
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
-    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
-    # In float64: the decay between two tokens is a difference of sums that may reach hundreds.
-    total = _heads_first(g.double()[..., None], span).cumsum(-2)
+    if k.shape[2] < v.shape[2]:
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    total = g.cumsum(-2)
     from_start, to_end = total, total[..., -1:, :] - total
     # Masked before exp, which for later tokens would overflow.
-    is_later = torch.ones(span.length, span.length, dtype=torch.bool, device=g.device)
+    is_later = torch.ones(span.length, span.length, dtype=torch.bool, device=v.device)
     between = (total - total.mT).masked_fill_(is_later.triu_(1), -torch.inf)
     apart = None
-    if numbers is not None:
-        here = _heads_first(numbers[:, :, None, None], span)
-        earlier = torch.cat([numbers[:, :1], numbers[:, :-1]], 1)
-        before = _heads_first(earlier[:, :, None, None], span)[..., :1, :]
+    if inputs.numbers is not None and inputs.earlier is not None:
+        here, before = _slice(inputs.numbers, span), _slice(inputs.earlier, span)[..., :1, :]
         apart = here != here.mT
         from_start = from_start.masked_fill(here != before, -torch.inf)
         between.masked_fill_(apart, -torch.inf)
@@ -351,14 +370,8 @@ def _zero_state(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return v.new_zeros(batch, heads, k.shape[-1], value_size, dtype=dtype)
 
 
-def _numbers(documents: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the number of each token's document in its row, from 0: [B, T]."""
-    return None if documents is None else begins(documents).cumsum(1)
-
-
-def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, span: _Span) -> torch.Tensor:
-    """Return the gradient of a span of x [B, T, K, S], given that of its `unit`, per head N."""
-    x = _heads_first(x, span)
+def _through_unit(of_unit: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of x [n, B, K, C, S], given that of its `unit` [n, B, N, C, S]."""
     of_unit = of_unit.unflatten(2, (x.shape[2], -1)).sum(3)  # heads that share a key
     shrunk = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     direction = x * shrunk
