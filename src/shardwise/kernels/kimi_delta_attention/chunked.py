@@ -1,0 +1,337 @@
+"""Kimi Delta Attention, a chunk of C tokens at a time, as matrix products, with its own backward.
+
+Let d_ij [S] be what a state keeps from token j to token i of a chunk, the product of e^g over the
+tokens after j up to i, and d_i what it keeps from before the chunk to token i; s is the state
+before the chunk. The corrections r_i = beta_i (v_i - what the state stores under k_i) solve a unit
+lower triangular system:
+
+    r_i + sum_{j<i} beta_i ((k_i * d_ij) . k_j) r_j = beta_i v_i - beta_i s^T (k_i * d_i)
+
+The output is a sum of what the state and what the corrections of the chunk give to each token, and
+the next state is linear in both.
+
+d_ij has a value for each channel, so that (k_i * d_ij) . k_j is no product of matrices. It is one
+between two halves of a block: with a border between the halves, d_ij is what is kept from j to the
+border times what is kept from the border to i. So a chunk is halved until a half is one token. No
+decay is divided by another one: nothing overflows, however strong the decay is, and a decay of 0
+is a decay like any other; it stands before the first token of a document.
+
+The backward is the chain rule on these equations, from the last chunk to the first. It keeps the
+inputs and the state before each chunk, and computes the rest again.
+Source: Kimi Team, "Kimi Linear", arXiv 2510.26692, section 3; the halves are this project's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from shardwise.kernels.gated_delta_rule.naive import State, begins, unit, wide
+from shardwise.kernels.recurrence import Summary
+
+CHUNK = 64
+"""C: tokens of a chunk, a power of 2. The last chunk is padded with tokens that do nothing."""
+
+
+def kimi_delta_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: State = None,
+    documents: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs [B, T, N, H] and the last state [B, N, S, H], as the package does."""
+    out, last = _KimiDeltaAttention.apply(q, k, v, g, beta, state, documents)
+    return out, last
+
+
+def summary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> Summary:
+    """Return the map of all tokens: matrices [B, N, S, S] and states [B, N, S, H]."""
+    # The state and the matrix are columns of one state, of which only the former gets values.
+    batch, _, heads, value_size = v.shape
+    dtype, key_size = torch.promote_types(v.dtype, torch.float32), k.shape[-1]
+    matrix = torch.eye(key_size, dtype=dtype, device=v.device).expand(batch, heads, -1, -1)
+    s = torch.cat([v.new_zeros(batch, heads, key_size, value_size, dtype=dtype), matrix], -1)
+    with torch.autocast(v.device.type, enabled=False):
+        for start in range(0, v.shape[1], CHUNK):
+            chunk = _chunk(k, k, v, g, beta, documents, start)  # no query is read
+            values, reads = _solve(chunk, _pairs(chunk).alike)
+            corrections = F.pad(values, (0, key_size)) - reads @ s
+            s = s * chunk.over + (chunk.k * chunk.to_end).mT @ corrections
+    after, transition = s.split([value_size, key_size], -1)
+    return Summary(transition.contiguous(), after.contiguous())
+
+
+def of_before(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    of_out: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
+    of_state = torch.zeros((), dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
+    with torch.autocast(v.device.type, enabled=False):
+        for start in reversed(range(0, v.shape[1], CHUNK)):
+            chunk = _chunk(q, k, v, g, beta, documents, start)
+            pairs, of_chunk = _pairs(chunk), _heads_first(of_out, start)
+            _, reads = _solve(chunk, pairs.alike)
+            of_corrections = pairs.similar.mT @ of_chunk
+            if of_state.ndim:
+                of_corrections += (chunk.k * chunk.to_end) @ of_state
+            of_outputs = (chunk.q * chunk.from_start).mT @ of_chunk
+            of_state = of_outputs + of_state * chunk.over - reads.mT @ of_corrections
+    return of_state
+
+
+class _KimiDeltaAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: State,
+        documents: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, tokens, heads, value_size = v.shape
+        if state is None:
+            dtype = torch.promote_types(v.dtype, torch.float32)
+            s = v.new_zeros(batch, heads, k.shape[-1], value_size, dtype=dtype)
+        else:
+            s = wide(state)
+        states, out = [], torch.empty_like(v)
+        # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
+        with torch.autocast(v.device.type, enabled=False):
+            for start in range(0, tokens, CHUNK):
+                states.append(s)
+                chunk = _chunk(q, k, v, g, beta, documents, start)
+                alike, similar, _ = _pairs(chunk)
+                values, reads = _solve(chunk, alike)
+                corrections = values - reads @ s
+                chunk_out = (chunk.q * chunk.from_start) @ s + similar @ corrections
+                _write(out, chunk_out, start)
+                s = s * chunk.over + (chunk.k * chunk.to_end).mT @ corrections
+        ctx.state_dtype = s.dtype if state is None else state.dtype
+        ctx.save_for_backward(q, k, v, g, beta, documents, *states)
+        return out, s
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, g, beta, documents, *states = ctx.saved_tensors
+        of_out, of_last = gradients
+        of_state = wide(of_last)
+        of_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
+        with torch.autocast(v.device.type, enabled=False):
+            for start in reversed(range(0, v.shape[1], CHUNK)):
+                chunk = _chunk(q, k, v, g, beta, documents, start)
+                of_chunk, of_state = _backward(
+                    chunk, states.pop(), _heads_first(of_out, start), of_state
+                )
+                of_q, of_k, of_v, of_g, of_beta = of_chunk
+                of_q = _through_unit(of_q, q, start) * q.shape[-1] ** -0.5
+                of_k = _through_unit(of_k, k, start)
+                for of_x, of_slice in zip(of_inputs, (of_q, of_k, of_v, of_g, of_beta[..., 0])):
+                    _write(of_x, of_slice, start)
+        if not ctx.needs_input_grad[5]:
+            return *of_inputs, None, None
+        return *of_inputs, of_state.to(ctx.state_dtype), None
+
+
+class _Halves(NamedTuple):
+    """What is kept between the tokens of blocks of 2 h tokens and the borders of their halves."""
+
+    to_border: torch.Tensor
+    """From each token of the first halves to the border: [B, N, C / 2h, h, S]."""
+    from_border: torch.Tensor
+    """From the border to each token of the second halves: [B, N, C / 2h, h, S]."""
+
+
+class _Chunk(NamedTuple):
+    """The inputs of a chunk in float32 or float64, with heads before tokens."""
+
+    q: torch.Tensor
+    """[B, N, C, S], of length 1 / sqrt(S)."""
+    k: torch.Tensor
+    """[B, N, C, S], of length 1."""
+    v: torch.Tensor
+    """[B, N, C, H]."""
+    beta: torch.Tensor
+    """[B, N, C, 1]."""
+    halves: list[_Halves]
+    """For h = 1, 2, 4, ..., C / 2."""
+    from_start: torch.Tensor
+    """The share of the state before the chunk that is left at each token: [B, N, C, S]."""
+    to_end: torch.Tensor
+    """The share of what each token has written that is left after the chunk: [B, N, C, S]."""
+
+    @property
+    def over(self) -> torch.Tensor:
+        """The share of the state before the chunk that is left after it: [B, N, S, 1]."""
+        return self.from_start[..., -1, :, None]
+
+
+def _chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    documents: torch.Tensor | None,
+    start: int,
+) -> _Chunk:
+    """Prepare the inputs of `kimi_delta_attention` from token `start` on."""
+    q, k, v, g, beta = (_heads_first(x, start) for x in (q, k, v, g, beta[..., None]))
+    q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
+    to_token = g.exp()  # from the start of a block up to each token, that one too
+    if documents is not None:
+        starts = _heads_first(begins(documents)[:, :, None, None], start)
+        to_token = to_token.masked_fill(starts.bool(), 0)
+    to_end, halves = torch.ones_like(to_token), []
+    for _ in range(CHUNK.bit_length() - 1):
+        size = 2 ** len(halves)
+        first, second = to_token.unflatten(-2, (-1, 2, size)).unbind(-3)
+        first_to_end, second_to_end = to_end.unflatten(-2, (-1, 2, size)).unbind(-3)
+        halves.append(_Halves(first_to_end, second))
+        to_token = torch.stack([first, second * first[..., -1:, :]], -3).flatten(-4, -2)
+        to_end = torch.stack([first_to_end * second[..., -1:, :], second_to_end], -3)
+        to_end = to_end.flatten(-4, -2)
+    return _Chunk(q, k, v, beta, halves, to_token, to_end)
+
+
+class _Pairs(NamedTuple):
+    """Products of a chunk's keys and queries with its keys, by channels that decay."""
+
+    alike: torch.Tensor
+    """(k_i * d_ij) . k_j for j < i, and 0 for others: [B, N, C, C]."""
+    similar: torch.Tensor
+    """(q_i * d_ij) . k_j for j <= i, and 0 for others: [B, N, C, C]."""
+    factors: list[tuple[torch.Tensor, torch.Tensor]]
+    """For each of the chunk's halves, keys over queries times what is kept from the border, and
+    keys times what is kept to it: [B, N, C / 2h, 2h, S], [B, N, C / 2h, h, S]."""
+
+
+def _pairs(chunk: _Chunk) -> _Pairs:
+    """Multiply each pair of tokens, two halves of a block at a time."""
+    q, k = chunk.q, chunk.k
+    products = k.new_zeros(*k.shape[:2], 2, k.shape[2], k.shape[2])
+    factors = []
+    for to_border, from_border in chunk.halves:
+        size = from_border.shape[-2]
+        earlier, later = k.unflatten(-2, (-1, 2, size)).unbind(-3)
+        asking = q.unflatten(-2, (-1, 2, size))[..., 1, :, :]
+        rows = torch.cat([later * from_border, asking * from_border], -2)
+        columns = earlier * to_border
+        _between_halves(products, size).copy_((rows @ columns.mT).unflatten(-2, (2, size)))
+        factors.append((rows, columns))
+    alike, similar = products.unbind(2)
+    similar.diagonal(0, -2, -1).copy_((q * k).sum(-1))
+    return _Pairs(alike, similar, factors)
+
+
+def _between_halves(products: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the part of products [B, N, 2, C, C] between halves: a view [B, N, C / 2h, 2, h, h].
+
+    Rows are tokens of the second half of a block, columns those of its first half.
+    """
+    blocks = products.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
+    return blocks[..., 1, :, :, 0, :].diagonal(0, -4, -2).movedim(-1, 2)
+
+
+def _solve(chunk: _Chunk, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return values [B, N, C, H] and reads [B, N, C, S]: corrections are values - reads @ s."""
+    right_side = torch.cat([chunk.v, chunk.k * chunk.from_start], -1).mul_(chunk.beta)
+    solution = torch.linalg.solve_triangular(
+        alike * chunk.beta, right_side, upper=False, unitriangular=True
+    )
+    return solution.split([chunk.v.shape[-1], chunk.k.shape[-1]], -1)
+
+
+def _backward(
+    chunk: _Chunk, before: torch.Tensor, of_out: torch.Tensor, of_after: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Return the gradients of q, k, v, g and beta of a chunk, and of the state before it.
+
+    `of_x` is the gradient of x. `before`: the state before the chunk; `of_after`: the gradient of
+    the state after it; both are [B, N, S, H].
+    """
+    q, k, v, beta, _, from_start, to_end = chunk
+    alike, similar, factors = _pairs(chunk)
+    values, reads = _solve(chunk, alike)
+    corrections = values - reads @ before
+
+    # Through the output and the state after the chunk.
+    of_corrections = similar.mT @ of_out + (k * to_end) @ of_after
+    of_similar = of_out @ corrections.mT
+    of_before = (q * from_start).mT @ of_out + of_after * chunk.over - reads.mT @ of_corrections
+
+    # Through the system. Its gradient is minus that of the right side times the corrections.
+    of_solution = torch.cat([of_corrections, -of_corrections @ before.mT], -1)
+    of_right = torch.linalg.solve_triangular(
+        (alike * beta).mT, of_solution, upper=True, unitriangular=True
+    )
+    of_system = -(of_right @ torch.cat([values, reads], -1).mT)
+    of_right_v, of_right_k = of_right.split([v.shape[-1], k.shape[-1]], -1)
+    of_right_k = of_right_k * from_start
+    of_beta = (of_right_v * v).sum(-1, keepdim=True) + (of_right_k * k).sum(-1, keepdim=True)
+    of_beta += (of_system * alike).sum(-1, keepdim=True)
+
+    # The gradients of keys as later tokens of a pair, which decays reach, and as earlier ones.
+    of_q = (of_out @ before.mT).mul_(from_start)
+    of_later, of_earlier = of_right_k.mul_(beta), (corrections @ of_after.mT).mul_(to_end)
+    at_end = (of_earlier * k).sum(-2) + (of_after * before).sum(-1) * from_start[..., -1, :]
+    of_products = torch.stack([of_system * beta, of_similar], 2)
+    for (to_border, from_border), (rows, columns) in zip(chunk.halves, factors):
+        size = from_border.shape[-2]
+        of_block = _between_halves(of_products, size).flatten(-3, -2)
+        of_keys, of_queries = (of_block @ columns).split(size, -2)
+        of_later.unflatten(-2, (-1, 2, size))[..., 1, :, :] += of_keys * from_border
+        of_q.unflatten(-2, (-1, 2, size))[..., 1, :, :] += of_queries * from_border
+        of_columns = of_block.mT @ rows
+        of_earlier.unflatten(-2, (-1, 2, size))[..., 0, :, :] += of_columns * to_border
+
+    # A decay from token j to token i adds its gradient times itself to all g after j up to i.
+    of_total = q * of_q + k * (of_later - of_earlier)
+    of_total[..., -1, :] += at_end
+    of_g = of_total.flip(-2).cumsum(-2).flip(-2)
+
+    of_same = of_similar.diagonal(0, -2, -1)[..., None]
+    of_k = of_later + of_earlier + of_same * q
+    return (of_q + of_same * k, of_k, of_right_v * beta, of_g, of_beta), of_before
+
+
+def _heads_first(x: torch.Tensor, start: int) -> torch.Tensor:
+    """Return a chunk of x [B, T, N, ...] as [B, N, C, ...], padded with zeros."""
+    x = wide(x[:, start : start + CHUNK].transpose(1, 2))
+    return F.pad(x, (0, 0, 0, CHUNK - x.shape[2])).contiguous()
+
+
+def _write(out: torch.Tensor, chunk: torch.Tensor, start: int) -> None:
+    """Write a chunk [B, N, C, ...] to its tokens of out [B, T, N, ...], without the padding."""
+    tokens = out[:, start : start + CHUNK]
+    tokens.copy_(chunk[:, :, : tokens.shape[1]].transpose(1, 2))
+
+
+def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the gradient of a chunk of x [B, T, N, S], given that of its `unit` [B, N, C, S]."""
+    x = _heads_first(x, start)
+    shrunk = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    direction = x * shrunk
+    return (of_unit - direction * (of_unit * direction).sum(-1, keepdim=True)) * shrunk
