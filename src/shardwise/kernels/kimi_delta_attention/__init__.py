@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.kernels.gated_delta_rule.naive import State
+from shardwise.kernels.gated_delta_rule.naive import State, wide
 from shardwise.kernels.kimi_delta_attention import chunked, naive
 from shardwise.kernels.packed import packed
 from shardwise.kernels.recurrence import Recurrence, by_matrix, by_transposed_matrix
@@ -40,17 +40,18 @@ def kimi_delta_attention(
     The output has v's dtype. Sums and the state are float32, or float64 if v is.
     Source: Kimi Team, "Kimi Linear", arXiv 2510.26692, equation 1.
 
-    On a GPU with `fla` installed its kernels compute it if v has 16 bits.
+    On a GPU with `fla` installed its kernels compute it if v has 16 bits and S is at most 256.
     """
-    if runs_fla(v):
+    if runs_fla(k, v):
         return _by_fla(q, k, v, g, beta, state, documents)
     rule = naive if v.shape[1] == 1 else chunked
     return rule.kimi_delta_attention(q, k, v, g, beta, state, documents)
 
 
-def runs_fla(v: torch.Tensor) -> bool:
-    """Return whether fla's kernels compute the rule for values like these."""
-    return v.is_cuda and v.element_size() == 2 and find_spec("fla") is not None
+def runs_fla(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return whether fla's kernels compute the rule for keys and values like these."""
+    takes = v.is_cuda and v.element_size() == 2 and k.shape[-1] <= 256
+    return takes and find_spec("fla") is not None
 
 
 def _by_fla(
@@ -67,6 +68,7 @@ def _by_fla(
     one_step = v.shape[1] == 1 and not torch.is_grad_enabled()
     rule = fla.fused_recurrent_kda if one_step else fla.chunk_kda
     inputs = [x.to(v.dtype) for x in (q, k, v)] + [g, beta.to(v.dtype)]
+    state = None if state is None else wide(state)  # in float32, or the kernel refuses it
     flags: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     if documents is None:
         q, k, v, g, beta = inputs

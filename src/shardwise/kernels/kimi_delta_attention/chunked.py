@@ -241,7 +241,7 @@ def _pairs(chunk: _Chunk) -> _Pairs:
         columns = earlier * to_border
         _between_halves(products, size).copy_((rows @ columns.mT).unflatten(-2, (2, size)))
         factors.append((rows, columns))
-    alike, similar = products.unbind(2)
+    alike, similar = products[:, :, 0], products[:, :, 1]
     similar.diagonal(0, -2, -1).copy_((q * k).sum(-1))
     return _Pairs(alike, similar, factors)
 

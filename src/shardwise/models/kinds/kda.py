@@ -26,18 +26,31 @@ from shardwise.models.tensor_cuts import (
 class KimiDeltaAttention(DeltaRule):
     """The delta rule with a decay per channel (arXiv 2510.26692).
 
-    Executed, per head and chunk. As matrix products: the inverted system times values and keys, and
-    weights times new values (2 C^2 each, times V or K); the state read by keys and by queries and
-    then updated (2 C K V each). Written out with elements, as the decay lies inside the sums, so
-    that torch's FLOP counter counts 0: k k^T and q k^T (2 C^2 K each) and the inversion row by row
-    (2 i^2 for row i: C (C - 1) (2 C - 1) / 3). The backward has two products for each.
+    Executed by `kernels/kimi_delta_attention/chunked.py`, per head and chunk: k k^T and q k^T by
+    halves of blocks, of pairs of tokens that see each other alone (2 K a pair, C^2 pairs together;
+    those of a token with itself are elementwise, so that torch's FLOP counter counts 0); a
+    unit-triangular solve with K + V columns (C (C - 1) per column, which it counts as 0, too);
+    weights times corrections (2 C^2 V); the state read by keys and by queries and then updated
+    (2 C K V each). The backward computes pairs, solve and corrections again. It has two products
+    for each that has two factors; a solve's are the transposed solve and one full product.
     """
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self._per_token(sequence_length, self.chunk_backward())
 
     def chunk_forward(self) -> int:
         """See DeltaRule."""
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        inversion = c * (c - 1) * (2 * c - 1) // 3
-        return 2 * c * c * (3 * k + 2 * v) + 6 * c * k * v + inversion
+        return 2 * c * c * (k + v) + 6 * c * k * v + self._solve()
+
+    def chunk_backward(self) -> int:
+        """See DeltaRule."""
+        c, k, v = self.chunk_size, self.key_dim, self.value_dim
+        return 2 * c * c * (4 * k + 3 * v) + 14 * c * k * v + 2 * self._solve()
+
+    def _solve(self) -> int:
+        return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)
 
 
 def cores(config: PretrainedConfig) -> tuple[KimiDeltaAttention]:
