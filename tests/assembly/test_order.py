@@ -18,6 +18,7 @@ from shardwise.assembly.describe import describe
 from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.interfaces import Part
 from shardwise.models.names import is_adapter
+from shardwise.models.patches import cores
 from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.profile import make_bench
@@ -56,6 +57,7 @@ CASES = {
 }
 SHOWN_BY = {
     "dropout masks by row": "hybrid, lora by peft",
+    "cores": "hybrid, operators",
     "attention kernel": "dense, in full",
     "finite forget gates": "hybrid, gates",
     "isolated documents": "dense, lora by torch",
@@ -105,10 +107,20 @@ def functions_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[str
             yield from functions_in(inner, seen)
     elif isinstance(value, MethodType):
         yield value.__func__.__qualname__
+        yield from cores_of(value.__func__, seen)
     elif isinstance(value, FunctionType):
         yield value.__qualname__
+        yield from cores_of(value, seen)
         for cell in value.__closure__ or ():
             yield from functions_in(cell.cell_contents, seen)
+
+
+def cores_of(function: FunctionType, seen: frozenset[int]) -> Iterator[str]:
+    """Yield the names of what a function finds in its module instead of a function."""
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if getattr(value, "__module__", "") == cores.__name__:
+            yield from functions_in(value, seen)
 
 
 def of_run_and_profile(cfg: RunConfig, left_out: str = "") -> tuple[Replaced, Replaced]:

@@ -11,7 +11,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from shardwise.kernels.recurrence import Tokens
 from shardwise.models.families import spec_of
+from shardwise.models.patches.cores import use_cores
 from shardwise.models.spec import ModelSpec
 
 _COMMON = {
@@ -148,7 +150,9 @@ def build(family: str, device: str = "cpu", **changes: object) -> tuple[PreTrain
     config._experts_implementation = "eager"  # torch's FLOP counter counts a grouped product as 0
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config)
-    return model.train(), spec_of(config, model)
+    spec = spec_of(config, model)
+    use_cores(model, spec, Tokens)
+    return model.train(), spec
 
 
 def add_lora(

@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.models.counts import Unit, Weight, count_model
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
-from shardwise.models.kinds.jet_block import ChunkedRule, DynamicConvolution
+from shardwise.models.kinds.jet_block import DynamicConvolution
 from shardwise.models.kinds.kda import KimiDeltaAttention
 from shardwise.models.kinds.mamba import Mamba
 from shardwise.models.kinds.mamba2 import Mamba2
@@ -74,7 +74,7 @@ def test_cores_of_each_kind():
         "attention_and_mamba2": (attention, scan),
         "jet_block": (
             DynamicConvolution(num_channels=4 * 16, width=4),
-            ChunkedRule(num_heads=4, key_dim=8, value_dim=16),
+            GatedDeltaNet(num_heads=4, key_dim=8, value_dim=16),
         ),
         "kda": (KimiDeltaAttention(num_heads=2, key_dim=16, value_dim=16),),
         "mamba": (Mamba(num_channels=64, state_size=8),),
@@ -224,9 +224,9 @@ def test_sums_that_the_cores_are_made_of():
     # A window of two: pairs 1 + 2 + 2; one as long as the sequence is no window.
     assert SlidingAttention(2, 8, window=2).model_forward(3) * 3 == 5 * 64
     assert SlidingAttention(2, 8, window=9).model_forward(3) == Attention(2, 8, 8).model_forward(3)
-    # Padding: 65 tokens cost as much as 128.
+    # The second chunk has one token: 2 * (2 * 8 + 16) for itself, 6 * 8 * 16 with the state.
     core = GatedDeltaNet(2, 8, 16)
-    assert core.executed_forward(65) * 65 == core.executed_forward(128) * 128
+    assert core.executed_forward(65) * 65 == core.executed_forward(64) * 64 + 2 * (64 + 768)
     # Two chunks of four: 2 * (2 * 16 * (8 + 4) + 4 * 4 * 8 * 4) per head, and 3 x 3 chunk states, 2
     # * 9 * 8 * 4.
     assert Mamba2(1, 8, 4, chunk_size=4).executed_forward(8) * 8 == 2 * (384 + 512) + 576

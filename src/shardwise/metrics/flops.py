@@ -150,7 +150,8 @@ def _executed(weight: Weight, rerun: bool, low_rank_rerun: bool, tokens: int) ->
     if weight.folded:
         return UnitFlops()
     weight_gradient = weight.trainable or weight.fold_rank > 0
-    is_rerun = weight.rerun and (low_rank_rerun if ".lora_B." in weight.name else rerun)
+    is_never_kept = weight.by_elements or ".lora_B." in weight.name
+    is_rerun = weight.rerun and (low_rank_rerun if is_never_kept else rerun)
     product = 2 * weight.active * weight.numel
     # B A is evaluated twice, and has two products in its backward.
     fold = 4 * weight.fold_rank * weight.numel / tokens

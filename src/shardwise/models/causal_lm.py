@@ -41,7 +41,6 @@ class CausalLM(ModelPart):
         self.family = family
         self.num_routers = len(routers_of(whole_model or hf, family))
         """Routers of the whole model: a stage adds its routers' share of the router loss."""
-        self.isolated = False
         self.loss_in_head = False
 
     def forward(self, batch: Batch, return_logits: bool = False) -> torch.Tensor:

@@ -38,6 +38,8 @@ class Weight:
     """Rank of an adapter that PEFT multiplies out and adds to this weight in each forward."""
     folded: bool = False
     """This is a factor of such an adapter."""
+    by_elements: bool = False
+    """A convolution of each channel by itself: no matrix product, so `operators` runs it again."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def _count_unit(
             rerun=name != last,
             fold_rank=0 if ".lora_" in name else ranks.get(_site(model, name), 0),
             folded=".lora_" in name and _fold_rank(model, name) > 0,
+            by_elements=isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d),
         )
         for name, p in used
         if p.ndim >= 2 and name.rpartition(".")[2] not in RATES

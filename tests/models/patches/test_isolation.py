@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import Lora
 from shardwise.interfaces import Batch
+from shardwise.kernels.recurrence import Tokens
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.facts import facts_of
@@ -23,6 +24,7 @@ from shardwise.models.families import FAMILIES, family_of, spec_of
 from shardwise.models.families.base import mixer
 from shardwise.models.kinds import gated_delta_net
 from shardwise.models.patches import patch
+from shardwise.models.patches.cores import use_cores
 from shardwise.models.patches.dropout import DropoutState, SlotDropout
 from shardwise.models.patches.isolation import documents_of, isolate
 from shardwise.parallel.activation_checkpoint import recompute
@@ -165,8 +167,10 @@ def test_every_kind_of_layer_would_leak(family):
     for kind in kinds:
         lm = model(family, "concat")
         others = tuple(layer for layer in lm.spec.layers if layer.kind != kind)
+        leaking = tuple(layer for layer in lm.spec.layers if layer.kind == kind)
         lm.isolated = True
         isolate(lm.hf, replace(lm.spec, layers=others), lm.dropout)
+        use_cores(lm.hf, replace(lm.spec, layers=leaking), Tokens)
         assert logits_error(lm, packed()) > 1e-4, kind  # ten times what isolation may be off by
 
 

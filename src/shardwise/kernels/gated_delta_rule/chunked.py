@@ -173,6 +173,8 @@ class _Chunk(NamedTuple):
     """The share of what token j has written that is left at token i, [..., i, j]; 0 if j > i."""
     to_end: torch.Tensor
     """The share of what each token has written that is left after the chunk: [B, N, C, 1]."""
+    apart: torch.Tensor | None
+    """Whether tokens i and j are of two documents: [B, 1, i, j]; None: they never are."""
 
     @property
     def over(self) -> torch.Tensor:
@@ -200,13 +202,16 @@ def _chunk(
     # Masked before exp, which for later tokens would overflow.
     is_later = torch.ones(total.shape[-2], total.shape[-2], dtype=torch.bool, device=g.device)
     between = (total - total.mT).masked_fill_(is_later.triu_(1), -torch.inf)
+    apart = None
     if numbers is not None:
         here = numbers[:, None, start : start + CHUNK, None]
         before = numbers[:, None, max(start - 1, 0), None, None]
         from_start = from_start.masked_fill(here != before, -torch.inf)
-        between.masked_fill_(here != here.mT, -torch.inf)
+        apart = here != here.mT
+        between.masked_fill_(apart, -torch.inf)
         to_end.masked_fill_(here != here[..., -1:, :], -torch.inf)
-    return _Chunk(q, k, v, beta, *(x.to(v.dtype).exp_() for x in (from_start, between, to_end)))
+    shares = (x.to(v.dtype).exp_() for x in (from_start, between, to_end))
+    return _Chunk(q, k, v, beta, *shares, apart)
 
 
 def _alike(chunk: _Chunk) -> torch.Tensor:
@@ -232,7 +237,7 @@ def _backward(
     `of_x` is the gradient of x. `before`: the state before the chunk; `of_after`: the gradient of
     the state after it; both are [B, N, S, H].
     """
-    q, k, v, beta, from_start, between, to_end = chunk
+    q, k, v, beta, from_start, between, to_end, apart = chunk
     similar, alike = (q @ k.mT).mul_(between), _alike(chunk)
     values, reads = _solve(chunk, alike)
     corrections = values - reads @ before
@@ -266,7 +271,11 @@ def _backward(
     of_total += (of_q_from_start * q_from_start).sum(-1, keepdim=True) + by_key * beta - at_end
     over = (of_after * before).sum((-2, -1), keepdim=True) * chunk.over
     of_total[..., -1:, :] += at_end.sum(-2, keepdim=True) + over
-    of_g = of_total.flip(-2).cumsum(-2).flip(-2)
+    if apart is None:
+        of_g = of_total.flip(-2).cumsum(-2).flip(-2)
+    else:
+        # Within each document, so that not even a rounding error reaches the one before.
+        of_g = (~apart).double().triu_() @ of_total
 
     of_system.mul_(between).mul_(beta)
     of_similar.mul_(between)

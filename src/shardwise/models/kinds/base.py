@@ -7,8 +7,9 @@ transformers' modules, within the block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -64,6 +65,9 @@ class Kind:
     cores: Callable[[PretrainedConfig], tuple[Core, ...]] = no_cores
     """Return the core by the config of a model, in one part or several; empty where tokens do not
     meet, or meet in a weight like any other."""
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
+    """Functions that the mixer's forward looks up in its module, and what computes each instead:
+    it takes the Tokens, then what the mixer gives. They keep documents apart by themselves."""
     split: SplitBlock | None = None
     """Return how tensor parallelism shards a block; None: every rank computes all of it."""
 

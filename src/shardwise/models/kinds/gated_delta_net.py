@@ -6,12 +6,17 @@ projections in three ways, each of which is a `Kind` here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
+from shardwise.kernels.gated_delta_rule import RECURRENCE
+from shardwise.kernels.recurrence import Tokens
 from shardwise.models.kinds.base import Core, Kind
+from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -33,10 +38,8 @@ class DeltaRule(Core):
     Model FLOPs, the recurrence on one token: decay S (K V), predict the value S^T k (2 K V), add k
     times its error (2 K V), read S^T q (2 K V): 7 N K V. (Megatron-LM counts 8 N V^2.)
 
-    Executed, in chunks of C tokens: of each, what the rule at hand says. The backward lacks what
-    has no gradient: the first chunk reads a constant state (2 C K V saved twice) and the last one's
-    updated state is dropped (4 C K V). Kernels of other packages chunk in their own way; their
-    count differs.
+    Executed, in chunks of C tokens, of which the last one may be shorter: of each, what the rule at
+    hand says. Kernels of other packages chunk in their own way; their count differs.
     """
 
     num_heads: int
@@ -50,50 +53,52 @@ class DeltaRule(Core):
 
     def executed_forward(self, sequence_length: int) -> float:
         """See Core."""
-        return self._per_token(sequence_length, self.chunk_forward())
+        return self._over_chunks(sequence_length, lambda rule: rule.chunk_forward())
 
     def executed_backward(self, sequence_length: int) -> float:
         """See Core."""
-        without_gradient = 8 * self.chunk_size * self.key_dim * self.value_dim
-        return self._per_token(sequence_length, self.chunk_backward(), -without_gradient)
+        return self._over_chunks(sequence_length, lambda rule: rule.chunk_backward())
 
     def chunk_forward(self) -> int:
         """Return what a forward runs for one head and chunk."""
         raise NotImplementedError
 
     def chunk_backward(self) -> int:
-        """Return what a backward runs for one head and chunk; by default, twice the forward."""
-        return 2 * self.chunk_forward()
+        """Return what a backward runs for one head and chunk."""
+        raise NotImplementedError
 
-    def _per_token(self, sequence_length: int, per_chunk: int, per_sequence: int = 0) -> float:
-        chunks = -(-sequence_length // self.chunk_size)
-        return self.num_heads * (chunks * per_chunk + per_sequence) / sequence_length
+    def _over_chunks(self, sequence_length: int, flops: Callable[[DeltaRule], int]) -> float:
+        """Return the FLOPs per token of full chunks and of the rest."""
+        num_full, rest = divmod(sequence_length, self.chunk_size)
+        of_sequence = num_full * flops(self) + flops(replace(self, chunk_size=rest))
+        return self.num_heads * of_sequence / sequence_length
 
 
 class GatedDeltaNet(DeltaRule):
     """The gated delta rule (arXiv 2412.06464), whose decay is one number per head.
 
-    Executed, per head and chunk: products k k^T and q k^T (2 C^2 K each), weights times new values
-    (2 C^2 V), the state read by keys and by queries and then updated (2 C K V each); and two
-    unit-triangular solves of a C x C system with K and with V columns, C (C - 1) per column, which
-    torch's FLOP counter counts as 0. The backward has two products for each of those; a solve's
-    backward is the transposed solve and one full product, 2 C^2 per column.
+    Executed by `kernels/gated_delta_rule/chunked.py`, per head and chunk. The forward: products k
+    k^T and q k^T (2 C^2 K each), weights times new values (2 C^2 V), the state read by keys and by
+    queries and then updated (2 C K V each); and a unit-triangular solve of a C x C system with K
+    and with V columns, C (C - 1) per column, which torch's FLOP counter counts as 0.
+
+    The backward computes a chunk's forward again, without the output: seven products with the state
+    or its gradient, of which one is of the forward; C x C matrices times K columns six times and
+    times V columns three times, of which two and none are of the forward; and the solve again and
+    transposed.
     """
 
     def chunk_forward(self) -> int:
         """See DeltaRule."""
-        return self._products() + self._solves()
+        c, k, v = self.chunk_size, self.key_dim, self.value_dim
+        return 2 * c * c * (2 * k + v) + 6 * c * k * v + self._solve()
 
     def chunk_backward(self) -> int:
         """See DeltaRule."""
-        full_products = 2 * self.chunk_size**2 * (self.key_dim + self.value_dim)
-        return 2 * self._products() + self._solves() + full_products
-
-    def _products(self) -> int:
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        return 2 * c * c * (2 * k + v) + 6 * c * k * v
+        return 14 * c * k * v + 2 * c * c * (6 * k + 3 * v) + 2 * self._solve()
 
-    def _solves(self) -> int:
+    def _solve(self) -> int:
         return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)
 
 
@@ -101,6 +106,24 @@ def cores(config: PretrainedConfig) -> tuple[GatedDeltaNet]:
     """Return the core by the config."""
     heads, key_dim = config.linear_num_value_heads, config.linear_key_head_dim
     return (GatedDeltaNet(heads, key_dim, config.linear_value_head_dim),)
+
+
+def delta_rule(
+    tokens: Tokens,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    **flags: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the outputs of a mixer's rule, and no state: parts are trained without a cache."""
+    assert initial_state is None
+    assert not output_final_state
+    return tokens.recur(RECURRENCE, q, k, v, g, beta), None
 
 
 def split_by_key_head(block: Any, num_ranks: int) -> BlockSplit:
@@ -148,6 +171,7 @@ BY_KEY_HEAD = Kind(
     before=(("in_proj_qkvz", "in_proj_ba"), ("conv1d", "A_log", "dt_bias")),
     after=(("norm",), ("out_proj",)),
     cores=cores,
+    functions={"torch_chunk_gated_delta_rule": delta_rule, **CAUSAL_CONVOLUTION},
     split=split_by_key_head,
     keeps_documents_apart=True,
     shares_input=("in_proj_qkvz", "in_proj_ba"),

@@ -7,8 +7,7 @@ a head, W of each of its value channels, lie together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -42,42 +41,11 @@ class DynamicConvolution(Core):
         return 2.0 * self.num_channels * self.width
 
 
-@dataclass(frozen=True)
-class ChunkedRule(GatedDeltaNet):
-    """The gated delta rule as `kernels/gated_delta_rule/chunked.py` runs it.
-
-    Its last chunk is shorter instead of padded. Its backward computes a chunk's forward again,
-    without the output. Executed by it, per head and chunk: seven products with the state or its
-    gradient (2 C K V each), of which one is of the forward; C x C matrices times K columns six
-    times and times V columns three times, of which two and none are of the forward; and the solve
-    again and transposed.
-    """
-
-    def executed_forward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self._over_chunks(sequence_length, lambda rule: rule.chunk_forward())
-
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self._over_chunks(sequence_length, lambda rule: rule.chunk_backward())
-
-    def chunk_backward(self) -> int:
-        """See DeltaRule."""
-        c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        return 14 * c * k * v + 2 * c * c * (6 * k + 3 * v) + 2 * self._solves()
-
-    def _over_chunks(self, sequence_length: int, flops: Callable[[GatedDeltaNet], int]) -> float:
-        """Return the FLOPs per token of full chunks and of the rest."""
-        num_full, rest = divmod(sequence_length, self.chunk_size)
-        of_sequence = num_full * flops(self) + flops(replace(self, chunk_size=rest))
-        return self.num_heads * of_sequence / sequence_length
-
-
-def cores(config: PretrainedConfig) -> tuple[DynamicConvolution, ChunkedRule]:
+def cores(config: PretrainedConfig) -> tuple[DynamicConvolution, GatedDeltaNet]:
     """Return the convolution and the rule by the config."""
     (rule,) = gated_delta_net.cores(config)
     convolution = DynamicConvolution(rule.num_heads * rule.value_dim, config.jet["conv_size"])
-    return convolution, ChunkedRule(rule.num_heads, rule.key_dim, rule.value_dim)
+    return convolution, rule
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:

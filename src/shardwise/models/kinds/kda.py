@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Kind
 from shardwise.models.kinds.gated_delta_net import DeltaRule
+from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -85,6 +86,7 @@ KDA = Kind(
     ),
     after=(("o_norm",), ("o_proj",)),
     cores=cores,
+    functions=CAUSAL_CONVOLUTION,
     split=split,
     keeps_documents_apart=True,
     shares_input=("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "forget_gate.f_a_proj"),

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Core, Kind
+from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -70,6 +71,7 @@ MAMBA = Kind(
     ),
     after=(("out_proj",),),
     cores=cores,
+    functions=CAUSAL_CONVOLUTION,
     split=split,
     keeps_documents_apart=True,
     ends=("out_proj",),

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Core, Kind
+from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -156,6 +157,7 @@ MAMBA2 = Kind(
     before=(("in_proj",), ("conv1d", "A_log", "dt_bias", "D")),
     after=(("norm",), ("out_proj",)),
     cores=cores,
+    functions=CAUSAL_CONVOLUTION,
     split=split,
     keeps_documents_apart=True,
     ends=("out_proj",),

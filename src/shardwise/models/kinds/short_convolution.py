@@ -4,8 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from shardwise.kernels.recurrence import Tokens
+from shardwise.kernels.short_conv import short_conv
 from shardwise.models.kinds.base import Kind
 from shardwise.models.tensor_cuts import BlockSplit, blocked, depthwise, even, linear, unwrapped
+
+
+def causal_convolution(
+    tokens: Tokens,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **flags: Any,
+) -> torch.Tensor:
+    """Return what transformers' `causal_conv1d_fn` does, [B, D, T] of x [B, D, T]."""
+    x = x.transpose(1, 2)
+    earlier, documents = tokens.earlier(x, weight.shape[1] - 1)
+    return short_conv(x, weight, bias, activation, earlier, documents).transpose(1, 2)
+
+
+CAUSAL_CONVOLUTION = {"causal_conv1d_fn": causal_convolution}
+"""`Kind.functions` of mixers with a short convolution, each of which has this name for it."""
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
@@ -26,6 +48,7 @@ SHORT_CONVOLUTION = Kind(
     "short_convolution",
     before=(("in_proj",), ("conv",)),  # a weight like any other, so there is no core
     after=(("out_proj",),),
+    functions=CAUSAL_CONVOLUTION,
     split=split,
     keeps_documents_apart=True,
     ends=("out_proj",),

@@ -15,6 +15,7 @@ import torch
 from shardwise.config import RunConfig
 from shardwise.models.patches import (
     attention,
+    cores,
     dropout,
     embedding,
     experts,
@@ -34,6 +35,7 @@ Patch = Callable[[Any, RunConfig, torch.device], None]
 PATCHES: tuple[tuple[str, Patch], ...] = (
     ("dropout masks by row", dropout.apply),
     ("embeddings with a gradient", embedding.apply),
+    ("cores", cores.apply),
     ("attention kernel", attention.apply),
     ("experts one by one", experts.apply),
     ("finite forget gates", forget_gate.apply),

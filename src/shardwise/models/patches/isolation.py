@@ -112,7 +112,7 @@ def isolate(hf: PreTrainedModel, spec: ModelSpec, state: DropoutState) -> None:
             f"{layer.kind}: a rule refuses it with data.packing isolated"
         )
         for block in layer.mixers:
-            if block.kind.mixes_tokens:
+            if block.kind.mixes_tokens and not block.kind.functions:
                 mixer = in_use(hf.get_submodule(f"{layer.name}.{block.path}"))
                 mixer.forward = _isolated(mixer.forward, state)
 

@@ -1,0 +1,68 @@
+"""The project's cores in the mixers of transformers, and of its own families.
+
+A mixer looks its core up among the global names of its module. Its forward is run with the same
+code and other globals: projections, norms and names stay those of the model. `Kind.functions` says
+which names, and what takes their place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.config import RunConfig
+from shardwise.kernels.recurrence import Tokens
+from shardwise.models.kinds.base import Kind
+from shardwise.models.names import in_use
+from shardwise.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from shardwise.models.causal_lm import CausalLM
+
+
+def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
+    """Let every mixer of a part compute its core by the functions of its kind."""
+    use_cores(part.hf, part.spec, part.tokens)
+
+
+def use_cores(hf: nn.Module, spec: ModelSpec, tokens: Callable[[], Tokens]) -> None:
+    """Replace the cores of all mixers of `hf`; `tokens` gives the tokens of the micro-batch."""
+    # Layers of one class share their forward, so that compiled ones share code.
+    forwards: dict[tuple[type, str], Callable[..., Any]] = {}
+    for layer in spec.layers:
+        for block in layer.mixers:
+            mixer = in_use(hf.get_submodule(f"{layer.name}.{block.path}"))
+            key = type(mixer), block.kind.name
+            if block.kind.functions and key not in forwards:
+                forwards[key] = _with_functions(type(mixer), block.kind, tokens)
+            if block.kind.functions:
+                mixer.forward = MethodType(forwards[key], mixer)
+
+
+def _with_functions(
+    mixer: type[nn.Module], kind: Kind, tokens: Callable[[], Tokens]
+) -> Callable[..., Any]:
+    """Return the forward of a class of mixers, with the functions of its kind."""
+    forward: Any = inspect.unwrap(mixer.forward)
+    unknown = kind.functions.keys() - set(forward.__code__.co_names)
+    assert not unknown, f"{mixer.__name__}.forward calls no {', '.join(sorted(unknown))}"
+    functions = {name: _with_tokens(core, tokens) for name, core in kind.functions.items()}
+    names = forward.__globals__ | functions
+    # torch.compile would look the functions up in the module of this name.
+    del names["__name__"]
+    assert forward.__kwdefaults__ is None
+    return FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+
+
+def _with_tokens(core: Callable[..., Any], tokens: Callable[[], Tokens]) -> Callable[..., Any]:
+    def with_tokens(*args: Any, **kwargs: Any) -> Any:
+        return core(tokens(), *args, **kwargs)
+
+    return with_tokens
