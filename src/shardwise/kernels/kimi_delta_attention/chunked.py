@@ -64,9 +64,10 @@ def summary(
     dtype, key_size = torch.promote_types(v.dtype, torch.float32), k.shape[-1]
     matrix = torch.eye(key_size, dtype=dtype, device=v.device).expand(batch, heads, -1, -1)
     s = torch.cat([v.new_zeros(batch, heads, key_size, value_size, dtype=dtype), matrix], -1)
+    starts = _starts(documents)
     with torch.autocast(v.device.type, enabled=False):
         for start in range(0, v.shape[1], CHUNK):
-            chunk = _chunk(k, k, v, g, beta, documents, start)  # no query is read
+            chunk = _chunk(k, k, v, g, beta, starts, start)  # no query is read
             values, reads = _solve(chunk, _pairs(chunk).alike)
             corrections = F.pad(values, (0, key_size)) - reads @ s
             s = s * chunk.over + (chunk.k * chunk.to_end).mT @ corrections
@@ -84,10 +85,11 @@ def of_before(
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
+    starts = _starts(documents)
     of_state = torch.zeros((), dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
     with torch.autocast(v.device.type, enabled=False):
         for start in reversed(range(0, v.shape[1], CHUNK)):
-            chunk = _chunk(q, k, v, g, beta, documents, start)
+            chunk = _chunk(q, k, v, g, beta, starts, start)
             pairs, of_chunk = _pairs(chunk), _heads_first(of_out, start)
             _, reads = _solve(chunk, pairs.alike)
             of_corrections = pairs.similar.mT @ of_chunk
@@ -116,12 +118,12 @@ class _KimiDeltaAttention(torch.autograd.Function):
             s = v.new_zeros(batch, heads, k.shape[-1], value_size, dtype=dtype)
         else:
             s = wide(state)
-        states, out = [], torch.empty_like(v)
+        starts, states, out = _starts(documents), [], torch.empty_like(v)
         # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
         with torch.autocast(v.device.type, enabled=False):
             for start in range(0, tokens, CHUNK):
                 states.append(s)
-                chunk = _chunk(q, k, v, g, beta, documents, start)
+                chunk = _chunk(q, k, v, g, beta, starts, start)
                 alike, similar, _ = _pairs(chunk)
                 values, reads = _solve(chunk, alike)
                 corrections = values - reads @ s
@@ -137,11 +139,11 @@ class _KimiDeltaAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, g, beta, documents, *states = ctx.saved_tensors
         of_out, of_last = gradients
-        of_state = wide(of_last)
+        starts, of_state = _starts(documents), wide(of_last)
         of_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
         with torch.autocast(v.device.type, enabled=False):
             for start in reversed(range(0, v.shape[1], CHUNK)):
-                chunk = _chunk(q, k, v, g, beta, documents, start)
+                chunk = _chunk(q, k, v, g, beta, starts, start)
                 of_chunk, of_state = _backward(
                     chunk, states.pop(), _heads_first(of_out, start), of_state
                 )
@@ -181,6 +183,8 @@ class _Chunk(NamedTuple):
     """The share of the state before the chunk that is left at each token: [B, N, C, S]."""
     to_end: torch.Tensor
     """The share of what each token has written that is left after the chunk: [B, N, C, S]."""
+    apart: torch.Tensor | None
+    """Whether tokens i and j are of two documents: [B, 1, i, j]; None: they never are."""
 
     @property
     def over(self) -> torch.Tensor:
@@ -194,16 +198,19 @@ def _chunk(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    documents: torch.Tensor | None,
+    starts: torch.Tensor | None,
     start: int,
 ) -> _Chunk:
     """Prepare the inputs of `kimi_delta_attention` from token `start` on."""
     q, k, v, g, beta = (_heads_first(x, start) for x in (q, k, v, g, beta[..., None]))
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
     to_token = g.exp()  # from the start of a block up to each token, that one too
-    if documents is not None:
-        starts = _heads_first(begins(documents)[:, :, None, None], start)
-        to_token = to_token.masked_fill(starts.bool(), 0)
+    apart = None
+    if starts is not None:
+        is_start = _heads_first(starts, start)
+        to_token = to_token * (1 - is_start)
+        numbers = is_start.cumsum(-2)
+        apart = numbers != numbers.mT
     to_end, halves = torch.ones_like(to_token), []
     for _ in range(CHUNK.bit_length() - 1):
         size = 2 ** len(halves)
@@ -213,7 +220,7 @@ def _chunk(
         to_token = torch.stack([first, second * first[..., -1:, :]], -3).flatten(-4, -2)
         to_end = torch.stack([first_to_end * second[..., -1:, :], second_to_end], -3)
         to_end = to_end.flatten(-4, -2)
-    return _Chunk(q, k, v, beta, halves, to_token, to_end)
+    return _Chunk(q, k, v, beta, halves, to_token, to_end, apart)
 
 
 class _Pairs(NamedTuple):
@@ -272,7 +279,7 @@ def _backward(
     `of_x` is the gradient of x. `before`: the state before the chunk; `of_after`: the gradient of
     the state after it; both are [B, N, S, H].
     """
-    q, k, v, beta, _, from_start, to_end = chunk
+    q, k, v, beta, halves, from_start, to_end, apart = chunk
     alike, similar, factors = _pairs(chunk)
     values, reads = _solve(chunk, alike)
     corrections = values - reads @ before
@@ -298,7 +305,7 @@ def _backward(
     of_later, of_earlier = of_right_k.mul_(beta), (corrections @ of_after.mT).mul_(to_end)
     at_end = (of_earlier * k).sum(-2) + (of_after * before).sum(-1) * from_start[..., -1, :]
     of_products = torch.stack([of_system * beta, of_similar], 2)
-    for (to_border, from_border), (rows, columns) in zip(chunk.halves, factors):
+    for (to_border, from_border), (rows, columns) in zip(halves, factors):
         size = from_border.shape[-2]
         of_block = _between_halves(of_products, size).flatten(-3, -2)
         of_keys, of_queries = (of_block @ columns).split(size, -2)
@@ -310,11 +317,20 @@ def _backward(
     # A decay from token j to token i adds its gradient times itself to all g after j up to i.
     of_total = q * of_q + k * (of_later - of_earlier)
     of_total[..., -1, :] += at_end
-    of_g = of_total.flip(-2).cumsum(-2).flip(-2)
+    if apart is None:
+        of_g = of_total.flip(-2).cumsum(-2).flip(-2)
+    else:
+        # Within each document, so that not even a rounding error reaches the one before.
+        of_g = (~apart).to(of_total.dtype).triu_() @ of_total
 
     of_same = of_similar.diagonal(0, -2, -1)[..., None]
     of_k = of_later + of_earlier + of_same * q
     return (of_q + of_same * k, of_k, of_right_v * beta, of_g, of_beta), of_before
+
+
+def _starts(documents: torch.Tensor | None) -> torch.Tensor | None:
+    """Return 1 for tokens that begin a document and 0 for others: [B, T, 1, 1]."""
+    return None if documents is None else begins(documents)[:, :, None, None].float()
 
 
 def _heads_first(x: torch.Tensor, start: int) -> torch.Tensor:

@@ -6,10 +6,14 @@ of the first one, which is whole on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
+from shardwise.kernels.kimi_delta_attention import RECURRENCE
+from shardwise.kernels.recurrence import Tokens
 from shardwise.models.kinds.base import Kind
 from shardwise.models.kinds.gated_delta_net import DeltaRule
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
@@ -36,10 +40,6 @@ class KimiDeltaAttention(DeltaRule):
     for each that has two factors; a solve's are the transposed solve and one full product.
     """
 
-    def executed_backward(self, sequence_length: int) -> float:
-        """See Core."""
-        return self._per_token(sequence_length, self.chunk_backward())
-
     def chunk_forward(self) -> int:
         """See DeltaRule."""
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
@@ -53,11 +53,34 @@ class KimiDeltaAttention(DeltaRule):
     def _solve(self) -> int:
         return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)
 
+    def _over_chunks(self, sequence_length: int, flops: Callable[[DeltaRule], int]) -> float:
+        """Return the FLOPs per token of full chunks: the last one is padded."""
+        num_chunks = -(-sequence_length // self.chunk_size)
+        return self.num_heads * num_chunks * flops(self) / sequence_length
+
 
 def cores(config: PretrainedConfig) -> tuple[KimiDeltaAttention]:
     """Return the core by the config."""
     size = config.linear_head_dim
     return (KimiDeltaAttention(config.linear_num_heads, size, size),)
+
+
+def delta_attention(
+    tokens: Tokens,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    **flags: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the outputs of a mixer's core, and no state: parts are trained without a cache."""
+    assert initial_state is None
+    assert not output_final_state
+    return tokens.recur(RECURRENCE, q, k, v, g, beta), None
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
@@ -86,7 +109,7 @@ KDA = Kind(
     ),
     after=(("o_norm",), ("o_proj",)),
     cores=cores,
-    functions=CAUSAL_CONVOLUTION,
+    functions={**CAUSAL_CONVOLUTION, "chunk_kimi_delta_attention": delta_attention},
     split=split,
     keeps_documents_apart=True,
     shares_input=("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "forget_gate.f_a_proj"),
