@@ -85,6 +85,15 @@ def test_documents_and_decays_of_any_strength_equal_the_recurrence(drawn):
     check_against_naive(*drawn)
 
 
+def test_no_gradient_crosses_into_another_document():
+    tensors, documents = inputs(100, strongest=0.1), (torch.arange(100) >= 40).long().expand(2, -1)
+    out, _ = chunked.kimi_delta_attention(*tensors, documents)
+    *grads, of_state = torch.autograd.grad(out[:, 40:].square().sum(), tensors)
+    assert all(grad[:, 40:].abs().max() > 0 for grad in grads)
+    assert all(grad[:, :40].abs().max() == 0 for grad in grads)
+    assert of_state.abs().max() == 0
+
+
 @pytest.mark.parametrize("tokens", [3, 66])
 def test_gradients_by_differences(tokens):
     tensors = inputs(tokens, torch.float64, sizes=(1, 2, 3, 4))

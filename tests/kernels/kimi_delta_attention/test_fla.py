@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.kernels.kimi_delta_attention import kimi_delta_attention, naive
+from shardwise.kernels import kimi_delta_attention as package_of_core
+from shardwise.kernels.kimi_delta_attention import backend, kimi_delta_attention, naive
 from tests.kernels.gated_delta_rule.test_chunked import run
 from tests.kernels.kimi_delta_attention.test_chunked import inputs
 from tests.models.tiny import relative_error
@@ -45,6 +46,7 @@ SIGNATURES = {
         "lower_bound=None, state_v_first=False, cu_seqlens=None, **kwargs)",
     },
 }
+CUDA = torch.device("cuda")
 BF16 = 2 * torch.finfo(torch.bfloat16).eps
 """The relative error of what is rounded to 16 bits once on each side."""
 
@@ -84,7 +86,7 @@ def kernel(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 @pytest.fixture(params=sorted(SIGNATURES))
 def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
-    """Pretend that fla is installed and tensors are on a GPU; give the calls of its kernels."""
+    """Pretend that fla is installed and tensors are on a GPU. Return the calls of its kernels."""
     kernel_calls: list[tuple[str, dict[str, Any]]] = []
     ops: Any = ModuleType("fla.ops.kda")
     for name, text in SIGNATURES[request.param].items():
@@ -108,7 +110,7 @@ def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
     package.__spec__ = ModuleSpec("fla", None)
     for module in (package, ModuleType("fla.ops"), ops):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(package_of_core, "backend", lambda _, dtype: backend(CUDA, dtype))
     return kernel_calls
 
 
@@ -155,11 +157,9 @@ def test_a_step_without_gradients_is_the_recurrent_kernel(tokens, name, calls):
 def test_what_the_kernels_do_not_take_is_torchs(calls, monkeypatch):
     tensors = inputs(7)
     kimi_delta_attention(*tensors)  # float32
-    kimi_delta_attention(*(x.bfloat16() for x in inputs(3, sizes=(1, 1, 257, 2))))  # wide keys
-    monkeypatch.setattr(torch.Tensor, "is_cuda", False)
-    kimi_delta_attention(*(x.bfloat16() for x in tensors))
+    monkeypatch.setattr(package_of_core, "backend", backend)
+    kimi_delta_attention(*(x.bfloat16() for x in tensors))  # on a CPU
     assert calls == []
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert backend(CUDA, torch.bfloat16) == "fla"
     monkeypatch.setitem(sys.modules, "fla", None)  # not installed
-    kimi_delta_attention(*(x.bfloat16() for x in tensors))
-    assert calls == []
+    assert backend(CUDA, torch.bfloat16) == "torch"

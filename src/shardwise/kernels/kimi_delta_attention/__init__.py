@@ -40,18 +40,19 @@ def kimi_delta_attention(
     The output has v's dtype. Sums and the state are float32, or float64 if v is.
     Source: Kimi Team, "Kimi Linear", arXiv 2510.26692, equation 1.
 
-    On a GPU with `fla` installed its kernels compute it if v has 16 bits and S is at most 256.
+    On a GPU with `fla` installed its kernels compute it if v has 16 bits.
+    They refuse S above 256.
     """
-    if runs_fla(k, v):
+    if backend(v.device, v.dtype) == "fla":
         return _by_fla(q, k, v, g, beta, state, documents)
     rule = naive if v.shape[1] == 1 else chunked
     return rule.kimi_delta_attention(q, k, v, g, beta, state, documents)
 
 
-def runs_fla(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether fla's kernels compute the rule for keys and values like these."""
-    takes = v.is_cuda and v.element_size() == 2 and k.shape[-1] <= 256
-    return takes and find_spec("fla") is not None
+def backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what computes the rule for values of a dtype on a device: `fla` or `torch`."""
+    has_kernels = device.type == "cuda" and dtype.itemsize == 2 and find_spec("fla")
+    return "fla" if has_kernels else "torch"
 
 
 def _by_fla(

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from shardwise.kernels.kimi_delta_attention import RECURRENCE
+from shardwise.kernels.kimi_delta_attention import RECURRENCE, backend
 from shardwise.kernels.recurrence import Tokens
-from shardwise.models.kinds.base import Kind
+from shardwise.models.kinds import short_convolution
+from shardwise.models.kinds.base import Backend, Kind
 from shardwise.models.kinds.gated_delta_net import DeltaRule
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
@@ -110,6 +111,7 @@ KDA = Kind(
     after=(("o_norm",), ("o_proj",)),
     cores=cores,
     functions={**CAUSAL_CONVOLUTION, "chunk_kimi_delta_attention": delta_attention},
+    backends=(Backend("Kimi Delta Attention", backend), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,
     shares_input=("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "forget_gate.f_a_proj"),
