@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 
+from shardwise.kernels.chunks import AT_ONCE
 from shardwise.kernels.kimi_delta_attention import RECURRENCE, chunked, kimi_delta_attention, naive
 from shardwise.models.kinds.kda import KimiDeltaAttention
 from tests.kernels.gated_delta_rule.test_chunked import run
@@ -83,6 +84,14 @@ def packed(draw: st.DrawFn) -> tuple[list[torch.Tensor], torch.Tensor]:
 @given(packed())
 def test_documents_and_decays_of_any_strength_equal_the_recurrence(drawn):
     check_against_naive(*drawn)
+
+
+def test_all_chunks_at_once_are_the_same(monkeypatch):
+    tensors = inputs(150, torch.float64)
+    documents = (torch.arange(150) >= 70).long().expand(2, -1)
+    monkeypatch.setitem(AT_ONCE, "cpu", AT_ONCE["cuda"])
+    check_against_naive(tensors, documents)
+    check_pieces(tensors, documents, [140])
 
 
 def test_no_gradient_crosses_into_another_document():
@@ -195,7 +204,8 @@ def ignore_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_decay_over_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked._Chunk, "over", 1.0)
+    ones = property(lambda chunks: torch.ones_like(chunks.from_start[..., -1, :, None]))
+    monkeypatch.setattr(chunked._Chunks, "over", ones)
 
 
 def swap_the_halves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +214,7 @@ def swap_the_halves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skip_the_length_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "_through_unit", lambda of_unit, x, start: of_unit)
+    monkeypatch.setattr(chunked, "_through_unit", lambda of_unit, x, span: of_unit)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ decay is divided by another one: nothing overflows, however strong the decay is,
 is a decay like any other; it stands before the first token of a document.
 
 The backward is the chain rule on these equations, from the last chunk to the first. It keeps the
-inputs and the state before each chunk, and computes the rest again.
+inputs and the state before each chunk, and computes the rest again. Only the state goes from chunk
+to chunk: all else is computed for as many chunks at once as the device likes.
 Source: Kimi Team, "Kimi Linear", arXiv 2510.26692, section 3; the halves are this project's.
 """
 
@@ -29,6 +30,16 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from shardwise.kernels.chunks import (
+    Span,
+    heads_first,
+    pass_back,
+    pass_on,
+    spans,
+    tokens_first,
+    tokens_of,
+    zero_state,
+)
 from shardwise.kernels.gated_delta_rule.naive import State, begins, unit, wide
 from shardwise.kernels.recurrence import Summary
 
@@ -60,17 +71,16 @@ def summary(
 ) -> Summary:
     """Return the map of all tokens: matrices [B, N, S, S] and states [B, N, S, H]."""
     # The state and the matrix are columns of one state, of which only the former gets values.
-    batch, _, heads, value_size = v.shape
-    dtype, key_size = torch.promote_types(v.dtype, torch.float32), k.shape[-1]
-    matrix = torch.eye(key_size, dtype=dtype, device=v.device).expand(batch, heads, -1, -1)
-    s = torch.cat([v.new_zeros(batch, heads, key_size, value_size, dtype=dtype), matrix], -1)
+    key_size, value_size = k.shape[-1], v.shape[-1]
+    s = F.pad(zero_state(k, v), (0, key_size))
+    s[..., value_size:] = torch.eye(key_size, dtype=s.dtype, device=s.device)
     starts = _starts(documents)
     with torch.autocast(v.device.type, enabled=False):
-        for start in range(0, v.shape[1], CHUNK):
-            chunk = _chunk(k, k, v, g, beta, starts, start)  # no query is read
-            values, reads = _solve(chunk, _pairs(chunk).alike)
-            corrections = F.pad(values, (0, key_size)) - reads @ s
-            s = s * chunk.over + (chunk.k * chunk.to_end).mT @ corrections
+        for span in spans(v, CHUNK):
+            chunks = _chunks(k, k, v, g, beta, starts, span)  # no query is read
+            values, reads = _solve(chunks, _pairs(chunks).alike)
+            values = F.pad(values, (0, key_size))
+            *_, s = pass_on(values, reads, chunks.k * chunks.to_end, chunks.over, s)
     after, transition = s.split([value_size, key_size], -1)
     return Summary(transition.contiguous(), after.contiguous())
 
@@ -85,18 +95,14 @@ def of_before(
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
-    starts = _starts(documents)
-    of_state = torch.zeros((), dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
+    starts, of_state = _starts(documents), zero_state(k, v)
     with torch.autocast(v.device.type, enabled=False):
-        for start in reversed(range(0, v.shape[1], CHUNK)):
-            chunk = _chunk(q, k, v, g, beta, starts, start)
-            pairs, of_chunk = _pairs(chunk), _heads_first(of_out, start)
-            _, reads = _solve(chunk, pairs.alike)
-            of_corrections = pairs.similar.mT @ of_chunk
-            if of_state.ndim:
-                of_corrections += (chunk.k * chunk.to_end) @ of_state
-            of_outputs = (chunk.q * chunk.from_start).mT @ of_chunk
-            of_state = of_outputs + of_state * chunk.over - reads.mT @ of_corrections
+        for span in reversed(spans(v, CHUNK)):
+            chunks = _chunks(q, k, v, g, beta, starts, span)
+            pairs = _pairs(chunks)
+            _, reads = _solve(chunks, pairs.alike)
+            of_outs = _padded(of_out, span)
+            *_, of_state = _pass_back(chunks, reads, pairs.similar, of_outs, of_state)
     return of_state
 
 
@@ -112,24 +118,19 @@ class _KimiDeltaAttention(torch.autograd.Function):
         state: State,
         documents: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, tokens, heads, value_size = v.shape
-        if state is None:
-            dtype = torch.promote_types(v.dtype, torch.float32)
-            s = v.new_zeros(batch, heads, k.shape[-1], value_size, dtype=dtype)
-        else:
-            s = wide(state)
+        s = zero_state(k, v) if state is None else wide(state)
         starts, states, out = _starts(documents), [], torch.empty_like(v)
         # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
         with torch.autocast(v.device.type, enabled=False):
-            for start in range(0, tokens, CHUNK):
-                states.append(s)
-                chunk = _chunk(q, k, v, g, beta, starts, start)
-                alike, similar, _ = _pairs(chunk)
-                values, reads = _solve(chunk, alike)
-                corrections = values - reads @ s
-                chunk_out = (chunk.q * chunk.from_start) @ s + similar @ corrections
-                _write(out, chunk_out, start)
-                s = s * chunk.over + (chunk.k * chunk.to_end).mT @ corrections
+            for span in spans(v, CHUNK):
+                chunks = _chunks(q, k, v, g, beta, starts, span)
+                alike, similar, _ = _pairs(chunks)
+                values, reads = _solve(chunks, alike)
+                k_to_end = chunks.k * chunks.to_end
+                before, corrections, s = pass_on(values, reads, k_to_end, chunks.over, s)
+                states.append(before)
+                outs = (chunks.q * chunks.from_start) @ before + similar @ corrections
+                _write(out, outs, span)
         ctx.state_dtype = s.dtype if state is None else state.dtype
         ctx.save_for_backward(q, k, v, g, beta, documents, *states)
         return out, s
@@ -142,16 +143,16 @@ class _KimiDeltaAttention(torch.autograd.Function):
         starts, of_state = _starts(documents), wide(of_last)
         of_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
         with torch.autocast(v.device.type, enabled=False):
-            for start in reversed(range(0, v.shape[1], CHUNK)):
-                chunk = _chunk(q, k, v, g, beta, starts, start)
-                of_chunk, of_state = _backward(
-                    chunk, states.pop(), _heads_first(of_out, start), of_state
+            for span in reversed(spans(v, CHUNK)):
+                chunks = _chunks(q, k, v, g, beta, starts, span)
+                of_chunks, of_state = _backward(
+                    chunks, states.pop(), _padded(of_out, span), of_state
                 )
-                of_q, of_k, of_v, of_g, of_beta = of_chunk
-                of_q = _through_unit(of_q, q, start) * q.shape[-1] ** -0.5
-                of_k = _through_unit(of_k, k, start)
+                of_q, of_k, of_v, of_g, of_beta = of_chunks
+                of_q = _through_unit(of_q, q, span) * q.shape[-1] ** -0.5
+                of_k = _through_unit(of_k, k, span)
                 for of_x, of_slice in zip(of_inputs, (of_q, of_k, of_v, of_g, of_beta[..., 0])):
-                    _write(of_x, of_slice, start)
+                    _write(of_x, of_slice, span)
         if not ctx.needs_input_grad[5]:
             return *of_inputs, None, None
         return *of_inputs, of_state.to(ctx.state_dtype), None
@@ -161,53 +162,53 @@ class _Halves(NamedTuple):
     """What is kept between the tokens of blocks of 2 h tokens and the borders of their halves."""
 
     to_border: torch.Tensor
-    """From each token of the first halves to the border: [B, N, C / 2h, h, S]."""
+    """From each token of the first halves to the border: [n, B, N, C / 2h, h, S]."""
     from_border: torch.Tensor
-    """From the border to each token of the second halves: [B, N, C / 2h, h, S]."""
+    """From the border to each token of the second halves: [n, B, N, C / 2h, h, S]."""
 
 
-class _Chunk(NamedTuple):
-    """The inputs of a chunk in float32 or float64, with heads before tokens."""
+class _Chunks(NamedTuple):
+    """The inputs of some chunks in float32 or float64, n chunks before all other dims."""
 
     q: torch.Tensor
-    """[B, N, C, S], of length 1 / sqrt(S)."""
+    """[n, B, N, C, S], of length 1 / sqrt(S)."""
     k: torch.Tensor
-    """[B, N, C, S], of length 1."""
+    """[n, B, N, C, S], of length 1."""
     v: torch.Tensor
-    """[B, N, C, H]."""
+    """[n, B, N, C, H]."""
     beta: torch.Tensor
-    """[B, N, C, 1]."""
+    """[n, B, N, C, 1]."""
     halves: list[_Halves]
     """For h = 1, 2, 4, ..., C / 2."""
     from_start: torch.Tensor
-    """The share of the state before the chunk that is left at each token: [B, N, C, S]."""
+    """The share of the state before a chunk that is left at each token: [n, B, N, C, S]."""
     to_end: torch.Tensor
-    """The share of what each token has written that is left after the chunk: [B, N, C, S]."""
+    """The share of what each token has written that is left after its chunk: [n, B, N, C, S]."""
     apart: torch.Tensor | None
     """Whether tokens i and j are of two documents: [B, 1, i, j]; None: they never are."""
 
     @property
     def over(self) -> torch.Tensor:
-        """The share of the state before the chunk that is left after it: [B, N, S, 1]."""
+        """The share of the state before a chunk that is left after it: [n, B, N, S, 1]."""
         return self.from_start[..., -1, :, None]
 
 
-def _chunk(
+def _chunks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
     starts: torch.Tensor | None,
-    start: int,
-) -> _Chunk:
-    """Prepare the inputs of `kimi_delta_attention` from token `start` on."""
-    q, k, v, g, beta = (_heads_first(x, start) for x in (q, k, v, g, beta[..., None]))
+    span: Span,
+) -> _Chunks:
+    """Prepare the inputs of `kimi_delta_attention` of a span."""
+    q, k, v, g, beta = (_padded(x, span) for x in (q, k, v, g, beta[..., None]))
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
     to_token = g.exp()  # from the start of a block up to each token, that one too
     apart = None
     if starts is not None:
-        is_start = _heads_first(starts, start)
+        is_start = _padded(starts, span)
         to_token = to_token * (1 - is_start)
         numbers = is_start.cumsum(-2)
         apart = numbers != numbers.mT
@@ -220,27 +221,27 @@ def _chunk(
         to_token = torch.stack([first, second * first[..., -1:, :]], -3).flatten(-4, -2)
         to_end = torch.stack([first_to_end * second[..., -1:, :], second_to_end], -3)
         to_end = to_end.flatten(-4, -2)
-    return _Chunk(q, k, v, beta, halves, to_token, to_end, apart)
+    return _Chunks(q, k, v, beta, halves, to_token, to_end, apart)
 
 
 class _Pairs(NamedTuple):
     """Products of a chunk's keys and queries with its keys, by channels that decay."""
 
     alike: torch.Tensor
-    """(k_i * d_ij) . k_j for j < i, and 0 for others: [B, N, C, C]."""
+    """(k_i * d_ij) . k_j for j < i, and 0 for others: [n, B, N, C, C]."""
     similar: torch.Tensor
-    """(q_i * d_ij) . k_j for j <= i, and 0 for others: [B, N, C, C]."""
+    """(q_i * d_ij) . k_j for j <= i, and 0 for others: [n, B, N, C, C]."""
     factors: list[tuple[torch.Tensor, torch.Tensor]]
     """For each of the chunk's halves, keys over queries times what is kept from the border, and
-    keys times what is kept to it: [B, N, C / 2h, 2h, S], [B, N, C / 2h, h, S]."""
+    keys times what is kept to it: [n, B, N, C / 2h, 2h, S], [n, B, N, C / 2h, h, S]."""
 
 
-def _pairs(chunk: _Chunk) -> _Pairs:
+def _pairs(chunks: _Chunks) -> _Pairs:
     """Multiply each pair of tokens, two halves of a block at a time."""
-    q, k = chunk.q, chunk.k
-    products = k.new_zeros(*k.shape[:2], 2, k.shape[2], k.shape[2])
+    q, k = chunks.q, chunks.k
+    products = k.new_zeros(*k.shape[:3], 2, CHUNK, CHUNK)
     factors = []
-    for to_border, from_border in chunk.halves:
+    for to_border, from_border in chunks.halves:
         size = from_border.shape[-2]
         earlier, later = k.unflatten(-2, (-1, 2, size)).unbind(-3)
         asking = q.unflatten(-2, (-1, 2, size))[..., 1, :, :]
@@ -248,46 +249,59 @@ def _pairs(chunk: _Chunk) -> _Pairs:
         columns = earlier * to_border
         _between_halves(products, size).copy_((rows @ columns.mT).unflatten(-2, (2, size)))
         factors.append((rows, columns))
-    alike, similar = products[:, :, 0], products[:, :, 1]
+    alike, similar = products.select(-3, 0), products.select(-3, 1)
     similar.diagonal(0, -2, -1).copy_((q * k).sum(-1))
     return _Pairs(alike, similar, factors)
 
 
 def _between_halves(products: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the part of products [B, N, 2, C, C] between halves: a view [B, N, C / 2h, 2, h, h].
+    """Return a view of products [n, B, N, 2, C, C] between halves, [n, B, N, C / 2h, 2, h, h].
 
     Rows are tokens of the second half of a block, columns those of its first half.
     """
     blocks = products.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
-    return blocks[..., 1, :, :, 0, :].diagonal(0, -4, -2).movedim(-1, 2)
+    return blocks[..., 1, :, :, 0, :].diagonal(0, -4, -2).movedim(-1, -4)
 
 
-def _solve(chunk: _Chunk, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return values [B, N, C, H] and reads [B, N, C, S]: corrections are values - reads @ s."""
-    right_side = torch.cat([chunk.v, chunk.k * chunk.from_start], -1).mul_(chunk.beta)
+def _solve(chunks: _Chunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return values [n, B, N, C, H] and reads [n, B, N, C, S]; see `pass_on`."""
+    right_side = torch.cat([chunks.v, chunks.k * chunks.from_start], -1).mul_(chunks.beta)
     solution = torch.linalg.solve_triangular(
-        alike * chunk.beta, right_side, upper=False, unitriangular=True
+        alike * chunks.beta, right_side, upper=False, unitriangular=True
     )
-    return solution.split([chunk.v.shape[-1], chunk.k.shape[-1]], -1)
+    return solution.split([chunks.v.shape[-1], chunks.k.shape[-1]], -1)
+
+
+def _pass_back(
+    chunks: _Chunks,
+    reads: torch.Tensor,
+    similar: torch.Tensor,
+    of_out: torch.Tensor,
+    of_state: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the states after the chunks, of corrections, and of the first state.
+
+    `of_state` [B, N, S, H] is that of the state after the last one.
+    """
+    of_before, of_corrections = (chunks.q * chunks.from_start).mT @ of_out, similar.mT @ of_out
+    k_to_end = chunks.k * chunks.to_end
+    return pass_back(reads, k_to_end, chunks.over, of_before, of_corrections, of_state)
 
 
 def _backward(
-    chunk: _Chunk, before: torch.Tensor, of_out: torch.Tensor, of_after: torch.Tensor
+    chunks: _Chunks, before: torch.Tensor, of_out: torch.Tensor, of_last: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return the gradients of q, k, v, g and beta of a chunk, and of the state before it.
+    """Return the gradients of q, k, v, g and beta of some chunks, and of the state before them.
 
-    `of_x` is the gradient of x. `before`: the state before the chunk; `of_after`: the gradient of
-    the state after it; both are [B, N, S, H].
+    `of_x` is the gradient of x. `before` [n, B, N, S, H]: the states before the chunks; `of_last`
+    [B, N, S, H]: the gradient of the state after the last one.
     """
-    q, k, v, beta, halves, from_start, to_end, apart = chunk
-    alike, similar, factors = _pairs(chunk)
-    values, reads = _solve(chunk, alike)
+    q, k, v, beta, halves, from_start, to_end, apart = chunks
+    alike, similar, factors = _pairs(chunks)
+    values, reads = _solve(chunks, alike)
     corrections = values - reads @ before
-
-    # Through the output and the state after the chunk.
-    of_corrections = similar.mT @ of_out + (k * to_end) @ of_after
     of_similar = of_out @ corrections.mT
-    of_before = (q * from_start).mT @ of_out + of_after * chunk.over - reads.mT @ of_corrections
+    of_after, of_corrections, of_first = _pass_back(chunks, reads, similar, of_out, of_last)
 
     # Through the system. Its gradient is minus that of the right side times the corrections.
     of_solution = torch.cat([of_corrections, -of_corrections @ before.mT], -1)
@@ -304,7 +318,7 @@ def _backward(
     of_q = (of_out @ before.mT).mul_(from_start)
     of_later, of_earlier = of_right_k.mul_(beta), (corrections @ of_after.mT).mul_(to_end)
     at_end = (of_earlier * k).sum(-2) + (of_after * before).sum(-1) * from_start[..., -1, :]
-    of_products = torch.stack([of_system * beta, of_similar], 2)
+    of_products = torch.stack([of_system * beta, of_similar], -3)
     for (to_border, from_border), (rows, columns) in zip(halves, factors):
         size = from_border.shape[-2]
         of_block = _between_halves(of_products, size).flatten(-3, -2)
@@ -325,7 +339,7 @@ def _backward(
 
     of_same = of_similar.diagonal(0, -2, -1)[..., None]
     of_k = of_later + of_earlier + of_same * q
-    return (of_q + of_same * k, of_k, of_right_v * beta, of_g, of_beta), of_before
+    return (of_q + of_same * k, of_k, of_right_v * beta, of_g, of_beta), of_first
 
 
 def _starts(documents: torch.Tensor | None) -> torch.Tensor | None:
@@ -333,21 +347,19 @@ def _starts(documents: torch.Tensor | None) -> torch.Tensor | None:
     return None if documents is None else begins(documents)[:, :, None, None].float()
 
 
-def _heads_first(x: torch.Tensor, start: int) -> torch.Tensor:
-    """Return a chunk of x [B, T, N, ...] as [B, N, C, ...], padded with zeros."""
-    x = wide(x[:, start : start + CHUNK].transpose(1, 2))
-    return F.pad(x, (0, 0, 0, CHUNK - x.shape[2])).contiguous()
+def _padded(x: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return the tokens of a span of x [B, T, N, ...] as [n, B, N, C, ...], padded with zeros."""
+    return F.pad(heads_first(x, span), (0, 0, 0, CHUNK - span.length))
 
 
-def _write(out: torch.Tensor, chunk: torch.Tensor, start: int) -> None:
-    """Write a chunk [B, N, C, ...] to its tokens of out [B, T, N, ...], without the padding."""
-    tokens = out[:, start : start + CHUNK]
-    tokens.copy_(chunk[:, :, : tokens.shape[1]].transpose(1, 2))
+def _write(out: torch.Tensor, chunks: torch.Tensor, span: Span) -> None:
+    """Write [n, B, N, C, ...] to the tokens of out [B, T, N, ...], without the padding."""
+    tokens_of(out, span).copy_(tokens_first(chunks[:, :, :, : span.length]))
 
 
-def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the gradient of a chunk of x [B, T, N, S], given that of its `unit` [B, N, C, S]."""
-    x = _heads_first(x, start)
+def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return the gradient of a span of x [B, T, N, S], given that of its `unit`."""
+    x = _padded(x, span)
     shrunk = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     direction = x * shrunk
     return (of_unit - direction * (of_unit * direction).sum(-1, keepdim=True)) * shrunk
