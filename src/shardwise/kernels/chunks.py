@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.kernels.gated_delta_rule.naive import wide
+from shardwise.kernels.recurrence import wide
 
 AT_ONCE = {"cpu": 1, "cuda": 1 << 30}
 """Chunks that are computed at once: one fits into a CPU's cache, a GPU wants large operators."""

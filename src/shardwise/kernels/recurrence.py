@@ -48,6 +48,11 @@ class Recurrence(NamedTuple):
     """pass_back(transition, of_after): return the gradient of the state before the tokens."""
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return x in the dtype of states: float32, or float64 if x is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def by_matrix(transition: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """Return matrices [B, N, S, S] times states [B, N, S, H]."""
     return transition @ state

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from shardwise.kernels.gated_delta_rule.naive import State, wide
+from shardwise.kernels.gated_delta_rule.naive import State
 from shardwise.kernels.kimi_delta_attention import chunked, naive
 from shardwise.kernels.packed import packed
-from shardwise.kernels.recurrence import Recurrence, by_matrix, by_transposed_matrix
+from shardwise.kernels.recurrence import Recurrence, by_matrix, by_transposed_matrix, wide
 
 
 def kimi_delta_attention(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.kernels.gated_delta_rule.naive import State, begins, unit, wide
+from shardwise.kernels.gated_delta_rule.naive import State, begins, unit
+from shardwise.kernels.recurrence import wide
 
 
 def kimi_delta_attention(
