@@ -32,8 +32,8 @@ from shardwise.kernels.chunks import (
     tokens_of,
     zero_state,
 )
-from shardwise.kernels.gated_delta_rule.naive import State, begins, unit
-from shardwise.kernels.recurrence import Summary, wide
+from shardwise.kernels.gated_delta_rule.naive import State, unit
+from shardwise.kernels.recurrence import Summary, begins, wide
 
 CHUNK = 64
 """C: tokens of a chunk."""

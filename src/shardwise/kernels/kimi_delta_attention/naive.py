@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.kernels.gated_delta_rule.naive import State, begins, unit
-from shardwise.kernels.recurrence import wide
+from shardwise.kernels.gated_delta_rule.naive import State, unit
+from shardwise.kernels.recurrence import begins, wide
 
 
 def kimi_delta_attention(

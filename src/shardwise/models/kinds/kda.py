@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
 from shardwise.kernels.kimi_delta_attention import RECURRENCE, backend
-from shardwise.kernels.recurrence import Tokens
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Kind
-from shardwise.models.kinds.gated_delta_net import DeltaRule
+from shardwise.models.kinds.gated_delta_net import DeltaRule, delta_rule
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -66,24 +64,6 @@ def cores(config: PretrainedConfig) -> tuple[KimiDeltaAttention]:
     return (KimiDeltaAttention(config.linear_num_heads, size, size),)
 
 
-def delta_attention(
-    tokens: Tokens,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-    **flags: Any,
-) -> tuple[torch.Tensor, None]:
-    """Return the outputs of a mixer's core, and no state: parts are trained without a cache."""
-    assert initial_state is None
-    assert not output_final_state
-    return tokens.recur(RECURRENCE, q, k, v, g, beta), None
-
-
 def split(block: Any, num_ranks: int) -> BlockSplit:
     """Shard by heads: q, k, v, the gate of the output and the decay have H features a head.
 
@@ -110,7 +90,7 @@ KDA = Kind(
     ),
     after=(("o_norm",), ("o_proj",)),
     cores=cores,
-    functions={**CAUSAL_CONVOLUTION, "chunk_kimi_delta_attention": delta_attention},
+    functions={"chunk_kimi_delta_attention": delta_rule(RECURRENCE), **CAUSAL_CONVOLUTION},
     backends=(Backend("Kimi Delta Attention", backend), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,
