@@ -230,11 +230,10 @@ def test_sums_that_the_cores_are_made_of():
     # Two chunks of four: 2 * (2 * 16 * (8 + 4) + 4 * 4 * 8 * 4) per head, and 3 x 3 chunk states, 2
     # * 9 * 8 * 4.
     assert Mamba2(1, 8, 4, chunk_size=4).executed_forward(8) * 8 == 2 * (384 + 512) + 576
-    # A chunk of four: five 4 x 4 products of size 8, three with the 8 x 8 state, and rows 1 to 3 of
-    # the inversion.
-    assert KimiDeltaAttention(1, 8, 8, chunk_size=4).executed_forward(
-        4
-    ) * 4 == 5 * 256 + 3 * 512 + 2 * (1 + 4 + 9)
+    # A chunk of four: 16 pairs of size 8, a 4 x 4 product of size 8, three with the 8 x 8 state,
+    # and a solve with 16 columns.
+    rule = KimiDeltaAttention(1, 8, 8, chunk_size=4)
+    assert rule.executed_forward(4) * 4 == 2 * 256 + 3 * 512 + 12 * 16
     # 3 channels of 2 states: 6 to decay, 12 to add, 12 to read.
     assert Mamba(3, 2).model_forward(7) == 30
     # 3 channels of 4 taps, and twice that backward.
