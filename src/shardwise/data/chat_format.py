@@ -121,6 +121,8 @@ class ChatFormat:
         if field not in record:
             names = ", ".join(record)
             way_out = f"its fields are {names}; {CORRECT_LINE}, or set data.fields or data.format"
+            if "conversations" in record:
+                way_out = "it has conversations: set data.fields: {messages: conversations}"
             raise BadDocument("missing field", f"no field {field!r}; {way_out}")
         check_text_only(record, "the dialogue", ("images", "videos", "audios"))
         messages = record[field]

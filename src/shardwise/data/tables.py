@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import glob
 import hashlib
 import json
@@ -179,6 +180,27 @@ def open_csv(path: Path, fields: Sequence[str]) -> Table:
         loaded = datasets.load_dataset("csv", **files)
     _check_fields(str(path), loaded.column_names, fields)
     return Table(loaded.select_columns(list(fields)), str(path))
+
+
+def columns_of(path: Path) -> list[str]:
+    """Return the names of the columns of a Parquet, CSV or TSV file, of which only these are read.
+
+    UserError for a file that cannot be read.
+    """
+    _datasets(str(path))
+    import pyarrow.parquet
+
+    with _loading(f"{path}: cannot be read as {suffix(path)[1:].upper()}", REPAIR):
+        if suffix(path) == ".parquet":
+            return pyarrow.parquet.read_schema(path).names
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return next(csv.reader(file, delimiter="\t" if suffix(path) == ".tsv" else ","), [])
+
+
+def columns_of_dataset(entry: DatasetEntry, key: str) -> list[str]:
+    """Return the names of the columns of a split of a dataset; UserError as from `open_dataset`."""
+    rows = _split(entry, key, streaming=True)
+    return rows.column_names or list(next(read_stream(rows, key), {}))
 
 
 def open_dataset(entry: DatasetEntry, fields: Sequence[str], key: str = "data.train") -> Table:

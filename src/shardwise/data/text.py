@@ -260,8 +260,10 @@ def _object(line: str) -> Record:
     return record
 
 
-def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
-    """Find the documents of these files.
+def index_files(
+    files: Iterable[Path], text_field: str = "text", most: int | None = None
+) -> TextFiles:
+    """Find the documents of these files, or the first `most` of each.
 
     A JSONL file has a document in each line that is not blank. Any other file is one document. Its
     text is checked when the document is read. UserError for a file that cannot be read, or whose
@@ -286,7 +288,7 @@ def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
                 starts: Iterable[int] = (start for start, _ in _lines(path))
             else:
                 starts = range(min(sizes[-1], 1))
-            for start in starts:
+            for start in itertools.islice(starts, most):
                 if count % STRIDE == 0:
                     offsets.append(start)
                 count += 1
@@ -295,6 +297,20 @@ def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
         ends.append(count)
     arrays = (np.frombuffer(numbers, np.int64) for numbers in (ends, offsets, sizes))
     return TextFiles(files, *arrays, text_field)
+
+
+def first_document(path: Path, key: str) -> Record:
+    """Return the fields of the first document of a text file; a plain text has the field `text`.
+
+    UserError, which names `key`, for a file that cannot be read or has no document.
+    """
+    index = index_files([path], "text", most=1)
+    if not len(index):
+        raise UserError(f"{key}: no document in {path}; give a file that is not empty")
+    try:
+        return index[0]
+    except BadDocument as error:
+        raise UserError(f"{index.where(0)}: {error}") from None
 
 
 _DECOMPRESS = "a compressed file; decompress it, as with"
