@@ -385,6 +385,7 @@ def test_what_the_assistant_says_is_what_is_learnt(
     ("record", "reason", "message"),
     [
         ({"text": "a"}, "missing field", r"no field 'messages'; .* text; .*data\.format"),
+        ({"conversations": []}, "missing field", r"set data\.fields: .messages: conversations"),
         ({"messages": "hi"}, "bad chat", "'messages' is not a list of objects; "),
         ({"messages": []}, "bad chat", "'messages' is not a list of objects; "),
         ({"messages": [{"role": "user"}]}, "bad chat", "message 1 has no field 'content'; "),
