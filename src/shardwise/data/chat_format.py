@@ -253,6 +253,11 @@ class ChatFormat:
                 problem = problem or str(refused)
                 continue
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self._fails_on_plain():
+            raise UserError(
+                f"the chat template refuses a plain question ({problem}); correct it, or set "
+                "data.chat_template to another one"
+            )
         raise UserError(
             f"training.sample: the chat template refuses a user's message alone ({problem}); "
             "leave it out"

@@ -287,7 +287,7 @@ def _split(entry: DatasetEntry, key: str, streaming: bool) -> Any:
     is_saved = _was_saved_by_datasets(path)
     with _loading(f"{key}: {entry}: datasets cannot load it", way_out):
         if not is_saved:
-            source = str(path) if path.exists() else entry.name
+            source = str(path.resolve()) if path.exists() else entry.name
             loaded = datasets.load_dataset(source, entry.config, streaming=streaming)
         elif entry.config is None:
             loaded = datasets.load_from_disk(str(path))

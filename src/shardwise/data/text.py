@@ -49,9 +49,10 @@ def parts_of(entry: str) -> tuple[str, str | None, str | None]:
     """Return name, configuration and split of an entry: NAME, NAME:CONFIGURATION or
     NAME:CONFIGURATION:SPLIT, whose configuration may be empty.
 
-    A path that exists is a name, whatever colons it has.
+    A path that exists is a name, whatever colons it has; so is an entry that begins with one.
     """
-    parts = [entry] if expanded(entry).exists() else entry.split(":", 2)
+    is_name = expanded(entry).exists() or entry.startswith(":")
+    parts = [entry] if is_name else entry.split(":", 2)
     name, config, split = (*parts, "", "")[:3]
     return name, config or None, split or None
 
