@@ -23,8 +23,8 @@ from shardwise.models.load import load_whole, other_weights, read_config
 from shardwise.models.lora import adapter_layers, peft_config
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
-from shardwise.models.save import save_for_generation, save_model
-from shardwise.models.weight_files import plain_entries
+from shardwise.models.save import checkpoint_entries, save_for_generation, save_model
+from shardwise.models.weight_files import plain_entries, weights_from_files
 
 
 def save_adapter(
@@ -100,8 +100,9 @@ def merge_adapter(
     """Write the model with the adapters added into its weights: W + scale * BA.
 
     `transformers` alone loads it, as the class that the base's `architectures` names; what the base
-    has beside the language model is copied. The adapter's names may be those of the text class or
-    of that one. Beside it stand the `tokenizer` and the base's generation config.
+    has beside the language model is copied, except where the adapter changes it. The adapter's
+    names may be those of the text class or of that one. Beside it stand the `tokenizer` and the
+    base's generation config.
     `seed` is for a base with `init: random`. All of the model is in memory. UserError if the folder
     holds no adapters, or those of another model.
     """
@@ -115,8 +116,13 @@ def merge_adapter(
     family_of(model)
     multimodal = multimodal_of(base, model)
     holder = model  # the class that the adapter's names are of
+    beside: list[str] = []  # its parameters beside the language model, where the adapter has some
     if multimodal is not None and multimodal.names_any(adapter.factors):
-        holder = multimodal.around(model)
+        names = [key.removeprefix(PREFIX) for key in adapter.shapes]
+        if any(multimodal.text_name(name) is None for name in names):
+            beside = multimodal.names_beside()
+        values = weights_from_files(multimodal.model, base.path, beside) if beside else ()
+        holder = multimodal.around(model, values)
     try:
         with warnings.catch_warnings():
             # PEFT 0.21 uses a name that transformers will drop.
@@ -137,15 +143,17 @@ def merge_adapter(
             f"{min(in_file ^ adapted_names)})"
         )
     merged = adapted.merge_and_unload()
-    state = merged.state_dict()
+    state, changed = merged.state_dict(), {}
     if holder is not model:
         assert multimodal is not None
+        changed = dict(checkpoint_entries(multimodal.model, ((n, state[n]) for n in beside)))
         inside = {multimodal.text_name(name): tensor for name, tensor in state.items()}
         state = {name: tensor for name, tensor in inside.items() if name is not None}
     state = {n: tensor for n, tensor in state.items() if n not in model.all_tied_weights_keys}
     # Random weights have no files, and so nothing beside the language model.
     whole = multimodal if base.init == "weights" else None
     others = () if whole is None else other_weights(model, base)
+    others = ((key, changed.get(key, tensor)) for key, tensor in others)
     save_model(model, state.items(), out_folder, multimodal=whole, others=others)
     save_for_generation(out_folder, tokenizer, base.path)
 
