@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import Qwen3_5ForConditionalGeneration
 
@@ -144,6 +144,36 @@ def test_adapters_of_a_vision_tower_are_merged_too(
     with pytest.raises(UserError, match="none of the language model") as error:
         export_adapter(base, tmp_path / "adapter", tmp_path / "out", "vllm")
     assert "(--merge)" in str(error.value)
+
+
+# PEFT 0.21 uses a name that transformers will drop, and warns of tied layers that are adapted.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapters_of_the_embedding_and_the_head_are_kept(folder: Path, tmp_path: Path) -> None:
+    multimodal.write(tmp_path / "tied", "tiny-qwen3_5-tied")
+    for base in (Model(str(folder / "base")), Model(str(tmp_path / "tied"))):
+        targets = ["embed_tokens", "lm_head", "q_proj"]
+        config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        load = Qwen3_5ForConditionalGeneration.from_pretrained
+        adapted = get_peft_model(load(base.path), config).eval()
+        out = tmp_path / Path(base.path).name
+        adapted.save_pretrained(out / "adapter")
+        export_adapter(base, out / "adapter", out / "peft", "peft")
+        exported = json.loads((out / "peft" / "adapter_config.json").read_text())
+        ends = {name.rpartition(".")[2] for name in exported["target_modules"]}
+        assert ends == set(targets)
+        with torch.no_grad():
+            expected = adapted(input_ids=tokens()).logits
+            loaded = PeftModel.from_pretrained(load(base.path), out / "peft").eval()
+            assert relative_error(loaded(input_ids=tokens()).logits, expected) < TOLERANCE
+        if out.name == "tied":
+            with pytest.raises(UserError, match=r"ties to another weight.*--for peft"):
+                merge_adapter(base, out / "adapter", out / "merged")
+            continue
+        merge_adapter(base, out / "adapter", out / "merged")
+        with torch.no_grad():
+            merged = load(out / "merged").eval()(input_ids=tokens()).logits
+        assert relative_error(merged, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3_5", "tiny-qwen3_5-tied"])

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, UserError
-from shardwise.models.adapter_folder import PREFIX, read_adapter
+from shardwise.models.adapter_folder import PREFIX, AdapterFolder, read_adapter
 from shardwise.models.families import family_of
 from shardwise.models.load import load_whole, other_weights, read_config
 from shardwise.models.lora import adapter_layers, peft_config
@@ -115,6 +115,7 @@ def merge_adapter(
     model = load_whole(base, config, seed)
     family_of(model)
     multimodal = multimodal_of(base, model)
+    _check_untied(adapter, base, model, multimodal)
     holder = model  # the class that the adapter's names are of
     beside: list[str] = []  # its parameters beside the language model, where the adapter has some
     if multimodal is not None and multimodal.names_any(adapter.factors):
@@ -134,13 +135,15 @@ def merge_adapter(
         raise UserError(
             f"{adapter.path}: these adapters do not fit {base.path} ({str(error)[:200]})"
         ) from None
-    adapted_names = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    if in_file != adapted_names:
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    # PEFT writes embeddings too where they were adapted or resized.
+    read = wanted | get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()
+    missing, unread = wanted - in_file, in_file - read
+    if missing or unread:
         raise UserError(
             f"{adapter.path}: these adapters do not fit {base.path} "
-            f"({len(adapted_names - in_file)} of its adapted weights are not in the file, "
-            f"{len(in_file - adapted_names)} in the file are not in it; "
-            f"{min(in_file ^ adapted_names)})"
+            f"({len(missing)} of its adapted weights are not in the file, "
+            f"{len(unread)} in the file are not in it; {min(missing | unread)})"
         )
     merged = adapted.merge_and_unload()
     state, changed = merged.state_dict(), {}
@@ -156,6 +159,22 @@ def merge_adapter(
     others = ((key, changed.get(key, tensor)) for key, tensor in others)
     save_model(model, state.items(), out_folder, multimodal=whole, others=others)
     save_for_generation(out_folder, tokenizer, base.path)
+
+
+def _check_untied(
+    adapter: AdapterFolder, base: Model, model: PreTrainedModel, multimodal: Multimodal | None
+) -> None:
+    """Raise UserError where an adapter changes one of two tied weights: a merge has only one."""
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
+    changed = [f"{module}.weight" for module in adapter.factors]
+    changed += [key.removeprefix(PREFIX) for key in adapter.others]
+    for name in changed:
+        inside = None if multimodal is None else multimodal.text_name(name)
+        if (inside or name) in tied:
+            raise UserError(
+                f"{adapter.path}: changes {name}, which {base.path} ties to another weight, and a "
+                "merged model has one weight for both; load the adapter as it is (--for peft)"
+            )
 
 
 def check_writable(out: Path) -> None:
@@ -179,7 +198,8 @@ def short_targets(paths: list[str], all_names: Iterable[str], layers: str) -> li
     for path in paths:
         end = path.removeprefix(f"{layers}.").partition(".")[2]
         complete = all(name in wanted for name in all_names if name.endswith(f".{end}"))
-        short[end if complete else path] = None
+        is_in_layer = path.startswith(f"{layers}.")
+        short[end if is_in_layer and complete else path] = None
     return list(short)
 
 
