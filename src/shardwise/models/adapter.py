@@ -102,9 +102,8 @@ def merge_adapter(
     `transformers` alone loads it, as the class that the base's `architectures` names; what the base
     has beside the language model is copied, except where the adapter changes it. The adapter's
     names may be those of the text class or of that one. Beside it stand the `tokenizer` and the
-    base's generation config.
-    `seed` is for a base with `init: random`. All of the model is in memory. UserError if the folder
-    holds no adapters, or those of another model.
+    base's generation config. `seed` is for a base with `init: random`. All of the model is in
+    memory. UserError if the folder holds no adapters, or those of another model.
     """
     adapter = read_adapter(adapter_folder)
     check_writable(Path(out_folder))
@@ -121,7 +120,8 @@ def merge_adapter(
     if multimodal is not None and multimodal.names_any(adapter.factors):
         names = [key.removeprefix(PREFIX) for key in adapter.shapes]
         if any(multimodal.text_name(name) is None for name in names):
-            beside = multimodal.names_beside()
+            parameters = [name for name, _ in multimodal.model.named_parameters()]
+            beside = [name for name in parameters if multimodal.text_name(name) is None]
         values = weights_from_files(multimodal.model, base.path, beside) if beside else ()
         holder = multimodal.around(model, values)
     try:
@@ -197,8 +197,8 @@ def short_targets(paths: list[str], all_names: Iterable[str], layers: str) -> li
     short: dict[str, None] = {}
     for path in paths:
         end = path.removeprefix(f"{layers}.").partition(".")[2]
-        complete = all(name in wanted for name in all_names if name.endswith(f".{end}"))
         is_in_layer = path.startswith(f"{layers}.")
+        complete = all(name in wanted for name in all_names if name.endswith(f".{end}"))
         short[end if is_in_layer and complete else path] = None
     return list(short)
 

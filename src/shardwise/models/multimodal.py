@@ -43,11 +43,8 @@ class Multimodal:
     def names_any(self, modules: Iterable[str]) -> bool:
         """Return whether some of these modules are of this class and not of the text class."""
         paths = {path for path, _ in self.model.named_modules()}
-        return any(self.text_name(path) != path and path in paths for path in modules)
-
-    def names_beside(self) -> list[str]:
-        """Return the names of the parameters that are not of the language model."""
-        return [n for n, _ in self.model.named_parameters() if self.text_name(n) is None]
+        others = [path.replace(".base_layer", "") for path in modules]  # PEFT's name of experts
+        return any(self.text_name(path) != path and path in paths for path in others)
 
     def around(
         self, text: PreTrainedModel, beside: Iterable[tuple[str, torch.Tensor]]
