@@ -59,9 +59,8 @@ def lengths_of(kind: str, rounds: int) -> dict[str, Any]:
     mixer = mixer_of(kind)
 
     def run(length: int, number: int) -> dict[str, float]:
-        rows = torch.randn(TOKENS // length, length, COMMON["hidden_size"]).split(
-            4096 // length or 1
-        )
+        rows = torch.randn(TOKENS // length, length, COMMON["hidden_size"])
+        parts = rows.split(max(1, 4096 // length))
 
         def work() -> None:
             for part in parts:
