@@ -60,8 +60,9 @@ def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
         inversion = sum(2 * i * i for i in range(1, 64))
         return (forwards + 2 * backward) * 2 * 2 * (2 * 2 * 64 * 64 * 16 + inversion) / LENGTH
     if isinstance(core, Mamba):
-        # Decay and input, elementwise: 64 channels with states of 8.
-        return (forwards + 2 * backward) * 3 * 64 * 8
+        # By elements, of 64 channels with states of 8: all but the products with B, C and their
+        # gradients, one forward and four backward.
+        return (3 * forwards + 12 * backward) * 64 * 8
     return 0.0
 
 

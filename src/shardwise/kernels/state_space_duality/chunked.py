@@ -147,7 +147,14 @@ class _Mamba2Scan(torch.autograd.Function):
                 of_dt[:, tokens] = of_dt_slice.transpose(1, 2).flatten(2, 3)
                 of_b[:, tokens] = of_chunk_b.transpose(1, 2)
                 of_c[:, tokens] = of_chunk_c.transpose(1, 2)
-        of_inputs = (of_x, of_dt, of_a.flatten().to(a.dtype), of_b, of_c, of_d.flatten().to(d.dtype))
+        of_inputs = (
+            of_x,
+            of_dt,
+            of_a.flatten().to(a.dtype),
+            of_b,
+            of_c,
+            of_d.flatten().to(d.dtype),
+        )
         if not ctx.needs_input_grad[6]:
             return *of_inputs, None, None
         return *of_inputs, of_state.to(ctx.state_dtype), None
@@ -195,8 +202,9 @@ def _chunk(
     x, dt = (_by_group(y, groups, tokens) for y in (x, dt[..., None]))
     b, c = (wide(y[:, tokens].transpose(1, 2)) for y in (b, c))
     a = wide(a).view(groups, 1, -1, 1)
-    # In float64: the decay between two tokens is a difference of sums that may reach hundreds.
-    total = (dt.double() * a.double()).cumsum(2)
+    # In float64: the decay between two tokens is a difference of sums that may reach hundreds. What
+    # leaves less than e^-10,000, which is 0, counts as that, so that sums over it stay precise.
+    total = (dt.double() * a.double()).clamp(min=-1e4).cumsum(2)
     from_start, to_end = total, total[:, :, -1:] - total
     if numbers is not None:
         here = numbers[:, None, tokens, None, None]
