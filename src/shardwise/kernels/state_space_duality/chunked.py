@@ -107,14 +107,15 @@ class _Mamba2Scan(torch.autograd.Function):
                 chunk = _chunk(x, dt, a, b, c, numbers, tokens)
                 between, _ = _between(chunk, numbers, tokens)
                 before = s.unflatten(1, (groups, -1)).flatten(2, 3)
-                chunk_out = (chunk.c @ before.mT).unflatten(3, chunk.x.shape[3:])
-                chunk_out *= chunk.from_start
+                # Products are not changed in place: selective checkpointing may keep them.
+                reads = (chunk.c @ before.mT).unflatten(3, chunk.x.shape[3:])
+                chunk_out = reads * chunk.from_start
                 scores = between.mul_((chunk.c @ chunk.b.mT)[:, :, None])
                 chunk_out += (scores @ chunk.written.transpose(2, 3)).transpose(2, 3)
                 chunk_out.addcmul_(chunk.x, residual)
                 out[:, tokens] = chunk_out.transpose(1, 2).flatten(2, 3)
                 added = (chunk.written * chunk.to_end).flatten(3).mT @ chunk.b
-                s = (added.view_as(s)).addcmul_(s, chunk.over.flatten(1, 2))
+                s = torch.addcmul(added.view_as(s), s, chunk.over.flatten(1, 2))
         ctx.state_dtype = s.dtype if state is None else state.dtype
         ctx.save_for_backward(x, dt, a, b, c, d, documents, *states)
         return out, s
