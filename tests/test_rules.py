@@ -537,6 +537,7 @@ LEFT_OUT = {
     *(
         "model.init",
         "model.trust_remote_code",
+        "model.slow_cores",
         "data.format",
         "data.on_error",
         "data.streaming",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,20 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a position that has no target; cross entropy skips it."""
+
+
+class OnHost(NamedTuple):
+    """What the host found in a batch before its tensors went to the device, so that it never waits.
+
+    It holds for a batch whose tensors are these very ones, not for a share of them.
+    """
+
+    labels: torch.Tensor
+    target_places: torch.Tensor
+    """[targets] int64, on the device: the places of `labels.flatten()` that have a target."""
+    document_ids: torch.Tensor
+    documents_on_host: torch.Tensor
+    """`document_ids` in the host's memory."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +58,38 @@ class Batch:
     """The optimizer step, from 1. With the slot it seeds dropout, whatever the layout."""
     positions: torch.Tensor | None = field(default=None, kw_only=True)
     """[B, T] int64: the places of the tokens in their rows; None: 0 to T-1, a complete row."""
+    on_host: OnHost | None = field(default=None, kw_only=True, repr=False, compare=False)
+    """Set by `to`."""
 
     @property
     def device(self) -> torch.device:
         """The device of its tensors."""
         return self.input_ids.device
 
-    def num_target_tokens(self) -> int:
-        """Return the number of positions that have a target."""
-        return int((self.labels != IGNORED).sum())
+    def num_target_tokens(self) -> torch.Tensor:
+        """Return the number of positions that have a target, int64 on the batch's device."""
+        return (self.labels != IGNORED).sum()
+
+    @property
+    def target_places(self) -> torch.Tensor | None:
+        """The places of labels with a target, [targets] int64; None if the host must count them."""
+        is_known = self.on_host is not None and self.on_host.labels is self.labels
+        return self.on_host.target_places if self.on_host and is_known else None
+
+    @property
+    def documents_on_host(self) -> torch.Tensor:
+        """`document_ids`, in the host's memory if they are known there."""
+        is_known = self.on_host is not None and self.on_host.document_ids is self.document_ids
+        return self.on_host.documents_on_host if self.on_host and is_known else self.document_ids
 
     def to(self, device: torch.device) -> Batch:
         """Return the same batch with its tensors on `device`."""
         tensors = {n: t for n, t in vars(self).items() if isinstance(t, torch.Tensor)}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        return replace(self, **moved)
+        places = (self.labels != IGNORED).flatten().nonzero().squeeze(1)
+        places = places.to(device, non_blocking=True)
+        on_host = OnHost(moved["labels"], places, moved["document_ids"], self.document_ids)
+        return replace(self, **moved, on_host=on_host)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what a reader needs of each row to find an error, as plain data."""
@@ -92,9 +123,9 @@ class TensorBatch:
         """The device of its tensors."""
         return next(iter(self.tensors.values())).device
 
-    def num_target_tokens(self) -> int:
-        """Return the number of targets."""
-        return self.num_targets
+    def num_target_tokens(self) -> torch.Tensor:
+        """Return the number of targets, int64 on the batch's device."""
+        return torch.tensor(self.num_targets, device=self.device)
 
     def to(self, device: torch.device) -> TensorBatch:
         """Return the same batch with its tensors on `device`."""

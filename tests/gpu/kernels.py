@@ -10,11 +10,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
-from unittest import mock
 
 from torch import nn
 
@@ -61,12 +58,3 @@ def check(model: nn.Module, gdn: str) -> dict[str, str]:
         f"asked for {gdn}, but transformers took {kernels}"
     )
     return kernels
-
-
-@contextmanager
-def reference_code(model: nn.Module) -> Generator[None]:
-    """Make the functions of a model's module the torch code within it, whatever was chosen."""
-    module = sys.modules[type(model).__module__]
-    plain = {name: inspect.unwrap(function) for name, function in _functions(model).items()}
-    with mock.patch.multiple(module, **plain) if plain else nullcontext():
-        yield

@@ -57,7 +57,7 @@ def run_config(
 ) -> RunConfig:
     """Return the work as a run file."""
     return RunConfig(
-        model=Model(folder, dtype="bfloat16"),
+        model=Model(folder, dtype="bfloat16", slow_cores="allow"),
         lora=Lora(r=workload.r, alpha=workload.alpha, kernel=kernel),
         data=Data(train="unused", sequence_length=workload.sequence_length),
         optimizer=Optimizer(

@@ -127,8 +127,6 @@ for gdn in ("torch", "fla"):
         config = Qwen3_5TextConfig(num_hidden_layers=1, layer_types=["linear_attention"])
         model = module.Qwen3_5ForCausalLM(config)
     print(kernels.check(model, gdn)["torch_chunk_gated_delta_rule"])
-    with kernels.reference_code(model):
-        print(module.torch_chunk_gated_delta_rule.__module__)
 """
 
 
@@ -142,4 +140,4 @@ def test_transformers_takes_the_kernels_that_were_chosen(tmp_path, monkeypatch):
     (tmp_path / "choice.py").write_text(CHOICE)
     done = subprocess.run(python("choice"), capture_output=True, text=True, check=True)
     torch_code = "transformers.models.qwen3_5.modeling_qwen3_5"
-    assert done.stdout.split() == [torch_code, torch_code, "fla.ops.gated_delta_rule", torch_code]
+    assert done.stdout.split() == [torch_code, "fla.ops.gated_delta_rule"]

@@ -88,7 +88,7 @@ class Job:
     cut: Cut | None
     """Where a pipeline is cut into stages; None without one."""
     kernels: Mapping[str, str]
-    """Which kernels `lora.kernel` and `training.loss` came to."""
+    """What computes the loss, LoRA and each recurrent core."""
     notes: tuple[str, ...]
     """Notes for a reader of the result; printed, and kept in the record."""
 

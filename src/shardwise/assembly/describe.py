@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from shardwise import rules
 from shardwise.assembly.order import WholeModel, prepare
@@ -20,9 +20,9 @@ from shardwise.config import RunConfig
 from shardwise.layouts import Facts, axis_sizes
 from shardwise.models import load, lora
 from shardwise.models.facts import facts_of
-from shardwise.models.families import Family, family_of, spec_of
+from shardwise.models.families import family_of, spec_of
 from shardwise.models.multimodal import Multimodal, multimodal_of
-from shardwise.models.patches import lora_kernel
+from shardwise.models.patches import cores, lora_kernel
 from shardwise.models.patches.loss import loss_of_run
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.process.world import device_type
@@ -42,7 +42,7 @@ class Description(WholeModel):
     positions: int | None
     """Positions that the model has learned an embedding for; None: it takes any number."""
     kernels: Mapping[str, str]
-    """The kernels that `training.loss` and `lora.kernel` choose on the device; {} without one."""
+    """What computes the loss, LoRA and each recurrent core on the device; {} without one."""
     pipeline: Pipeline | None
     notes: tuple[str, ...]
     """Notes for a reader of the run's figures."""
@@ -74,16 +74,16 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
         multimodal=multimodal,
         sizes=axis_sizes(cfg, num_ranks),
         positions=facts.num_positions,
-        kernels={} if device is None else _kernels(cfg, hf, family, device),
+        kernels={} if device is None else _kernels(cfg, model, device),
         pipeline=pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None,
         notes=notes,
     )
 
 
-def _kernels(
-    cfg: RunConfig, hf: PreTrainedModel, family: Family, device: torch.device
-) -> dict[str, str]:
-    kernels = {"loss": loss_of_run(cfg, family, device)}
+def _kernels(cfg: RunConfig, model: WholeModel, device: torch.device) -> dict[str, str]:
+    hf = model.hf
+    kernels = {"loss": loss_of_run(cfg, model.family, device)}
+    kernels |= cores.backends(model.spec, cfg, device)
     if cfg.lora:
         kernels["lora"] = "peft"
         if lora_kernel.has_plain_layers(hf):

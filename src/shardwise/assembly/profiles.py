@@ -44,6 +44,7 @@ _NOT_TIMED_BECAUSE: Mapping[str, str] = {
     "a unit is measured whole, in one process; the schedule's part is in its key": "parallel",
     "one micro-batch is measured": "training.global_batch_size",
     "the device's name is looked at": "training.device",
+    "the versions of the packages with kernels are looked at": "model.slow_cores",
     "it happens around a step's forwards and backwards, which alone are measured": (
         "optimizer measure training.output_dir training.steps training.epochs training.eval_every "
         "training.eval_batches training.patience training.save_every training.keep_last "

@@ -40,6 +40,7 @@ MAY_DIFFER = frozenset(
         "model.path",  # its content is compared by fingerprint
         "model.tokenizer",
         "model.sdpa_backend",
+        "model.slow_cores",
         "lora.kernel",
         "data.workers",
         "training.output_dir",

@@ -30,6 +30,9 @@ class Model(Section):
     """Run Python code that comes with the model folder."""
     sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
     """The attention kernel of torch; one that cannot run here is an error, never replaced."""
+    slow_cores: Literal["refuse", "allow"] = "refuse"
+    """On a GPU: whether recurrent layers may run in plain torch where no package has their
+    kernel."""
 
     @property
     def is_callers(self) -> bool:

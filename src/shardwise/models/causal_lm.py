@@ -69,7 +69,9 @@ class CausalLM(ModelPart):
             hidden = self.hidden_of(batch, inputs)
             with self.autocast(batch):
                 # The module is called: PEFT and fsdp2 act in its call, not on its weight.
-                loss = self.hf.get_submodule(self.spec.head)(hidden, labels=batch.labels)
+                loss = self.hf.get_submodule(self.spec.head)(
+                    hidden, labels=batch.labels, rows=batch.target_places
+                )
         else:
             logits = self.logits_of(batch, inputs).flatten(0, 1).float()
             loss = F.cross_entropy(

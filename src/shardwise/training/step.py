@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,9 +32,11 @@ class StepResult:
 
 
 def count_targets(microbatches: Sequence[AnyBatch], mesh: Mesh) -> int:
-    """Return the target tokens of the global batch, of which this rank reads some complete rows."""
-    num_targets = sum(batch.num_target_tokens() for batch in microbatches)
-    count = torch.tensor(num_targets, device=mesh.device)
+    """Return the target tokens of the global batch, of which this rank reads some complete rows.
+
+    The host waits for the device once.
+    """
+    count = torch.stack([batch.num_target_tokens() for batch in microbatches]).sum()
     return int(sum_over(count, mesh, mesh.ROW_AXES))
 
 
@@ -73,9 +76,11 @@ def training_step(
     norm = clip_by_global_norm(
         job.trainable(), mesh, job.pm.parameter_facts, max_grad_norm, job.loss_scale.scale
     )
-    finite = bool(torch.isfinite(norm))
-    result = StepResult(loss.item(), norm.item(), tokens, skipped=not finite)
-    if not (torch.isfinite(loss) and job.loss_scale.update(finite)):
+    # One wait of the host for both numbers.
+    loss_number, norm_number = torch.stack([loss.double(), norm.double()]).tolist()
+    finite = math.isfinite(norm_number)
+    result = StepResult(loss_number, norm_number, tokens, skipped=not finite)
+    if not (math.isfinite(loss_number) and job.loss_scale.update(finite)):
         raise NonFiniteLossError(result, look_through(job.pm, job.optimizer))
     if finite:
         job.optimizer.step()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.kernels.gated_delta_rule import chunked, gated_delta_rule, naive
+from shardwise.kernels.gated_delta_rule import RECURRENCE, chunked, gated_delta_rule, naive
 from tests.models.tiny import relative_error
 
 # A chunk has 64 tokens: one token, odd lengths, one less than a chunk, a chunk, one more, and the
@@ -172,3 +174,53 @@ def test_the_backward_keeps_the_inputs_and_a_state_per_chunk():
     assert (
         sum(kept.values()) == sum(x.untyped_storage().nbytes() for x in tensors) + 3 * state_bytes
     )
+
+
+@pytest.mark.parametrize("documents", [None, (1, 63, 70)])
+def test_chunks_at_once_equal_one_after_the_other(documents, monkeypatch):
+    tensors = inputs(200)
+    if documents is not None:
+        ids = torch.arange(200).expand(2, -1)
+        documents = sum((ids >= begin).long() for begin in documents)
+
+    def rule(*given):
+        return chunked.gated_delta_rule(*given, documents)
+
+    outs, grads = run(rule, tensors)
+    monkeypatch.setitem(chunked.AT_ONCE, "cpu", chunked.AT_ONCE["cuda"])
+    outs_at_once, grads_at_once = run(rule, tensors)
+    for one, other in zip((*outs, *grads), (*outs_at_once, *grads_at_once)):
+        assert relative_error(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_pieces_of_a_row_pass_their_maps_on(with_documents):
+    """Four ranks with 1, 64, 30 and 55 tokens, by hand: what each computes alone is the whole."""
+    tensors = [x.detach().requires_grad_() for x in inputs(150, torch.float64, with_state=False)]
+    ids = torch.zeros(2, 150, dtype=torch.long)
+    if with_documents:  # in row 0 a document begins with a rank's first token, in row 1 within one
+        ids[0, 65:] = 1
+        ids[1, 40:] = 1
+    bounds = list(pairwise([0, 1, 65, 95, 150]))
+    out, last = naive.gated_delta_rule(*tensors, documents=ids)
+    of_out = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
+    expected = torch.autograd.grad((out * of_out).sum(), tensors)
+
+    pieces = [[x[:, a:b].detach().requires_grad_() for x in tensors] for a, b in bounds]
+    maps = [RECURRENCE.summary(*piece, ids[:, a:b]) for piece, (a, b) in zip(pieces, bounds)]
+    goes_on = [(ids[:, a] == ids[:, a - 1])[:, None, None, None] for a, _ in bounds[1:]]
+    before = [torch.zeros_like(last)]
+    for (transition, after), same in zip(maps, goes_on):
+        before.append((RECURRENCE.pass_on(transition, before[-1]) + after) * same)
+    of_after = [torch.zeros_like(last)]
+    for place in (3, 2, 1):
+        a, b = bounds[place]
+        given = RECURRENCE.of_before(*pieces[place], of_out[:, a:b], ids[:, a:b])
+        back = RECURRENCE.pass_back(maps[place].transition, of_after[0]) + given
+        of_after.insert(0, back * goes_on[place - 1])
+    for place, (a, b) in enumerate(bounds):
+        piece_out, piece_last = RECURRENCE.run(*pieces[place], before[place], ids[:, a:b])
+        assert relative_error(piece_out, out[:, a:b]) < 1e-10
+        loss = (piece_out * of_out[:, a:b]).sum() + (piece_last * of_after[place]).sum()
+        for gradient, whole in zip(torch.autograd.grad(loss, pieces[place]), expected):
+            assert (gradient - whole[:, a:b]).abs().max() < 1e-10

@@ -16,13 +16,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import shardwise.kernels.gated_delta_rule as package_of_rule
 import shardwise.models  # noqa: F401  # registers Jet-Nemotron
-from shardwise.kernels.gated_delta_rule import gated_delta_rule, naive
+from shardwise.kernels.gated_delta_rule import backend, gated_delta_rule, naive
 from shardwise.models.patches.isolation import documents_of
 from tests.kernels.gated_delta_rule.test_chunked import inputs, run
 from tests.models.patches.test_isolation import LENGTHS, packed
 from tests.models.tiny import CONFIGS, relative_error
 
+CUDA = torch.device("cuda")
 # fla-core 0.4.2, fla/ops/gated_delta_rule/{chunk,fused_recurrent}.py, without annotations.
 SIGNATURES = {
     "chunk_gated_delta_rule": "(q, k, v, g, beta, scale=None, initial_state=None, "
@@ -105,7 +107,7 @@ def calls(request, monkeypatch) -> list[tuple[str, dict[str, Any]]]:
     package.__spec__ = ModuleSpec("fla", None)
     for module in (package, ModuleType("fla.ops"), ops):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(package_of_rule, "backend", lambda _, dtype: backend(CUDA, dtype))
     return kernel_calls
 
 
@@ -156,10 +158,10 @@ def test_a_step_without_gradients_is_the_recurrent_kernel(tokens, name, calls):
 def test_what_the_kernels_do_not_take_is_torchs(calls, monkeypatch):
     tensors = inputs(7)
     gated_delta_rule(*tensors)  # float32
-    monkeypatch.setattr(torch.Tensor, "is_cuda", False)
-    gated_delta_rule(*(x.bfloat16() for x in tensors))
+    monkeypatch.setattr(package_of_rule, "backend", backend)
+    gated_delta_rule(*(x.bfloat16() for x in tensors))  # on a CPU
     assert calls == []
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(package_of_rule, "backend", lambda _, dtype: backend(CUDA, dtype))
     monkeypatch.setitem(sys.modules, "fla", None)  # not installed
     gated_delta_rule(*(x.bfloat16() for x in tensors))
     assert calls == []
@@ -198,7 +200,7 @@ def test_generation_goes_on_from_the_kernels_own_states(calls, monkeypatch):
 def test_isolated_documents_are_rows_of_their_own(calls):
     """No kernel is told where a document ends: each begins a row, and padding comes after it."""
     batch = packed(LENGTHS)
-    documents = documents_of(batch.document_ids)
+    documents = documents_of(batch.document_ids, batch.device)
     assert documents is not None
     block = model().model.layers[0].self_attn
     hidden = torch.randn(*batch.input_ids.shape, 64, dtype=torch.bfloat16)

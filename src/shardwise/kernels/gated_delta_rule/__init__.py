@@ -41,15 +41,16 @@ def gated_delta_rule(
 
     On a GPU with `fla` installed its kernels compute it if v has 16 bits: they take no other dtype.
     """
-    if runs_fla(v):
+    if backend(v.device, v.dtype) == "fla":
         return _by_fla(q, k, v, g, beta, state, documents)
     rule = naive if v.shape[1] == 1 else chunked
     return rule.gated_delta_rule(q, k, v, g, beta, state, documents)
 
 
-def runs_fla(v: torch.Tensor) -> bool:
-    """Return whether fla's kernels compute the rule for values like these."""
-    return v.is_cuda and v.element_size() == 2 and find_spec("fla") is not None
+def backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what computes the rule for values of a dtype on a device: `fla` or `torch`."""
+    has_kernels = device.type == "cuda" and dtype.itemsize == 2 and find_spec("fla")
+    return "fla" if has_kernels else "torch"
 
 
 def _by_fla(

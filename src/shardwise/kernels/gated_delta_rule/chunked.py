@@ -9,8 +9,8 @@ The output is a sum of what the state and what the corrections of the chunk give
 the next state is linear in both. Where a document begins, the decays over its border are 0.
 
 The backward is the chain rule on these equations, from the last chunk to the first. It keeps the
-inputs and the state before each chunk, and computes the rest again. A chunk at a time fits into a
-CPU's cache, which makes it faster than products over all chunks at once.
+inputs and the state before each chunk, and computes the rest again. Only the state goes from chunk
+to chunk: all else is computed for as many chunks at once as the device likes.
 Source: Yang et al., "Gated Delta Networks", arXiv 2412.06464, section 3.3.
 """
 
@@ -27,6 +27,8 @@ from shardwise.kernels.recurrence import Summary
 
 CHUNK = 64
 """C: tokens of a chunk."""
+AT_ONCE = {"cpu": 1, "cuda": 1 << 30}
+"""Chunks that are computed at once: one fits into a CPU's cache, a GPU wants large operators."""
 
 
 def gated_delta_rule(
@@ -57,17 +59,15 @@ def summary(
 ) -> Summary:
     """Return the map of all tokens: matrices [B, N, S, S] and states [B, N, S, H]."""
     # The state and the matrix are columns of one state, of which only the former gets values.
-    batch, _, heads, value_size = v.shape
-    dtype, key_size = torch.promote_types(v.dtype, torch.float32), k.shape[-1]
-    matrix = torch.eye(key_size, dtype=dtype, device=v.device).expand(batch, heads, -1, -1)
-    s = torch.cat([v.new_zeros(batch, heads, key_size, value_size, dtype=dtype), matrix], -1)
+    key_size, value_size = k.shape[-1], v.shape[-1]
+    s = F.pad(_zero_state(k, v), (0, key_size))
+    s[..., value_size:] = torch.eye(key_size, dtype=s.dtype, device=s.device)
     numbers = _numbers(documents)
     with torch.autocast(v.device.type, enabled=False):
-        for start in range(0, v.shape[1], CHUNK):
-            chunk = _chunk(k, k, v, g, beta, numbers, start)  # no query is read
-            values, reads = _solve(chunk, _alike(chunk))
-            corrections = F.pad(values, (0, key_size)) - reads @ s
-            s = s * chunk.over + (chunk.k * chunk.to_end).mT @ corrections
+        for span in _spans(v):
+            chunks = _chunks(k, k, v, g, beta, numbers, span)  # no query is read
+            values, reads = _solve(chunks, _alike(chunks))
+            *_, s = _pass_on(chunks, F.pad(values, (0, key_size)), reads, s)
     after, transition = s.split([value_size, key_size], -1)
     return Summary(transition.contiguous(), after.contiguous())
 
@@ -82,19 +82,13 @@ def of_before(
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
-    numbers = _numbers(documents)
-    of_state = torch.zeros((), dtype=torch.promote_types(v.dtype, torch.float32), device=v.device)
+    numbers, of_state = _numbers(documents), _zero_state(k, v)
     with torch.autocast(v.device.type, enabled=False):
-        for start in reversed(range(0, v.shape[1], CHUNK)):
-            chunk = _chunk(q, k, v, g, beta, numbers, start)
-            of_chunk = _heads_first(of_out, start)
-            _, reads = _solve(chunk, _alike(chunk))
-            similar = (chunk.q @ chunk.k.mT).mul_(chunk.between)
-            of_corrections = similar.mT @ of_chunk
-            if of_state.ndim:
-                of_corrections += (chunk.k * chunk.to_end) @ of_state
-            of_outputs = (chunk.q * chunk.from_start).mT @ of_chunk
-            of_state = of_outputs + of_state * chunk.over - reads.mT @ of_corrections
+        for span in reversed(_spans(v)):
+            chunks = _chunks(q, k, v, g, beta, numbers, span)
+            _, reads = _solve(chunks, _alike(chunks))
+            similar = (chunks.q @ chunks.k.mT).mul_(chunks.between)
+            *_, of_state = _pass_back(chunks, reads, similar, _heads_first(of_out, span), of_state)
     return of_state
 
 
@@ -110,24 +104,18 @@ class _GatedDeltaRule(torch.autograd.Function):
         state: State,
         documents: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, tokens, heads, value_size = v.shape
-        if state is None:
-            dtype = torch.promote_types(v.dtype, torch.float32)
-            s = v.new_zeros(batch, heads, k.shape[-1], value_size, dtype=dtype)
-        else:
-            s = wide(state)
+        s = _zero_state(k, v) if state is None else wide(state)
         numbers, states, out = _numbers(documents), [], torch.empty_like(v)
         # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
         with torch.autocast(v.device.type, enabled=False):
-            for start in range(0, tokens, CHUNK):
-                states.append(s)
-                chunk = _chunk(q, k, v, g, beta, numbers, start)
-                values, reads = _solve(chunk, _alike(chunk))
-                corrections = values - reads @ s
-                scores = (chunk.q @ chunk.k.mT).mul_(chunk.between)
-                chunk_out = (chunk.q * chunk.from_start) @ s + scores @ corrections
-                out[:, start : start + CHUNK] = chunk_out.transpose(1, 2)
-                s = s * chunk.over + (chunk.k * chunk.to_end).mT @ corrections
+            for span in _spans(v):
+                chunks = _chunks(q, k, v, g, beta, numbers, span)
+                values, reads = _solve(chunks, _alike(chunks))
+                before, corrections, s = _pass_on(chunks, values, reads, s)
+                states.append(before)
+                scores = (chunks.q @ chunks.k.mT).mul_(chunks.between)
+                outs = (chunks.q * chunks.from_start) @ before + scores @ corrections
+                _slice(out, span).copy_(_tokens_first(outs))
         ctx.state_dtype = s.dtype if state is None else state.dtype
         ctx.save_for_backward(q, k, v, g, beta, documents, *states)
         return out, s
@@ -140,115 +128,186 @@ class _GatedDeltaRule(torch.autograd.Function):
         numbers, of_state = _numbers(documents), wide(of_last)
         of_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
         with torch.autocast(v.device.type, enabled=False):
-            for start in reversed(range(0, v.shape[1], CHUNK)):
-                chunk = _chunk(q, k, v, g, beta, numbers, start)
-                of_chunk, of_state = _backward(
-                    chunk, states.pop(), _heads_first(of_out, start), of_state
+            for span in reversed(_spans(v)):
+                chunks = _chunks(q, k, v, g, beta, numbers, span)
+                of_chunks, of_state = _backward(
+                    chunks, states.pop(), _heads_first(of_out, span), of_state
                 )
-                of_q, of_k, of_v, of_g, of_beta = of_chunk
-                of_q = _through_unit(of_q, q, start) * q.shape[-1] ** -0.5
-                of_k = _through_unit(of_k, k, start)
+                of_q, of_k, of_v, of_g, of_beta = of_chunks
+                of_q = _through_unit(of_q, q, span) * q.shape[-1] ** -0.5
+                of_k = _through_unit(of_k, k, span)
                 of_slices = (of_q, of_k, of_v, of_g[..., 0], of_beta[..., 0])
                 for of_x, of_slice in zip(of_inputs, of_slices):
-                    of_x[:, start : start + CHUNK] = of_slice.transpose(1, 2)
+                    _slice(of_x, span).copy_(_tokens_first(of_slice))
         if not ctx.needs_input_grad[5]:
             return *of_inputs, None, None
         return *of_inputs, of_state.to(ctx.state_dtype), None
 
 
-class _Chunk(NamedTuple):
-    """The inputs of a chunk in float32 or float64, with heads before tokens."""
+class _Span(NamedTuple):
+    """Chunks that are computed at once: all have the same number of tokens, C."""
+
+    start: int
+    """The first token."""
+    num_chunks: int
+    length: int
+    """C; the last chunk of a row may be shorter than CHUNK."""
+
+
+def _spans(v: torch.Tensor) -> list[_Span]:
+    """Return the chunks of the tokens of v [B, T, N, H], in order."""
+    tokens, at_once = v.shape[1], AT_ONCE.get(v.device.type, 1)
+    full, rest = divmod(tokens, CHUNK)
+    spans = [
+        _Span(first * CHUNK, min(at_once, full - first), CHUNK) for first in range(0, full, at_once)
+    ]
+    return spans + [_Span(full * CHUNK, 1, rest)] * (rest > 0)
+
+
+def _slice(x: torch.Tensor, span: _Span) -> torch.Tensor:
+    """Return the tokens of a span of x [B, T, ...], as [B, chunks, C, ...]."""
+    tokens = x[:, span.start : span.start + span.num_chunks * span.length]
+    return tokens.unflatten(1, (span.num_chunks, span.length))
+
+
+def _heads_first(x: torch.Tensor, span: _Span) -> torch.Tensor:
+    """Return the tokens of a span of x [B, T, N, ...] as [chunks, B, N, C, ...]."""
+    return wide(_slice(x, span).transpose(2, 3).transpose(0, 1)).contiguous()
+
+
+def _tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """Return x [chunks, B, N, C, ...] as [B, chunks, C, N, ...]."""
+    return x.transpose(0, 1).transpose(2, 3)
+
+
+class _Chunks(NamedTuple):
+    """The inputs of some chunks in float32 or float64, n chunks before all other dims."""
 
     q: torch.Tensor
-    """[B, N, C, S], of length 1 / sqrt(S)."""
+    """[n, B, N, C, S], of length 1 / sqrt(S)."""
     k: torch.Tensor
-    """[B, N, C, S], of length 1."""
+    """[n, B, N, C, S], of length 1."""
     v: torch.Tensor
-    """[B, N, C, H]."""
+    """[n, B, N, C, H]."""
     beta: torch.Tensor
-    """[B, N, C, 1]."""
+    """[n, B, N, C, 1]."""
     from_start: torch.Tensor
-    """The share of the state before the chunk that is left at each token: [B, N, C, 1]."""
+    """The share of the state before a chunk that is left at each token: [n, B, N, C, 1]."""
     between: torch.Tensor
     """The share of what token j has written that is left at token i, [..., i, j]; 0 if j > i."""
     to_end: torch.Tensor
-    """The share of what each token has written that is left after the chunk: [B, N, C, 1]."""
+    """The share of what each token has written that is left after its chunk: [n, B, N, C, 1]."""
     apart: torch.Tensor | None
-    """Whether tokens i and j are of two documents: [B, 1, i, j]; None: they never are."""
+    """Whether tokens i and j are of two documents: [n, B, 1, i, j]; None: they never are."""
 
     @property
     def over(self) -> torch.Tensor:
-        """The share of the state before the chunk that is left after it: [B, N, 1, 1]."""
+        """The share of the state before a chunk that is left after it: [n, B, N, 1, 1]."""
         return self.from_start[..., -1:, :]
 
 
-def _chunk(
+def _chunks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
     numbers: torch.Tensor | None,
-    start: int,
-) -> _Chunk:
-    """Prepare the inputs of `gated_delta_rule` from token `start` on."""
-    q, k, v, g, beta = (_heads_first(x, start) for x in (q, k, v, g, beta))
-    q, k, v, beta = (wide(x) for x in (q, k, v, beta[..., None]))
+    span: _Span,
+) -> _Chunks:
+    """Prepare the inputs of `gated_delta_rule` of a span."""
+    q, k, v, beta = (_heads_first(x, span) for x in (q, k, v, beta[..., None]))
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
-    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     # In float64: the decay between two tokens is a difference of sums that may reach hundreds.
-    total = g.double()[..., None].cumsum(-2)
+    total = _heads_first(g.double()[..., None], span).cumsum(-2)
     from_start, to_end = total, total[..., -1:, :] - total
     # Masked before exp, which for later tokens would overflow.
-    is_later = torch.ones(total.shape[-2], total.shape[-2], dtype=torch.bool, device=g.device)
+    is_later = torch.ones(span.length, span.length, dtype=torch.bool, device=g.device)
     between = (total - total.mT).masked_fill_(is_later.triu_(1), -torch.inf)
     apart = None
     if numbers is not None:
-        here = numbers[:, None, start : start + CHUNK, None]
-        before = numbers[:, None, max(start - 1, 0), None, None]
-        from_start = from_start.masked_fill(here != before, -torch.inf)
+        here = _heads_first(numbers[:, :, None, None], span)
+        earlier = torch.cat([numbers[:, :1], numbers[:, :-1]], 1)
+        before = _heads_first(earlier[:, :, None, None], span)[..., :1, :]
         apart = here != here.mT
+        from_start = from_start.masked_fill(here != before, -torch.inf)
         between.masked_fill_(apart, -torch.inf)
         to_end.masked_fill_(here != here[..., -1:, :], -torch.inf)
     shares = (x.to(v.dtype).exp_() for x in (from_start, between, to_end))
-    return _Chunk(q, k, v, beta, *shares, apart)
+    return _Chunks(q, k, v, beta, *shares, apart)
 
 
-def _alike(chunk: _Chunk) -> torch.Tensor:
-    """Return k_i . k_j times the share of token j that is left at token i: [B, N, C, C]."""
-    return (chunk.k @ chunk.k.mT).mul_(chunk.between)
+def _alike(chunks: _Chunks) -> torch.Tensor:
+    """Return k_i . k_j times the share of token j that is left at token i: [n, B, N, C, C]."""
+    return (chunks.k @ chunks.k.mT).mul_(chunks.between)
 
 
-def _solve(chunk: _Chunk, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return values [B, N, C, H] and reads [B, N, C, S]: corrections are values - reads @ s."""
-    right_side = torch.cat([chunk.v, chunk.k * chunk.from_start], -1).mul_(chunk.beta)
+def _solve(chunks: _Chunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return values [n, B, N, C, H] and reads [n, B, N, C, S].
+
+    The corrections of a chunk are values - reads @ s, with the state s before it.
+    """
+    right_side = torch.cat([chunks.v, chunks.k * chunks.from_start], -1).mul_(chunks.beta)
     # Of the matrix, only what is below the diagonal is read.
     solution = torch.linalg.solve_triangular(
-        alike * chunk.beta, right_side, upper=False, unitriangular=True
+        alike * chunks.beta, right_side, upper=False, unitriangular=True
     )
-    return solution.split([chunk.v.shape[-1], chunk.k.shape[-1]], -1)
+    return solution.split([chunks.v.shape[-1], chunks.k.shape[-1]], -1)
+
+
+def _pass_on(
+    chunks: _Chunks, values: torch.Tensor, reads: torch.Tensor, s: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return the states before the chunks [n, B, N, S, H], corrections, and the last state."""
+    k_to_end, before, corrections = (chunks.k * chunks.to_end).mT, [], []
+    for n in range(len(values)):
+        before.append(s)
+        corrections.append(values[n] - reads[n] @ s)
+        s = s * chunks.over[n] + k_to_end[n] @ corrections[n]
+    return torch.stack(before), torch.stack(corrections), s
+
+
+def _pass_back(
+    chunks: _Chunks,
+    reads: torch.Tensor,
+    similar: torch.Tensor,
+    of_out: torch.Tensor,
+    of_state: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the states after the chunks, of corrections, and of the first state.
+
+    `of_state` [B, N, S, H] is that of the state after the last one.
+    """
+    of_reading = (chunks.q * chunks.from_start).mT @ of_out
+    of_corrections = list((similar.mT @ of_out).unbind())
+    k_to_end, after = chunks.k * chunks.to_end, []
+    for n in reversed(range(len(reads))):
+        after.append(of_state)
+        of_corrections[n] = of_corrections[n] + k_to_end[n] @ of_state
+        of_state = of_reading[n] + of_state * chunks.over[n] - reads[n].mT @ of_corrections[n]
+    return torch.stack(after[::-1]), torch.stack(of_corrections), of_state
 
 
 def _backward(
-    chunk: _Chunk, before: torch.Tensor, of_out: torch.Tensor, of_after: torch.Tensor
+    chunks: _Chunks, before: torch.Tensor, of_out: torch.Tensor, of_last: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-    """Return the gradients of q, k, v, g and beta of a chunk, and of the state before it.
+    """Return the gradients of q, k, v, g and beta of a span, and of the state before it.
 
-    `of_x` is the gradient of x. `before`: the state before the chunk; `of_after`: the gradient of
-    the state after it; both are [B, N, S, H].
+    `of_x` is the gradient of x. `before` [n, B, N, S, H]: the state before each chunk; `of_last`
+    [B, N, S, H]: the gradient of the state after the last one.
     """
-    q, k, v, beta, from_start, between, to_end, apart = chunk
-    similar, alike = (q @ k.mT).mul_(between), _alike(chunk)
-    values, reads = _solve(chunk, alike)
+    q, k, v, beta, from_start, between, to_end, apart = chunks
+    similar, alike = (q @ k.mT).mul_(between), _alike(chunks)
+    values, reads = _solve(chunks, alike)
+    of_after, of_corrections, of_first = _pass_back(chunks, reads, similar, of_out, of_last)
     corrections = values - reads @ before
     q_from_start, k_to_end = q * from_start, k * to_end
 
-    # Through the output and the state after the chunk.
-    of_corrections = similar.mT @ of_out + k_to_end @ of_after
+    # Through the outputs and the states after the chunks.
     of_q_from_start = of_out @ before.mT
     of_similar = of_out @ corrections.mT
     of_k_to_end = corrections @ of_after.mT
-    of_before = q_from_start.mT @ of_out + of_after * chunk.over - reads.mT @ of_corrections
 
     # Through the system. Its gradient is minus that of the right side times the corrections.
     of_solution = torch.cat([of_corrections, -of_corrections @ before.mT], -1)
@@ -269,7 +328,7 @@ def _backward(
     of_total -= of_pairs.sum(-2, dtype=torch.float64)[..., None]
     at_end = (of_k_to_end * k_to_end).sum(-1, keepdim=True).double()
     of_total += (of_q_from_start * q_from_start).sum(-1, keepdim=True) + by_key * beta - at_end
-    over = (of_after * before).sum((-2, -1), keepdim=True) * chunk.over
+    over = (of_after * before).sum((-2, -1), keepdim=True) * chunks.over
     of_total[..., -1:, :] += at_end.sum(-2, keepdim=True) + over
     if apart is None:
         of_g = of_total.flip(-2).cumsum(-2).flip(-2)
@@ -282,7 +341,14 @@ def _backward(
     of_q = of_q_from_start * from_start + of_similar @ k
     of_k = of_right_k * beta + of_k_to_end * to_end + of_similar.mT @ q
     of_k += (of_system + of_system.mT) @ k
-    return (of_q, of_k, of_right_v * beta, of_g, of_beta), of_before
+    return (of_q, of_k, of_right_v * beta, of_g, of_beta), of_first
+
+
+def _zero_state(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return a state of zeros [B, N, S, H] of keys [B, T, K, S] and values [B, T, N, H]."""
+    batch, _, heads, value_size = v.shape
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    return v.new_zeros(batch, heads, k.shape[-1], value_size, dtype=dtype)
 
 
 def _numbers(documents: torch.Tensor | None) -> torch.Tensor | None:
@@ -290,15 +356,10 @@ def _numbers(documents: torch.Tensor | None) -> torch.Tensor | None:
     return None if documents is None else begins(documents).cumsum(1)
 
 
-def _heads_first(x: torch.Tensor, start: int) -> torch.Tensor:
-    """Return a chunk of x [B, T, N, ...] as [B, N, C, ...]; the last chunk may be shorter."""
-    return wide(x[:, start : start + CHUNK].transpose(1, 2)).contiguous()
-
-
-def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the gradient of a chunk of x [B, T, K, S], given that of its `unit` [B, N, C, S]."""
-    x = _heads_first(x, start)
-    of_unit = of_unit.unflatten(1, (x.shape[1], -1)).sum(2)  # heads that share a key
+def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, span: _Span) -> torch.Tensor:
+    """Return the gradient of a span of x [B, T, K, S], given that of its `unit`, per head N."""
+    x = _heads_first(x, span)
+    of_unit = of_unit.unflatten(2, (x.shape[2], -1)).sum(3)  # heads that share a key
     shrunk = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     direction = x * shrunk
     return (of_unit - direction * (of_unit * direction).sum(-1, keepdim=True)) * shrunk

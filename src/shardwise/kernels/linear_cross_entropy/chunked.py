@@ -43,6 +43,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     vocabulary: Vocabulary | None = None,
     kernel: Kernel = "auto",
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the summed cross entropy of a linear head's logits.
 
@@ -58,9 +59,13 @@ def linear_cross_entropy(
     With a `vocabulary`, weight and bias are this rank's rows. The loss is then that of all tokens,
     equal on every rank, and the gradient of `hidden` is this rank's partial sum.
 
+    `rows` [targets] int64 are those with another label than `ignore_index`. Without them the host
+    waits for their number.
+
     Raise UserError if `kernel` is triton and Triton cannot run.
     """
-    rows = (labels != ignore_index).nonzero().squeeze(1)
+    if rows is None:
+        rows = (labels != ignore_index).nonzero().squeeze(1)
     hidden = hidden.index_select(0, rows)
     if scale != 1.0:
         hidden = hidden * scale

@@ -41,3 +41,8 @@ def short_conv(
         assert activation in ("silu", "swish")
         out = F.silu(out)
     return out.to(x.dtype)
+
+
+def backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what computes the convolution of inputs of a dtype on a device."""
+    return "torch"

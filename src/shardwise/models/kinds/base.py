@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from transformers import PretrainedConfig
 
 from shardwise.models.tensor_cuts import SplitBlock
@@ -47,6 +48,17 @@ CORE_STEP = (0, 0)
 """The place of the core among the steps of `Kind.step_of`."""
 
 
+class Backend(NamedTuple):
+    """How to know what computes a core on a device."""
+
+    core: str
+    """The name of the core, which stands in records."""
+    chosen: Callable[[torch.device, torch.dtype], str]
+    """Return `torch`, or the package whose kernels compute the core for inputs of a dtype."""
+    is_slow_in_torch: bool = True
+    """On a GPU the torch path is many times slower than what people use there."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """One kind of block, or the variant of it that some families have.
@@ -68,6 +80,8 @@ class Kind:
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
     """Functions that the mixer's forward looks up in its module, and what computes each instead:
     it takes the Tokens, then what the mixer gives. They keep documents apart by themselves."""
+    backends: tuple[Backend, ...] = ()
+    """What computes each of these functions."""
     split: SplitBlock | None = None
     """Return how tensor parallelism shards a block; None: every rank computes all of it."""
 

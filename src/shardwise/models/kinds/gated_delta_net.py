@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from shardwise.kernels.gated_delta_rule import RECURRENCE
+from shardwise.kernels.gated_delta_rule import RECURRENCE, backend
 from shardwise.kernels.recurrence import Tokens
-from shardwise.models.kinds.base import Core, Kind
+from shardwise.models.kinds import short_convolution
+from shardwise.models.kinds.base import Backend, Core, Kind
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -29,6 +30,7 @@ from shardwise.models.tensor_cuts import (
 
 HEADS = "key heads of Gated DeltaNet"
 VALUE_HEADS = "value heads of Gated DeltaNet"
+RULE_BACKEND = Backend("gated delta rule", backend)
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ BY_KEY_HEAD = Kind(
     after=(("norm",), ("out_proj",)),
     cores=cores,
     functions={"torch_chunk_gated_delta_rule": delta_rule, **CAUSAL_CONVOLUTION},
+    backends=(RULE_BACKEND, short_convolution.BACKEND),
     split=split_by_key_head,
     keeps_documents_apart=True,
     shares_input=("in_proj_qkvz", "in_proj_ba"),

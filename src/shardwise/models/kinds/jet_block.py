@@ -65,6 +65,7 @@ JET_BLOCK = Kind(
     after=(("o_norm",), ("o_proj",)),
     cores=cores,
     split=split,
+    backends=(gated_delta_net.RULE_BACKEND,),
     keeps_documents_apart=True,
     shares_input=(*PROJECTIONS, GENERATOR[0]),
     ends=("o_proj",),

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from shardwise.kernels.recurrence import Tokens
-from shardwise.kernels.short_conv import short_conv
-from shardwise.models.kinds.base import Kind
+from shardwise.kernels.short_conv import backend, short_conv
+from shardwise.models.kinds.base import Backend, Kind
 from shardwise.models.tensor_cuts import BlockSplit, blocked, depthwise, even, linear, unwrapped
 
 
@@ -28,6 +28,7 @@ def causal_convolution(
 
 CAUSAL_CONVOLUTION = {"causal_conv1d_fn": causal_convolution}
 """`Kind.functions` of mixers with a short convolution, each of which has this name for it."""
+BACKEND = Backend("short convolution", backend, is_slow_in_torch=False)
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
@@ -49,6 +50,7 @@ SHORT_CONVOLUTION = Kind(
     before=(("in_proj",), ("conv",)),  # a weight like any other, so there is no core
     after=(("out_proj",),),
     functions=CAUSAL_CONVOLUTION,
+    backends=(BACKEND,),
     split=split,
     keeps_documents_apart=True,
     ends=("out_proj",),

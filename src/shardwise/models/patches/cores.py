@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.config import RunConfig
+from shardwise.config import RunConfig, UserError
 from shardwise.kernels.recurrence import Tokens
+from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.kinds.base import Kind
 from shardwise.models.names import in_use
 from shardwise.models.spec import ModelSpec
@@ -42,6 +43,25 @@ def use_cores(hf: nn.Module, spec: ModelSpec, tokens: Callable[[], Tokens]) -> N
                 forwards[key] = _with_functions(type(mixer), block.kind, tokens)
             if block.kind.functions:
                 mixer.forward = MethodType(forwards[key], mixer)
+
+
+def backends(spec: ModelSpec, cfg: RunConfig, device: torch.device) -> dict[str, str]:
+    """Return what computes each core of a model, by the core's name.
+
+    Raises UserError where a slow one would run on a GPU and `model.slow_cores` does not allow it.
+    """
+    dtype = autocast_dtype(cfg.training.precision) or getattr(torch, cfg.model.dtype)
+    kinds = {block.kind for layer in spec.layers for block in layer.mixers}
+    used = {backend.core: backend for kind in kinds for backend in kind.backends}
+    chosen = {core: used[core].chosen(device, dtype) for core in sorted(used)}
+    slow = [core for core in chosen if chosen[core] == "torch" and used[core].is_slow_in_torch]
+    if device.type == "cuda" and slow and cfg.model.slow_cores == "refuse":
+        name = str(dtype).removeprefix("torch.")
+        raise UserError(
+            f"no installed package computes the {slow[0]} in {name} on this GPU, and plain torch "
+            "is slow; install shardwise[gpu] and use bfloat16, or set model.slow_cores to allow"
+        )
+    return chosen
 
 
 def _with_functions(

@@ -68,13 +68,12 @@ class IsolatedBatch(Batch):
     documents: Documents | None
 
 
-def documents_of(document_ids: torch.Tensor) -> Documents | None:
-    """Return the documents of rows [B, T]; None where every row is one document.
+def documents_of(document_ids: torch.Tensor, device: torch.device) -> Documents | None:
+    """Return the documents of rows [B, T] for `device`; None where every row is one document.
 
     What fills a row up counts as a document.
     """
-    # The host must know where documents begin, to give tensors their shapes: one wait per
-    # micro-batch.
+    # The host must know where documents begin, to give tensors their shapes.
     begins_here = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
     begins = begins_here.flatten().nonzero().flatten().tolist()
     if len(begins) == len(document_ids):
@@ -92,7 +91,7 @@ def documents_of(document_ids: torch.Tensor) -> Documents | None:
             taken += longest
     shift_of_token = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths))
     places = torch.arange(document_ids.numel()) + shift_of_token
-    return Documents(places.to(document_ids.device, non_blocking=True), tuple(shapes))
+    return Documents(places.to(device, non_blocking=True), tuple(shapes))
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
@@ -119,7 +118,8 @@ def isolate(hf: PreTrainedModel, spec: ModelSpec, state: DropoutState) -> None:
 
 def with_documents(batch: Batch) -> IsolatedBatch:
     """Return the batch as the mixers of an isolated model need it."""
-    return IsolatedBatch(**vars(batch), documents=documents_of(batch.document_ids))
+    documents = documents_of(batch.documents_on_host, batch.device)
+    return IsolatedBatch(**vars(batch), documents=documents)
 
 
 def _isolated(forward: Callable[..., Any], state: DropoutState) -> Callable[..., Any]:

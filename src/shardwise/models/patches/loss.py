@@ -69,6 +69,7 @@ def _logits_or_loss(
         hidden: torch.Tensor,
         labels: torch.Tensor | None = None,
         vocabulary: Vocabulary | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # Tensor parallelism says which rows of the weight a rank has.
         if labels is None:
@@ -83,6 +84,7 @@ def _logits_or_loss(
             ignore_index=IGNORED,
             vocabulary=vocabulary,
             kernel=kernel,
+            rows=rows,
         )
 
     return forward
