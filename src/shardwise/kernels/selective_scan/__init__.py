@@ -43,10 +43,16 @@ def selective_scan(
     On a GPU with `mamba_ssm` installed its kernel computes it, if there are neither documents nor a
     state, which it does not take. Then the last state has no gradient.
     """
-    takes = state is None and documents is None and x.dtype != torch.float64
-    if x.is_cuda and takes and find_spec("mamba_ssm"):
+    is_plain = state is None and documents is None
+    if is_plain and backend(x.device, x.dtype) == "mamba_ssm":
         return _by_mamba_ssm(x, dt, a, b, c, d, z, bias)
     return chunked.selective_scan(x, dt, a, b, c, d, z, bias, state, documents)
+
+
+def backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what computes the scan for x of a dtype on a device: `mamba_ssm` or `torch`."""
+    has_kernel = device.type == "cuda" and dtype != torch.float64 and find_spec("mamba_ssm")
+    return "mamba_ssm" if has_kernel else "torch"
 
 
 def _by_mamba_ssm(
@@ -62,8 +68,7 @@ def _by_mamba_ssm(
     mamba_ssm: Any = import_module("mamba_ssm.ops.selective_scan_interface")
     # The kernel has tokens last, one dtype for all that differs between tokens, and float32 for
     # what does not.
-    by_token = (y.to(x.dtype).transpose(1, 2) for y in (x, dt, b, c, z))
-    x, dt, b, c, z = by_token
+    x, dt, b, c, z = (y.to(x.dtype).transpose(1, 2) for y in (x, dt, b, c, z))
     out, last = mamba_ssm.selective_scan_fn(
         x,
         dt,

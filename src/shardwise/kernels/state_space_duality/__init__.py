@@ -41,9 +41,15 @@ def mamba2_scan(
     On a GPU with `mamba_ssm` installed its kernels compute it if x has 16 bits: of float32, their
     products have 10 bits after the point.
     """
-    if x.is_cuda and x.element_size() == 2 and find_spec("mamba_ssm"):
+    if backend(x.device, x.dtype) == "mamba_ssm":
         return _by_mamba_ssm(x, dt, a, b, c, d, state, documents)
     return chunked.mamba2_scan(x, dt, a, b, c, d, state, documents)
+
+
+def backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what computes the scan for x of a dtype on a device: `mamba_ssm` or `torch`."""
+    has_kernels = device.type == "cuda" and dtype.itemsize == 2 and find_spec("mamba_ssm")
+    return "mamba_ssm" if has_kernels else "torch"
 
 
 def _by_mamba_ssm(

@@ -12,8 +12,9 @@ import torch
 from transformers import PretrainedConfig
 
 from shardwise.kernels.recurrence import Tokens
-from shardwise.kernels.selective_scan import RECURRENCE
-from shardwise.models.kinds.base import Core, Kind
+from shardwise.kernels.selective_scan import RECURRENCE, backend
+from shardwise.models.kinds import short_convolution
+from shardwise.models.kinds.base import Backend, Core, Kind
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -109,6 +110,7 @@ MAMBA = Kind(
     after=(("out_proj",),),
     cores=cores,
     functions={"mamba_selective_scan": scan, **CAUSAL_CONVOLUTION},
+    backends=(Backend("selective scan", backend, takes_documents=False), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,
     ends=("out_proj",),

@@ -16,9 +16,10 @@ from transformers import PretrainedConfig
 
 from shardwise.kernels.gated_delta_rule.naive import wide
 from shardwise.kernels.recurrence import Tokens
-from shardwise.kernels.state_space_duality import RECURRENCE
+from shardwise.kernels.state_space_duality import RECURRENCE, backend
 from shardwise.kernels.state_space_duality.chunked import CHUNK
-from shardwise.models.kinds.base import Core, Kind
+from shardwise.models.kinds import short_convolution
+from shardwise.models.kinds.base import Backend, Core, Kind
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -214,6 +215,7 @@ MAMBA2 = Kind(
         "mamba2_chunk_scan": scan,
         **CAUSAL_CONVOLUTION,
     },
+    backends=(Backend("Mamba2 scan", backend), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,
     ends=("out_proj",),
