@@ -119,8 +119,8 @@ def scan(
 def no_fused_mixer(tokens: Tokens, *args: Any, **kwargs: Any) -> None:
     """Return None, as transformers does without mamba_ssm.
 
-    That package's kernel for training computes a mixer up to its last projection, past that
-    projection's adapter, and takes no state.
+    That package's kernel for training computes the whole mixer, past the adapter of its last
+    projection and past a norm over features that tensor parallelism shards.
     """
 
 
@@ -165,8 +165,6 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
         norms={"norm": partial(gated_rms_norm, normed)} if spread else {},
         norm_groups=max(normed, 1),
         buffers={"mup_vector": Cut(2, way_in)} if hasattr(block, "mup_vector") else {},
-        # mamba_ssm's training kernel ends with a norm over this rank's features of a group.
-        as_in_evaluation=spread,
     )
 
 
