@@ -139,3 +139,10 @@ def test_planted_mistakes_are_seen(name, planted, monkeypatch):
         assert_equal_to_naive(
             chunked.selective_scan, naive.selective_scan, inputs(70), documents_of(2, 70, 0.1)
         )
+
+
+@pytest.mark.parametrize("operator", [chunked.pass_on, chunked.pass_back])
+def test_torch_compile_traces_all_tokens_as_one_operator(operator):
+    by_token, state = torch.randn(2, 5, 2, 3, 4), torch.randn(2, 3, 4)
+    utilities = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operator, (*by_token, state), test_utils=utilities)

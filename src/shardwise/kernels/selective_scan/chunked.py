@@ -210,10 +210,8 @@ def _chunk(
 
 def _states(chunk: _Chunk, before: torch.Tensor) -> torch.Tensor:
     """Return the state after each token [C, B, S, D]; `before` [B, S, D] is that before them."""
-    states = (chunk.dt * chunk.x)[..., None, :] * chunk.b[..., None]
-    for state, decay in zip(states.unbind(), chunk.decay.unbind()):
-        before = state.addcmul_(decay, before)
-    return states
+    written = (chunk.dt * chunk.x)[..., None, :] * chunk.b[..., None]
+    return pass_on(chunk.decay, written, before)
 
 
 def _of_states(chunk: _Chunk, of_read: torch.Tensor, of_after: torch.Tensor) -> torch.Tensor:
@@ -222,12 +220,40 @@ def _of_states(chunk: _Chunk, of_read: torch.Tensor, of_after: torch.Tensor) -> 
     `of_read` [C, B, D] is the gradient of what is read of the states; `of_after` [B, S, D] that of
     the state after the last token, from later ones.
     """
-    of_states = of_read[..., None, :] * chunk.c[..., None]
+    return pass_back(chunk.decay, of_read[..., None, :] * chunk.c[..., None], of_after)
+
+
+# torch.compile does not look inside an operator: it would trace every token by itself.
+@torch.library.custom_op("shardwise_scan::pass_on", mutates_args=())
+def pass_on(decay: torch.Tensor, written: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return the state after each token of `written` [C, B, S, D], from `before` [B, S, D] on."""
+    states = torch.empty_like(written)
+    for state, share, added in zip(states.unbind(), decay.unbind(), written.unbind()):
+        before = torch.addcmul(added, share, before, out=state)
+    return states
+
+
+@torch.library.custom_op("shardwise_scan::pass_back", mutates_args=())
+def pass_back(decay: torch.Tensor, of_read: torch.Tensor, of_after: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the state after each token, what later tokens give to it included.
+
+    `of_read` [C, B, S, D] is what each token's own read gives; `of_after` [B, S, D] what tokens
+    after these give to the last state.
+    """
+    of_states = of_read.clone()
     of_states[-1] += of_after
-    pairs = zip(of_states[:-1].unbind(), of_states[1:].unbind(), chunk.decay[1:].unbind())
-    for of_state, of_next, decay in reversed(list(pairs)):
-        of_state.addcmul_(decay, of_next)
+    pairs = zip(of_states[:-1].unbind(), of_states[1:].unbind(), decay[1:].unbind())
+    for of_state, of_next, share in reversed(list(pairs)):
+        of_state.addcmul_(share, of_next)
     return of_states
+
+
+@pass_on.register_fake
+@pass_back.register_fake
+def _like_the_second(
+    decay: torch.Tensor, by_token: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    return torch.empty_like(by_token)
 
 
 def _read(chunk: _Chunk, states: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
