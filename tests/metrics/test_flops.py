@@ -62,8 +62,9 @@ def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
         of_backward = backward * (2 * solve + 3 * of_same)
         return 2 * 2 * (forwards * (solve + of_same) + of_backward) / LENGTH
     if isinstance(core, Mamba):
-        # Decay and input, elementwise: 64 channels with states of 8.
-        return (forwards + 2 * backward) * 3 * 64 * 8
+        # By elements, of 64 channels with states of 8: all but the products with B, C and their
+        # gradients, one forward and four backward.
+        return (3 * forwards + 12 * backward) * 64 * 8
     return 0.0
 
 
