@@ -17,7 +17,7 @@ class Data(Section):
 
     train: str | list[str]
     """Files, folders or glob patterns: JSONL, Parquet or plain text (one document per file); or the
-    name or folder of a `datasets` dataset."""
+    name or folder of a `datasets` dataset. `FOLDER::SPLIT` names one of several splits."""
     weights: list[float] | None = None
     """How often each entry of `train` is read, relative to the others; null: by its number of
     documents."""

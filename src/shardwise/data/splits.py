@@ -64,11 +64,12 @@ def files_of_split(folder: Path, files: Sequence[Path], split: str | None, key: 
     if split in splits:
         return splits[split]
     if split is not None:
-        there_are = f"only {', '.join(splits)}" if splits else "and no splits at all"
-        example = f"{folder}::{next(iter(splits))}" if splits else str(folder)
+        problem = f"{key}: {folder} has no split {split}"
+        if not splits:
+            raise UserError(f"{problem}, and no splits at all; give {folder} alone")
         raise UserError(
-            f"{key}: {folder} has no split {split}, {there_are}; give one that it has, as in "
-            f"{example}"
+            f"{problem}, only {', '.join(splits)}; give one that it has, as in "
+            f"{folder}::{next(iter(splits))}"
         )
     if not splits:
         return list(files)
