@@ -202,6 +202,7 @@ SET_ELSEWHERE = {
     "_gradient_predivide_factor": "fsdp1 has no public switch from means to sums",
     "_gradient_postdivide_factor": "fsdp1 has no public switch from means to sums",
     "require_backward_grad_sync": "ddp's switch, outside of its `no_sync` context",
+    "find_packed_sequence_indices": "transformers has no switch for its search, see masks.py",
     "recompile_limit": "a setting of torch.compile",
     "fail_on_recompile_limit_hit": "a setting of torch.compile",
     "buffer": "the receive buffer of torch's pipeline stage",
