@@ -231,11 +231,10 @@ def test_sums_that_the_cores_are_made_of():
     scan = Mamba2(2, 8, 4, num_groups=1, chunk_size=4)
     assert scan.executed_forward(6) * 6 == 2 * (20 * (4 + 16) + 6 * 2 * 16 * 4)
     assert scan.executed_backward(6) * 6 == 2 * (20 * (3 * 4 + 2 * 16) + 6 * 5 * 16 * 4)
-    # A chunk of four: five 4 x 4 products of size 8, three with the 8 x 8 state, and rows 1 to 3 of
-    # the inversion.
-    assert KimiDeltaAttention(1, 8, 8, chunk_size=4).executed_forward(
-        4
-    ) * 4 == 5 * 256 + 3 * 512 + 2 * (1 + 4 + 9)
+    # A chunk of four: 16 pairs of size 8, a 4 x 4 product of size 8, three with the 8 x 8 state,
+    # and a solve with 16 columns.
+    rule = KimiDeltaAttention(1, 8, 8, chunk_size=4)
+    assert rule.executed_forward(4) * 4 == 2 * 256 + 3 * 512 + 12 * 16
     # 3 channels of 2 states: 6 to decay, 12 to add, 12 to read.
     assert Mamba(3, 2).model_forward(7) == 30
     # 3 channels of 4 taps, and twice that backward.

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from shardwise.kernels.dynamic_conv import dynamic_conv
 from shardwise.kernels.gated_delta_rule import gated_delta_rule
-from shardwise.kernels.gated_delta_rule.naive import wide
+from shardwise.kernels.recurrence import wide
 from shardwise.models.families.jet_nemotron.configuration import JetNemotronConfig
 
 
