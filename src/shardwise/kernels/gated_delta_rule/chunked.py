@@ -123,7 +123,7 @@ class _GatedDeltaRule(torch.autograd.Function):
                 k_to_end = chunks.k * chunks.to_end
                 before, corrections, s = pass_on(values, reads, k_to_end, chunks.over, s)
                 states.append(before)
-                scores = (chunks.q @ chunks.k.mT).mul_(chunks.between)
+                scores = (chunks.q @ chunks.k.mT) * chunks.between
                 outs = (chunks.q * chunks.from_start) @ before + scores @ corrections
                 tokens_of(out, span).copy_(tokens_first(outs))
         ctx.state_dtype = s.dtype if state is None else state.dtype
@@ -215,7 +215,8 @@ def _chunks(
 
 def _alike(chunks: _Chunks) -> torch.Tensor:
     """Return k_i . k_j times the share of token j that is left at token i: [n, B, N, C, C]."""
-    return (chunks.k @ chunks.k.mT).mul_(chunks.between)
+    # Not in place: checkpointing by operators keeps the product for the recomputation.
+    return (chunks.k @ chunks.k.mT) * chunks.between
 
 
 def _solve(chunks: _Chunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
