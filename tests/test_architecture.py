@@ -86,10 +86,10 @@ MOST_LINES = {
     "cli commands library __main__ __init__": 1_000,
     "presets": 300,
     "assembly training checkpoint process launch": 5_600,
-    "models": 7_300,
+    "models": 7_350,
     "parallel": 2_250,
     "data": 3_450,
-    "kernels": 3_700,
+    "kernels": 4_100,
     "planner schedule metrics": 3_600,
     "proof": 1_100,
     "benchmark report drawing records": 5_100,
@@ -174,7 +174,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 3_500
+    assert lines <= 3_700
 
 
 def every_source() -> list[Path]:
