@@ -89,9 +89,15 @@ def _is_flash(q: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 
 def flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    causal: bool,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output and log-sum-exp by FlashAttention: 16 bits, no mask, heads of up to 256."""
+    assert bias is None
     return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
 
 
@@ -102,11 +108,12 @@ def flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    bias: None,
+    bias: torch.Tensor | None,
     causal: bool,
     scale: float,
 ) -> Tensors:
     """Return the gradients of q, k and v by FlashAttention."""
+    assert bias is None
     random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # read with dropout only
     blocks = (None, None, q.shape[2], k.shape[2])
     rest = (0.0, causal, random, random)
