@@ -7,11 +7,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise.interfaces import Mesh
 from shardwise.kernels.attention import Merged, Sight, naive
 from shardwise.parallel.context_attention import ContextAttention, Places, _AllToAll
 from shardwise.parallel.context_exchange import Ring
-from shardwise.schedule.context import Cut, Way
+from shardwise.planner.communication import Total, add_up
+from shardwise.schedule.context import AttentionShape, Cut, Way, sent_by_attention
+from tests.communication import Collectives
 from tests.distributed import run_ranks
 
 WAYS: tuple[tuple[Way, bool], ...] = (
@@ -173,3 +177,48 @@ def keep_gradients(_, gradient):
 def test_a_mistake_is_seen(monkeypatch, place, name, planted, case):
     monkeypatch.setattr(place, name, planted)
     assert not largest([case], 2)[case] < 1e-3
+
+
+def cp_mesh() -> Mesh:
+    sizes = (1, 1, 1, dist.get_world_size(), 1)
+    dense = init_device_mesh("cpu", sizes, mesh_dim_names=Mesh.AXES)
+    return Mesh(dense, torch.device("cpu"))
+
+
+def sent_and_predicted(cases: list[Case]) -> list[tuple[list[Total], list[Total]]]:
+    """Return what this rank sent in forward and backward of each case, and what formulas say."""
+    mesh, rank, n = cp_mesh(), dist.get_rank(), dist.get_world_size()
+    results = []
+    for case in cases:
+        cut = Cut(n, case.zigzag)
+        (q, k, v, of_out), _ = inputs(case)
+        q, k, v, of_out = (x[:, :, : NUM_TOKENS // n].clone() for x in (q, k, v, of_out))
+        q.requires_grad_()
+        k.requires_grad_()
+        with Collectives(mesh) as forward:
+            out = ContextAttention(mesh.group("cp"), cut, case.way)(q, k, v, 0.4, case.window)
+        with Collectives(mesh) as backward:
+            out.backward(of_out)
+        shape = AttentionShape(2 * q.shape[2], *case.heads, *case.sizes, q.element_size())
+        predicted = sent_by_attention(shape, cut, rank, case.way, case.window, q.shape[2])
+        as_totals = [
+            {(kind, "cp"): sent for kind, sent in of_pass.items() if sent[0]}
+            for of_pass in predicted
+        ]
+        counted = [add_up(x.messages) for x in (forward, backward)]
+        results.append((counted, as_totals))
+    return results
+
+
+COUNTED = [
+    *(Case(*way, window=window) for way in WAYS for window in (None, 1, 8, 30)),
+    Case("ulysses", False, heads=(12, 3)),
+    Case("gather", False, heads=(4, 4), sizes=(6, 4)),
+    Case("ring", True, heads=(4, 4), sizes=(6, 4), dtype=torch.bfloat16),
+]
+
+
+def test_sends_what_the_formulas_say():
+    for rank, of_rank in enumerate(run_ranks(4, sent_and_predicted, COUNTED)):
+        for case, (counted, predicted) in zip(COUNTED, of_rank, strict=True):
+            assert counted == predicted, (rank, case)

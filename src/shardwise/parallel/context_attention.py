@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.kernels.attention import Merged, Sight, attend, attend_backward
 from shardwise.parallel.context_exchange import Alone, Exchange, Gather, Message, Ring, ranges_of
-from shardwise.schedule.context import Cut, Way, reach_of
+from shardwise.schedule.context import Cut, Way, reach_of, way_taken
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,7 @@ class ContextAttention:
         places = Places(ranges_of(self.cut.chunks(rank), chunk_length), scale, window, documents)
         reach = reach_of(window, chunk_length)
         exchange: Exchange = Ring(self.group, self.cut, rank, chunk_length, reach)
-        # Of a window that does not reach all chunks, the ring sends less.
-        if self.way == "gather" and (reach is None or reach >= chunks * self.cut.num_ranks - 1):
+        if way_taken(self.way, self.cut, reach) == "gather":
             exchange = Gather(self.group, self.cut)
         return _Attention.apply(q, k, v, exchange, places)
 

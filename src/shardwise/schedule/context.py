@@ -79,50 +79,53 @@ class AttentionShape:
         return queries + keys, per_head * self.num_heads * self.value_size
 
 
-Sent = tuple[int, int]
-"""Calls, and the bytes of what they are given."""
+Sent = dict[str, tuple[int, int]]
+"""Kind of message -> calls, and bytes of what they are given, as in planner/communication.py."""
 
 
-def sent_by_ring(
-    shape: AttentionShape, cut: Cut, rank: int, window: int | None = None
-) -> dict[str, Sent]:
-    """Return what a rank sends, point to point, in a forward and in a backward.
+def way_taken(way: Way, cut: Cut, reach: int | None) -> Way:
+    """Return how keys travel: a window that reaches not all chunks is no reason to gather all."""
+    spans_row = reach is None or reach >= cut.num_ranks * cut.chunks_per_rank - 1
+    return "ring" if way == "gather" and not spans_row else way
 
-    A rank sends each other one the chunks of keys and values that it reads. In the backward it
-    sends them again, and gives back the gradients of what it read itself. Without a window rank r
-    of n, cut contiguously, sends its keys and values to the n - 1 - r ranks after it, and gradients
-    to the r before it: n (n - 1) / 2 times the keys and values of a rank in a forward of all ranks.
-    In zigzag it sends both its chunks to r ranks and the front one to n - 1 - r: 3 n (n - 1) / 4.
+
+def sent_by_attention(
+    shape: AttentionShape, cut: Cut, rank: int, way: Way, window: int | None, tokens_per_row: int
+) -> tuple[Sent, Sent]:
+    """Return what a rank sends in a forward and in a backward of one layer and micro-batch.
+
+    `tokens_per_row`: tokens of a row that the rank has.
+
+    Gather: the bytes X n of the keys and values of all n ranks; the backward gathers them again,
+    and adds up their gradients. Ulysses: queries, keys and values in one call, outputs in another;
+    their gradients in two as well. Ring: see `_sent_by_ring`.
     """
-    n, chunk_bytes = cut.num_ranks, shape.kv_bytes // cut.chunks_per_rank
-    chunk_length = shape.num_tokens // cut.chunks_per_rank
-    reach = reach_of(window, chunk_length)
-    others = [other for other in range(n) if other != rank]
-    given = [len(cut.read(other, rank, reach)) for other in others]
+    reach = reach_of(window, tokens_per_row // cut.chunks_per_rank)
+    taken = way_taken(way, cut, reach)
+    if taken == "ring":
+        return _sent_by_ring(shape.kv_bytes // cut.chunks_per_rank, cut, rank, reach)
+    if taken == "gather":
+        all_keys = 1, cut.num_ranks * shape.kv_bytes
+        gathered: Sent = {"all-gather": all_keys}
+        return gathered, {**gathered, "reduce-scatter": all_keys}
+    exchanged: Sent = {"all-to-all": (2, sum(shape.bytes_by_heads(cut.num_ranks)))}
+    return exchanged, exchanged
+
+
+def _sent_by_ring(chunk_bytes: int, cut: Cut, rank: int, reach: int | None) -> tuple[Sent, Sent]:
+    """Return what a rank sends point to point: to each other rank the chunks that it reads.
+
+    The backward sends them again, and gives back gradients of what this rank read itself. Without a
+    window rank r of n, cut contiguously, sends its keys to the n - 1 - r ranks after it, and
+    gradients to the r before: n (n - 1) / 2 times the keys of a rank in a forward of all ranks. In
+    zigzag it sends both chunks to r ranks and the front one to n - 1 - r: 3 n (n - 1) / 4 times.
+    """
+    others = [other for other in range(cut.num_ranks) if other != rank]
+    sent = [len(cut.read(other, rank, reach)) for other in others]
     read = [len(cut.read(rank, other, reach)) for other in others]
-    calls, num_bytes = sum(map(bool, given)), sum(given) * chunk_bytes
-    back = calls + sum(map(bool, read)), num_bytes + sum(read) * chunk_bytes
-    return {"forward": (calls, num_bytes), "backward": back}
-
-
-def sent_by_gather(shape: AttentionShape, num_ranks: int) -> dict[str, dict[str, Sent]]:
-    """Return what a forward and a backward send: the bytes of the keys and values of all ranks.
-
-    The backward gathers them again, and adds up their gradients. (n-1)/n of each leave a rank.
-    """
-    each = 1, num_ranks * shape.kv_bytes
-    return {
-        "forward": {"all-gather": each},
-        "backward": {"all-gather": each, "reduce-scatter": each},
-    }
-
-
-def sent_by_ulysses(shape: AttentionShape, num_ranks: int) -> Sent:
-    """Return what a forward sends, and a backward as well, all to all.
-
-    Queries, keys and values are one message, outputs another one; (n-1)/n of each leave a rank.
-    """
-    return 2, sum(shape.bytes_by_heads(num_ranks))
+    calls, num_chunks = sum(map(bool, sent)), sum(sent)
+    both = calls + sum(map(bool, read)), (num_chunks + sum(read)) * chunk_bytes
+    return {"send": (calls, num_chunks * chunk_bytes)}, {"send": both}
 
 
 def best_way(shape: AttentionShape, num_ranks: int, contiguous: bool) -> Way:
