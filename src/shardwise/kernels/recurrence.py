@@ -80,6 +80,10 @@ class Neighbours(Protocol):
         """Return the documents [B, P] of the P tokens before this rank's; -2 before a row."""
         ...
 
+    def documents_of_rows(self) -> torch.Tensor:
+        """Return the documents of complete rows: [B, T] int64, in the order of places."""
+        ...
+
     def state_before(self, core: Recurrence, summary: Summary) -> torch.Tensor:
         """Return the state before this rank's tokens, 0 if a document begins with the first."""
         ...

@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from shardwise.config import UserError
 from shardwise.kernels.attention import Merged, Sight, attend, attend_backward
+from shardwise.kernels.recurrence import Tokens
 from shardwise.parallel.context_exchange import Alone, Exchange, Gather, Message, Ring, ranges_of
 from shardwise.schedule.context import Cut, Way, reach_of, way_taken
 
@@ -61,6 +63,48 @@ class ContextAttention:
         if way_taken(self.way, self.cut, reach) == "gather":
             exchange = Gather(self.group, self.cut)
         return _Attention.apply(q, k, v, exchange, places)
+
+    def of_mixer(
+        self,
+        tokens: Tokens,
+        module: torch.nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **flags: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Return [B, T, N, H], as a function of transformers' registry of attention does.
+
+        With rows that lie on this rank alone, such as those of generation, keys may be more than
+        queries, which are the last ones. Places say what a query sees, so a mask is not needed.
+        Raises UserError for attention whose scores are changed before the softmax, or which has
+        sinks.
+        """
+        assert mask is None, "what a mask hides is not known here"
+        assert dropout == 0.0, "a rule refuses dropout inside attention"
+        if softcap is not None or s_aux is not None:
+            raise UserError(
+                f"{type(module).__name__} caps its scores or has sinks, which parallel.cp cannot "
+                "have; set parallel.cp to 1"
+            )
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        if tokens.neighbours is not None:
+            documents = None if tokens.documents is None else tokens.neighbours.documents_of_rows()
+            out = self(q, k, v, scale, sliding_window, documents)
+        else:
+            queries = (range(k.shape[2] - q.shape[2], k.shape[2]),)
+            places = Places(queries, scale, sliding_window, tokens.documents)
+            out = _Attention.apply(q, k, v, Alone(), places)
+        return out.transpose(1, 2).contiguous(), None
 
 
 class Places(NamedTuple):
