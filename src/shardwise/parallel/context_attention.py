@@ -154,11 +154,11 @@ class _Attention(torch.autograd.Function):
         exchange: Exchange,
         places: Places,
     ) -> torch.Tensor:
-        merged = Merged(q, v)
+        merged = Merged.of_no_key(q, v)
         for keys in exchange.rounds(k, v):
             for rows, columns, sight in places.blocks(keys.places):
                 some_k, some_v = keys.k[:, :, columns], keys.v[:, :, columns]
-                merged.add(rows, *attend(q[:, :, rows], some_k, some_v, sight))
+                attend(q[:, :, rows], some_k, some_v, sight, merged.of(rows))
         ctx.exchange, ctx.places = exchange, places
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
@@ -175,10 +175,8 @@ class _Attention(torch.autograd.Function):
             for rows, columns, sight in ctx.places.blocks(keys.places):
                 queries = [x[:, :, rows] for x in (gradients[0], q, out, lse)]
                 some = keys.k[:, :, columns], keys.v[:, :, columns]
-                parts = attend_backward(queries[0], queries[1], *some, *queries[2:], sight)
-                of_q[:, :, rows] += parts[0]
-                of_k[:, :, columns] += parts[1]
-                of_v[:, :, columns] += parts[2]
+                parts = of_q[:, :, rows], of_k[:, :, columns], of_v[:, :, columns]
+                attend_backward(*queries[:2], *some, *queries[2:], sight, parts)
             of_k, of_v = of_k.to(k.dtype), of_v.to(v.dtype)
             arriving.append(ctx.exchange.give_back(number, of_k, of_v))
             if number:  # the gradients of a round travel during the next one

@@ -49,12 +49,24 @@ def with_documents(sight: Sight, num_queries: int, num_keys: int) -> Sight:
     return sight._replace(query_documents=queries, key_documents=documents[:, first:][:, :num_keys])
 
 
+def output(q, k, v, sight) -> Merged:
+    merged = Merged.of_no_key(q, v)
+    attend(q, k, v, sight, merged)
+    return merged
+
+
+def backward(of_out, q, k, v, out, lse, sight) -> tuple[torch.Tensor, ...]:
+    gradients = tuple(torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    attend_backward(of_out, q, k, v, out, lse, sight, gradients)
+    return gradients
+
+
 def check(q, k, v, of_out, sight, within: float) -> None:
-    out, lse = attend(q, k, v, sight)
+    out, lse = output(q, k, v, sight)
     reference_out, reference_lse = naive.attend(q, k, v, sight)
     torch.testing.assert_close(out, reference_out.to(out.dtype), rtol=0, atol=within)
     torch.testing.assert_close(lse, reference_lse, rtol=0, atol=within)
-    gradients = attend_backward(of_out, q, k, v, out.to(q.dtype), lse, sight)
+    gradients = backward(of_out, q, k, v, out.to(q.dtype), lse, sight)
     wanted = naive.attend_backward(of_out, q, k, v, reference_out, reference_lse, sight)
     for gradient, reference in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, reference.to(gradient.dtype), rtol=0, atol=within)
@@ -93,7 +105,7 @@ def test_inputs_of_16_bits(dtype, within, window):
     q, k, v, of_out = inputs(9, 12, dtype=dtype)
     sight = Sight(0.3, 3, window)
     check(q, k, v, of_out, sight, within)
-    out, lse = attend(q, k, v, sight)
+    out, lse = output(q, k, v, sight)
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
 
 
@@ -114,13 +126,13 @@ def test_the_reference_has_the_gradients_of_autograd():
 def test_queries_that_see_no_key():
     q, k, v, of_out = inputs(4, 3)
     sight = Sight(0.3, offset=-2)
-    out, lse = attend(q, k, v, sight)
+    out, lse = output(q, k, v, sight)
     assert bool((out[:, :, :2] == 0).all())
     assert bool((lse[:, :, :2] == -torch.inf).all())
-    gradients = attend_backward(of_out, q, k, v, out, lse, sight)
+    gradients = backward(of_out, q, k, v, out, lse, sight)
     assert all(bool(gradient.isfinite().all()) for gradient in gradients)
     assert bool((gradients[0][:, :, :2] == 0).all())
-    nothing = attend(q, k, v, Sight(0.3, offset=-4))
+    nothing = output(q, k, v, Sight(0.3, offset=-4))
     assert bool((nothing[0] == 0).all())
     assert bool((nothing[1] == -torch.inf).all())
 
@@ -129,15 +141,14 @@ def merged_in_three(q, k, v, of_out) -> tuple[torch.Tensor, ...]:
     """Return output and gradients of keys in three blocks, the last of which comes first."""
     stretches = [slice(8, 13), slice(0, 3), slice(3, 8)]
     sights = [Sight(0.3, offset=-stretch.start) for stretch in stretches]
-    merged = Merged(q, v)
+    merged = Merged.of_no_key(q, v)
     for stretch, sight in zip(stretches, sights):
-        merged.add(slice(None), *attend(q, k[:, :, stretch], v[:, :, stretch], sight))
+        attend(q, k[:, :, stretch], v[:, :, stretch], sight, merged)
     of_q, of_k, of_v = (torch.zeros_like(x) for x in (q, k, v))
     for keys, sight in zip(stretches, sights):
         some = (k[:, :, keys], v[:, :, keys])
-        gradients = attend_backward(of_out, q, *some, merged.out, merged.lse, sight)
-        of_q += gradients[0]
-        of_k[:, :, keys], of_v[:, :, keys] = gradients[1:]
+        gradients = of_q, of_k[:, :, keys], of_v[:, :, keys]
+        attend_backward(of_out, q, *some, *merged, sight, gradients)
     return merged.out, of_q, of_k, of_v
 
 
@@ -157,14 +168,14 @@ def test_blocks_of_keys_merge_exactly():
 ADD = Merged.add
 
 
-def add_without_rescaling(self, queries, out, lse):
-    self.out[:, :, queries] += out
-    self.lse[:, :, queries] = torch.logaddexp(self.lse[:, :, queries], lse)
+def add_without_rescaling(self, out, lse):
+    self.out.add_(out)
+    self.lse.copy_(torch.logaddexp(self.lse, lse))
 
 
-def add_and_keep_the_last_lse(self, queries, out, lse):
-    ADD(self, queries, out, lse)
-    self.lse[:, :, queries] = lse
+def add_and_keep_the_last_lse(self, out, lse):
+    ADD(self, out, lse)
+    self.lse.copy_(lse)
 
 
 @pytest.mark.parametrize("planted", [add_without_rescaling, add_and_keep_the_last_lse])

@@ -13,38 +13,45 @@ import torch
 
 from shardwise.kernels.attention import operators
 from shardwise.kernels.attention.naive import Sight
+from shardwise.kernels.attention.operators import Tensors
 
-QUERIES = 512
+QUERIES = 256
 """Queries that are computed together where a mask is needed: it takes so many times T elements."""
 
 
-class Merged:
+class Merged(NamedTuple):
     """The output of queries on all blocks of keys so far, and its log-sum-exp."""
 
-    def __init__(self, q: torch.Tensor, v: torch.Tensor) -> None:
-        """Begin with no key."""
+    out: torch.Tensor
+    """[B, N, T, H] in float32, or float64 of float64 inputs."""
+    lse: torch.Tensor
+    """[B, N, T]."""
+
+    @classmethod
+    def of_no_key(cls, q: torch.Tensor, v: torch.Tensor) -> Merged:
+        """Return what queries have before they see a key."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        self.out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
-        self.lse = q.new_full(q.shape[:-1], -torch.inf, dtype=wide)
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=wide)
+        return cls(out, q.new_full(q.shape[:-1], -torch.inf, dtype=wide))
 
-    def add(self, queries: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Add the output of some of the queries on one more block of keys."""
-        merged_out, merged_lse = self.out[:, :, queries], self.lse[:, :, queries]
-        total = torch.logaddexp(merged_lse, lse)
+    def of(self, queries: slice) -> Merged:
+        """Return the part of some queries, in the same memory."""
+        return Merged(self.out[:, :, queries], self.lse[:, :, queries])
+
+    def add(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Add the output on one more block of keys, in place."""
+        total = torch.logaddexp(self.lse, lse)
         anchor = finite(total)
-        merged_out.mul_(torch.exp(merged_lse - anchor)[..., None])
-        merged_out.add_(out * torch.exp(lse - anchor)[..., None])
-        merged_lse.copy_(total)
+        self.out.mul_(torch.exp(self.lse - anchor)[..., None])
+        self.out.add_(out * torch.exp(lse - anchor)[..., None])
+        self.lse.copy_(total)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output [B, N, T, H], in float32 or float64, and its log-sum-exp, without gradient.
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, merged: Merged) -> None:
+    """Add the output on these keys to that of the queries so far, without gradient.
 
-    q, k, v and what is returned: see the package.
+    q, k, v: see the package.
     """
-    merged = Merged(q, v)
     for piece in _pieces(q.shape[2], k.shape[2], sight):
         mask = piece.mask(q.device)
         some_q, some_k, some_v = piece.of(q, k, v)
@@ -53,8 +60,7 @@ def attend(
             sees_none = ~mask.any(-1)
             out = out.masked_fill(sees_none[..., None], 0.0)
             lse = lse.masked_fill(sees_none, -torch.inf)
-        merged.add(piece.queries, out, lse)
-    return merged.out, merged.lse
+        merged.of(piece.queries).add(out, lse)
 
 
 def attend_backward(
@@ -65,18 +71,17 @@ def attend_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     sight: Sight,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what these keys give to the gradients of q, k and v, in float32 or float64.
+    gradients: Tensors,
+) -> None:
+    """Add what these keys give to the gradients of q, k and v (in float32 or float64), in place.
 
     `out` and `of_out` (in q's dtype) and `lse` are those of attention on all keys, these among
     them.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    of_q, of_k, of_v = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     lse = finite(lse)
     for piece in _pieces(q.shape[2], k.shape[2], sight):
         queries, keys = piece.queries, piece.keys
-        gradients = operators.backward(
+        parts = operators.backward(
             of_out[:, :, queries],
             *piece.of(q, k, v),
             out[:, :, queries],
@@ -85,10 +90,8 @@ def attend_backward(
             piece.is_causal,
             sight.scale,
         )
-        of_q[:, :, queries] += gradients[0]
-        of_k[:, :, keys] += gradients[1]
-        of_v[:, :, keys] += gradients[2]
-    return of_q, of_k, of_v
+        for gradient, where, part in zip(gradients, (queries, keys, keys), parts):
+            gradient[:, :, where] += part
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
@@ -105,7 +108,7 @@ class _Piece(NamedTuple):
     sight: Sight | None = None
     """Of these queries on these keys; None: all see all, or what is causal."""
 
-    def of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         """Return the queries, keys and values."""
         return q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
 
