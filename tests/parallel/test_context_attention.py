@@ -8,15 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AttentionInterface, PreTrainedModel
 
+from shardwise.config import UserError
 from shardwise.interfaces import Mesh
 from shardwise.kernels.attention import Merged, Sight, naive
+from shardwise.kernels.recurrence import Tokens
+from shardwise.models.load import fill, weights
 from shardwise.parallel.context_attention import ContextAttention, Places, _AllToAll
 from shardwise.parallel.context_exchange import Ring
 from shardwise.planner.communication import Total, add_up
 from shardwise.schedule.context import AttentionShape, Cut, Way, sent_by_attention
 from tests.communication import Collectives
 from tests.distributed import run_ranks
+from tests.models.tiny import PLAIN, on_meta, tiny
 
 WAYS: tuple[tuple[Way, bool], ...] = (
     ("ring", False),
@@ -222,3 +227,104 @@ def test_sends_what_the_formulas_say():
     for rank, of_rank in enumerate(run_ranks(4, sent_and_predicted, COUNTED)):
         for case, (counted, predicted) in zip(COUNTED, of_rank, strict=True):
             assert counted == predicted, (rank, case)
+
+
+class CompleteRows:
+    """The neighbours of a test: they know the documents of complete rows."""
+
+    def __init__(self, documents: torch.Tensor) -> None:
+        self.documents = documents
+
+    def documents_of_rows(self) -> torch.Tensor:
+        return self.documents
+
+
+WINDOWS = {"tiny-qwen3": {None, 16}, "tiny-jet_nemotron": {None, 16}}
+"""Windows of the attention layers of tiny models."""
+
+
+def output_and_gradients(hf: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    hf.zero_grad()
+    # transformers takes places that begin again for the start of a document.
+    places = torch.arange(ids.shape[1])[None].expand(len(ids), -1)
+    logits = hf(input_ids=ids, position_ids=places, use_cache=False).logits
+    logits.float().square().mean().backward()
+    gradients = (parameter.grad for parameter in hf.parameters())
+    return [logits.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_takes_what_the_attention_of_every_family_gives(name, monkeypatch):
+    calls = []
+
+    def attention(module, *args, **kwargs):
+        calls.append(kwargs.get("sliding_window"))
+        context = ContextAttention(None, Cut(1), "ring")
+        return context.of_mixer(Tokens(), module, *args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "of_test", attention)
+    model = tiny(name)
+    hf = on_meta(model)
+    fill(hf, weights(hf, model, 0))
+    ids = torch.randint(3, 60, (2, 20), generator=torch.Generator().manual_seed(0))
+    expected = output_and_gradients(hf, ids)
+    assert not calls
+    hf.config._attn_implementation = "of_test"
+    results = output_and_gradients(hf, ids)
+    assert set(calls) == WINDOWS.get(name, {None})
+    assert len(results) > len(list(hf.parameters())) // 2
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=1e-4, atol=1e-5)
+
+
+def of_mixer_on_a_rank() -> torch.Tensor:
+    """Return this rank's output of a mixer under autocast, with the documents of complete rows."""
+    case = Case("ring", False, documents=True, dtype=torch.float32)
+    (q, k, v, _), documents = inputs(case)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    assert documents is not None
+    mine = [x.chunk(n, 2)[rank] for x in (q, k, v)]
+    tokens = Tokens(documents.chunk(n, 1)[rank], CompleteRows(documents))
+    context = ContextAttention(dist.group.WORLD, Cut(n), "ring")
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = context.of_mixer(tokens, torch.nn.Identity(), *mine, None, scaling=0.4)
+    assert out.dtype == torch.bfloat16
+    return out
+
+
+def test_a_mixer_has_the_documents_of_complete_rows():
+    out = torch.cat(run_ranks(2, of_mixer_on_a_rank), 1)
+    expected, *_ = of_one_process(Case("ring", False, documents=True))
+    torch.testing.assert_close(out.double(), expected.transpose(1, 2), rtol=0, atol=3e-2)
+
+
+@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+def test_changed_scores_are_refused(given):
+    (q, k, v, _), _ = inputs(Case("ring", False))
+    context = ContextAttention(None, Cut(1), "ring")
+    with pytest.raises(UserError, match=r"parallel\.cp"):
+        context.of_mixer(Tokens(), torch.nn.Identity(), q, k, v, None, **given)
+
+
+def kept_bytes() -> dict[str, int]:
+    """Return the bytes that a rank keeps for the backward beside q, k and v, in each way."""
+    n, kept = dist.get_world_size(), {}
+    for way, zigzag in WAYS:
+        (q, k, v, _), _ = inputs(Case(way, zigzag))
+        q, k, v = (x[:, :, : NUM_TOKENS // n].clone().requires_grad_() for x in (q, k, v))
+        sizes: dict[int, int] = {}
+
+        def pack(x: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            ContextAttention(dist.group.WORLD, Cut(n, zigzag), way)(q, k, v, 0.4)
+        kept[f"{way} {zigzag}"] = sum(sizes.values()) - sum(x.nbytes for x in (q, k, v))
+    return kept
+
+
+def test_a_rank_keeps_its_inputs_its_output_and_a_number_per_query():
+    kept = run_ranks(2, kept_bytes)[0]
+    queries, size = 2 * 4 * NUM_TOKENS // 2, 8
+    assert kept == dict.fromkeys(kept, queries * (size + 1) * 8)
