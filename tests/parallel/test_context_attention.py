@@ -14,9 +14,11 @@ from shardwise.config import UserError
 from shardwise.interfaces import Mesh
 from shardwise.kernels.attention import Merged, Sight, naive
 from shardwise.kernels.recurrence import Tokens
+from shardwise.models.families import spec_of
 from shardwise.models.load import fill, weights
 from shardwise.parallel.context_attention import ContextAttention, Places, _AllToAll
 from shardwise.parallel.context_exchange import Ring
+from shardwise.parallel.context_shape import attention_shape
 from shardwise.planner.communication import Total, add_up
 from shardwise.schedule.context import AttentionShape, Cut, Way, sent_by_attention
 from tests.communication import Collectives
@@ -44,6 +46,7 @@ class Case:
     documents: bool = False
     sizes: tuple[int, int] = (8, 8)
     dtype: torch.dtype = torch.float64
+    num_tokens: int = NUM_TOKENS
 
 
 CASES = [
@@ -56,6 +59,14 @@ CASES = [
     *(Case(*way, heads=heads) for way in WAYS for heads in HEADS),
     *(Case(*way, heads=(4, 4), sizes=sizes) for way in WAYS for sizes in ((6, 4), (4, 6))),
 ]
+ODD = [
+    Case(*way, heads=(6, 2), window=window, documents=documents, num_tokens=num_tokens)
+    for way in WAYS
+    for num_tokens in (6, 42)
+    for window in (None, 4)
+    for documents in (False, True)
+]
+"""For 3 ranks: chunks of a token each, keys of 2 heads for queries of 6."""
 SHORT = [
     Case(*way, dtype=dtype, documents=documents)
     for way in WAYS
@@ -72,11 +83,11 @@ def inputs(case: Case) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     shapes = [(num_heads, key_size), (num_kv_heads, key_size)]
     shapes += [(num_kv_heads, value_size), (num_heads, value_size)]
     tensors = tuple(
-        torch.randn(2, heads, NUM_TOKENS, size, generator=generator, dtype=torch.float64)
+        torch.randn(2, heads, case.num_tokens, size, generator=generator, dtype=torch.float64)
         for heads, size in shapes
     )
     # Documents of 1 token up to several chunks; the second row has one that fills it.
-    begins = torch.rand(2, NUM_TOKENS, generator=generator) < 0.15
+    begins = torch.rand(2, case.num_tokens, generator=generator) < 0.15
     begins[1] = False
     documents = begins.cumsum(1) if case.documents else None
     return tuple(x.to(case.dtype) for x in tensors), documents
@@ -128,9 +139,9 @@ def largest(cases: list[Case], num_ranks: int) -> dict[Case, float]:
     return {case: max(map(max, of_case)) for case, of_case in zip(cases, zip(*by_rank))}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_equals_one_process(num_ranks):
-    found = largest(CASES, num_ranks)
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES), (3, ODD), (4, CASES)])
+def test_equals_one_process(num_ranks, cases):
+    found = largest(cases, num_ranks)
     assert {case: error for case, error in found.items() if not error < 1e-12} == {}
 
 
@@ -255,10 +266,12 @@ def output_and_gradients(hf: PreTrainedModel, ids: torch.Tensor) -> list[torch.T
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_takes_what_the_attention_of_every_family_gives(name, monkeypatch):
-    calls = []
+    calls, shapes = [], set()
 
     def attention(module, *args, **kwargs):
         calls.append(kwargs.get("sliding_window"))
+        q, k, v, _ = args
+        shapes.add((q.shape[1], k.shape[1], q.shape[3], v.shape[3]))
         context = ContextAttention(None, Cut(1), "ring")
         return context.of_mixer(Tokens(), module, *args, **kwargs)
 
@@ -269,8 +282,11 @@ def test_takes_what_the_attention_of_every_family_gives(name, monkeypatch):
     ids = torch.randint(3, 60, (2, 20), generator=torch.Generator().manual_seed(0))
     expected = output_and_gradients(hf, ids)
     assert not calls
+    shape = attention_shape(spec_of(hf.config, hf), hf.config, 40, 4)
     hf.config._attn_implementation = "of_test"
     results = output_and_gradients(hf, ids)
+    assert shape is not None
+    assert shapes == {(shape.num_heads, shape.num_kv_heads, shape.key_size, shape.value_size)}
     assert set(calls) == WINDOWS.get(name, {None})
     assert len(results) > len(list(hf.parameters())) // 2
     for result, other in zip(results, expected, strict=True):
@@ -298,7 +314,9 @@ def test_a_mixer_has_the_documents_of_complete_rows():
     torch.testing.assert_close(out.double(), expected.transpose(1, 2), rtol=0, atol=3e-2)
 
 
-@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+@pytest.mark.parametrize(
+    "given", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(4)}]
+)
 def test_changed_scores_are_refused(given):
     (q, k, v, _), _ = inputs(Case("ring", False))
     context = ContextAttention(None, Cut(1), "ring")

@@ -28,6 +28,9 @@ from shardwise.kernels.recurrence import Tokens
 from shardwise.parallel.context_exchange import Alone, Exchange, Gather, Message, Ring, ranges_of
 from shardwise.schedule.context import Cut, Way, reach_of, way_taken
 
+CHANGES_OF_SCORES = ("softcap", "s_aux", "position_bias")
+"""What transformers' attention of some models takes: a cap of scores, sinks, a bias by place."""
+
 
 @dataclass(frozen=True)
 class ContextAttention:
@@ -75,23 +78,21 @@ class ContextAttention:
         dropout: float = 0.0,
         scaling: float | None = None,
         sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: torch.Tensor | None = None,
         **flags: Any,
     ) -> tuple[torch.Tensor, None]:
         """Return [B, T, N, H], as a function of transformers' registry of attention does.
 
         With rows that lie on this rank alone, such as those of generation, keys may be more than
         queries, which are the last ones. Places say what a query sees, so a mask is not needed.
-        Raises UserError for attention whose scores are changed before the softmax, or which has
-        sinks.
+        Raises UserError for attention whose scores are changed before the softmax.
         """
         assert mask is None, "what a mask hides is not known here"
         assert dropout == 0.0, "a rule refuses dropout inside attention"
-        if softcap is not None or s_aux is not None:
+        changes = [name for name in CHANGES_OF_SCORES if flags.get(name) is not None]
+        if changes:
             raise UserError(
-                f"{type(module).__name__} caps its scores or has sinks, which parallel.cp cannot "
-                "have; set parallel.cp to 1"
+                f"{type(module).__name__} has {changes[0]}, which attention under parallel.cp "
+                "cannot have; set parallel.cp to 1"
             )
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
@@ -143,7 +144,7 @@ def _stretches(places: tuple[range, ...]) -> Iterator[tuple[slice, range]]:
 
 
 class _Attention(torch.autograd.Function):
-    """It keeps this rank's q, k, v and output, and the log-sum-exp over the keys of all ranks."""
+    """Attention of places. It keeps this rank's q, k, v, output and log-sum-exp over all keys."""
 
     @staticmethod
     def forward(
