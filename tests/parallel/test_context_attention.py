@@ -14,11 +14,9 @@ from shardwise.config import UserError
 from shardwise.interfaces import Mesh
 from shardwise.kernels.attention import Merged, Sight, naive
 from shardwise.kernels.recurrence import Tokens
-from shardwise.models.families import spec_of
 from shardwise.models.load import fill, weights
 from shardwise.parallel.context_attention import ContextAttention, Places, _AllToAll
 from shardwise.parallel.context_exchange import Ring
-from shardwise.parallel.context_shape import attention_shape
 from shardwise.planner.communication import Total, add_up
 from shardwise.schedule.context import AttentionShape, Cut, Way, sent_by_attention
 from tests.communication import Collectives
@@ -246,9 +244,6 @@ class CompleteRows:
     def __init__(self, documents: torch.Tensor) -> None:
         self.documents = documents
 
-    def documents_of_rows(self) -> torch.Tensor:
-        return self.documents
-
 
 WINDOWS = {"tiny-qwen3": {None, 16}, "tiny-jet_nemotron": {None, 16}}
 """Windows of the attention layers of tiny models."""
@@ -266,12 +261,10 @@ def output_and_gradients(hf: PreTrainedModel, ids: torch.Tensor) -> list[torch.T
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_takes_what_the_attention_of_every_family_gives(name, monkeypatch):
-    calls, shapes = [], set()
+    calls = []
 
     def attention(module, *args, **kwargs):
         calls.append(kwargs.get("sliding_window"))
-        q, k, v, _ = args
-        shapes.add((q.shape[1], k.shape[1], q.shape[3], v.shape[3]))
         context = ContextAttention(None, Cut(1), "ring")
         return context.of_mixer(Tokens(), module, *args, **kwargs)
 
@@ -282,11 +275,8 @@ def test_takes_what_the_attention_of_every_family_gives(name, monkeypatch):
     ids = torch.randint(3, 60, (2, 20), generator=torch.Generator().manual_seed(0))
     expected = output_and_gradients(hf, ids)
     assert not calls
-    shape = attention_shape(spec_of(hf.config, hf), hf.config, 40, 4)
     hf.config._attn_implementation = "of_test"
     results = output_and_gradients(hf, ids)
-    assert shape is not None
-    assert shapes == {(shape.num_heads, shape.num_kv_heads, shape.key_size, shape.value_size)}
     assert set(calls) == WINDOWS.get(name, {None})
     assert len(results) > len(list(hf.parameters())) // 2
     for result, other in zip(results, expected, strict=True):

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.schedule.context import (
-    AttentionShape,
-    Cut,
-    best_way,
-    choose,
-    reach_of,
-    sent_by_attention,
-)
+from shardwise.schedule.context import AttentionShape, Cut, best_way, reach_of, sent_by_attention
 
 SHAPE = AttentionShape(1024, 16, 4, 256, 256, 2)
 """A layer of Qwen3.5: 16 query heads and 4 of keys and values."""
@@ -73,10 +66,3 @@ def test_the_best_way_has_equal_work_first_then_sends_least():
     assert best_way(SHAPE, 16, contiguous=False) == "ulysses"
     many_kv_heads = AttentionShape(1024, 16, 16, 256, 256, 2)
     assert best_way(many_kv_heads, 4, contiguous=False) == "ulysses"
-
-
-def test_only_the_ring_and_gather_cut_in_zigzag_and_only_without_recurrent_layers():
-    assert choose("auto", SHAPE, 2, contiguous=False) == ("ring", Cut(2, zigzag=True))
-    assert choose("gather", SHAPE, 2, contiguous=False) == ("gather", Cut(2, zigzag=True))
-    assert choose("ulysses", SHAPE, 2, contiguous=False) == ("ulysses", Cut(2))
-    assert choose("gather", SHAPE, 2, contiguous=True) == ("gather", Cut(2))

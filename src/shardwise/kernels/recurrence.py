@@ -69,6 +69,11 @@ class Neighbours(Protocol):
     A method is called by all of these ranks, in the same order.
     """
 
+    @property
+    def documents(self) -> torch.Tensor | None:
+        """The documents [B, T] of complete rows that are kept apart; None: none are."""
+        ...
+
     def earlier(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return x [B, P, D] of the P tokens before this rank's, of x [B, T, D] of its own.
 
@@ -78,10 +83,6 @@ class Neighbours(Protocol):
 
     def documents_before(self, num_tokens: int) -> torch.Tensor:
         """Return the documents [B, P] of the P tokens before this rank's; -2 before a row."""
-        ...
-
-    def documents_of_rows(self) -> torch.Tensor:
-        """Return the documents of complete rows: [B, T] int64, in the order of places."""
         ...
 
     def state_before(self, core: Recurrence, summary: Summary) -> torch.Tensor:

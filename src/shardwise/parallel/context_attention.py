@@ -99,8 +99,7 @@ class ContextAttention:
             q, k, v = (x.to(dtype) for x in (q, k, v))
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         if tokens.neighbours is not None:
-            documents = None if tokens.documents is None else tokens.neighbours.documents_of_rows()
-            out = self(q, k, v, scale, sliding_window, documents)
+            out = self(q, k, v, scale, sliding_window, tokens.neighbours.documents)
         else:
             queries = (range(k.shape[2] - q.shape[2], k.shape[2]),)
             places = Places(queries, scale, sliding_window, tokens.documents)

@@ -128,14 +128,6 @@ def _sent_by_ring(chunk_bytes: int, cut: Cut, rank: int, reach: int | None) -> t
     return {"send": (calls, num_chunks * chunk_bytes)}, {"send": both}
 
 
-def choose(
-    asked: Literal["auto"] | Way, shape: AttentionShape, num_ranks: int, contiguous: bool
-) -> tuple[Way, Cut]:
-    """Return the way of `parallel.cp_attention`, and how rows are cut for it; see `best_way`."""
-    way = best_way(shape, num_ranks, contiguous) if asked == "auto" else asked
-    return way, Cut(num_ranks, zigzag=not contiguous and way != "ulysses")
-
-
 def best_way(shape: AttentionShape, num_ranks: int, contiguous: bool) -> Way:
     """Return the way of `parallel.cp_attention: auto`.
 
