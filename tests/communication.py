@@ -29,6 +29,7 @@ _KINDS: dict[str, tuple[Any, int]] = {
     "_allgather_base_": ("all-gather", 0),
     "allgather_": ("all-gather", 0),
     "_reduce_scatter_base_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 1),
     "send": ("send", 0),
 }
 _FREE = {"recv_", "barrier", "monitored_barrier_"}  # a send's other end, and what carries nothing

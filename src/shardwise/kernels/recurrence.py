@@ -80,6 +80,11 @@ class Neighbours(Protocol):
     A method is called by all of these ranks, in the same order.
     """
 
+    @property
+    def documents(self) -> torch.Tensor | None:
+        """The documents [B, T] of complete rows that are kept apart; None: none are."""
+        ...
+
     def earlier(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return x [B, P, D] of the P tokens before this rank's, of x [B, T, D] of its own.
 

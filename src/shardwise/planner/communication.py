@@ -24,7 +24,7 @@ from shardwise.models.dtypes import hidden_dtype
 from shardwise.planner.share import Chunk, Share, Weight
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, shard_axis, units_of
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "send"]
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 Total = dict[tuple[str, str], tuple[int, int]]
 """(kind, mesh axis) -> calls, and bytes of their whole tensors together."""
 
@@ -97,9 +97,9 @@ def add_up(messages: Iterable[Messages]) -> Total:
 def bytes_leaving(total: Total, sizes: Mapping[str, int]) -> int:
     """Return the bytes that leave one rank where every collective runs around a ring of n ranks.
 
-    Of an all-reduced tensor that is 2 (n-1)/n, of a gathered or reduce-scattered one (n-1)/n.
+    Of an all-reduced tensor that is 2 (n-1)/n, of any other but what is sent as it is (n-1)/n.
     """
-    rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+    rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
     leaving = 0.0
     for (kind, axis), (_, num_bytes) in total.items():
         n = sizes[axis]
