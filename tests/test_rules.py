@@ -204,7 +204,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": PIPELINE, "model": BFLOAT16, "training": {"precision": "float16"}},
         2,
     ),
-    "pp and tp divide the ranks": ("llama", {"parallel": {"tp": 2}}, 3),
+    "pp, cp and tp divide the ranks": ("llama", {"parallel": {"tp": 2}}, 3),
     "single on several ranks": ("llama", {}, 2),
     "dp_replicate divides the ranks": (
         "llama",

@@ -147,7 +147,8 @@ class Cell:
     def data(self) -> str:
         """The data-parallel part of the layout; single where there is none."""
         return next(
-            (part for part in self.layout.split("-") if part not in ("pp", "tp", "sp")), "single"
+            (part for part in self.layout.split("-") if part not in ("pp", "cp", "tp", "sp")),
+            "single",
         )
 
     @property
@@ -161,7 +162,15 @@ class Cell:
         data."""
         if "tp" not in self.layout.split("-"):
             return 1
-        return self.nproc // self.pp if self.data == "single" else 2
+        return self.nproc // self.pp // self.cp if self.data == "single" else 2
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel ranks: all where there is no other axis, else 2."""
+        parts = self.layout.split("-")
+        if "cp" not in parts:
+            return 1
+        return self.nproc if parts == ["cp"] else 2
 
     @property
     def many(self) -> bool:
@@ -243,6 +252,7 @@ def _parallel(cell: Cell) -> Parallel:
     data = cell.data
     pipeline: dict[str, Any] = {
         "pp": cell.pp,
+        "cp": cell.cp,
         "tp": cell.tp,
         "sequence_parallel": cell.layout.endswith("-sp"),
     }

@@ -20,6 +20,7 @@ from shardwise.parallel import (
     accumulate,
     activation_checkpoint,
     compile,
+    context_parallel,
     ddp,
     fsdp1,
     fsdp2,
@@ -83,6 +84,8 @@ ON_THE_WHOLE: tuple[Entry[ApplyToWhole], ...] = (
 BEFORE_LOADING: tuple[Entry[Apply], ...] = (
     # What replaces forwards comes first: the strategies wrap or shard what it has left.
     *(Entry(name, lambda cfg: True, _patched(name, patch)) for name, patch in PATCHES),
+    # Replaces the forward of attention, which tensor parallelism wraps.
+    Entry("context", lambda cfg: cfg.parallel.cp > 1, context_parallel.apply),
     # Shards the weights that all others then wrap.
     Entry("tensor", lambda cfg: cfg.parallel.tp > 1, tensor_parallel.apply),
     # Inside checkpointing, which runs compiled layers again.

@@ -30,6 +30,8 @@ class Parallel(Section):
     """Tensor: the number of ranks over which each layer's weights are sharded."""
     sequence_parallel: bool = False
     """Tensor: between the blocks of layers, each rank holds 1/tp of the tokens."""
+    cp: int = 1
+    """Context: the number of ranks over which the tokens of each row are cut."""
     pp: int = 1
     """Pipeline: the number of ranks over which the layers are distributed."""
     schedule: Literal[

@@ -83,7 +83,8 @@ class CausalLM(ModelPart):
 
     def _computing(self, batch: Batch) -> torch.autocast:
         """Prepare the patches for one forward of `batch`; return the context it runs in."""
-        self.dropout.start(with_documents(batch) if self.isolated else batch)
+        unpacks = self.isolated and batch.neighbours is None
+        self.dropout.start(with_documents(batch) if unpacks else batch)
         if self.router_loss is not None:
             self.router_loss.start()
         return self.autocast(batch)

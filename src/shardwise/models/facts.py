@@ -52,6 +52,14 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         blocks=family.paths,
         indivisible=indivisible,
         odd_experts=odd_experts,
+        kinds_without_context=tuple(
+            dict.fromkeys(layer.kind for layer in spec.layers if not layer.shares_tokens)
+        ),
+        most_earlier_tokens=max(
+            (m.kernel_size[0] - 1 for m in hf.modules() if isinstance(m, torch.nn.Conv1d)),
+            default=0,
+        ),
+        scaled_positions=_scaled_positions(hf),
     )
 
 
@@ -69,3 +77,9 @@ def _saved_layers(hf: PreTrainedModel, spec: ModelSpec) -> str | None:
         if any(f"{layer.name}.".startswith(f"{name}.") for layer in spec.layers):
             return name
     return None
+
+
+def _scaled_positions(hf: PreTrainedModel) -> str | None:
+    parameters = getattr(hf.config, "rope_parameters", None) or {}
+    rope_type = parameters.get("rope_type")
+    return rope_type if rope_type in ("dynamic", "longrope") else None

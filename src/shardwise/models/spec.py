@@ -58,6 +58,14 @@ class LayerSpec:
         return bool(apart) and all(apart)
 
     @property
+    def shares_tokens(self) -> bool:
+        """Whether the tokens of its rows may lie on several ranks (`parallel.cp`)."""
+        return all(
+            block.kind.is_attention or block.kind.functions or not block.kind.mixes_tokens
+            for block in self.mixers
+        )
+
+    @property
     def attention(self) -> tuple[str, ...]:
         """Paths of its blocks of softmax attention."""
         return tuple(block.path for block in self.mixers if block.kind.is_attention)

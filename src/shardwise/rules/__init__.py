@@ -62,7 +62,7 @@ def refusals_of(layout: str, model: ModelFacts | None = None) -> list[str]:
     # The smallest run that has a row and a micro-batch for every rank.
     cfg = RunConfig(
         Model("any"),
-        Data("any", sequence_length=2),
+        Data("any", sequence_length=64),
         Training("any", global_batch_size=8),
         parallel=parallel_of(layout),
     )
@@ -72,4 +72,4 @@ def refusals_of(layout: str, model: ModelFacts | None = None) -> list[str]:
 
 def _ranks_of(name: str) -> int:
     axes = parallel_of(name)
-    return axes.pp * axes.tp * axes.dp_replicate * (1 if axes.data == "single" else 2)
+    return axes.pp * axes.cp * axes.tp * axes.dp_replicate * (1 if axes.data == "single" else 2)

@@ -12,12 +12,12 @@ from shardwise.rules.rule import Case, Rule, either, multiples
 
 
 def _ranks_of_one_copy(case: Case) -> int:
-    return case.parallel.pp * case.parallel.tp
+    return case.parallel.pp * case.parallel.cp * case.parallel.tp
 
 
 def _split_axes(case: Case) -> str:
     return " x ".join(
-        f"parallel.{axis}" for axis in ("pp", "tp") if getattr(case.parallel, axis) > 1
+        f"parallel.{axis}" for axis in ("pp", "cp", "tp") if getattr(case.parallel, axis) > 1
     )
 
 
@@ -31,7 +31,7 @@ def _divisors(number: int) -> list[str]:
 
 GRID_RULES = (
     Rule(
-        "pp and tp divide the ranks",
+        "pp, cp and tp divide the ranks",
         applies=lambda case: case.facts.num_ranks % _ranks_of_one_copy(case) != 0,
         problem=lambda case: (
             f"{_split_axes(case)} is {_ranks_of_one_copy(case)}, which does not divide the "
