@@ -156,13 +156,13 @@ def parallel_of(layout: str) -> Parallel:
 def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
     """Return the ranks along each axis of `AXES`.
 
-    What `pp`, `cp` and `tp` leave goes to `dp_shard` (fsdp1, fsdp2) or `dp_replicate` (ddp, zero). Sizes
-    that do not fit the number of ranks are rounded down, and a rule refuses them.
+    What `pp`, `cp` and `tp` leave goes to `dp_shard` (fsdp1, fsdp2) or `dp_replicate` (ddp, zero).
+    Sizes that do not fit the number of ranks are rounded down, and a rule refuses them.
     """
     parallel = cfg.parallel
     sizes = dict.fromkeys(AXES, 1)
     sizes["pp"], sizes["cp"], sizes["tp"] = parallel.pp, parallel.cp, parallel.tp
-    ranks_for_data = num_ranks // (parallel.pp * parallel.cp * parallel.tp)
+    ranks_for_data = num_ranks // parallel.ranks_of_a_model
     if parallel.data in ("ddp", "zero1", "zero2"):
         sizes["dp_replicate"] = ranks_for_data
     elif parallel.data in ("fsdp1", "fsdp2"):

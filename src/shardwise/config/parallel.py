@@ -59,6 +59,11 @@ class Parallel(Section):
         """Pipeline stages per rank."""
         return self.virtual_stages or (1 if self.schedule in ("gpipe", "1f1b") else 2)
 
+    @property
+    def ranks_of_a_model(self) -> int:
+        """The ranks that compute a row together."""
+        return self.pp * self.cp * self.tp
+
     def __post_init__(self) -> None:
         if self.data == "zero3":
             object.__setattr__(self, "data", "fsdp2")

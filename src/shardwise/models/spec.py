@@ -60,10 +60,9 @@ class LayerSpec:
     @property
     def shares_tokens(self) -> bool:
         """Whether the tokens of its rows may lie on several ranks (`parallel.cp`)."""
-        return all(
-            block.kind.is_attention or block.kind.functions or not block.kind.mixes_tokens
-            for block in self.mixers
-        )
+        kinds = [block.kind for block in self.mixers if block.kind.mixes_tokens]
+        # A kind that says what computes its cores has functions for all of them.
+        return all(kind.is_attention or (kind.functions and kind.backends) for kind in kinds)
 
     @property
     def attention(self) -> tuple[str, ...]:

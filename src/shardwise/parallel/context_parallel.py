@@ -10,8 +10,7 @@ weights are partial sums, which the data-parallel strategy adds up over `cp` too
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist

@@ -72,4 +72,4 @@ def refusals_of(layout: str, model: ModelFacts | None = None) -> list[str]:
 
 def _ranks_of(name: str) -> int:
     axes = parallel_of(name)
-    return axes.pp * axes.cp * axes.tp * axes.dp_replicate * (1 if axes.data == "single" else 2)
+    return axes.ranks_of_a_model * axes.dp_replicate * (1 if axes.data == "single" else 2)

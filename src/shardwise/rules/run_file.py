@@ -57,6 +57,22 @@ def _without_tensor(key: str, is_set: Callable[[Case], bool], way_out: str) -> R
     )
 
 
+def _without_context(key: str, is_set: Callable[[Case], bool], way_out: str) -> Rule:
+    """Return the rule that context parallelism is not offered together with a key."""
+    return Rule(
+        f"cp with {key}",
+        applies=lambda case: case.parallel.cp > 1 and is_set(case),
+        problem=f"{key} is {{cfg.{key}}}, which is not proven with context parallelism",
+        way_out=f"{way_out}, or set parallel.cp to 1",
+        why="no cell of the parity matrix runs both",
+    )
+
+
+def _pieces(case: Case) -> int:
+    """Return into how many pieces context and sequence parallelism cut a row."""
+    return case.parallel.cp * (case.parallel.tp if case.parallel.sequence_parallel else 1)
+
+
 def _is_pipeline(case: Case) -> bool:
     return case.parallel.pp > 1
 
@@ -229,17 +245,49 @@ RULES = (
         "sequence length over sp",
         applies=lambda case: (
             case.parallel.sequence_parallel
-            and case.cfg.data.sequence_length % case.parallel.tp != 0
+            and case.cfg.data.sequence_length % _pieces(case) != 0
+            and case.cfg.data.sequence_length % case.parallel.cp == 0
         ),
-        problem=(
-            "data.sequence_length is {cfg.data.sequence_length}, which parallel.sequence_parallel "
-            "cannot shard evenly over {parallel.tp} ranks"
+        problem=lambda case: (
+            f"data.sequence_length is {case.cfg.data.sequence_length}, which "
+            f"parallel.sequence_parallel cannot shard evenly over {_pieces(case)} ranks"
         ),
         way_out=lambda case: (
-            f"use {multiples(case.cfg.data.sequence_length, case.parallel.tp)}, or set "
+            f"use {multiples(case.cfg.data.sequence_length, _pieces(case))}, or set "
             "parallel.sequence_parallel to false"
         ),
-        why="each rank holds 1/tp of a row's tokens",
+        why="each rank holds 1/tp of the tokens that context parallelism leaves it",
+    ),
+    Rule(
+        "sequence length over cp",
+        applies=lambda case: case.cfg.data.sequence_length % case.parallel.cp != 0,
+        problem=(
+            "data.sequence_length is {cfg.data.sequence_length}, which parallel.cp cannot cut into "
+            "{parallel.cp} equal pieces"
+        ),
+        way_out=lambda case: (
+            f"use {multiples(case.cfg.data.sequence_length, _pieces(case))}, or another parallel.cp"
+        ),
+        why="each rank computes as many tokens of a row",
+    ),
+    _without_context("training.compile", _is_compiled, "set it to none"),
+    _without_context(
+        "parallel.offload", lambda case: case.parallel.offload != "none", "set it to none"
+    ),
+    _without_context(
+        "training.precision", lambda case: case.training.precision == "float16", "use bfloat16"
+    ),
+    _without_context(
+        "model.sdpa_backend", lambda case: case.cfg.model.sdpa_backend != "auto", "set it to auto"
+    ),
+    Rule(
+        "cp with a memory limit",
+        applies=lambda case: case.parallel.cp > 1 and case.parallel.memory_limit_gib is not None,
+        problem=(
+            "parallel.memory_limit_gib counts complete rows, not a context-parallel rank's part"
+        ),
+        way_out="leave it out, or set parallel.cp to 1",
+        why="costs of units are those of complete rows",
     ),
     Rule(
         "pp on an old torch",

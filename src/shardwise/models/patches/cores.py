@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models.dtypes import autocast_dtype
-from shardwise.models.kinds.base import Kind
 from shardwise.models.names import in_use
 from shardwise.models.spec import ModelSpec
 

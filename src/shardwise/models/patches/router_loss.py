@@ -46,8 +46,9 @@ class RouterLoss:
     probability over those tokens. The loss is the sum over rows and layers of n_b times that, times
     coefficient / number of layers. Divided by the global number of target tokens it is the same for
     every split of rows over ranks and micro-batches. Where a row's tokens lie on several ranks, f_e
-    and n_b are of all of them, and P_e has a partial sum on each. transformers pools the tokens of all rows and
-    layers before it multiplies f_e by P_e, and that product depends on which rows share a forward.
+    and n_b are of all of them, and each rank has a partial sum of P_e. transformers pools the
+    tokens of all rows and layers before it multiplies f_e by P_e, and that product depends on which
+    rows share a forward.
     """
 
     def __init__(
