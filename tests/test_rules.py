@@ -563,7 +563,7 @@ def choices() -> dict[str, list[Any]]:
     return {
         **{key: values for key, values in found.items() if key not in LEFT_OUT},
         "parallel.pp": [1, 2],
-        "parallel.cp": [1, 2],
+        "parallel.cp": [1, 2, 3],
         "parallel.tp": [1, 2, 3],
         "parallel.dp_replicate": [1, 2],
         "parallel.memory_limit_gib": [None, 1.0],
