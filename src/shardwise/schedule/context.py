@@ -1,0 +1,151 @@
+"""How the tokens of a row are cut over the ranks of `cp`, and what attention sends then.
+
+A row is cut into chunks of equal length, in order of their place. A rank has one of them, or, with
+`zigzag`, one from the front and one from the back: of 4 ranks the first has chunks 0 and 7, the
+last 3 and 4. A query meets the keys before it, so the last chunk does most of the work; in pairs
+all ranks do the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Literal
+
+Way = Literal["ring", "gather", "ulysses"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A row in chunks, which `num_ranks` ranks share."""
+
+    num_ranks: int
+    zigzag: bool = False
+
+    @property
+    def chunks_per_rank(self) -> int:
+        """Return how many chunks each rank has."""
+        return 2 if self.zigzag else 1
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """Return the chunks of a rank, in the order of their place."""
+        return (rank, 2 * self.num_ranks - 1 - rank) if self.zigzag else (rank,)
+
+    def read(self, reader: int, owner: int, reach: int | None) -> tuple[int, ...]:
+        """Return the chunks of `owner` that queries of `reader` see.
+
+        `reach`: how many chunks before its own a query sees (see `reach_of`); None: all.
+        """
+        far = 2 * self.num_ranks if reach is None else reach
+        return tuple(
+            chunk
+            for chunk in self.chunks(owner)
+            if any(0 <= own - chunk <= far for own in self.chunks(reader))
+        )
+
+
+def reach_of(window: int | None, chunk_length: int) -> int | None:
+    """Return how many chunks before its own hold keys of a query's window; None without one."""
+    return None if window is None else -(-(window - 1) // chunk_length)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Attention of the tokens of one rank in one layer."""
+
+    num_tokens: int
+    """Tokens of this rank, in all rows: B T / n."""
+    num_heads: int
+    """N, of queries; with tensor parallelism those of this rank, as below."""
+    num_kv_heads: int
+    """K."""
+    key_size: int
+    value_size: int
+    itemsize: int
+    """Bytes of an element."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Return the bytes of this rank's keys and values."""
+        sizes = self.key_size + self.value_size
+        return self.num_tokens * self.num_kv_heads * sizes * self.itemsize
+
+    def bytes_by_heads(self, num_ranks: int) -> tuple[int, int]:
+        """Return the bytes of queries, keys and values, and of outputs, in an exchange of heads."""
+        per_head = self.num_tokens * self.itemsize
+        num_kv_heads = lcm(self.num_kv_heads, num_ranks)
+        queries = per_head * self.num_heads * self.key_size
+        keys = per_head * num_kv_heads * (self.key_size + self.value_size)
+        return queries + keys, per_head * self.num_heads * self.value_size
+
+
+Sent = tuple[int, int]
+"""Calls, and the bytes of what they are given."""
+
+
+def sent_by_ring(
+    shape: AttentionShape, cut: Cut, rank: int, window: int | None = None
+) -> dict[str, Sent]:
+    """Return what a rank sends, point to point, in a forward and in a backward.
+
+    A rank sends each other one the chunks of keys and values that it reads. In the backward it
+    sends them again, and gives back the gradients of what it read itself. Without a window rank r
+    of n, cut contiguously, sends its keys and values to the n - 1 - r ranks after it, and gradients
+    to the r before it: n (n - 1) / 2 times the keys and values of a rank in a forward of all ranks.
+    In zigzag it sends both its chunks to r ranks and the front one to n - 1 - r: 3 n (n - 1) / 4.
+    """
+    n, chunk_bytes = cut.num_ranks, shape.kv_bytes // cut.chunks_per_rank
+    chunk_length = shape.num_tokens // cut.chunks_per_rank
+    reach = reach_of(window, chunk_length)
+    others = [other for other in range(n) if other != rank]
+    given = [len(cut.read(other, rank, reach)) for other in others]
+    read = [len(cut.read(rank, other, reach)) for other in others]
+    calls, num_bytes = sum(map(bool, given)), sum(given) * chunk_bytes
+    back = calls + sum(map(bool, read)), num_bytes + sum(read) * chunk_bytes
+    return {"forward": (calls, num_bytes), "backward": back}
+
+
+def sent_by_gather(shape: AttentionShape, num_ranks: int) -> dict[str, dict[str, Sent]]:
+    """Return what a forward and a backward send: the bytes of the keys and values of all ranks.
+
+    The backward gathers them again, and adds up their gradients. (n-1)/n of each leave a rank.
+    """
+    each = 1, num_ranks * shape.kv_bytes
+    return {
+        "forward": {"all-gather": each},
+        "backward": {"all-gather": each, "reduce-scatter": each},
+    }
+
+
+def sent_by_ulysses(shape: AttentionShape, num_ranks: int) -> Sent:
+    """Return what a forward sends, and a backward as well, all to all.
+
+    Queries, keys and values are one message, outputs another one; (n-1)/n of each leave a rank.
+    """
+    return 2, sum(shape.bytes_by_heads(num_ranks))
+
+
+def best_way(shape: AttentionShape, num_ranks: int, contiguous: bool) -> Way:
+    """Return the way of `parallel.cp_attention: auto`.
+
+    `contiguous`: a recurrent layer needs tokens that lie one after the other, so no zigzag.
+
+    With n ranks, X the bytes of a rank's keys and values and Y those of its queries and outputs,
+    these bytes leave a rank on average in a forward and a backward of full attention:
+
+        gather                3 (n - 1) X                    one call each
+        ring, contiguous      3 (n - 1) X / 2                while it computes
+        ring, zigzag          9 (n - 1) X / 4                while it computes
+        ulysses               2 (n - 1) / n (X' + Y)         X' is X with lcm(K, n) heads for K
+
+    and the rank with the most work does (2 n - 1) / n of the mean if the cut is contiguous, except
+    with ulysses: up to twice the time of attention, which grows by T^2 while what is sent grows by
+    T. So ways of equal work come first, of these the one that sends less, and of the others the
+    ring. Ulysses needs n to divide the query heads. Gather always sends more than the ring; it is
+    for devices where one call costs less than several messages.
+    """
+    has_ulysses = shape.num_heads % num_ranks == 0
+    if contiguous:
+        return "ulysses" if has_ulysses else "ring"
+    by_heads = 2 * sum(shape.bytes_by_heads(num_ranks)) / num_ranks
+    return "ulysses" if has_ulysses and by_heads < 9 * shape.kv_bytes / 4 else "ring"

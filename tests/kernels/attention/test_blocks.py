@@ -1,0 +1,190 @@
+"""Fused attention of some queries on some keys equals all scores at once, merged or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from shardwise.kernels.attention import (
+    Merged,
+    Sight,
+    attend,
+    attend_backward,
+    blocks,
+    naive,
+    operators,
+)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def inputs(
+    num_queries: int,
+    num_keys: int,
+    heads: tuple[int, int] = (4, 2),
+    sizes: tuple[int, int] = (8, 8),
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k, v and a gradient of the output."""
+    key_size, value_size = sizes
+    q = drawn(2, heads[0], num_queries, key_size, dtype=dtype, seed=1)
+    k = drawn(2, heads[1], num_keys, key_size, dtype=dtype, seed=2)
+    v = drawn(2, heads[1], num_keys, value_size, dtype=dtype, seed=3)
+    return q, k, v, drawn(2, heads[0], num_queries, value_size, dtype=dtype, seed=4)
+
+
+def with_documents(sight: Sight, num_queries: int, num_keys: int) -> Sight:
+    """Return the sight with documents of up to 3 tokens, those of queries where keys have them."""
+    end = max(sight.offset + num_queries, num_keys)
+    begins = torch.rand(2, end + 40, generator=torch.Generator().manual_seed(5)) < 0.4
+    documents = begins.cumsum(1)
+    first = max(0, -sight.offset)
+    queries = documents[:, first + sight.offset :][:, :num_queries]
+    return sight._replace(query_documents=queries, key_documents=documents[:, first:][:, :num_keys])
+
+
+def check(q, k, v, of_out, sight, within: float) -> None:
+    out, lse = attend(q, k, v, sight)
+    reference_out, reference_lse = naive.attend(q, k, v, sight)
+    torch.testing.assert_close(out, reference_out.to(out.dtype), rtol=0, atol=within)
+    torch.testing.assert_close(lse, reference_lse, rtol=0, atol=within)
+    gradients = attend_backward(of_out, q, k, v, out.to(q.dtype), lse, sight)
+    wanted = naive.attend_backward(of_out, q, k, v, reference_out, reference_lse, sight)
+    for gradient, reference in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, reference.to(gradient.dtype), rtol=0, atol=within)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_queries=st.integers(1, 21),
+    num_keys=st.integers(1, 21),
+    offset=st.integers(-25, 25),
+    window=st.none() | st.integers(1, 25),
+    apart=st.booleans(),
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    sizes=st.sampled_from([(8, 8), (5, 3), (3, 5)]),
+)
+def test_equals_all_scores_at_once(num_queries, num_keys, offset, window, apart, heads, sizes):
+    sight = Sight(0.3, offset, window)
+    if apart:
+        sight = with_documents(sight, num_queries, num_keys)
+    check(*inputs(num_queries, num_keys, heads, sizes), sight, within=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 300, 600])
+@pytest.mark.parametrize("apart", [False, True])
+def test_more_queries_than_are_computed_together(window, apart):
+    num_tokens = blocks.QUERIES + 90
+    sight = Sight(0.3, 0, window)
+    if apart:
+        sight = with_documents(sight, num_tokens, num_tokens)
+    check(*inputs(num_tokens, num_tokens, (2, 1)), sight, within=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_inputs_of_16_bits(dtype, within, window):
+    q, k, v, of_out = inputs(9, 12, dtype=dtype)
+    sight = Sight(0.3, 3, window)
+    check(q, k, v, of_out, sight, within)
+    out, lse = attend(q, k, v, sight)
+    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+
+
+def test_the_reference_has_the_gradients_of_autograd():
+    q, k, v, of_out = inputs(5, 7)
+    sight = with_documents(Sight(0.3, 2, 4), 5, 7)
+    for x in (q, k, v):
+        x.requires_grad_()
+    out, lse = naive.attend(q, k, v, sight)
+    mask = sight.mask(5, 7, q.device)
+    other = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(out, other)
+    wanted = torch.autograd.grad(out, (q, k, v), of_out)
+    gradients = naive.attend_backward(of_out, q, k, v, out, lse, sight)
+    torch.testing.assert_close(gradients, wanted, rtol=0, atol=1e-12)
+
+
+def test_queries_that_see_no_key():
+    q, k, v, of_out = inputs(4, 3)
+    sight = Sight(0.3, offset=-2)
+    out, lse = attend(q, k, v, sight)
+    assert bool((out[:, :, :2] == 0).all())
+    assert bool((lse[:, :, :2] == -torch.inf).all())
+    gradients = attend_backward(of_out, q, k, v, out, lse, sight)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+    assert bool((gradients[0][:, :, :2] == 0).all())
+    nothing = attend(q, k, v, Sight(0.3, offset=-4))
+    assert bool((nothing[0] == 0).all())
+    assert bool((nothing[1] == -torch.inf).all())
+
+
+def merged_in_three(q, k, v, of_out) -> tuple[torch.Tensor, ...]:
+    """Return output and gradients of keys in three blocks, the last of which comes first."""
+    stretches = [slice(8, 13), slice(0, 3), slice(3, 8)]
+    sights = [Sight(0.3, offset=-stretch.start) for stretch in stretches]
+    merged = Merged(q, v)
+    for stretch, sight in zip(stretches, sights):
+        merged.add(slice(None), *attend(q, k[:, :, stretch], v[:, :, stretch], sight))
+    of_q, of_k, of_v = (torch.zeros_like(x) for x in (q, k, v))
+    for keys, sight in zip(stretches, sights):
+        some = (k[:, :, keys], v[:, :, keys])
+        gradients = attend_backward(of_out, q, *some, merged.out, merged.lse, sight)
+        of_q += gradients[0]
+        of_k[:, :, keys], of_v[:, :, keys] = gradients[1:]
+    return merged.out, of_q, of_k, of_v
+
+
+def differs_from_one_block() -> float:
+    q, k, v, of_out = inputs(13, 13)
+    sight = Sight(0.3)
+    out, lse = naive.attend(q, k, v, sight)
+    wanted = out, *naive.attend_backward(of_out, q, k, v, out, lse, sight)
+    pairs = zip(merged_in_three(q, k, v, of_out), wanted, strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def test_blocks_of_keys_merge_exactly():
+    assert differs_from_one_block() < 1e-12
+
+
+ADD = Merged.add
+
+
+def add_without_rescaling(self, queries, out, lse):
+    self.out[:, :, queries] += out
+    self.lse[:, :, queries] = torch.logaddexp(self.lse[:, :, queries], lse)
+
+
+def add_and_keep_the_last_lse(self, queries, out, lse):
+    ADD(self, queries, out, lse)
+    self.lse[:, :, queries] = lse
+
+
+@pytest.mark.parametrize("planted", [add_without_rescaling, add_and_keep_the_last_lse])
+def test_a_wrong_merge_is_seen(monkeypatch, planted):
+    monkeypatch.setattr(Merged, "add", planted)
+    assert not differs_from_one_block() < 1e-3
+
+
+def test_operators_on_cuda_take_what_they_are_given():
+    """Run the shape functions of torch's operators; no kernel runs."""
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    q, of_out, out = (torch.empty(2, 4, 40, 64, **meta) for _ in range(3))
+    k, v = (torch.empty(2, 2, 40, 64, **meta) for _ in range(2))
+    bias = operators._bias(torch.ones(40, 40, dtype=torch.bool, device="meta"), q)
+    for compute, backward, mask in (
+        (operators.flash, operators.flash_backward, None),
+        (operators.efficient, operators.efficient_backward, None),
+        (operators.efficient, operators.efficient_backward, bias),
+    ):
+        out, lse = compute(q, k, v, mask, mask is None, 0.3)
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+        gradients = backward(of_out, q, k, v, out, lse, mask, mask is None, 0.3)
+        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
