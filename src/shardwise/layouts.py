@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from itertools import product
+from typing import TYPE_CHECKING
 
 from shardwise.config import Parallel, RunConfig
+
+if TYPE_CHECKING:
+    from shardwise.schedule.context import ContextFacts
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the mesh, the slowest first: those that communicate most come last, within a node."""
@@ -81,6 +85,8 @@ class ModelFacts:
     """Whether such a module cuts stages of itself."""
     gives_cuts: bool = False
     """Whether such a module says how its weights are sharded."""
+    context: ContextFacts | None = None
+    """How the tokens of its rows are cut over ranks; None: such a module's cannot be."""
     kinds_without_context: tuple[str, ...] = ()
     """Kinds of its layers whose cores cannot have their tokens on several ranks."""
     most_earlier_tokens: int = 0

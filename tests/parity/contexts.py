@@ -22,15 +22,7 @@ WITH_CONTEXT = (
 """Families whose every kind of layer may have its tokens on several ranks."""
 COMPOSED = tuple(
     layout
-    for layout in (
-        "ddp-cp",
-        "zero1-cp",
-        "zero2-cp",
-        "fsdp1-cp",
-        "fsdp2-cp",
-        "cp-tp",
-        "cp-tp-sp",
-    )
+    for layout in ("ddp-cp", "zero1-cp", "zero2-cp", "fsdp1-cp", "fsdp2-cp", "cp-tp", "cp-tp-sp")
 )
 MODES = ("lora", "full")
 
@@ -41,5 +33,9 @@ CONTEXTS = (
         for family, mode in product(WITH_CONTEXT, MODES)
         if FAMILY_FACTS[family].keeps_documents_apart
     ),
-    *(Cell(family, layout, mode, 4) for family, layout, mode in product(FAMILIES, COMPOSED, MODES) if family in WITH_CONTEXT),
+    *(
+        Cell(family, layout, mode, 4)
+        for family, layout, mode in product(FAMILIES, COMPOSED, MODES)
+        if family in WITH_CONTEXT
+    ),
 )

@@ -32,6 +32,10 @@ class Parallel(Section):
     """Tensor: between the blocks of layers, each rank holds 1/tp of the tokens."""
     cp: int = 1
     """Context: the number of ranks over which the tokens of each row are cut."""
+    cp_attention: Literal["auto", "ring", "gather", "ulysses"] = "auto"
+    """Context: how attention meets the keys of other ranks. `ring`: keys and values go from rank to
+    rank while attention is computed. `gather`: all ranks gather all of them. `ulysses`: ranks
+    exchange tokens for heads. `auto`: the way of equal work that sends fewest bytes."""
     pp: int = 1
     """Pipeline: the number of ranks over which the layers are distributed."""
     schedule: Literal[

@@ -34,6 +34,11 @@ class ContextNeighbours:
         self.document_ids = document_ids
         self.isolated = isolated
 
+    @property
+    def documents(self) -> torch.Tensor | None:
+        """The documents [B, T n] that are kept apart; None: none are."""
+        return self.document_ids if self.isolated else None
+
     def earlier(self, x: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """See Neighbours."""
         return _Earlier.apply(x, num_tokens, self)
