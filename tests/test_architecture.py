@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "shardwise"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 ARROWS = {
-    "models": {"kernels"},
+    "models": {"kernels", "schedule"},
     "parallel": {"models", "kernels", "schedule"},
     "records": set(),
     "process": {"records"},
@@ -78,7 +78,8 @@ ARROWS = {
     },
     "benchmark": {"records"},
     "report": {"records", "schedule", "drawing"},
-    "interfaces": {"schedule"},
+    "interfaces": {"kernels", "schedule"},
+    "layouts": {"schedule"},
 }
 EVERYONE = {"config", "keys", "run_file", "interfaces", "ranges", "words", "layouts", "rules"}
 MOST_LINES = {
@@ -206,7 +207,11 @@ SET_ELSEWHERE = {
     "recompile_limit": "a setting of torch.compile",
     "fail_on_recompile_limit_hit": "a setting of torch.compile",
     "buffer": "the receive buffer of torch's pipeline stage",
-    "move": "what torch's autograd functions keep for their backward",
+    "_attn_implementation": "transformers makes no mask for attention that it does not know",
+    **dict.fromkeys(
+        ("move", "group", "neighbours", "num_others", "places", "exchange"),
+        "what torch's autograd functions keep for their backward",
+    ),
     **dict.fromkeys(
         ("isolated", "router_loss", "loss_in_head"), "a field of CausalLM that a patch sets"
     ),

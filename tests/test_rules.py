@@ -212,6 +212,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"cp": 2, "pp": 2, "memory_limit_gib": 8.0}},
         4,
     ),
+    "cp_attention without its strategy": ("llama", {"parallel": {"cp_attention": "ring"}}, 1),
     "pp with offload": ("llama", {"parallel": {**PIPELINE, "data": "fsdp2", "offload": "all"}}, 4),
     "stages per rank": ("llama", {"parallel": {**PIPELINE, "virtual_stages": 2}}, 2),
     "halved backwards with fsdp2 that reshards": (
@@ -301,6 +302,12 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     "sizes over tp": ("llama", {"parallel": {"tp": 3}}, 3),
     "compile with experts of odd widths": ("odd-experts", {"training": {"compile": "inductor"}}, 1),
     "cp with kinds that need complete rows": ("jamba", {"parallel": {"cp": 2}}, 2),
+    "ulysses over heads": ("llama", {"parallel": {"cp": 16, "cp_attention": "ulysses"}}, 16),
+    "sequence length over pairs of chunks": (
+        "llama",
+        {"parallel": {"cp": 2, "cp_attention": "ring"}, "data": {"sequence_length": 30}},
+        2,
+    ),
     "fewer tokens on a rank of cp than a convolution reads": (
         "qwen3_5",
         {"parallel": {"cp": 16}},
@@ -645,11 +652,12 @@ def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:
         sections["lora"] = {"r": 4, **adapters}
     needs = {
         "pp": PIPELINE_KEYS,
+        "cp": ("cp_attention",),
         "tp": ("sequence_parallel",),
         "fsdp2": FSDP2_KEYS,
         "fsdp1": ("fsdp1_wrap",),
     }
-    is_used = {"pp": parallel["pp"] > 1, "tp": parallel["tp"] > 1, parallel["data"]: True}
+    is_used = {axis: parallel[axis] > 1 for axis in ("pp", "cp", "tp")} | {parallel["data"]: True}
     for strategy, keys in needs.items():
         for key in keys:
             if not is_used.get(strategy):  # else hardly a draw would come to the rules on models
@@ -690,7 +698,7 @@ def test_a_layout_is_named_by_its_parts(name):
 
 def test_what_is_offered_is_what_no_rule_refuses():
     offered = rules.offered_layouts()
-    assert len(offered) == 29
+    assert len(offered) == 2 * 29  # each with and without `cp`
     assert {"single", "pp-fsdp2-tp-sp", "hsdp"} <= set(offered)
     assert not {"fsdp1-tp", "zero2-tp-sp", "pp-zero1", "pp-fsdp1-tp"} & set(offered)
 

@@ -92,7 +92,7 @@ def context_facts(hf: PreTrainedModel, spec: ModelSpec) -> ContextFacts:
     """Return how the tokens of a model's rows may be cut over ranks."""
     kinds = {block.kind for layer in spec.layers for block in layer.mixers}
     contiguous = any(kind.mixes_tokens and not kind.is_attention for kind in kinds)
-    cores = [kind.cores(hf.config)[0] for kind in kinds if kind.is_attention]
+    cores = [core for kind in kinds if kind.is_attention for core in kind.cores(hf.config)]
     if not cores:
         return ContextFacts(contiguous, None)
     # Kinds of attention of one model have the same heads.

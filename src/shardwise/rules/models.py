@@ -24,10 +24,6 @@ def _unknown_kinds(case: Case) -> list[str]:
     return sorted(set(kinds) - set(case.model.kinds)) if isinstance(kinds, list) else []
 
 
-def _tokens_of_a_rank(case: Case) -> int:
-    return case.cfg.data.sequence_length // case.parallel.cp
-
-
 def _num_stages(case: Case) -> int:
     return case.parallel.pp * case.parallel.num_virtual
 
@@ -239,41 +235,6 @@ RULES = (
         ),
         way_out=_sizes_of_tp,
         why="a rank computes whole heads or channels",
-    ),
-    Rule(
-        "cp with kinds that need complete rows",
-        applies=lambda case: case.parallel.cp > 1 and bool(case.model.kinds_without_context),
-        problem=lambda case: (
-            f"parallel.cp is {case.parallel.cp}, but {case.model.family}'s layers "
-            f"({', '.join(sorted(case.model.kinds_without_context))}) need complete rows"
-        ),
-        way_out="set parallel.cp to 1",
-        why="their cores pass no state from one rank to the next",
-    ),
-    Rule(
-        "fewer tokens on a rank of cp than a convolution reads",
-        applies=lambda case: (
-            case.parallel.cp > 1 and _tokens_of_a_rank(case) < case.model.most_earlier_tokens
-        ),
-        problem=lambda case: (
-            f"parallel.cp leaves a rank {_tokens_of_a_rank(case)} tokens of a row, and "
-            f"convolutions read {case.model.most_earlier_tokens} before their own"
-        ),
-        way_out=lambda case: (
-            "lower parallel.cp, or set data.sequence_length to "
-            f"{case.parallel.cp * case.model.most_earlier_tokens} or more"
-        ),
-        why="a rank gets these tokens from the one before it alone",
-    ),
-    Rule(
-        "cp with positions that the longest row scales",
-        applies=lambda case: case.parallel.cp > 1 and case.model.scaled_positions is not None,
-        problem=(
-            "parallel.cp is {parallel.cp}, but {model.family} scales its positions by the longest "
-            "row at hand (rope_type {model.scaled_positions})"
-        ),
-        way_out="set parallel.cp to 1",
-        why="each rank would scale by the last of its own tokens",
     ),
     Rule(
         "compile with experts of odd widths",

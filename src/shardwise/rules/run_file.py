@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shardwise.config import Data, Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
-from shardwise.rules import duration
+from shardwise.rules import context, duration
 from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
@@ -53,17 +53,6 @@ def _without_tensor(key: str, is_set: Callable[[Case], bool], way_out: str) -> R
         applies=lambda case: case.parallel.tp > 1 and is_set(case),
         problem=f"{key} is {{cfg.{key}}}, which is not proven with tensor parallelism",
         way_out=f"{way_out}, or set parallel.tp to 1",
-        why="no cell of the parity matrix runs both",
-    )
-
-
-def _without_context(key: str, is_set: Callable[[Case], bool], way_out: str) -> Rule:
-    """Return the rule that context parallelism is not offered together with a key."""
-    return Rule(
-        f"cp with {key}",
-        applies=lambda case: case.parallel.cp > 1 and is_set(case),
-        problem=f"{key} is {{cfg.{key}}}, which is not proven with context parallelism",
-        way_out=f"{way_out}, or set parallel.cp to 1",
         why="no cell of the parity matrix runs both",
     )
 
@@ -124,6 +113,12 @@ RULES = (
         lambda case: case.parallel.tp > 1,
         "tensor parallelism",
         "set parallel.tp to 2 or more",
+    ),
+    _belongs_to(
+        "cp_attention",
+        lambda case: case.parallel.cp > 1,
+        "context parallelism",
+        "set parallel.cp to 2 or more",
     ),
     _belongs_to("dp_replicate", _is_fsdp2, "parallel.data fsdp2 (HSDP)", "leave it at 1"),
     _belongs_to("reshard_after_forward", _is_fsdp2, "parallel.data fsdp2", "leave it at true"),
@@ -270,25 +265,7 @@ RULES = (
         ),
         why="each rank computes as many tokens of a row",
     ),
-    _without_context("training.compile", _is_compiled, "set it to none"),
-    _without_context(
-        "parallel.offload", lambda case: case.parallel.offload != "none", "set it to none"
-    ),
-    _without_context(
-        "training.precision", lambda case: case.training.precision == "float16", "use bfloat16"
-    ),
-    _without_context(
-        "model.sdpa_backend", lambda case: case.cfg.model.sdpa_backend != "auto", "set it to auto"
-    ),
-    Rule(
-        "cp with a memory limit",
-        applies=lambda case: case.parallel.cp > 1 and case.parallel.memory_limit_gib is not None,
-        problem=(
-            "parallel.memory_limit_gib counts complete rows, not a context-parallel rank's part"
-        ),
-        way_out="leave it out, or set parallel.cp to 1",
-        why="costs of units are those of complete rows",
-    ),
+    *context.RULES,
     Rule(
         "pp on an old torch",
         applies=lambda case: _is_pipeline(case) and case.facts.torch_version < PIPELINE_TORCH,
