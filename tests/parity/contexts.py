@@ -1,41 +1,61 @@
-"""Cells of context parallelism."""
+"""Which cells there are of context parallelism; part of `cells.ALL`."""
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterator
 
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
-from tests.parity.harness import FAMILIES, Cell
+from shardwise.schedule.orders import ORDERS
+from tests.parity.harness import Cell
 
-# Their recurrent layers, if they have any, are of the gated delta rule or short convolutions.
-WITH_CONTEXT = (
-    "llama",
-    "qwen3_5_text",
-    "qwen3_next",
-    "olmo_hybrid",
-    "qwen3",
-    "olmo2",
-    "qwen3_moe",
-    "lfm2",
-    "gpt2",
+FAMILIES = (
+    *("llama", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "qwen3", "olmo2", "qwen3_moe"),
+    *("lfm2", "gpt2"),
 )
-"""Families whose every kind of layer may have its tokens on several ranks."""
-COMPOSED = tuple(
-    layout
-    for layout in ("ddp-cp", "zero1-cp", "zero2-cp", "fsdp1-cp", "fsdp2-cp", "cp-tp", "cp-tp-sp")
-)
+"""Those whose every kind of layer can have its tokens on several ranks."""
+ONLY_ATTENTION = ("llama", "qwen3", "olmo2", "qwen3_moe", "gpt2")
+"""Those whose rows are cut in pairs of chunks, except with `ulysses`."""
+COMPOSED = {
+    **dict.fromkeys(("ddp-cp", "zero1-cp", "zero2-cp", "fsdp1-cp", "fsdp2-cp", "hsdp-cp"), 4),
+    **dict.fromkeys(("cp-tp", "cp-tp-sp", "pp-cp"), 4),
+    **dict.fromkeys(("fsdp2-cp-tp", "pp-fsdp2-cp", "pp-cp-tp-sp"), 8),
+}
+"""Layouts of other axes too, of 2 ranks each, and their processes."""
 MODES = ("lora", "full")
 
-CONTEXTS = (
-    *(Cell(family, "cp", mode, n) for family, mode, n in product(WITH_CONTEXT, MODES, (2, 4))),
-    *(
-        Cell(family, "cp", mode, 4, "isolated")
-        for family, mode in product(WITH_CONTEXT, MODES)
-        if FAMILY_FACTS[family].keeps_documents_apart
-    ),
-    *(
-        Cell(family, layout, mode, 4)
-        for family, layout, mode in product(FAMILIES, COMPOSED, MODES)
-        if family in WITH_CONTEXT
-    ),
+
+def _all() -> Iterator[Cell]:
+    for mode in MODES:
+        for family in FAMILIES:
+            for num_ranks in (2, 4):
+                yield Cell(family, "cp", mode, num_ranks)
+            if FAMILY_FACTS[family].keeps_documents_apart:
+                yield Cell(family, "cp", mode, 4, "isolated")
+            if family in ONLY_ATTENTION:
+                yield Cell(family, "cp", mode, 4, "ring")
+                yield Cell(family, "cp", mode, 4, "gather")
+            for layout, num_ranks in COMPOSED.items():
+                schedule = "1f1b" if layout.startswith("pp") else ""
+                yield Cell(family, layout, mode, num_ranks, schedule=schedule)
+        for schedule in ORDERS:
+            if schedule != "1f1b":
+                yield Cell("qwen3_5_text", "pp-cp", mode, 4, schedule=schedule)
+    yield Cell("llama", "cp", "lora", 4, "isolated-ring")
+    for variant in ("checkpointing", "dropout", "ring", "gather"):
+        yield Cell("qwen3_5_text", "cp", "lora", 2, variant)
+
+
+CONTEXTS = tuple(_all())
+FIXED = (
+    Cell("qwen3_5_text", "cp", "full", 4, "isolated"),
+    Cell("llama", "cp", "lora", 4, "isolated-ring"),
+    Cell("gpt2", "cp", "full", 2, "ring"),
+    Cell("qwen3_5_text", "cp", "lora", 2, "gather"),
+    Cell("qwen3_moe", "cp", "full", 2),
+    Cell("qwen3_5_text", "cp", "lora", 2, "dropout"),
+    Cell("qwen3_5_text", "cp-tp-sp", "lora", 4),
+    Cell("qwen3_5_text", "pp-cp", "full", 4, schedule="1f1b"),
+    Cell("qwen3_5_text", "fsdp2-cp", "full", 4),
 )
+"""What `make test` runs: states and documents, chunks in pairs, each way of attention, the router loss, dropout, and
+beside each other axis."""

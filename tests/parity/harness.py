@@ -102,6 +102,8 @@ SOME_LAYERS = {
 }
 """Targets of LoRA in the variants of these names."""
 GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, Rows.length, 0.1
+CONTEXT_WAYS = ("ring", "gather")
+"""Variants, which may follow another one: `parallel.cp_attention`."""
 STILL = "still"
 """Variant of a control: float32, at the learning rate of the bfloat16 cells."""
 OVERFLOWING_SCALE = 2.0**22
@@ -187,8 +189,10 @@ class Cell:
             "naive",
             "offload-optimizer",
             "offload-all",
+            *CONTEXT_WAYS,
         )
         variant = "" if self.variant in same else self.variant.removeprefix("checkpointing-")
+        variant = variant.removesuffix("-ring")
         # A micro-batch of another size rounds otherwise: on one process too it moves the smallest
         # gradients of full training, those of A_log (3.5e-5), by 1e-5 of them. Adapters have none
         # so small, and show that size is free.
@@ -253,6 +257,7 @@ def _parallel(cell: Cell) -> Parallel:
     pipeline: dict[str, Any] = {
         "pp": cell.pp,
         "cp": cell.cp,
+        "cp_attention": way if (way := cell.variant.rpartition("-")[2]) in CONTEXT_WAYS else "auto",
         "tp": cell.tp,
         "sequence_parallel": cell.layout.endswith("-sp"),
     }
