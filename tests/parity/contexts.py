@@ -49,7 +49,7 @@ CONTEXTS = tuple(_all())
 FIXED = (
     Cell("qwen3_5_text", "cp", "full", 4, "isolated"),
     Cell("llama", "cp", "lora", 4, "isolated-ring"),
-    Cell("gpt2", "cp", "full", 2, "ring"),
+    Cell("gpt2", "cp", "full", 4, "ring"),
     Cell("qwen3_5_text", "cp", "lora", 2, "gather"),
     Cell("qwen3_moe", "cp", "full", 2),
     Cell("qwen3_5_text", "cp", "lora", 2, "dropout"),
@@ -57,5 +57,5 @@ FIXED = (
     Cell("qwen3_5_text", "pp-cp", "full", 4, schedule="1f1b"),
     Cell("qwen3_5_text", "fsdp2-cp", "full", 4),
 )
-"""What `make test` runs: states and documents, chunks in pairs, each way of attention, the router loss, dropout, and
-beside each other axis."""
+"""What `make test` runs: states and documents, chunks in pairs, each way of attention, the router
+loss, dropout, and beside each other axis."""
