@@ -87,10 +87,10 @@ MOST_LINES = {
     "cli commands library __main__ __init__": 1_000,
     "presets": 300,
     "assembly training checkpoint process launch": 5_600,
-    "models": 7_400,
+    "models": 7_650,
     "parallel": 2_900,
-    "data": 3_450,
-    "kernels": 4_300,
+    "data": 3_730,
+    "kernels": 6_600,
     "planner schedule metrics": 4_000,
     "proof": 1_100,
     "benchmark report drawing records": 5_100,
@@ -175,7 +175,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 3_500
+    assert lines <= 3_700
 
 
 def every_source() -> list[Path]:
@@ -197,13 +197,13 @@ def sections() -> list[type]:
 
 SET_ELSEWHERE = {
     "forward": "to replace it is what a patch is: names and modules stay",
-    "training": "torch's switch, for the length of one forward",
     "nf": "transformers' number of a Conv1D's outputs, which a rank has some of",
     "grad": "torch's gradient",
     "grad_dtype": "torch's dtype of a gradient that is added up",
     "_gradient_predivide_factor": "fsdp1 has no public switch from means to sums",
     "_gradient_postdivide_factor": "fsdp1 has no public switch from means to sums",
     "require_backward_grad_sync": "ddp's switch, outside of its `no_sync` context",
+    "find_packed_sequence_indices": "transformers has no switch for its search, see masks.py",
     "recompile_limit": "a setting of torch.compile",
     "fail_on_recompile_limit_hit": "a setting of torch.compile",
     "buffer": "the receive buffer of torch's pipeline stage",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import get_type_hints
 
@@ -12,6 +13,7 @@ import yaml
 from shardwise import config, keys, rules
 from shardwise.benchmark.sweep import read_sweep
 from shardwise.config import UserError
+from shardwise.library import read_config
 from shardwise.ranges import RANGES
 from shardwise.run_file import MOST_BYTES, _PlainData, load_config, without_removed
 
@@ -179,6 +181,10 @@ def test_an_unknown_section_of_an_override_is_not_blamed_on_the_file(tmp_path):
 
 
 def test_steps_are_a_hundred_unless_epochs_say_how_many():
-    assert config.Training("out").steps == 100
-    assert config.Training("out", epochs=0.5).steps is None
-    assert config.Training("out", steps=3).epochs is None
+    training = config.Training("out")
+    assert training.num_steps == 100
+    assert config.Training("out", steps=3).num_steps == 3
+    assert replace(training, epochs=0.5).num_steps is None
+    cfg = config.RunConfig(config.Model("m"), config.Data("d"), training)
+    overridden = read_config(cfg, ["--training.epochs=0.5"], {})
+    assert (overridden.training.num_steps, overridden.training.epochs) == (None, 0.5)

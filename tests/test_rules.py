@@ -582,16 +582,8 @@ def choices() -> dict[str, list[Any]]:
 
 
 LEFT_OUT = {
-    *(
-        "model.init",
-        "model.trust_remote_code",
-        "model.slow_cores",
-        "data.format",
-        "data.on_error",
-        "data.streaming",
-        "optimizer.name",
-        "optimizer.lr_schedule",
-    ),
+    *("model.init", "model.trust_remote_code", "model.slow_cores"),
+    *("data.on_error", "optimizer.name"),
     *(
         "training.device",
         "training.overwrite",
@@ -662,7 +654,8 @@ def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:
         for key in keys:
             if not is_used.get(strategy):  # else hardly a draw would come to the rules on models
                 parallel.pop(key, None)
-    sections["data"] |= {"validation": 0.1}
+    # Of a stream no share can be held out; else no draw with one would come to another rule.
+    sections["data"] |= {"validation": "held-out" if sections["data"]["streaming"] else 0.1}
     cfg = run_of(folder_of(values["family"]), sections)
     return cfg, cfg.parallel.ranks_of_a_model * cfg.parallel.dp_replicate * values["copies"]
 

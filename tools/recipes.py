@@ -38,8 +38,9 @@ published shape of the model. **Activations come on top**: they grow with `data.
 
 """
 TAIL = """
-Every layout is [proven](../concepts/parity.md) for the model's family at a small size. No recipe
-has been run on GPUs at its full size, so treat batch sizes and learning rates as a start.
+Every layout is [proven](../concepts/parity.md) for the model's family at a small size, and
+[`shardwise prove`](proving.md) is run on every recipe with the published shape made small. No
+recipe has been run on GPUs at its full size, so treat batch sizes and learning rates as a start.
 
 This page is written by `tools/recipes.py` from `src/shardwise/presets/recipes.yaml`.
 """

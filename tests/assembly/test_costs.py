@@ -13,6 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from shardwise.assembly.costs import choose_split, costs_of
 from shardwise.assembly.optimizer import make_optimizer
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training, UserError
+from shardwise.kernels.dynamic_conv import dynamic_conv
 from shardwise.metrics.flops import hardware_flops_per_token
 from shardwise.models import load, lora
 from shardwise.models.counts import count_model
@@ -118,12 +119,11 @@ def test_kernels_that_a_layer_generates_are_kept_as_what_comes_out_of_a_product(
         2 * (64 + 48) + 2 * (64 + 128) + 2 * (64 + 4) + generator + (128 + 64) + 3 * (64 + 172)
     )
     assert costs(cfg)[1].activation_bytes == 4 * linears * 2 * LENGTH
-    # What the convolution does keep: that, its values with 3 tokens of padding, and what its
-    # activation is given.
-    convolution = load.load_whole(cfg.model, load.read_config(cfg.model)).get_submodule(
+    # What the convolution does keep: that and its values.
+    make_kernels = load.load_whole(cfg.model, load.read_config(cfg.model)).get_submodule(
         "model.layers.0.self_attn.dynamic_conv1d"
     )
-    weights = {p.data_ptr() for p in convolution.parameters()}
+    weights = {p.data_ptr() for p in make_kernels.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,8 +134,8 @@ def test_kernels_that_a_layer_generates_are_kept_as_what_comes_out_of_a_product(
 
     values, hidden = (torch.randn(2, LENGTH, size, requires_grad=True) for size in (128, 64))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = convolution(values, hidden)
-    assert sum(kept.values()) == 4 * 2 * (LENGTH * generator + (LENGTH + 3) * 128 + LENGTH * 128)
+        out = dynamic_conv(values, make_kernels(hidden), "silu")
+    assert sum(kept.values()) == 4 * 2 * LENGTH * (generator + 128)
     assert out.requires_grad
 
 

@@ -1,4 +1,5 @@
-"""ORDER replaces the same forwards in the stages of a profile as in the model of a run."""
+"""ORDER replaces the same forwards in the stages of a profile, or of a caller's module, as in the
+model of a run."""
 
 from __future__ import annotations
 
@@ -10,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from examples import own_module
 from torch import nn
 
 from shardwise.assembly import order
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
+from shardwise.assembly.own import own_parts, own_state
 from shardwise.config import Lora, Parallel, RunConfig
 from shardwise.interfaces import Part
+from shardwise.library import CALLERS_KEYS, read_config
 from shardwise.models.names import is_adapter
+from shardwise.models.own import OwnModel
 from shardwise.models.patches import cores
 from shardwise.models.stage import Stage
 from shardwise.parallel.mesh import build_mesh
@@ -82,8 +87,9 @@ def replaced(parts: Iterable[Part]) -> Replaced:
             )
             if not is_absent:
                 modules[path] = list(_traits(module))
-        modules[""].append(f"router loss: {part.router_loss is not None}")
-        modules[""].append(f"experts: {part.hf.config._experts_implementation}")
+        if not part.spec.is_own:
+            modules[""].append(f"router loss: {part.router_loss is not None}")
+            modules[""].append(f"experts: {part.hf.config._experts_implementation}")
     return modules
 
 
@@ -145,6 +151,31 @@ def test_a_profile_and_a_run_replace_the_same_functions_of_the_same_modules(name
 def test_a_row_of_the_order_that_a_profile_leaves_out_is_seen(row):
     ((run, profile),) = run_ranks(1, of_run_and_profile, CASES[SHOWN_BY[row]], row)
     assert profile != run
+
+
+def of_own_module_and_stages(left_out: str = "") -> tuple[Replaced, Replaced]:
+    """Return what is replaced in a caller's module and in its two stages, which lack one row."""
+    cfg = read_config(own_module.CONFIG, ["--training.checkpointing=full"], CALLERS_KEYS)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    complete, own = (OwnModel.of(own_module.Classifier()) for _ in range(2))
+    pm = build(cfg, mesh, own_state(cfg, complete), own=complete).pm
+    boundaries = [0, 1 + own_module.DEPTH // 2, own_module.DEPTH + 2]
+    stages = replace(pm, parts=own_parts(cfg, own, boundaries, range(2)))
+    for row in order.BEFORE_LOADING:
+        if row.is_requested(cfg) and row.name != left_out:
+            stages = row.apply(stages, mesh, cfg, own.spec)
+    return replaced(pm.parts), replaced(stages.parts)
+
+
+def test_stages_of_an_own_module_have_what_the_module_has():
+    ((complete, stages),) = run_ranks(1, of_own_module_and_stages)
+    assert stages == complete
+
+
+@pytest.mark.parametrize("row", ["dropout masks by row", "activation checkpointing"])
+def test_a_row_of_the_order_that_stages_of_an_own_module_lack_is_seen(row):
+    ((complete, stages),) = run_ranks(1, of_own_module_and_stages, row)
+    assert stages != complete
 
 
 def test_lora_is_a_row_of_the_order(monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -54,12 +56,15 @@ def test_a_run_file_names_the_schema_beside_it_and_describes_each_key(folder):
 def test_a_folder_or_hub_id_and_data_take_their_places(folder, capsys):
     (folder / "mine").mkdir()
     (folder / "mine" / "config.json").write_text("{}")
+    for name in ("a.jsonl", "b: c.jsonl"):
+        (folder / name).write_text('{"text": "x"}\n')
     assert cli.main(["init", "--model", "mine", "--data", "a.jsonl", "b: c.jsonl"]) == 0
     cfg = load_config("run.yaml")
     assert (cfg.model.path, cfg.model.init, cfg.model.dtype) == ("mine", "weights", "bfloat16")
     assert cfg.data.train == ["a.jsonl", "b: c.jsonl"]
     assert cfg.lora is not None
-    assert set(content(folder)) == {"mine/config.json", "run.yaml", "run-file.schema.json"}
+    written = {"run.yaml", "run-file.schema.json"}
+    assert set(content(folder)) == {"mine/config.json", "a.jsonl", "b: c.jsonl", *written}
     assert cli.main(["init", "hub.yaml", "--model", "owner/name", "--data", "a.jsonl"]) == 0
     assert load_config("hub.yaml").model.path == "owner/name"
     assert capsys.readouterr().out.endswith("next: shardwise train hub.yaml\n")
@@ -91,6 +96,19 @@ def test_the_list_has_every_recipe_and_preset(capsys):
     assert all(f"  {path.name}\n" in out for path in MODELS.iterdir())
 
 
+FILES = {
+    "empty.jsonl": "\n",
+    "broken.jsonl": "{\n",
+    "broken.parquet": "PAR1",
+    "words.jsonl": '{"words": "x"}',
+    "alpaca.jsonl": '{"instruction": "x", "input": "y", "output": "z"}',
+    "text.jsonl": '{"text": "x"}',
+    "chat.jsonl": '{"messages": [{"role": "user", "content": "x"}]}',
+    "splits/train.jsonl": '{"text": "x"}',
+    "splits/test.jsonl": '{"text": "x"}',
+}
+
+
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
@@ -107,6 +125,14 @@ def test_the_list_has_every_recipe_and_preset(capsys):
         (["new.yaml", "--model", "./tiny-lfm2"], "no config.json here"),
         (["--list", "new.yaml"], "--list writes nothing"),
         (["new.yaml", "--data"], "argument --data: expected at least one argument"),
+        (["new.yaml", "--data", "none.jsonl"], "--data: none.jsonl matches no file"),
+        (["new.yaml", "--data", "empty.jsonl"], "--data: no document in empty.jsonl"),
+        (["new.yaml", "--data", "broken.jsonl"], "broken.jsonl:1: not JSON"),
+        (["new.yaml", "--data", "words.jsonl"], "the fields of its first document are words,"),
+        (["new.yaml", "--data", "alpaca.jsonl"], "set data.format and data.fields yourself"),
+        (["new.yaml", "--data", "text.jsonl", "chat.jsonl"], "give data of one form"),
+        (["new.yaml", "--data", "broken.parquet"], "broken.parquet: cannot be read as PARQUET"),
+        (["new.yaml", "--data", "splits"], "splits has the splits train, test"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -114,6 +140,9 @@ def test_a_mistake_is_one_line_and_nothing_is_written(arguments, fragment, folde
     (folder / "run.yaml").write_text("mine")
     (folder / "corpus.jsonl").write_text("mine")
     (folder / "tiny-lfm2").mkdir()
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
     before = content(folder)
     assert cli.main(["init", *arguments]) == 2
     out, error = capsys.readouterr()
@@ -123,6 +152,48 @@ def test_a_mistake_is_one_line_and_nothing_is_written(arguments, fragment, folde
 
 
 def test_yaml_that_looks_like_another_type_stays_text(folder):
+    for name in ("yes", "1.5", "a #b", "{c"):
+        (folder / name).write_text("words")
     assert cli.main(["init", "--model", "owner/name", "--data", "yes", "1.5", "a #b", "{c"]) == 0
     written = yaml.safe_load((folder / "run.yaml").read_text(encoding="utf-8"))
     assert written["data"]["train"] == ["yes", "1.5", "a #b", "{c"]
+
+
+CHAT = {"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "2+2="}, {"from": "gpt", "value": "4"}]}
+
+
+@pytest.mark.parametrize(
+    ("document", "keys"),
+    [
+        (CHAT, {"format": "chat"}),
+        (SHAREGPT, {"format": "chat", "fields": {"messages": "conversations"}}),
+        ({"prompt": "2+2=", "completion": "4"}, {"format": "completion"}),
+        (
+            {"instruction": "2+2=", "output": "4"},
+            {"format": "completion", "fields": {"prompt": "instruction", "completion": "output"}},
+        ),
+        ({"id": 1, "text": "2+2=4"}, {"format": "text"}),
+    ],
+    ids=lambda value: "-".join(value) if "format" not in value else "",
+)
+def test_the_format_is_that_of_the_first_document(folder, document, keys):
+    (folder / "a.jsonl").write_text(json.dumps(document) + "\n{")  # the rest is not read
+    pq.write_table(pa.Table.from_pylist([document]), folder / "b.parquet")
+    for name in ("a.jsonl", "b.parquet"):
+        run_file = f"{name}.yaml"
+        assert cli.main(["init", run_file, "--model", "owner/name", "--data", name]) == 0
+        data = yaml.safe_load((folder / run_file).read_text(encoding="utf-8"))["data"]
+        assert {key: data.get(key) for key in keys} == keys
+
+
+def test_data_of_the_hub_is_not_read(folder):
+    assert cli.main(["init", "--model", "owner/name", "--data", "owner/data"]) == 0
+    assert load_config("run.yaml").data.format == "text"
+
+
+def test_a_preset_trains_on_chats_at_once(folder):
+    (folder / "chats.jsonl").write_text(f"{json.dumps(CHAT)}\n" * 40)
+    assert cli.main(["init", "--model", "tiny-lfm2", "--data", "chats.jsonl"]) == 0
+    done = run_command(["train", "run.yaml", "--training.steps=2", "--training.eval_every=0"])
+    assert done.returncode == 0, done.stderr

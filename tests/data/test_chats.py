@@ -219,6 +219,16 @@ def test_a_calls_words_and_a_contents_words_are_both_there():
         find_turns(renderer(either, tools=[]), (user("Add."), both))
 
 
+def test_thoughts_before_a_call_may_be_left_out():
+    thoughtful = {**CALL, "reasoning_content": "I must add."}
+    messages = (user("Add."), thoughtful)
+    render = renderer(TOOLS, tools=[])
+    assert find_turns(render, messages)[1] == find_turns(render, (user("Add."), CALL))[1]
+    alone = {"role": "assistant", "content": "", "reasoning_content": "I must add."}
+    with pytest.raises(Undecidable, match="leaves out what message 2 says"):
+        find_turns(render, (user("Add."), alone))
+
+
 def test_the_words_of_others_are_there():
     no_user = ONE_LINE.replace(
         "{{ m.content }}", "{% if m.role != 'user' %}{{ m.content }}{% endif %}"

@@ -90,23 +90,25 @@ def test_folder_of_a_dataset_that_its_readme_describes(tmp_path: Path) -> None:
     assert texts(open_corpus(str(tmp_path), data())) == ["of the train split"]
 
 
-def test_saved_dataset_with_splits_gives_its_train_split(tmp_path: Path) -> None:
+def test_a_saved_dataset_with_several_splits_must_name_one(tmp_path: Path) -> None:
     splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "test")}
     datasets.disable_progress_bar()
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "both"))
     datasets.DatasetDict(test=splits["test"]).save_to_disk(str(tmp_path / "one"))
     datasets.enable_progress_bar()
-    assert texts(open_corpus(str(tmp_path / "both"), data())) == ["train"]
+    assert texts(open_corpus(str(tmp_path / "one"), data())) == ["test"]
     assert texts(open_corpus(str(tmp_path / "both" / "test"), data())) == ["test"]
     both = str(tmp_path / "both")
     assert texts(open_corpus(f"{both}::test", data())) == ["test"]
     assert texts(open_corpus([f"{both}::train", f"{both}::test"], data())) == ["train", "test"]
     with pytest.raises(UserError, match=r"both was saved to disk without configurations; .*::test"):
         open_corpus(f"{both}:de:test", data())
-    with pytest.raises(UserError, match=r"both has no split dev, only train, test; .*both::train"):
+    with pytest.raises(UserError, match=r"both has no split dev: train, test; .*both::train"):
         open_corpus(f"{both}::dev", data())
-    with pytest.raises(UserError, match=r"one has no split train, only test; .*one::test"):
-        open_corpus(str(tmp_path / "one"), data())
+    with pytest.raises(UserError, match=r"both has several splits: train, test; .*both::train"):
+        open_corpus(both, data())
+    with pytest.raises(UserError, match=r"one has no split train: test; .*one::test"):
+        open_corpus(f"{tmp_path / 'one'}::train", data())
 
 
 def test_the_first_documents_of_all_sources_or_of_each_weighted_entry(

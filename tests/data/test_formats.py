@@ -299,9 +299,17 @@ def test_a_question_as_the_template_writes_it(
     data = Data(train="unused", format="chat", tools=str(tools))
     prompt = ChatFormat.of(chat, data).prompt("hi")
     assert chat.decode(prompt) == f"add;<|im_start|>user\nhi<|im_end|>\n{HEADER}"
-    refusing = chat_tokenizer(tokenizer, "{{ raise_exception('no') }}")
-    with pytest.raises(UserError, match=r"^training\.sample: .*\(no\); leave it out"):
-        ChatFormat.of(refusing, Data(train="unused", format="chat")).prompt("hi")
+    raising = "{{ raise_exception('no') }}"
+    of_questions = f"{{% if messages[-1].role == 'user' %}}{raising}{{% endif %}}{CHATML}"
+    for template, message in (
+        (raising, r"^the chat template refuses a plain question \(no\); correct it"),
+        (of_questions, r"^training\.sample: .*\(no\); leave it out"),
+    ):
+        refusing = ChatFormat.of(
+            chat_tokenizer(tokenizer, template), Data(train="unused", format="chat")
+        )
+        with pytest.raises(UserError, match=message):
+            refusing.prompt("hi")
 
 
 def test_a_header_that_no_generation_prompt_writes_is_not_learnt(
@@ -385,6 +393,7 @@ def test_what_the_assistant_says_is_what_is_learnt(
     ("record", "reason", "message"),
     [
         ({"text": "a"}, "missing field", r"no field 'messages'; .* text; .*data\.format"),
+        ({"conversations": []}, "missing field", r"set data\.fields: .messages: conversations"),
         ({"messages": "hi"}, "bad chat", "'messages' is not a list of objects; "),
         ({"messages": []}, "bad chat", "'messages' is not a list of objects; "),
         ({"messages": [{"role": "user"}]}, "bad chat", "message 1 has no field 'content'; "),

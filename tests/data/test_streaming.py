@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
         lines = (json.dumps({"text": row, "id": shard}) for row in rows)
         write(path / f"train-{shard}.jsonl", "\n".join(lines))
     write(path / "test-0.jsonl", '{"text": "xx", "id": 1}\n{"text": "yy", "id": 2}')
-    return str(path)
+    return f"{path}::train"
 
 
 def read(
@@ -143,7 +143,7 @@ def test_a_split_for_validation_is_streamed_too(
     cfg = run_config(
         folder,
         streaming=True,
-        validation=f"{folder}::test",
+        validation=folder.replace("::train", "::test"),
         packing="none",
         sequence_length=1,
         global_batch_size=2,

@@ -70,6 +70,7 @@ def test_existing_path_with_glob_characters_is_taken_literally(tmp_path: Path) -
         (["here.txt", "*.jsonl"], r"data.train: \*.jsonl matches no file; .*"),
         ("empty", "data.train: empty has no file .*; .*"),
         ([], "data.train is an empty list; .*"),
+        ("::train", "data.train: ::train matches no file; .*"),
     ],
 )
 def test_pattern_without_files(

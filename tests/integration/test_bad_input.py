@@ -53,6 +53,10 @@ CASES = {
         ["--training.steps=null", "--training.epochs=0"],
         r"training.epochs is 0.0; give at least",
     ),
+    "an empty name": (
+        ['--data.train=[corpus.jsonl, ""]'],
+        r"data.train has an empty name; give files",
+    ),
     "no documents": (["--data.max_documents=0"], r"data.max_documents is 0; give at least 1"),
     "a file as a stream": (
         ["--data.streaming=true", "--data.validation=0"],

@@ -55,13 +55,16 @@ def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
         # Elementwise: 4 taps of 4 heads of 16 channels.
         return (forwards + 2 * backward) * 2 * 4 * 4 * 16
     if isinstance(core, KimiDeltaAttention):
-        # Two C x C products of 16 channels and the inversion by rows, elementwise, in each of 2
-        # chunks and 2 heads.
-        inversion = sum(2 * i * i for i in range(1, 64))
-        return (forwards + 2 * backward) * 2 * 2 * (2 * 2 * 64 * 64 * 16 + inversion) / LENGTH
+        # In each of 2 chunks of 64 (the last one is padded) and 2 heads: a solve with 16 + 16
+        # columns, and the product of a token's query with its key, of 16 channels. A backward has
+        # two and three of them.
+        solve, of_same = 64 * 63 * (16 + 16), 2 * 64 * 16
+        of_backward = backward * (2 * solve + 3 * of_same)
+        return 2 * 2 * (forwards * (solve + of_same) + of_backward) / LENGTH
     if isinstance(core, Mamba):
-        # Decay and input, elementwise: 64 channels with states of 8.
-        return (forwards + 2 * backward) * 3 * 64 * 8
+        # By elements, of 64 channels with states of 8: all but the products with B, C and their
+        # gradients, one forward and four backward.
+        return (3 * forwards + 12 * backward) * 64 * 8
     return 0.0
 
 

@@ -63,7 +63,7 @@ def test_cores_of_each_kind():
             kinds.setdefault(unit.kind, unit.cores)
     attention = Attention(num_heads=4, key_dim=8, value_dim=8)
     rule = GatedDeltaNet(num_heads=4, key_dim=8, value_dim=16)
-    scan = Mamba2(num_heads=4, head_dim=16, state_size=8, chunk_size=32)
+    scan = Mamba2(num_heads=4, head_dim=16, state_size=8, num_groups=2)
     assert kinds == {
         "embed": (),
         "full_attention": (attention,),
@@ -227,14 +227,14 @@ def test_sums_that_the_cores_are_made_of():
     # The second chunk has one token: 2 * (2 * 8 + 16) for itself, 6 * 8 * 16 with the state.
     core = GatedDeltaNet(2, 8, 16)
     assert core.executed_forward(65) * 65 == core.executed_forward(64) * 64 + 2 * (64 + 768)
-    # Two chunks of four: 2 * (2 * 16 * (8 + 4) + 4 * 4 * 8 * 4) per head, and 3 x 3 chunk states, 2
-    # * 9 * 8 * 4.
-    assert Mamba2(1, 8, 4, chunk_size=4).executed_forward(8) * 8 == 2 * (384 + 512) + 576
-    # A chunk of four: five 4 x 4 products of size 8, three with the 8 x 8 state, and rows 1 to 3 of
-    # the inversion.
-    assert KimiDeltaAttention(1, 8, 8, chunk_size=4).executed_forward(
-        4
-    ) * 4 == 5 * 256 + 3 * 512 + 2 * (1 + 4 + 9)
+    # A chunk of four and one of two: 16 + 4 pairs, of one group of size 4 and two heads of size 8.
+    scan = Mamba2(2, 8, 4, num_groups=1, chunk_size=4)
+    assert scan.executed_forward(6) * 6 == 2 * (20 * (4 + 16) + 6 * 2 * 16 * 4)
+    assert scan.executed_backward(6) * 6 == 2 * (20 * (3 * 4 + 2 * 16) + 6 * 5 * 16 * 4)
+    # A chunk of four: 16 pairs of size 8, a 4 x 4 product of size 8, three with the 8 x 8 state,
+    # and a solve with 16 columns.
+    rule = KimiDeltaAttention(1, 8, 8, chunk_size=4)
+    assert rule.executed_forward(4) * 4 == 2 * 256 + 3 * 512 + 12 * 16
     # 3 channels of 2 states: 6 to decay, 12 to add, 12 to read.
     assert Mamba(3, 2).model_forward(7) == 30
     # 3 channels of 4 taps, and twice that backward.
@@ -242,6 +242,6 @@ def test_sums_that_the_cores_are_made_of():
         DynamicConvolution(3, 4).model_forward(7),
         DynamicConvolution(3, 4).executed_backward(7),
     ) == (24, 48)
-    assert (Mamba(3, 2).executed_forward(1), Mamba(3, 2).executed_backward(1)) == (30, 60)
+    assert (Mamba(3, 2).executed_forward(1), Mamba(3, 2).executed_backward(1)) == (30, 120)
     # Five products of a fused backward for the forward's two.
     assert Attention(2, 8, 8).executed_backward(1) == 2.5 * 64

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from transformers import Qwen3_5ForConditionalGeneration
 
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter import merge_adapter, save_adapter
@@ -111,6 +113,67 @@ def test_all_forms_of_an_adapter_give_the_logits_of_the_text_class(folder: Path)
         assert relative_error(found, expected) < TOLERANCE, form
     plain, _ = with_adapters(base, LORA, factor_std=0.0)
     assert relative_error(logits(plain), expected) > 0.01  # the adapters do something
+
+
+# PEFT 0.21 uses a name that transformers will drop.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("targets", ["all-linear", r".*\.visual\..*fc[12]"])
+def test_adapters_of_a_vision_tower_are_merged_too(
+    targets: str, folder: Path, tmp_path: Path
+) -> None:
+    base = Model(str(folder / "base"))
+    whole = Qwen3_5ForConditionalGeneration.from_pretrained(base.path)
+    config = LoraConfig(
+        r=2, target_modules=targets, init_lora_weights=False, modules_to_save=["patch_embed"]
+    )
+    adapted = get_peft_model(whole, config)
+    for name, parameter in adapted.named_parameters():
+        if ".modules_to_save." in name:
+            parameter.data.mul_(1.5)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_adapter(base, tmp_path / "adapter", tmp_path / "merged")
+    expected = adapted.merge_and_unload().state_dict()
+    before, merged = multimodal.entries(folder / "base"), multimodal.entries(tmp_path / "merged")
+    assert before.keys() == merged.keys()
+    for name in before.keys() & expected.keys():
+        torch.testing.assert_close(merged[name], expected[name])
+    changed = {name for name in before if not torch.equal(before[name], merged[name])}
+    assert {"model.visual.blocks.0.mlp.linear_fc1.weight"} < changed
+    assert "model.visual.patch_embed.proj.weight" in changed
+    assert changed < expected.keys()  # mtp is what it was
+    with pytest.raises(UserError, match="none of the language model") as error:
+        export_adapter(base, tmp_path / "adapter", tmp_path / "out", "vllm")
+    assert "(--merge)" in str(error.value)
+
+
+# PEFT 0.21 uses a name that transformers will drop, and warns of tied layers that are adapted.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_adapters_of_the_embedding_and_the_head_are_kept(folder: Path, tmp_path: Path) -> None:
+    multimodal.write(tmp_path / "tied", "tiny-qwen3_5-tied")
+    for base in (Model(str(folder / "base")), Model(str(tmp_path / "tied"))):
+        targets = ["embed_tokens", "lm_head", "q_proj"]
+        config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        load = Qwen3_5ForConditionalGeneration.from_pretrained
+        adapted = get_peft_model(load(base.path), config).eval()
+        out = tmp_path / Path(base.path).name
+        adapted.save_pretrained(out / "adapter")
+        export_adapter(base, out / "adapter", out / "peft", "peft")
+        exported = json.loads((out / "peft" / "adapter_config.json").read_text())
+        ends = {name.rpartition(".")[2] for name in exported["target_modules"]}
+        assert ends == set(targets)
+        with torch.no_grad():
+            expected = adapted(input_ids=tokens()).logits
+            loaded = PeftModel.from_pretrained(load(base.path), out / "peft").eval()
+            assert relative_error(loaded(input_ids=tokens()).logits, expected) < TOLERANCE
+        if out.name == "tied":
+            with pytest.raises(UserError, match=r"ties to another weight.*--for peft"):
+                merge_adapter(base, out / "adapter", out / "merged")
+            continue
+        merge_adapter(base, out / "adapter", out / "merged")
+        with torch.no_grad():
+            merged = load(out / "merged").eval()(input_ids=tokens()).logits
+        assert relative_error(merged, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3_5", "tiny-qwen3_5-tied"])

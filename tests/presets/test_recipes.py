@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
+from shardwise import cli
 from shardwise.layouts import layout_of
 from shardwise.presets import MODELS, STARTER, preset_names, recipes
 from shardwise.presets.compose import config_of
+from tests.command import run_command
 
 ROOT = Path(__file__).parents[2]
 PRESETS = list(dict.fromkeys(recipe.preset for recipe in recipes().values()))
+IN_EVERY_TEST_RUN = ("lfm2-1.2b-tp", "nemotron-3-nano-30b-a3b-fsdp2", "qwen3_5-0.8b-pp")
+"""A recipe of each layout."""
 BILLIONS = {"granite-4.0-h-tiny": 7}
 """Published sizes that do not stand in a model's name."""
 
@@ -43,6 +47,32 @@ def test_the_layout_of_a_recipe_is_proven_for_its_family(name):
     assert layout == {"one-gpu": "single"}.get(recipe.layout, recipe.layout)
     # One process is what the others are compared with.
     assert layout == "single" or (config["model_type"], layout) in proven()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_EVERY_TEST_RUN else pytest.mark.slow)
+        for name in recipes()
+    ],
+)
+def test_a_recipe_is_proven_and_states_its_memory(name, tmp_path, monkeypatch):
+    """What `init` writes is what `prove` takes, with the published shape and no weights."""
+    monkeypatch.chdir(tmp_path)
+    recipe = recipes()[name]
+    assert cli.main(["init", "--recipe", name]) == 0
+    text = Path("run.yaml").read_text(encoding="utf-8")
+    ((number, unit),) = re.findall(r"^# A GPU holds at most ([\d.]+) ([MG])iB of", text, re.M)
+    gib = float(number) / {"M": 1024, "G": 1}[unit]
+    assert gib == pytest.approx(float(tool()["cell"](recipe).rpartition(" ")[2]), abs=0.06)
+    # Ranks of `tp` may share key/value heads, which fewer of them do not.
+    options = [f"--nproc={recipe.num_gpus}"] if recipe.layout == "tp" else []
+    path = f"--model.path={MODELS / recipe.preset}"
+    done = run_command(["prove", "run.yaml", path, "--json", "out.json", *options])
+    assert done.returncode == 0, done.stdout + done.stderr
+    proof = json.loads(Path("out.json").read_text())
+    assert proof["equal"]
+    assert proof["notes"] == []
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from shardwise.proof.harness import Rows
 from shardwise.records.record import RunRecord
 from shardwise.training.epochs import count_steps
 from shardwise.training.step import training_step
+from tests.command import run_command
 from tests.distributed import run_ranks
 from tests.integration.conftest import make_corpus
 from tests.integration.test_train import config, run_on
@@ -116,6 +118,24 @@ def test_the_learning_rate_depends_on_the_epochs(folder, single):
     constant = replace(cfg, optimizer=replace(cfg.optimizer, lr_schedule="constant"))
     with pytest.raises(RuntimeError, match=r"optimizer\.lr_schedule is constant"):
         run_ranks(1, find_start, constant)
+
+
+def test_fewer_epochs_than_were_read_ahead_are_refused(folder):
+    # The first row of each slot is chosen among documents of later epochs, since there are few.
+    cfg = over_epochs(folder, "ahead", epochs=3.0, save_every=1, keep_last=99)
+    cfg = replace(cfg, optimizer=replace(cfg.optimizer, lr_schedule="constant"))
+    run_on(1, cfg)
+    first = Path(cfg.training.output_dir) / "checkpoints" / "step-1"
+    fewer = replace(cfg.training, epochs=0.75, resume=str(first))
+    content = json.dumps(replace(cfg, training=fewer).to_dict())  # JSON is YAML too
+    (folder / "fewer.yaml").write_text(content)
+    done = run_command(["train", str(folder / "fewer.yaml")])
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert re.search(
+        r"training\.epochs: the checkpoint has read more documents .*; give more", line
+    )
+    assert first.is_dir()  # nothing is lost
 
 
 def _row(slot: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -111,7 +111,7 @@ def build(
     `own`: a module of the caller, which is trained in place of the model that `cfg` names. Memory
     is taken after all checks; UserError, the same on every rank, if one fails.
     """
-    num_steps = num_steps or cfg.training.steps or 1
+    num_steps = num_steps or cfg.training.num_steps or 1
     num_ranks = mesh.dense.size()
     facts = describe_own(cfg, num_ranks, own) if own else describe(cfg, num_ranks, mesh.device)
     hf, spec = facts.hf, facts.spec

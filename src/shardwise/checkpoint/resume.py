@@ -143,8 +143,10 @@ def _set_aside(output_dir: str, step: int) -> list[str]:
 def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
     old = parse_config(without_removed(manifest.config), source=str(folder))
     before, now = flat(old.to_dict()), flat(cfg.to_dict())
+    for values, training in ((before, old.training), (now, cfg.training)):
+        values["training.steps"] = training.num_steps  # null is a number too
     may_differ = set(MAY_DIFFER)
-    steps, num_steps = cfg.training.steps, manifest.num_steps or old.training.steps
+    steps, num_steps = cfg.training.num_steps, manifest.num_steps or old.training.num_steps
     if steps is None or num_steps is None:  # what epochs come to is not known yet
         optimizer = cfg.optimizer
         may_change = optimizer.lr_schedule == "constant" and not optimizer.warmup_ratio
@@ -172,10 +174,9 @@ def _check_fits(cfg: RunConfig, manifest: Manifest, folder: Path) -> None:
                 f"model.path {cfg.model.path}: {name} is not what checkpoint {folder} was trained "
                 "on; put that file back, or start from scratch without training.resume"
             )
-    if cfg.training.steps is not None and manifest.step > cfg.training.steps:
+    if steps is not None and manifest.step > steps:
         raise UserError(
-            f"training.steps is {cfg.training.steps}, but checkpoint {folder} has done "
-            f"{manifest.step}"
+            f"training.steps is {steps}, but checkpoint {folder} has done {manifest.step}"
         )
 
 

@@ -19,7 +19,7 @@ def run(args: Namespace) -> int:
     result = audit(args.adapter, Model(path=args.model))
     console = Console()
     console.print(result.table())
-    for finding in result.findings or ["nothing in it would do nothing"]:
+    for finding in result.findings or ["all of it takes effect"]:
         console.print(f"- {finding}", soft_wrap=True, highlight=False, markup=False)
     return 1 if result.findings else 0
 

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from shardwise.commands.command import Command
 from shardwise.config import UserError
@@ -24,13 +25,22 @@ def run(args: Namespace) -> int:
         _print_list()
         return 0
     recipe = None if args.recipe is None else find_recipe(args.recipe)
-    first = compose(Path(args.file), recipe, args.model, args.data)
+    first = compose(Path(args.file), recipe, args.model, args.data, _data_keys(args.data))
     if recipe is not None:
         first = replace(first, head=(*first.head, _memory(recipe)))
     for path in write_new(first):
         print(f"wrote {path}")
     print(f"next: {first.command}")
     return 0
+
+
+def _data_keys(entries: list[str] | None) -> dict[str, Any]:
+    """Return the keys of section `data` that fit the first documents of these entries."""
+    if entries is None:
+        return {}
+    from shardwise.data.detect import keys_for  # late: numpy takes long to import
+
+    return keys_for(entries, "--data")
 
 
 def _memory(recipe: Recipe) -> str:
@@ -65,7 +75,10 @@ def _add_arguments(parser: ArgumentParser) -> None:
         help="a model folder, a hub id, or a preset, which has random weights (./NAME is a folder)",
     )
     parser.add_argument(
-        "--data", nargs="+", metavar="FILES", help="data.train (default: sentences, written too)"
+        "--data",
+        nargs="+",
+        metavar="FILES",
+        help="data.train, in the format of its first document (default: sentences, written too)",
     )
     parser.add_argument("--list", action="store_true", help="print the recipes and the presets")
 

@@ -17,7 +17,7 @@ class Data(Section):
 
     train: str | list[str]
     """Files, folders or glob patterns: JSONL, Parquet or plain text (one document per file); or the
-    name or folder of a `datasets` dataset."""
+    name or folder of a `datasets` dataset. `FOLDER::SPLIT` names one of several splits."""
     weights: list[float] | None = None
     """How often each entry of `train` is read, relative to the others; null: by its number of
     documents."""
@@ -85,6 +85,11 @@ class Data(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for key, entries in (("train", self.train), ("validation", self.validation)):
+            texts = [entries] if isinstance(entries, str) else entries
+            # An empty path is the folder in which the command runs.
+            is_empty = isinstance(texts, list) and not all(text.strip() for text in texts)
+            require(not is_empty, f"data.{key} has an empty name; give files, or . for this folder")
         if self.weights is not None:
             num_entries = 1 if isinstance(self.train, str) else len(self.train)
             require(

@@ -120,13 +120,18 @@ class Training(Section):
 
     def __post_init__(self) -> None:
         require(bool(self.output_dir), "training.output_dir is empty; name a folder")
-        if self.steps is None and self.epochs is None:
-            object.__setattr__(self, "steps", 100)
         super().__post_init__()
         require(
             self.checkpointing != [],
             "training.checkpointing is an empty list; name kinds of layers, or give none",
         )
+
+    @property
+    def num_steps(self) -> int | None:
+        """The optimizer steps of a run; None where only its documents say what `epochs` come to."""
+        if self.steps is None and self.epochs is None:
+            return 100
+        return self.steps
 
 
 @dataclass(frozen=True)

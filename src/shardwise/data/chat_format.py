@@ -121,6 +121,8 @@ class ChatFormat:
         if field not in record:
             names = ", ".join(record)
             way_out = f"its fields are {names}; {CORRECT_LINE}, or set data.fields or data.format"
+            if "conversations" in record:
+                way_out = "it has conversations: set data.fields: {messages: conversations}"
             raise BadDocument("missing field", f"no field {field!r}; {way_out}")
         check_text_only(record, "the dialogue", ("images", "videos", "audios"))
         messages = record[field]
@@ -251,6 +253,11 @@ class ChatFormat:
                 problem = problem or str(refused)
                 continue
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self._fails_on_plain():
+            raise UserError(
+                f"the chat template refuses a plain question ({problem}); correct it, or set "
+                "data.chat_template to another one"
+            )
         raise UserError(
             f"training.sample: the chat template refuses a user's message alone ({problem}); "
             "leave it out"

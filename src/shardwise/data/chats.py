@@ -27,7 +27,9 @@ BEGIN, END = 0xF0000, 0x100000
 """Message i is marked with the characters BEGIN + i and END + i."""
 MOST_MESSAGES = 1_000
 """In a dialogue. To find its turns takes time that grows with the square of their number."""
-_WRITTEN = ("reasoning_content", "reasoning", "thinking", "content", "tool_calls")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names under which messages have what the assistant thought."""
+_WRITTEN = (*REASONING, "content", "tool_calls")
 """The fields of a message in which words of the assistant stand."""
 
 _A_BEGIN = f"[{chr(BEGIN)}-{chr(BEGIN + MOST_MESSAGES)}]"
@@ -174,13 +176,16 @@ def _mixture(marked: Sequence[Message], traced: str, places: Mapping[int, tuple[
     for number, message in enumerate(marked):
         name = f"message {number + 1}"
         in_text = Counter(m[2] for m in _MARKED_WORD.finditer(traced) if _is_of(m, number))
-        texts = _strings(message, without="tool_calls"), _strings(message, only="tool_calls")
-        contents, calls = (
+        thoughts, contents, calls = (
             Counter(m[2] for s in strings for m in _MARKED_WORD.finditer(s) if m[2])
-            for strings in texts
+            for strings in (
+                _strings(message, names) for names in (REASONING, ("content",), ("tool_calls",))
+            )
         )
-        in_message = contents + calls
-        for words, others, what in ((contents, calls, "says"), (calls, contents, "calls")):
+        in_message = thoughts + contents + calls
+        # A template may leave thoughts out, unless the message has nothing else.
+        said = contents if contents or calls else thoughts
+        for words, others, what in ((said, calls, "says"), (calls, thoughts + contents, "calls")):
             if words and not (in_text - others) & words:
                 raise Undecidable(f"the chat template leaves out what {name} {what}")
         if message["role"] != "assistant":
@@ -251,16 +256,15 @@ def _is_of(word: re.Match[str], message: int) -> bool:
     return ord(word[1]) == BEGIN + message
 
 
-def _strings(message: Message, only: str = "", without: str = "") -> Iterator[str]:
-    """Yield the texts of a message: of all its fields, of `only` one, or of all `without` one."""
+def _strings(message: Message, names: Sequence[str] = _WRITTEN) -> Iterator[str]:
+    """Yield the texts of the fields of a message that have these names."""
     strings: list[str] = []
 
     def keep(string: str) -> str:
         strings.append(string)
         return string
 
-    fields = {k: v for k, v in message.items() if k != without and (not only or k == only)}
-    _mapped(fields, keep, True)
+    _mapped({name: message[name] for name in names if name in message}, keep, True)
     yield from strings
 
 

@@ -172,6 +172,11 @@ def text_of(record: Record, field: str, key: str) -> str:
             way_out = f"{way_out}; or {CORRECT_LINE}, or set data.format"
         elif "messages" in record:
             way_out = "it has messages: set data.format: chat"
+        elif "conversations" in record:
+            way_out = (
+                "it has conversations: set data.format: chat and data.fields: {messages: "
+                "conversations}"
+            )
         elif "prompt" in record and "completion" in record:
             way_out = "it has prompt and completion: set data.format: completion"
         raise BadDocument("missing field", f"no field {field!r}; {way_out}")

@@ -7,14 +7,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardwise.data.chats import Message
+from shardwise.data.chats import REASONING, Message
 from shardwise.data.record import CORRECT_LINE, BadDocument, Record, string
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """The role of each speaker that ShareGPT's form, with `from` and `value`, calls otherwise."""
-
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The names under which messages have what the assistant thought."""
 
 MEDIA = (
     "image", "images", "image_url", "input_image", "audio", "audio_url", "input_audio", "video",

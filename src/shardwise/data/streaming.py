@@ -50,7 +50,11 @@ class Streamed:
     @property
     def origins(self) -> frozenset[str]:
         """The documents that it names, however they are spelt."""
-        return frozenset(entry.origin for entry in self.entries)
+        origins = set()
+        for entry in self.entries:
+            files = entry.files(self.key)
+            origins |= {str(file.resolve()) for file in files} or {entry.origin}
+        return frozenset(origins)
 
     def once(self, epoch: int = 0) -> Iterator[Record]:
         """Yield the records of one pass; UserError where a data set cannot be read."""

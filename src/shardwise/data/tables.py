@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import glob
 import hashlib
 import json
 import re
@@ -13,11 +15,13 @@ from typing import Any
 
 from shardwise.config import Data, UserError
 from shardwise.data.record import Record
-from shardwise.data.text import SUFFIXES, expanded, suffix
+from shardwise.data.text import SUFFIXES, expanded, files_below, files_of_folder, parts_of, suffix
 
 SPLIT = "train"
-"""The split that is read of a dataset that has several."""
+"""The split that is read of a dataset on the hub where none is named."""
 REPAIR = "repair or remove it"
+STREAMED = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+"""The builder of `datasets` that streams a file, by its suffix."""
 
 
 FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
@@ -85,12 +89,13 @@ class DatasetEntry:
     """A dataset in the run file: NAME, NAME:CONFIGURATION or NAME:CONFIGURATION:SPLIT.
 
     The name is a folder or `owner/name` on the hub. Without a configuration there is one or the
-    default one (`NAME::SPLIT`); without a split it is `train`.
+    default one (`NAME::SPLIT`). Without a split it is `train` on the hub, and the only one of a
+    folder.
     """
 
     name: str
     config: str | None
-    split: str
+    split: str | None
 
     @classmethod
     def of(cls, entry: str) -> DatasetEntry | None:
@@ -112,9 +117,18 @@ class DatasetEntry:
 
     @classmethod
     def _parsed(cls, entry: str) -> DatasetEntry:
-        parts = [entry] if expanded(entry).exists() else entry.split(":", 2)
-        name, config, split = (*parts, "", "")[:3]
-        return cls(name, config or None, split or SPLIT)
+        return cls(*parts_of(entry))
+
+    def files(self, key: str) -> list[Path]:
+        """Return the files that it names: of a folder that `datasets` need not read.
+
+        They are those that are read without a stream. UserError, which names `key`, as from
+        `files_of_split`.
+        """
+        path = expanded(self.name)
+        if not path.is_dir() or is_dataset_folder(path) or not files_below(path):
+            return []
+        return files_of_folder(path, key, self.config, self.split)
 
     @property
     def is_on_hub(self) -> bool:
@@ -128,7 +142,7 @@ class DatasetEntry:
         """The documents that it names, however they are spelt."""
         path = expanded(self.name)
         name = str(path.resolve()) if path.exists() else self.name
-        return f"{name}:{self.config or ''}:{self.split}"
+        return f"{name}:{self.config or ''}:{self.split or SPLIT}"
 
     def __str__(self) -> str:
         return self.name
@@ -168,6 +182,27 @@ def open_csv(path: Path, fields: Sequence[str]) -> Table:
     return Table(loaded.select_columns(list(fields)), str(path))
 
 
+def columns_of(path: Path) -> list[str]:
+    """Return the names of the columns of a Parquet, CSV or TSV file, of which only these are read.
+
+    UserError for a file that cannot be read.
+    """
+    _datasets(str(path))
+    import pyarrow.parquet
+
+    with _loading(f"{path}: cannot be read as {suffix(path)[1:].upper()}", REPAIR):
+        if suffix(path) == ".parquet":
+            return pyarrow.parquet.read_schema(path).names
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return next(csv.reader(file, delimiter="\t" if suffix(path) == ".tsv" else ","), [])
+
+
+def columns_of_dataset(entry: DatasetEntry, key: str) -> list[str]:
+    """Return the names of the columns of a split of a dataset; UserError as from `open_dataset`."""
+    rows = _split(entry, key, streaming=True)
+    return rows.column_names or list(next(read_stream(rows, key), {}))
+
+
 def open_dataset(entry: DatasetEntry, fields: Sequence[str], key: str = "data.train") -> Table:
     """Open these columns of a split of a dataset.
 
@@ -184,7 +219,8 @@ def open_stream(entry: DatasetEntry, fields: Sequence[str], key: str) -> Any:
 
     Nothing of it is read yet. UserError as from `open_dataset`.
     """
-    rows = _split(entry, key, streaming=True)
+    files = entry.files(key)
+    rows = _stream_of(files, key) if files else _split(entry, key, streaming=True)
     if rows.column_names is None:  # known only when it is read
         return rows
     _check_fields(entry.name, rows.column_names, fields)
@@ -228,6 +264,21 @@ def version() -> str:
     return str(_datasets("data.streaming").__version__)
 
 
+def _stream_of(files: Sequence[Path], key: str) -> Any:
+    """Return the rows of these files as a stream; UserError for files of other or several kinds."""
+    datasets = _datasets("data.streaming")
+    kind = STREAMED.get(suffix(files[0]))
+    for file in files:
+        if kind is None or STREAMED.get(suffix(file)) != kind:
+            raise UserError(
+                f"{key}: data.streaming reads folders of JSONL or of Parquet, and {file} is of "
+                "another kind; leave data.streaming out: files are read in place"
+            )
+    with _loading(f"{key}: datasets cannot load {files[0]}", REPAIR):
+        paths = [glob.escape(str(file)) for file in files]
+        return datasets.load_dataset(kind, data_files=paths, split=SPLIT, streaming=True)
+
+
 def _split(entry: DatasetEntry, key: str, streaming: bool) -> Any:
     """Load the split of a dataset."""
     datasets = _datasets(entry.name)
@@ -236,25 +287,27 @@ def _split(entry: DatasetEntry, key: str, streaming: bool) -> Any:
     is_saved = _was_saved_by_datasets(path)
     with _loading(f"{key}: {entry}: datasets cannot load it", way_out):
         if not is_saved:
-            source = str(path) if path.exists() else entry.name
+            source = str(path.resolve()) if path.exists() else entry.name
             loaded = datasets.load_dataset(source, entry.config, streaming=streaming)
         elif entry.config is None:
             loaded = datasets.load_from_disk(str(path))
         else:
             raise UserError(
                 f"{key}: {entry} was saved to disk without configurations; give "
-                f"{entry}::{entry.split}"
+                f"{entry}::{entry.split or entry.config}"
             )
     if not isinstance(loaded, dict):
         loaded = {SPLIT: loaded}
-    if entry.split not in loaded:
-        other = next(iter(loaded))
-        config = entry.config or ""
+    split = entry.split
+    if split is None:
+        split = next(iter(loaded)) if len(loaded) == 1 else SPLIT if entry.is_on_hub else None
+    if split is None or split not in loaded:
+        problem = "several splits" if split is None else f"no split {split}"
         raise UserError(
-            f"{key}: {entry} has no split {entry.split}, only {', '.join(loaded)}; give one, as in "
-            f"{entry}:{config}:{other}"
+            f"{key}: {entry} has {problem}: {', '.join(loaded)}; give one, as in "
+            f"{entry}:{entry.config or ''}:{next(iter(loaded))}"
         )
-    rows = loaded[entry.split]
+    rows = loaded[split]
     return rows.to_iterable_dataset() if streaming and is_saved else rows
 
 

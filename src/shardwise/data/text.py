@@ -19,6 +19,7 @@ import numpy as np
 
 from shardwise.config import UserError
 from shardwise.data.record import BadDocument, Record
+from shardwise.data.splits import files_of_split
 from shardwise.ranges import shown
 
 STRIDE = 32
@@ -44,6 +45,18 @@ def expanded(entry: str) -> Path:
     return Path(os.path.expanduser(entry))
 
 
+def parts_of(entry: str) -> tuple[str, str | None, str | None]:
+    """Return name, configuration and split of an entry: NAME, NAME:CONFIGURATION or
+    NAME:CONFIGURATION:SPLIT, whose configuration may be empty.
+
+    A path that exists is a name, whatever colons it has; so is an entry that begins with one.
+    """
+    is_name = expanded(entry).exists() or entry.startswith(":")
+    parts = [entry] if is_name else entry.split(":", 2)
+    name, config, split = (*parts, "", "")[:3]
+    return name, config or None, split or None
+
+
 def read_text(name: str, key: str) -> str:
     """Return the text of a file that `key` of the run file names; UserError, which names it."""
     path = expanded(name)
@@ -63,19 +76,24 @@ def suffix(path: Path) -> str:
 def find_files(patterns: str | Sequence[str], key: str = "data.train") -> list[Path]:
     """Return the files of these files, folders and glob patterns, sorted, each file once.
 
-    `**` matches folders at any depth. Of a folder, all files with one of SUFFIXES are read, at any
-    depth, except hidden ones. Files are sorted and compared by their resolved paths, so the order
+    `**` matches folders at any depth. Of a folder, files with one of SUFFIXES are read, at any
+    depth, except hidden ones; where it has several splits, FOLDER::SPLIT names one. Files are
+    sorted and compared by their resolved paths, so the order
     of documents does not depend on how a path is spelt. UserError, which names `key`, for a pattern
     without a file.
     """
     files_by_path: dict[Path, Path] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         path = expanded(pattern)
-        # A path that exists is taken literally, even where it contains a `[` or `*`.
-        matches = [path] if path_exists(path, key) else _glob(path, key)
+        name, config, split = parts_of(pattern)
         files: list[Path] = []
-        for match in matches:
-            files += _files_below(match) if match.is_dir() else [match]
+        if (config or split) and expanded(name).is_dir():
+            path = expanded(name)
+            files = files_of_folder(path, key, config, split)
+        else:
+            # A path that exists is taken literally, even where it contains a `[` or `*`.
+            for match in [path] if path_exists(path, key) else _glob(path, key):
+                files += files_of_folder(match, key) if match.is_dir() else [match]
         if not files:
             what = "has no file of text, JSONL or Parquet" if path.is_dir() else "matches no file"
             raise UserError(f"{key}: {pattern} {what}; {_EXISTING}")
@@ -135,10 +153,20 @@ def _check_regular(file: Path) -> None:
         raise UserError(f"{file}: {what}; write it to a file first")
 
 
-def _files_below(folder: Path) -> list[Path]:
+def files_of_folder(
+    folder: Path, key: str, config: str | None = None, split: str | None = None
+) -> list[Path]:
+    """Return the files of a folder, or of a split of it; UserError as from `files_of_split`."""
+    if config is not None:
+        raise UserError(f"{key}: {folder} has no configurations; give {folder}::{split or config}")
+    return files_of_split(folder, files_below(folder), split, key)
+
+
+def files_below(folder: Path) -> list[Path]:
+    """Return the files with one of SUFFIXES in a folder, at any depth, except hidden ones."""
     return [
         file
-        for file in folder.rglob("*")
+        for file in sorted(folder.rglob("*"))
         if suffix(file) in SUFFIXES
         and not any(part.startswith(".") for part in file.relative_to(folder).parts)
         and file.is_file()
@@ -233,8 +261,10 @@ def _object(line: str) -> Record:
     return record
 
 
-def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
-    """Find the documents of these files.
+def index_files(
+    files: Iterable[Path], text_field: str = "text", most: int | None = None
+) -> TextFiles:
+    """Find the documents of these files, or the first `most` of each.
 
     A JSONL file has a document in each line that is not blank. Any other file is one document. Its
     text is checked when the document is read. UserError for a file that cannot be read, or whose
@@ -259,7 +289,7 @@ def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
                 starts: Iterable[int] = (start for start, _ in _lines(path))
             else:
                 starts = range(min(sizes[-1], 1))
-            for start in starts:
+            for start in itertools.islice(starts, most):
                 if count % STRIDE == 0:
                     offsets.append(start)
                 count += 1
@@ -268,6 +298,20 @@ def index_files(files: Iterable[Path], text_field: str = "text") -> TextFiles:
         ends.append(count)
     arrays = (np.frombuffer(numbers, np.int64) for numbers in (ends, offsets, sizes))
     return TextFiles(files, *arrays, text_field)
+
+
+def first_document(path: Path, key: str) -> Record:
+    """Return the fields of the first document of a text file; a plain text has the field `text`.
+
+    UserError, which names `key`, for a file that cannot be read or has no document.
+    """
+    index = index_files([path], "text", most=1)
+    if not len(index):
+        raise UserError(f"{key}: no document in {path}; give a file that is not empty")
+    try:
+        return index[0]
+    except BadDocument as error:
+        raise UserError(f"{index.where(0)}: {error}") from None
 
 
 _DECOMPRESS = "a compressed file; decompress it, as with"

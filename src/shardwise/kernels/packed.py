@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from shardwise.kernels.gated_delta_rule.naive import begins
+from shardwise.kernels.recurrence import begins
 
 
 class Packed(NamedTuple):

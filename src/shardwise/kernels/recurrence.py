@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 
 class Summary(NamedTuple):
@@ -46,6 +47,16 @@ class Recurrence(NamedTuple):
     """pass_on(transition, state): return the state [B, ...] that tokens leave of `state`."""
     pass_back: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """pass_back(transition, of_after): return the gradient of the state before the tokens."""
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return x in the dtype of states: float32, or float64 if x is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def begins(documents: torch.Tensor) -> torch.Tensor:
+    """Return whether a document begins at each token, [B, T]; the first token of a row goes on."""
+    return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
 
 
 def by_matrix(transition: torch.Tensor, state: torch.Tensor) -> torch.Tensor:

@@ -17,14 +17,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from shardwise.config import Lora, Model, UserError
-from shardwise.models.adapter_folder import PREFIX, read_adapter
+from shardwise.models.adapter_folder import PREFIX, AdapterFolder, read_adapter
 from shardwise.models.families import family_of
 from shardwise.models.load import load_whole, other_weights, read_config
 from shardwise.models.lora import adapter_layers, peft_config
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
-from shardwise.models.save import save_for_generation, save_model
-from shardwise.models.weight_files import plain_entries
+from shardwise.models.save import checkpoint_entries, save_for_generation, save_model
+from shardwise.models.weight_files import plain_entries, weights_from_files
 
 
 def save_adapter(
@@ -100,10 +100,10 @@ def merge_adapter(
     """Write the model with the adapters added into its weights: W + scale * BA.
 
     `transformers` alone loads it, as the class that the base's `architectures` names; what the base
-    has beside the language model is copied. The adapter's names may be those of the text class or
-    of that one. Beside it stand the `tokenizer` and the base's generation config.
-    `seed` is for a base with `init: random`. All of the model is in memory. UserError if the folder
-    holds no adapters, or those of another model.
+    has beside the language model is copied, except where the adapter changes it. The adapter's
+    names may be those of the text class or of that one. Beside it stand the `tokenizer` and the
+    base's generation config. `seed` is for a base with `init: random`. All of the model is in
+    memory. UserError if the folder holds no adapters, or those of another model.
     """
     adapter = read_adapter(adapter_folder)
     check_writable(Path(out_folder))
@@ -114,9 +114,16 @@ def merge_adapter(
     model = load_whole(base, config, seed)
     family_of(model)
     multimodal = multimodal_of(base, model)
+    _check_untied(adapter, base, model, multimodal)
     holder = model  # the class that the adapter's names are of
+    beside: list[str] = []  # its parameters beside the language model, where the adapter has some
     if multimodal is not None and multimodal.names_any(adapter.factors):
-        holder = multimodal.around(model)
+        names = [key.removeprefix(PREFIX) for key in adapter.shapes]
+        if any(multimodal.text_name(name) is None for name in names):
+            parameters = [name for name, _ in multimodal.model.named_parameters()]
+            beside = [name for name in parameters if multimodal.text_name(name) is None]
+        values = weights_from_files(multimodal.model, base.path, beside) if beside else ()
+        holder = multimodal.around(model, values)
     try:
         with warnings.catch_warnings():
             # PEFT 0.21 uses a name that transformers will drop.
@@ -128,26 +135,46 @@ def merge_adapter(
         raise UserError(
             f"{adapter.path}: these adapters do not fit {base.path} ({str(error)[:200]})"
         ) from None
-    adapted_names = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    if in_file != adapted_names:
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    # PEFT writes embeddings too where they were adapted or resized.
+    read = wanted | get_peft_model_state_dict(adapted, save_embedding_layers=True).keys()
+    missing, unread = wanted - in_file, in_file - read
+    if missing or unread:
         raise UserError(
             f"{adapter.path}: these adapters do not fit {base.path} "
-            f"({len(adapted_names - in_file)} of its adapted weights are not in the file, "
-            f"{len(in_file - adapted_names)} in the file are not in it; "
-            f"{min(in_file ^ adapted_names)})"
+            f"({len(missing)} of its adapted weights are not in the file, "
+            f"{len(unread)} in the file are not in it; {min(missing | unread)})"
         )
     merged = adapted.merge_and_unload()
-    state = merged.state_dict()
+    state, changed = merged.state_dict(), {}
     if holder is not model:
         assert multimodal is not None
+        changed = dict(checkpoint_entries(multimodal.model, ((n, state[n]) for n in beside)))
         inside = {multimodal.text_name(name): tensor for name, tensor in state.items()}
         state = {name: tensor for name, tensor in inside.items() if name is not None}
     state = {n: tensor for n, tensor in state.items() if n not in model.all_tied_weights_keys}
     # Random weights have no files, and so nothing beside the language model.
     whole = multimodal if base.init == "weights" else None
     others = () if whole is None else other_weights(model, base)
+    others = ((key, changed.get(key, tensor)) for key, tensor in others)
     save_model(model, state.items(), out_folder, multimodal=whole, others=others)
     save_for_generation(out_folder, tokenizer, base.path)
+
+
+def _check_untied(
+    adapter: AdapterFolder, base: Model, model: PreTrainedModel, multimodal: Multimodal | None
+) -> None:
+    """Raise UserError where an adapter changes one of two tied weights: a merge has only one."""
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
+    changed = [f"{module}.weight" for module in adapter.factors]
+    changed += [key.removeprefix(PREFIX) for key in adapter.others]
+    for name in changed:
+        inside = None if multimodal is None else multimodal.text_name(name)
+        if (inside or name) in tied:
+            raise UserError(
+                f"{adapter.path}: changes {name}, which {base.path} ties to another weight, and a "
+                "merged model has one weight for both; load the adapter as it is (--for peft)"
+            )
 
 
 def check_writable(out: Path) -> None:
@@ -170,8 +197,9 @@ def short_targets(paths: list[str], all_names: Iterable[str], layers: str) -> li
     short: dict[str, None] = {}
     for path in paths:
         end = path.removeprefix(f"{layers}.").partition(".")[2]
+        is_in_layer = path.startswith(f"{layers}.")
         complete = all(name in wanted for name in all_names if name.endswith(f".{end}"))
-        short[end if complete else path] = None
+        short[end if is_in_layer and complete else path] = None
     return list(short)
 
 

@@ -64,9 +64,12 @@ def export_adapter(
     unknown = [name for name, text_name in names.items() if text_name is None]
     unknown += [key for key in adapter.others if not _is_inside(key, text, multimodal)]
     if unknown or not names:
+        way_out = "see shardwise check"
+        if multimodal is not None and multimodal.names_any(unknown):
+            way_out = "write a whole model instead (--merge)"
         raise UserError(
             f"{adapter.path}: {len(unknown)} names in it are none of the language model of "
-            f"{base.path} ({', '.join(unknown[:2])}); see shardwise check"
+            f"{base.path} ({', '.join(unknown[:2])}); {way_out}"
         )
     own_names = {name: text_name for name, text_name in names.items() if text_name is not None}
     if reader in SERVERS:

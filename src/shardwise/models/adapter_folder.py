@@ -18,7 +18,7 @@ from shardwise.models.multimodal import Multimodal
 
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
-_FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+_FACTOR = re.compile(r"(.+)\.lora_(?:([AB])(?:\.[^.]+)?\.weight|embedding_([AB]))")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def read_adapter(folder: str | Path) -> AdapterFolder:
         if match is None:
             others.append(key)
         else:
-            factors.setdefault(match[1], {})[match[2]] = Factor(key, shape)
+            factors.setdefault(match[1], {})[match[2] or match[3]] = Factor(key, shape)
     return AdapterFolder(path, _read_config(config), factors, tuple(others), shapes)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -11,6 +14,7 @@ from shardwise.interfaces import IGNORED, Batch
 from shardwise.models.families import Family
 from shardwise.models.part import ModelPart
 from shardwise.models.patches.isolation import with_documents
+from shardwise.models.patches.masks import without_packed_rows
 from shardwise.models.patches.router_loss import routers_of
 from shardwise.models.spec import ModelSpec
 
@@ -81,13 +85,15 @@ class CausalLM(ModelPart):
             loss = loss + self.router_loss(batch)
         return loss
 
-    def _computing(self, batch: Batch) -> torch.autocast:
-        """Prepare the patches for one forward of `batch`; return the context it runs in."""
+    @contextmanager
+    def _computing(self, batch: Batch) -> Generator[None]:
+        """Prepare the patches for one forward of `batch`, which runs in this context."""
         unpacks = self.isolated and batch.neighbours is None
         self.dropout.start(with_documents(batch) if unpacks else batch)
         if self.router_loss is not None:
             self.router_loss.start()
-        return self.autocast(batch)
+        with self.autocast(batch), without_packed_rows():
+            yield
 
 
 def _positions(batch: Batch) -> Inputs:

@@ -40,15 +40,25 @@ class Multimodal:
         """Return the name in the text class; None for what is not of the language model."""
         return _moved(name, {here: text for text, here in self.places.items()})
 
-    def names_any(self, names: Iterable[str]) -> bool:
-        """Return whether some of these names are of this class and not of the text class."""
-        return any(self.text_name(name) not in (None, name) for name in names)
+    def names_any(self, modules: Iterable[str]) -> bool:
+        """Return whether some of these modules are of this class and not of the text class."""
+        paths = {path for path, _ in self.model.named_modules()}
+        others = [path.replace(".base_layer", "") for path in modules]  # PEFT's name of experts
+        return any(self.text_name(path) != path and path in paths for path in others)
 
-    def around(self, text: PreTrainedModel) -> PreTrainedModel:
-        """Return this class with the modules of `text` in it; its other parts are on meta."""
+    def around(
+        self, text: PreTrainedModel, beside: Iterable[tuple[str, torch.Tensor]]
+    ) -> PreTrainedModel:
+        """Return this class with the modules of `text` and the parameters `beside` in it.
+
+        `beside` yields (name, value); the other parameters beside the language model are on meta.
+        """
         whole = copy.deepcopy(self.model)
         for path, here in self.places.items():
             whole.set_submodule(here, text.get_submodule(path))
+        for name, value in beside:
+            path, _, leaf = name.rpartition(".")
+            setattr(whole.get_submodule(path), leaf, nn.Parameter(value, requires_grad=False))
         return whole
 
 

@@ -49,7 +49,11 @@ def save_model(
     language model `others`, (key, tensor) of all else in the base's files, which are not changed.
     """
     folder = Path(folder)
-    entries = _checkpoint_entries(hf_model, state, multimodal)
+    saved, state = hf_model, _each_once(hf_model, state)
+    if multimodal is not None:
+        saved = multimodal.model
+        state = ((multimodal.name_of(name), tensor) for name, tensor in state)
+    entries = checkpoint_entries(saved, state)
     write_shards(chain(entries, others), folder, shard_bytes)
     if multimodal is None:
         config = copy.deepcopy(hf_model.config)
@@ -81,23 +85,28 @@ def save_for_generation(
                 shutil.copyfile(config.with_name(name), Path(folder) / name)
 
 
-def _checkpoint_entries(
-    hf_model: PreTrainedModel,
-    state: Iterable[tuple[str, torch.Tensor]],
-    multimodal: Multimodal | None,
+def checkpoint_entries(
+    model: PreTrainedModel, state: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    saved = hf_model if multimodal is None else multimodal.model
+    """Yield (key, tensor) of a checkpoint of `model` for each (transformers name, tensor)."""
     # One parameter at a time is converted back to the checkpoint's names and layout. That is right
     # as long as no entry of a checkpoint is made of several parameters.
-    for transform in get_model_conversion_mapping(saved, add_legacy=False):
+    for transform in get_model_conversion_mapping(model, add_legacy=False):
         assert not isinstance(transform, WeightConverter) or len(transform.target_patterns) == 1
+    for name, tensor in state:
+        yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+def _each_once(
+    hf_model: PreTrainedModel, state: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield `state`; an assert fails unless it has every parameter and persistent buffer once."""
     names = [name for name in hf_model.state_dict() if not is_adapter(name)]
     expected = {hf_name(name) for name in names} - hf_model.all_tied_weights_keys.keys()
     for name, tensor in state:
         assert name in expected, f"{name} is given twice, tied to another or not of this model"
         expected.remove(name)
-        name = name if multimodal is None else multimodal.name_of(name)
-        yield from revert_weight_conversion(saved, {name: tensor}).items()
+        yield name, tensor
     assert not expected, f"no value for {sorted(expected)[:5]}"
 
 

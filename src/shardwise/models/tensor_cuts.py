@@ -169,9 +169,6 @@ class BlockSplit:
     rank needs."""
     buffers: Mapping[str, Cut] = field(default_factory=dict)
     """Buffers of which a rank needs its part only."""
-    as_in_evaluation: bool = False
-    """In training too, the block's own code must not take a kernel for training that runs past its
-    modules."""
 
 
 def rms_norm(norm: Any, num_features: int, add_up: Sum) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -106,21 +106,7 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis) -> Non
     for module in block.modules():
         if isinstance(module, ParamWrapper):
             _fold(module, shares)
-    forward = as_in_evaluation(block, block.forward) if split.as_in_evaluation else block.forward
-    block.forward = around(shares.within(forward), axis.enter, axis.leave)
-
-
-def as_in_evaluation(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward during which the block, but no module in it, is in evaluation mode."""
-
-    def evaluating(*args: Any, **kwargs: Any) -> Any:
-        training, block.training = block.training, False
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            block.training = training
-
-    return evaluating
+    block.forward = around(shares.within(block.forward), axis.enter, axis.leave)
 
 
 def of_type(module: nn.Module, kind: type[nn.Module]) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,17 @@ def find_recipe(name: str) -> Recipe:
 
 
 def compose(
-    path: Path, recipe: Recipe | None, model: str | None, data: Sequence[str] | None
+    path: Path,
+    recipe: Recipe | None,
+    model: str | None,
+    data: Sequence[str] | None,
+    data_keys: Mapping[str, Any],
 ) -> FirstRun:
     """Return what `shardwise init` writes: a run file at `path`, and files in the same folder.
 
     `model` is the name of a preset, a folder or a hub id, and replaces that of the recipe. `data`
-    are the entries of data.train. UserError where there is no such model, or where the run file
-    would not be accepted.
+    are the entries of data.train, and `data_keys` other keys that fit them. UserError where there
+    is no such model, or where the run file would not be accepted.
     """
     name = model or (recipe.path if recipe else FIRST_PRESET)
     is_preset = name in preset_names()
@@ -80,7 +84,7 @@ def compose(
         train = str(path.parent / _CORPUS)
         files[path.parent / _CORPUS] = (STARTER / _CORPUS).read_bytes()
         notes.append("data.train is a small example; put your own files in its place.")
-    sections["data"] = {"train": train, **sections["data"]}
+    sections["data"] = {"train": train, **sections["data"], **data_keys}
     if recipe:
         sections["parallel"] = recipe.parallel
     sections["training"]["output_dir"] = str(path.parent / "runs" / path.stem)

@@ -24,6 +24,7 @@ from shardwise.config import RunConfig
 from shardwise.interfaces import IGNORED, Batch, Mesh
 from shardwise.models import load, lora
 from shardwise.models.families import spec_of
+from shardwise.models.kinds import RATES
 from shardwise.parallel.place import full_tensor
 from shardwise.training.evaluate import evaluate
 from shardwise.training.gradients import PLAIN, sharded_axes
@@ -115,7 +116,7 @@ def _drawn(hf: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         generator = torch.Generator().manual_seed(seed)
         if ".lora_B." in name:
             yield name, torch.randn(parameter.shape, generator=generator) * 0.05
-        elif name.endswith(".A_log"):
+        elif name.rpartition(".")[2] in RATES:
             yield name, (0.02 + 0.3 * torch.rand(parameter.shape, generator=generator)).log()
 
 

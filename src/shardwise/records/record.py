@@ -81,6 +81,9 @@ class RunRecord:
     memory_parts: list[dict[str, int]] | None = None
     """The parts of each rank's peak (see `memory_parts.PARTS`)."""
     state_bytes: list[dict[str, int]] | None = None  # of each rank: weights, gradients, optimizer
+    launches_per_step: list[int] | None = None  # operators of each rank; None if compiled
+    host_waits_per_step: list[int] | None = None
+    """How often the host of each rank waits for its device in a step, beside collectives."""
     mfu: float | None = None
     hfu: float | None = None
     flops: dict[str, Any] | None = None

@@ -12,15 +12,15 @@ from shardwise.process.watchdog import paused
 
 
 def count_steps(cfg: RunConfig, loaders: Loaders, start: Start) -> int:
-    """Return `training.steps`, or the steps that `training.epochs` come to.
+    """Return `training.num_steps`, or the steps that `training.epochs` come to.
 
     Each rank counts the rows of a share of the slots, and all learn the largest number, a few bytes
     from every rank. A resume knows it from the checkpoint. UserError, the same on every rank, where
     nothing is left to read.
     """
     training = cfg.training
-    if training.steps is not None:
-        return training.steps
+    if training.num_steps is not None:
+        return training.num_steps
     num_steps = start.num_steps(training.epochs)
     if num_steps is None:
         slots = range(dist.get_rank(), training.global_batch_size, dist.get_world_size())

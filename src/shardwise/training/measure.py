@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Counts, counts, merge_states
 from shardwise.interfaces import AnyBatch, Mesh, Part
+from shardwise.metrics.dispatch import Dispatches
 from shardwise.metrics.flops import (
     CONVENTION,
     hardware_flops_per_token,
@@ -36,11 +38,13 @@ from shardwise.training.step import forward_backward
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each rank, in the order of ranks."""
+    """Bytes on each rank, in the order of ranks, and what the step launched there."""
 
     peak_bytes: list[int]
     parts: list[dict[str, int]]  # of the peak, by `memory_parts.PARTS`
     state_bytes: list[dict[str, int]]
+    launches: list[int] | None  # operators; None where compiled code hides them
+    host_waits: list[int] | None
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the record."""
@@ -48,18 +52,25 @@ class Memory:
             "peak_memory_bytes": self.peak_bytes,
             "memory_parts": self.parts,
             "state_bytes": self.state_bytes,
+            "launches_per_step": self.launches,
+            "host_waits_per_step": self.host_waits,
         }
 
 
 def measure_memory(
     job: Job, microbatches: Sequence[AnyBatch], mesh: Mesh, cfg: RunConfig
 ) -> Memory:
-    """Return the peak and state bytes of one step, a collective of all ranks.
+    """Return the peak and state bytes of one step, and its launches, a collective of all ranks.
 
     The step changes the model, so everything has to be saved before.
     """
     microbatches = [batch.to(mesh.device) for batch in microbatches]
-    with PeakMemory(mesh.device, lambda: state_tensors(job.pm.stored(), job.optimizer)) as peak:
+    dispatches = Dispatches()
+    is_seen = cfg.training.compile == "none"
+    with (
+        PeakMemory(mesh.device, lambda: state_tensors(job.pm.stored(), job.optimizer)) as peak,
+        dispatches if is_seen else nullcontext(),
+    ):
         hooks = [hook for part in job.pm.parts for hook in _mark_forwards(part, peak)]
         pm = replace(job.pm, reduce_grads=(peak.mark, *job.pm.reduce_grads))
         forward_backward(pm, microbatches, mesh, job.loss_scale.scale)
@@ -70,7 +81,13 @@ def measure_memory(
         for hook in hooks:
             hook.remove()
     state = state_bytes(job.pm.stored(), job.optimizer)
-    return Memory(of_every_rank(peak.peak_bytes), of_every_rank(peak.parts), of_every_rank(state))
+    return Memory(
+        of_every_rank(peak.peak_bytes),
+        of_every_rank(peak.parts),
+        of_every_rank(state),
+        of_every_rank(dispatches.num_launches) if is_seen else None,
+        of_every_rank(dispatches.num_waits) if is_seen else None,
+    )
 
 
 def _mark_forwards(part: Part, peak: PeakMemory) -> tuple[RemovableHandle, RemovableHandle]:

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.kernels.dynamic_conv import naive, shifted
+from tests.models.tiny import relative_error
 
 
 def inputs(tokens: int, before: int, width: int, dtype: torch.dtype = torch.float64):
@@ -16,20 +17,29 @@ def inputs(tokens: int, before: int, width: int, dtype: torch.dtype = torch.floa
     return x.requires_grad_(), kernels.requires_grad_()
 
 
+def departs(x: torch.Tensor, kernels: torch.Tensor, *options) -> bool:
+    """Whether the output or a gradient differs from the loop's."""
+    outs = [rule.dynamic_conv(x, kernels, *options) for rule in (shifted, naive)]
+    weight = torch.linspace(-1, 1, outs[0].numel(), dtype=outs[0].dtype).view(outs[0].shape)
+    mine, expected = (
+        [out, *torch.autograd.grad((out * weight).sum(), (x, kernels))] for out in outs
+    )
+    assert all(x.abs().max() > 0 for x in expected)
+    return not all(
+        torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(mine, expected, strict=True)
+    )
+
+
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("before", [0, 1, 3, 6])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 9])
 def test_equals_the_loop(tokens, before, width):
-    x, kernels = inputs(tokens, before, width)
-    out, expected = shifted.dynamic_conv(x, kernels), naive.dynamic_conv(x, kernels)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    grads, expected_grads = (
-        torch.autograd.grad((o * weight).sum(), (x, kernels)) for o in (out, expected)
-    )
-    for grad, other in zip(grads, expected_grads):
-        assert other.abs().max() > 0
-        torch.testing.assert_close(grad, other, rtol=1e-12, atol=1e-12)
+    tensors = inputs(tokens, before, width)
+    assert not departs(*tensors)
+    generator = torch.Generator().manual_seed(width)
+    for share in (0.3, 1.0):
+        begins = torch.rand(2, before + tokens, generator=generator) < share
+        assert not departs(*tensors, "silu", begins.cumsum(1) - 1)
 
 
 def test_one_kernel_for_all_tokens_is_a_causal_convolution():
@@ -40,4 +50,51 @@ def test_one_kernel_for_all_tokens_is_a_causal_convolution():
 
 
 def test_gradients_by_differences():
-    assert torch.autograd.gradcheck(shifted.dynamic_conv, inputs(3, 2, 4))
+    def convolution(x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+        return shifted.dynamic_conv(x, kernels, "silu")
+
+    assert torch.autograd.gradcheck(convolution, inputs(3, 2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_rounded_once(dtype):
+    x, kernels = (tensor.detach().to(dtype) for tensor in inputs(50, 3, 4))
+    out = shifted.dynamic_conv(x, kernels, "silu")
+    assert out.dtype == dtype
+    expected = naive.dynamic_conv(x.double(), kernels.double(), "silu")
+    assert relative_error(out.double(), expected) < torch.finfo(dtype).eps
+
+
+def test_the_backward_keeps_the_inputs():
+    x, kernels = inputs(50, 3, 4)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        shifted.dynamic_conv(x, kernels, "silu")
+    assert sum(kept.values()) == sum(t.untyped_storage().nbytes() for t in (x, kernels))
+
+
+def _without_documents(x, width, documents, start, place):
+    return BY_TAP(x, width, None, start, place)
+
+
+def _a_token_late(x, kernels, documents):
+    seen, documents = SEEN(x, kernels, documents)
+    return seen.roll(1, 1), documents
+
+
+BY_TAP, SEEN = shifted.by_tap, shifted._seen
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"), [("by_tap", _without_documents), ("_seen", _a_token_late)]
+)
+def test_a_planted_mistake_shows(name, mistake, monkeypatch):
+    tensors, documents = inputs(20, 3, 4), (torch.arange(23) // 5).expand(2, -1)
+    assert not departs(*tensors, None, documents)
+    monkeypatch.setattr(shifted, name, mistake)
+    assert departs(*tensors, None, documents)

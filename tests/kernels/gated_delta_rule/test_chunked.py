@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.kernels.chunks import AT_ONCE
 from shardwise.kernels.gated_delta_rule import RECURRENCE, chunked, gated_delta_rule, naive
 from tests.models.tiny import relative_error
 
@@ -187,7 +188,7 @@ def test_chunks_at_once_equal_one_after_the_other(documents, monkeypatch):
         return chunked.gated_delta_rule(*given, documents)
 
     outs, grads = run(rule, tensors)
-    monkeypatch.setitem(chunked.AT_ONCE, "cpu", chunked.AT_ONCE["cuda"])
+    monkeypatch.setitem(AT_ONCE, "cpu", AT_ONCE["cuda"])
     outs_at_once, grads_at_once = run(rule, tensors)
     for one, other in zip((*outs, *grads), (*outs_at_once, *grads_at_once)):
         assert relative_error(one, other) < 1e-5

@@ -92,3 +92,17 @@ def test_an_installed_package_computes_what_it_takes(fla):
     assert backends(spec, config("bfloat16"), torch.device("cpu"))["gated delta rule"] == "torch"
     with pytest.raises(UserError, match="slow_cores"):
         backends(spec, config(), CUDA)  # float32, which fla does not take
+
+
+def test_a_kernel_that_takes_no_documents_is_not_used_for_isolated_ones(monkeypatch):
+    package = ModuleType("mamba_ssm")
+    package.__spec__ = ModuleSpec("mamba_ssm", None)
+    monkeypatch.setitem(sys.modules, "mamba_ssm", package)
+    cfg = config("bfloat16")
+    isolated = replace(cfg, data=replace(cfg.data, packing="isolated"))
+    _, mamba = build("jamba", "meta")
+    assert backends(mamba, cfg, CUDA)["selective scan"] == "mamba_ssm"
+    with pytest.raises(UserError, match="selective scan in bfloat16 with isolated documents"):
+        backends(mamba, isolated, CUDA)
+    _, mamba2 = build("granitemoehybrid", "meta")
+    assert backends(mamba2, isolated, CUDA)["Mamba2 scan"] == "mamba_ssm"

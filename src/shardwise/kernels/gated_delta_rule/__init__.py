@@ -68,6 +68,7 @@ def _by_fla(
     rule = fla.fused_recurrent_gated_delta_rule if one_step else fla.chunk_gated_delta_rule
     q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
     inputs = [x.to(v.dtype) for x in (q, k, v)] + [g, beta.to(v.dtype)]
+    state = None if state is None else state.float()
     flags: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     if documents is None:
         q, k, v, g, beta = inputs

@@ -22,13 +22,21 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from shardwise.kernels.gated_delta_rule.naive import State, begins, unit, wide
-from shardwise.kernels.recurrence import Summary
+from shardwise.kernels.chunks import (
+    Span,
+    heads_first,
+    pass_back,
+    pass_on,
+    spans,
+    tokens_first,
+    tokens_of,
+    zero_state,
+)
+from shardwise.kernels.gated_delta_rule.naive import State, unit
+from shardwise.kernels.recurrence import Summary, begins, wide
 
 CHUNK = 64
 """C: tokens of a chunk."""
-AT_ONCE = {"cpu": 1, "cuda": 1 << 30}
-"""Chunks that are computed at once: one fits into a CPU's cache, a GPU wants large operators."""
 
 
 def gated_delta_rule(
@@ -60,14 +68,15 @@ def summary(
     """Return the map of all tokens: matrices [B, N, S, S] and states [B, N, S, H]."""
     # The state and the matrix are columns of one state, of which only the former gets values.
     key_size, value_size = k.shape[-1], v.shape[-1]
-    s = F.pad(_zero_state(k, v), (0, key_size))
+    s = F.pad(zero_state(k, v), (0, key_size))
     s[..., value_size:] = torch.eye(key_size, dtype=s.dtype, device=s.device)
     numbers = _numbers(documents)
     with torch.autocast(v.device.type, enabled=False):
-        for span in _spans(v):
+        for span in spans(v, CHUNK):
             chunks = _chunks(k, k, v, g, beta, numbers, span)  # no query is read
             values, reads = _solve(chunks, _alike(chunks))
-            *_, s = _pass_on(chunks, F.pad(values, (0, key_size)), reads, s)
+            values = F.pad(values, (0, key_size))
+            *_, s = pass_on(values, reads, chunks.k * chunks.to_end, chunks.over, s)
     after, transition = s.split([value_size, key_size], -1)
     return Summary(transition.contiguous(), after.contiguous())
 
@@ -82,13 +91,13 @@ def of_before(
     documents: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
-    numbers, of_state = _numbers(documents), _zero_state(k, v)
+    numbers, of_state = _numbers(documents), zero_state(k, v)
     with torch.autocast(v.device.type, enabled=False):
-        for span in reversed(_spans(v)):
+        for span in reversed(spans(v, CHUNK)):
             chunks = _chunks(q, k, v, g, beta, numbers, span)
             _, reads = _solve(chunks, _alike(chunks))
             similar = (chunks.q @ chunks.k.mT).mul_(chunks.between)
-            *_, of_state = _pass_back(chunks, reads, similar, _heads_first(of_out, span), of_state)
+            *_, of_state = _pass_back(chunks, reads, similar, heads_first(of_out, span), of_state)
     return of_state
 
 
@@ -104,18 +113,19 @@ class _GatedDeltaRule(torch.autograd.Function):
         state: State,
         documents: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        s = _zero_state(k, v) if state is None else wide(state)
+        s = zero_state(k, v) if state is None else wide(state)
         numbers, states, out = _numbers(documents), [], torch.empty_like(v)
         # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
         with torch.autocast(v.device.type, enabled=False):
-            for span in _spans(v):
+            for span in spans(v, CHUNK):
                 chunks = _chunks(q, k, v, g, beta, numbers, span)
                 values, reads = _solve(chunks, _alike(chunks))
-                before, corrections, s = _pass_on(chunks, values, reads, s)
+                k_to_end = chunks.k * chunks.to_end
+                before, corrections, s = pass_on(values, reads, k_to_end, chunks.over, s)
                 states.append(before)
-                scores = (chunks.q @ chunks.k.mT).mul_(chunks.between)
+                scores = (chunks.q @ chunks.k.mT) * chunks.between
                 outs = (chunks.q * chunks.from_start) @ before + scores @ corrections
-                _slice(out, span).copy_(_tokens_first(outs))
+                tokens_of(out, span).copy_(tokens_first(outs))
         ctx.state_dtype = s.dtype if state is None else state.dtype
         ctx.save_for_backward(q, k, v, g, beta, documents, *states)
         return out, s
@@ -128,56 +138,20 @@ class _GatedDeltaRule(torch.autograd.Function):
         numbers, of_state = _numbers(documents), wide(of_last)
         of_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
         with torch.autocast(v.device.type, enabled=False):
-            for span in reversed(_spans(v)):
+            for span in reversed(spans(v, CHUNK)):
                 chunks = _chunks(q, k, v, g, beta, numbers, span)
                 of_chunks, of_state = _backward(
-                    chunks, states.pop(), _heads_first(of_out, span), of_state
+                    chunks, states.pop(), heads_first(of_out, span), of_state
                 )
                 of_q, of_k, of_v, of_g, of_beta = of_chunks
                 of_q = _through_unit(of_q, q, span) * q.shape[-1] ** -0.5
                 of_k = _through_unit(of_k, k, span)
                 of_slices = (of_q, of_k, of_v, of_g[..., 0], of_beta[..., 0])
                 for of_x, of_slice in zip(of_inputs, of_slices):
-                    _slice(of_x, span).copy_(_tokens_first(of_slice))
+                    tokens_of(of_x, span).copy_(tokens_first(of_slice))
         if not ctx.needs_input_grad[5]:
             return *of_inputs, None, None
         return *of_inputs, of_state.to(ctx.state_dtype), None
-
-
-class _Span(NamedTuple):
-    """Chunks that are computed at once: all have the same number of tokens, C."""
-
-    start: int
-    """The first token."""
-    num_chunks: int
-    length: int
-    """C; the last chunk of a row may be shorter than CHUNK."""
-
-
-def _spans(v: torch.Tensor) -> list[_Span]:
-    """Return the chunks of the tokens of v [B, T, N, H], in order."""
-    tokens, at_once = v.shape[1], AT_ONCE.get(v.device.type, 1)
-    full, rest = divmod(tokens, CHUNK)
-    spans = [
-        _Span(first * CHUNK, min(at_once, full - first), CHUNK) for first in range(0, full, at_once)
-    ]
-    return spans + [_Span(full * CHUNK, 1, rest)] * (rest > 0)
-
-
-def _slice(x: torch.Tensor, span: _Span) -> torch.Tensor:
-    """Return the tokens of a span of x [B, T, ...], as [B, chunks, C, ...]."""
-    tokens = x[:, span.start : span.start + span.num_chunks * span.length]
-    return tokens.unflatten(1, (span.num_chunks, span.length))
-
-
-def _heads_first(x: torch.Tensor, span: _Span) -> torch.Tensor:
-    """Return the tokens of a span of x [B, T, N, ...] as [chunks, B, N, C, ...]."""
-    return wide(_slice(x, span).transpose(2, 3).transpose(0, 1)).contiguous()
-
-
-def _tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """Return x [chunks, B, N, C, ...] as [B, chunks, C, N, ...]."""
-    return x.transpose(0, 1).transpose(2, 3)
 
 
 class _Chunks(NamedTuple):
@@ -213,23 +187,24 @@ def _chunks(
     g: torch.Tensor,
     beta: torch.Tensor,
     numbers: torch.Tensor | None,
-    span: _Span,
+    span: Span,
 ) -> _Chunks:
     """Prepare the inputs of `gated_delta_rule` of a span."""
-    q, k, v, beta = (_heads_first(x, span) for x in (q, k, v, beta[..., None]))
+    q, k, v, beta = (heads_first(x, span) for x in (q, k, v, beta[..., None]))
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
-    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    if k.shape[2] < v.shape[2]:
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     # In float64: the decay between two tokens is a difference of sums that may reach hundreds.
-    total = _heads_first(g.double()[..., None], span).cumsum(-2)
+    total = heads_first(g.double()[..., None], span).cumsum(-2)
     from_start, to_end = total, total[..., -1:, :] - total
     # Masked before exp, which for later tokens would overflow.
     is_later = torch.ones(span.length, span.length, dtype=torch.bool, device=g.device)
     between = (total - total.mT).masked_fill_(is_later.triu_(1), -torch.inf)
     apart = None
     if numbers is not None:
-        here = _heads_first(numbers[:, :, None, None], span)
+        here = heads_first(numbers[:, :, None, None], span)
         earlier = torch.cat([numbers[:, :1], numbers[:, :-1]], 1)
-        before = _heads_first(earlier[:, :, None, None], span)[..., :1, :]
+        before = heads_first(earlier[:, :, None, None], span)[..., :1, :]
         apart = here != here.mT
         from_start = from_start.masked_fill(here != before, -torch.inf)
         between.masked_fill_(apart, -torch.inf)
@@ -240,7 +215,8 @@ def _chunks(
 
 def _alike(chunks: _Chunks) -> torch.Tensor:
     """Return k_i . k_j times the share of token j that is left at token i: [n, B, N, C, C]."""
-    return (chunks.k @ chunks.k.mT).mul_(chunks.between)
+    # Not in place: checkpointing by operators keeps the product for the recomputation.
+    return (chunks.k @ chunks.k.mT) * chunks.between
 
 
 def _solve(chunks: _Chunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -256,18 +232,6 @@ def _solve(chunks: _Chunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return solution.split([chunks.v.shape[-1], chunks.k.shape[-1]], -1)
 
 
-def _pass_on(
-    chunks: _Chunks, values: torch.Tensor, reads: torch.Tensor, s: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Return the states before the chunks [n, B, N, S, H], corrections, and the last state."""
-    k_to_end, before, corrections = (chunks.k * chunks.to_end).mT, [], []
-    for n in range(len(values)):
-        before.append(s)
-        corrections.append(values[n] - reads[n] @ s)
-        s = s * chunks.over[n] + k_to_end[n] @ corrections[n]
-    return torch.stack(before), torch.stack(corrections), s
-
-
 def _pass_back(
     chunks: _Chunks,
     reads: torch.Tensor,
@@ -279,14 +243,9 @@ def _pass_back(
 
     `of_state` [B, N, S, H] is that of the state after the last one.
     """
-    of_reading = (chunks.q * chunks.from_start).mT @ of_out
-    of_corrections = list((similar.mT @ of_out).unbind())
-    k_to_end, after = chunks.k * chunks.to_end, []
-    for n in reversed(range(len(reads))):
-        after.append(of_state)
-        of_corrections[n] = of_corrections[n] + k_to_end[n] @ of_state
-        of_state = of_reading[n] + of_state * chunks.over[n] - reads[n].mT @ of_corrections[n]
-    return torch.stack(after[::-1]), torch.stack(of_corrections), of_state
+    of_before, of_corrections = (chunks.q * chunks.from_start).mT @ of_out, similar.mT @ of_out
+    k_to_end = chunks.k * chunks.to_end
+    return pass_back(reads, k_to_end, chunks.over, of_before, of_corrections, of_state)
 
 
 def _backward(
@@ -344,21 +303,14 @@ def _backward(
     return (of_q, of_k, of_right_v * beta, of_g, of_beta), of_first
 
 
-def _zero_state(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return a state of zeros [B, N, S, H] of keys [B, T, K, S] and values [B, T, N, H]."""
-    batch, _, heads, value_size = v.shape
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    return v.new_zeros(batch, heads, k.shape[-1], value_size, dtype=dtype)
-
-
 def _numbers(documents: torch.Tensor | None) -> torch.Tensor | None:
     """Return the number of each token's document in its row, from 0: [B, T]."""
     return None if documents is None else begins(documents).cumsum(1)
 
 
-def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, span: _Span) -> torch.Tensor:
+def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, span: Span) -> torch.Tensor:
     """Return the gradient of a span of x [B, T, K, S], given that of its `unit`, per head N."""
-    x = _heads_first(x, span)
+    x = heads_first(x, span)
     of_unit = of_unit.unflatten(2, (x.shape[2], -1)).sum(3)  # heads that share a key
     shrunk = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     direction = x * shrunk

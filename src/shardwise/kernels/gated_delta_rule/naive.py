@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
+
+from shardwise.kernels.recurrence import begins, wide
 
 State = torch.Tensor | None
 """[B, N, S, H], or None for zeros."""
@@ -15,16 +16,6 @@ def unit(x: torch.Tensor) -> torch.Tensor:
     The published kernels add the same 1e-6.
     """
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """Return x in the dtype of states: float32, or float64 if x is float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def begins(documents: torch.Tensor) -> torch.Tensor:
-    """Return whether a document begins at each token, [B, T]; the first token of a row goes on."""
-    return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
 
 
 def gated_delta_rule(

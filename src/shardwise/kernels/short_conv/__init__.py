@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
 import torch
-from torch.nn import functional as F
+
+from shardwise.kernels.gated_delta_rule.naive import begins
+from shardwise.kernels.short_conv import shifted
 
 
 def short_conv(
@@ -16,33 +22,52 @@ def short_conv(
 ) -> torch.Tensor:
     """Return [B, T, D] of x [B, T, D] and weight [D, W], whose last tap is of the token itself.
 
-    `earlier` [B, W - 1, D] are the tokens before x, zeros if None. `documents` [B, P + T] are those
-    of `earlier`, where it is given, and of x: tokens of another document count as 0.
+    `earlier` [B, P, D] are the P = W - 1 tokens before x, zeros if None. `documents` [B, P + T] are
+    those of `earlier`, where it is given, and of x: tokens of another document count as 0. `bias`
+    is [D]; `activation` is silu (or swish, its other name) or None.
+
+    The result has x's dtype. Sums are float32, or float64 if the weight is.
+
+    On a GPU with `causal_conv1d` installed its kernel computes it, except in float64 and for what
+    it does not take: more than 4 taps, one tap, or channels that 8 does not divide.
     """
-    width, tokens = weight.shape[1], x.shape[1]
-    before = width - 1
-    if earlier is None:
-        padded = F.pad(x, (0, 0, before, 0))
-        if documents is not None:
-            documents = F.pad(documents, (before, 0), value=-2)
-    else:
-        padded = torch.cat([earlier, x], 1)
-    padded = padded.to(weight.dtype)
-    out = padded[:, before:] * weight[:, -1]
-    for tap in range(before):
-        seen = padded[:, tap : tap + tokens]
-        if documents is not None:
-            apart = documents[:, tap : tap + tokens] != documents[:, before:]
-            seen = seen.masked_fill(apart[..., None], 0)
-        out = out + seen * weight[:, tap]
-    if bias is not None:
-        out = out + bias
-    if activation is not None:
-        assert activation in ("silu", "swish")
-        out = F.silu(out)
-    return out.to(x.dtype)
+    assert activation in (None, "silu", "swish")
+    kernel_takes_it = weight.shape[1] in (2, 3, 4) and weight.shape[0] % 8 == 0
+    if kernel_takes_it and backend(x.device, x.dtype) == "causal_conv1d":
+        return _by_causal_conv1d(x, weight, bias, activation, earlier, documents)
+    return shifted.short_conv(x, weight, bias, activation, earlier, documents)
 
 
 def backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what computes the convolution of inputs of a dtype on a device."""
-    return "torch"
+    """Return what computes the convolution on a device: `causal_conv1d` or `torch`."""
+    has_kernel = device.type == "cuda" and dtype != torch.float64 and find_spec("causal_conv1d")
+    return "causal_conv1d" if has_kernel else "torch"
+
+
+def _by_causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    earlier: torch.Tensor | None,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
+    kernel: Any = import_module("causal_conv1d").causal_conv1d_fn
+    tokens, numbers = x.shape[1], None
+    if documents is not None:
+        # The kernel gives 0 for numbers below 0. Its earlier releases leave out the initial states
+        # where documents are given, so these tokens become part of the row.
+        numbers = begins(documents).cumsum(1, dtype=torch.int32)
+        if earlier is not None:
+            x, earlier = torch.cat([earlier.to(x.dtype), x], 1), None
+    if x.stride(2) != 1 or x.stride(0) % 8 or x.stride(1) % 8:
+        x = x.contiguous()
+    out = kernel(
+        x.transpose(1, 2),
+        weight,
+        None if bias is None else bias.to(weight.dtype),
+        seq_idx=numbers,
+        initial_states=None if earlier is None else earlier.to(x.dtype).transpose(1, 2),
+        activation=activation,
+    )
+    return out.transpose(1, 2)[:, -tokens:]

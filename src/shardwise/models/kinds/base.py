@@ -55,6 +55,8 @@ class Backend(NamedTuple):
     """The name of the core, which stands in records."""
     chosen: Callable[[torch.device, torch.dtype], str]
     """Return `torch`, or the package whose kernels compute the core for inputs of a dtype."""
+    takes_documents: bool = True
+    """The package's kernels keep documents apart; with documents, plain torch runs otherwise."""
     is_slow_in_torch: bool = True
     """On a GPU the torch path is many times slower than what people use there."""
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig
 
 from shardwise.kernels.gated_delta_rule import RECURRENCE, backend
-from shardwise.kernels.recurrence import Tokens
+from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Core, Kind
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
@@ -110,22 +110,26 @@ def cores(config: PretrainedConfig) -> tuple[GatedDeltaNet]:
     return (GatedDeltaNet(heads, key_dim, config.linear_value_head_dim),)
 
 
-def delta_rule(
-    tokens: Tokens,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-    **flags: Any,
-) -> tuple[torch.Tensor, None]:
-    """Return the outputs of a mixer's rule, and no state: parts are trained without a cache."""
-    assert initial_state is None
-    assert not output_final_state
-    return tokens.recur(RECURRENCE, q, k, v, g, beta), None
+def delta_rule(core: Recurrence) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Return what mixers call as their rule: it gives no state, as parts train without a cache."""
+
+    def run(
+        tokens: Tokens,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None,
+        output_final_state: bool,
+        **flags: Any,
+    ) -> tuple[torch.Tensor, None]:
+        assert initial_state is None
+        assert not output_final_state
+        return tokens.recur(core, q, k, v, g, beta), None
+
+    return run
 
 
 def split_by_key_head(block: Any, num_ranks: int) -> BlockSplit:
@@ -173,7 +177,7 @@ BY_KEY_HEAD = Kind(
     before=(("in_proj_qkvz", "in_proj_ba"), ("conv1d", "A_log", "dt_bias")),
     after=(("norm",), ("out_proj",)),
     cores=cores,
-    functions={"torch_chunk_gated_delta_rule": delta_rule, **CAUSAL_CONVOLUTION},
+    functions={"torch_chunk_gated_delta_rule": delta_rule(RECURRENCE), **CAUSAL_CONVOLUTION},
     backends=(RULE_BACKEND, short_convolution.BACKEND),
     split=split_by_key_head,
     keeps_documents_apart=True,

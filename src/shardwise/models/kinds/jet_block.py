@@ -10,8 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
+from shardwise.kernels.dynamic_conv import dynamic_conv
+from shardwise.kernels.gated_delta_rule import RECURRENCE
+from shardwise.kernels.recurrence import Tokens
 from shardwise.models.kinds import gated_delta_net
 from shardwise.models.kinds.base import Core, Kind
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
@@ -48,6 +52,30 @@ def cores(config: PretrainedConfig) -> tuple[DynamicConvolution, GatedDeltaNet]:
     return convolution, rule
 
 
+def convolution(
+    tokens: Tokens, values: torch.Tensor, kernels: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """Return [B, T, D] of values [B, T, D] and kernels [B, T, D, W]."""
+    earlier, documents = tokens.earlier(values, kernels.shape[-1] - 1)
+    if earlier is not None:
+        values = torch.cat([earlier, values], 1)
+    return dynamic_conv(values, kernels, activation, documents)
+
+
+def delta_rule(
+    tokens: Tokens,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor | None,
+) -> tuple[torch.Tensor, None]:
+    """Return the outputs of the rule, and no state: parts are trained without a cache."""
+    assert state is None
+    return tokens.recur(RECURRENCE, q, k, v, g, beta), None
+
+
 def split(block: Any, num_ranks: int) -> BlockSplit:
     """Shard by heads, each of which has its own queries, keys, values, gate, decay and state.
 
@@ -64,6 +92,7 @@ JET_BLOCK = Kind(
     before=((*PROJECTIONS, GENERATOR[0]), (GENERATOR[1], "A_log", "dt_bias")),
     after=(("o_norm",), ("o_proj",)),
     cores=cores,
+    functions={"dynamic_conv": convolution, "gated_delta_rule": delta_rule},
     split=split,
     backends=(gated_delta_net.RULE_BACKEND,),
     keeps_documents_apart=True,

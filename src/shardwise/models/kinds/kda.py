@@ -6,12 +6,15 @@ of the first one, which is whole on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from shardwise.models.kinds.base import Kind
-from shardwise.models.kinds.gated_delta_net import DeltaRule
+from shardwise.kernels.kimi_delta_attention import RECURRENCE, backend
+from shardwise.models.kinds import short_convolution
+from shardwise.models.kinds.base import Backend, Kind
+from shardwise.models.kinds.gated_delta_net import DeltaRule, delta_rule
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -27,18 +30,32 @@ from shardwise.models.tensor_cuts import (
 class KimiDeltaAttention(DeltaRule):
     """The delta rule with a decay per channel (arXiv 2510.26692).
 
-    Executed, per head and chunk. As matrix products: the inverted system times values and keys, and
-    weights times new values (2 C^2 each, times V or K); the state read by keys and by queries and
-    then updated (2 C K V each). Written out with elements, as the decay lies inside the sums, so
-    that torch's FLOP counter counts 0: k k^T and q k^T (2 C^2 K each) and the inversion row by row
-    (2 i^2 for row i: C (C - 1) (2 C - 1) / 3). The backward has two products for each.
+    Executed by `kernels/kimi_delta_attention/chunked.py`, per head and chunk: k k^T and q k^T by
+    halves of blocks, of pairs of tokens that see each other alone (2 K a pair, C^2 pairs together;
+    those of a token with itself are elementwise, so that torch's FLOP counter counts 0); a
+    unit-triangular solve with K + V columns (C (C - 1) per column, which it counts as 0, too);
+    weights times corrections (2 C^2 V); the state read by keys and by queries and then updated
+    (2 C K V each). The backward computes pairs, solve and corrections again. It has two products
+    for each that has two factors; a solve's are the transposed solve and one full product.
     """
 
     def chunk_forward(self) -> int:
         """See DeltaRule."""
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        inversion = c * (c - 1) * (2 * c - 1) // 3
-        return 2 * c * c * (3 * k + 2 * v) + 6 * c * k * v + inversion
+        return 2 * c * c * (k + v) + 6 * c * k * v + self._solve()
+
+    def chunk_backward(self) -> int:
+        """See DeltaRule."""
+        c, k, v = self.chunk_size, self.key_dim, self.value_dim
+        return 2 * c * c * (4 * k + 3 * v) + 14 * c * k * v + 2 * self._solve()
+
+    def _solve(self) -> int:
+        return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)
+
+    def _over_chunks(self, sequence_length: int, flops: Callable[[DeltaRule], int]) -> float:
+        """Return the FLOPs per token of full chunks: the last one is padded."""
+        num_chunks = -(-sequence_length // self.chunk_size)
+        return self.num_heads * num_chunks * flops(self) / sequence_length
 
 
 def cores(config: PretrainedConfig) -> tuple[KimiDeltaAttention]:
@@ -73,7 +90,8 @@ KDA = Kind(
     ),
     after=(("o_norm",), ("o_proj",)),
     cores=cores,
-    functions=CAUSAL_CONVOLUTION,
+    functions={"chunk_kimi_delta_attention": delta_rule(RECURRENCE), **CAUSAL_CONVOLUTION},
+    backends=(Backend("Kimi Delta Attention", backend), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,
     shares_input=("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "forget_gate.f_a_proj"),

@@ -8,9 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
-from shardwise.models.kinds.base import Core, Kind
+from shardwise.kernels.recurrence import Tokens
+from shardwise.kernels.selective_scan import RECURRENCE, backend
+from shardwise.models.kinds import short_convolution
+from shardwise.models.kinds.base import Backend, Core, Kind
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -29,8 +33,13 @@ class Mamba(Core):
     """The selective scan of Mamba (arXiv 2312.00752): C channels, each with a state of S.
 
     Model FLOPs, the recurrence on one token: decay the state (C S), add x B^T (2 C S), read with C
-    (2 C S): 5 C S, as for Mamba2. Executed: the same, token by token; the read alone is a matrix
-    product.
+    (2 C S): 5 C S, as for Mamba2.
+
+    Executed by `kernels/selective_scan/chunked.py`: a forward is the same, of which the read alone
+    is a matrix product. A backward computes it again (5 C S). It adds the gradients of what was
+    read to those of later states (3 C S), from which it gets those of C, B and x (2 C S each, as
+    matrix products), those of the exponents of the decays (2 C S), and theirs of dt and A (2 C S
+    each).
     """
 
     num_channels: int
@@ -40,10 +49,39 @@ class Mamba(Core):
         """See Core."""
         return 5.0 * self.num_channels * self.state_size
 
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return 20.0 * self.num_channels * self.state_size
+
 
 def cores(config: PretrainedConfig) -> tuple[Mamba]:
     """Return the core by the config."""
     return (Mamba(config.mamba_expand * config.hidden_size, config.mamba_d_state),)
+
+
+def scan(
+    tokens: Tokens,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    *,
+    D: torch.Tensor,
+    z: torch.Tensor,
+    delta_bias: torch.Tensor,
+    delta_softplus: bool,
+    return_last_state: bool,
+    **flags: Any,
+) -> torch.Tensor:
+    """Return the outputs of a mixer's scan, and no state: parts are trained without a cache.
+
+    The mixer has tokens last: [B, D, T], and b and c [B, S, T].
+    """
+    assert delta_softplus
+    assert not return_last_state
+    x, dt, b, c, z = (y.transpose(1, 2) for y in (x, dt, b, c, z))
+    return tokens.recur(RECURRENCE, x, dt, a, b, c, D, z, delta_bias).transpose(1, 2)
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
@@ -71,7 +109,8 @@ MAMBA = Kind(
     ),
     after=(("out_proj",),),
     cores=cores,
-    functions=CAUSAL_CONVOLUTION,
+    functions={"mamba_selective_scan": scan, **CAUSAL_CONVOLUTION},
+    backends=(Backend("selective scan", backend, takes_documents=False), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,
     ends=("out_proj",),

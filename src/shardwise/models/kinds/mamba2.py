@@ -14,7 +14,12 @@ import torch
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
-from shardwise.models.kinds.base import Core, Kind
+from shardwise.kernels.gated_delta_rule.naive import wide
+from shardwise.kernels.recurrence import Tokens
+from shardwise.kernels.state_space_duality import RECURRENCE, backend
+from shardwise.kernels.state_space_duality.chunked import CHUNK
+from shardwise.models.kinds import short_convolution
+from shardwise.models.kinds.base import Backend, Core, Kind
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -39,15 +44,20 @@ class Mamba2(Core):
     Model FLOPs, the recurrence on one token: decay the state (P S), add x B^T (2 P S), read with C
     (2 P S): 5 N P S. (Megatron-LM counts 7, the discretisation included.)
 
-    Executed, per head and chunk of Q tokens: scores C B^T (2 Q^2 S), scores times x (2 Q^2 P), the
-    chunk's state and the read of the state before it (2 Q P S each); then, over the n chunks of a
-    sequence, all states passed on at once by one (n + 1) x (n + 1) product, 2 (n + 1)^2 P S.
+    Executed by `kernels/state_space_duality/chunked.py`, per chunk of C tokens, of which the last
+    may be shorter. The forward: of each of K groups, scores C B^T (2 C^2 S); of each head, scores
+    times x (2 C^2 P), and the state read and written (2 C P S each).
+
+    The backward computes the scores and what was read of the state again. Of each group, it has two
+    more products with the gradient of the scores; of each head, the gradients of x and of the
+    scores (2 C^2 P each) and five products with the state or its gradient, that read included.
     """
 
     num_heads: int
     head_dim: int
     state_size: int
-    chunk_size: int
+    num_groups: int
+    chunk_size: int = CHUNK
 
     def model_forward(self, sequence_length: int) -> float:
         """See Core."""
@@ -55,20 +65,63 @@ class Mamba2(Core):
 
     def executed_forward(self, sequence_length: int) -> float:
         """See Core."""
-        q, p, s = self.chunk_size, self.head_dim, self.state_size
-        chunks = -(-sequence_length // q)
-        within = chunks * (2 * q * q * (p + s) + 4 * q * p * s)
-        between = 2 * (chunks + 1) ** 2 * p * s
-        return self.num_heads * (within + between) / sequence_length
+        return self._over_chunks(sequence_length, by_group=1, by_head=1, with_state=2)
+
+    def executed_backward(self, sequence_length: int) -> float:
+        """See Core."""
+        return self._over_chunks(sequence_length, by_group=3, by_head=2, with_state=5)
+
+    def _over_chunks(
+        self, sequence_length: int, by_group: int, by_head: int, with_state: int
+    ) -> float:
+        """Return the FLOPs per token of as many products, in full chunks and the rest."""
+        num_full, rest = divmod(sequence_length, self.chunk_size)
+        pairs = num_full * self.chunk_size**2 + rest**2
+        groups = 2.0 * by_group * self.num_groups * self.state_size * pairs / sequence_length
+        heads = 2.0 * by_head * self.num_heads * self.head_dim * pairs / sequence_length
+        return groups + heads + 2.0 * with_state * self.num_heads * self.head_dim * self.state_size
 
 
 def cores(config: PretrainedConfig) -> tuple[Mamba2]:
     """Return the core by the config, which has one of two sets of names."""
     if hasattr(config, "mamba_n_heads"):
-        names = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size")
+        names = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups")
     else:
-        names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "chunk_size")
+        names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups")
     return (Mamba2(*(getattr(config, name) for name in names)),)
+
+
+def scan(
+    tokens: Tokens,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    *,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    dt_limit: tuple[float, float],
+    dt_softplus: bool,
+    initial_states: torch.Tensor | None,
+    return_final_states: bool,
+    **flags: Any,
+) -> torch.Tensor:
+    """Return the outputs of a mixer's scan, and no state: parts are trained without a cache."""
+    assert dt_softplus
+    assert initial_states is None
+    assert not return_final_states
+    # In float32, as in mamba_ssm: the decay is an exponential of it.
+    dt = F.softplus(wide(dt) + dt_bias).clamp(*dt_limit)
+    return tokens.recur(RECURRENCE, x, dt, a, b, c, D)
+
+
+def no_fused_mixer(tokens: Tokens, *args: Any, **kwargs: Any) -> None:
+    """Return None, as transformers does without mamba_ssm.
+
+    That package's kernel for training computes the whole mixer, past the adapter of its last
+    projection and past a norm over features that tensor parallelism shards.
+    """
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
@@ -112,8 +165,6 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
         norms={"norm": partial(gated_rms_norm, normed)} if spread else {},
         norm_groups=max(normed, 1),
         buffers={"mup_vector": Cut(2, way_in)} if hasattr(block, "mup_vector") else {},
-        # mamba_ssm's training kernel ends with a norm over this rank's features of a group.
-        as_in_evaluation=spread,
     )
 
 
@@ -157,11 +208,17 @@ MAMBA2 = Kind(
     before=(("in_proj",), ("conv1d", "A_log", "dt_bias", "D")),
     after=(("norm",), ("out_proj",)),
     cores=cores,
-    functions=CAUSAL_CONVOLUTION,
+    functions={
+        "mamba2_split_conv1d_scan_combined": no_fused_mixer,
+        "mamba2_chunk_scan": scan,
+        **CAUSAL_CONVOLUTION,
+    },
+    backends=(Backend("Mamba2 scan", backend), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,
     ends=("out_proj",),
     rates=("A_log",),
-    # mamba_ssm's training kernel takes the weight of the output projection as an argument.
+    # Elsewhere, mamba_ssm's training kernel takes the weight of the output projection as an
+    # argument.
     bypassed=("out_proj",),
 )

@@ -85,10 +85,18 @@ def backends(spec: ModelSpec, cfg: RunConfig, device: torch.device) -> dict[str,
     dtype = autocast_dtype(cfg.training.precision) or getattr(torch, cfg.model.dtype)
     kinds = {block.kind for layer in spec.layers for block in layer.mixers}
     used = {backend.core: backend for kind in kinds for backend in kind.backends}
-    chosen = {core: used[core].chosen(device, dtype) for core in sorted(used)}
+    isolated = cfg.data.keeps_documents_apart
+    chosen = {
+        core: used[core].chosen(device, dtype)
+        if used[core].takes_documents or not isolated
+        else "torch"
+        for core in sorted(used)
+    }
     slow = [core for core in chosen if chosen[core] == "torch" and used[core].is_slow_in_torch]
     if device.type == "cuda" and slow and cfg.model.slow_cores == "refuse":
         name = str(dtype).removeprefix("torch.")
+        if isolated:
+            name += " with isolated documents"
         raise UserError(
             f"no installed package computes the {slow[0]} in {name} on this GPU, and plain torch "
             "is slow; install shardwise[gpu] and use bfloat16, or set model.slow_cores to allow"

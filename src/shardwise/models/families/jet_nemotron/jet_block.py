@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from shardwise.kernels.dynamic_conv import dynamic_conv
 from shardwise.kernels.gated_delta_rule import gated_delta_rule
-from shardwise.kernels.gated_delta_rule.naive import wide
+from shardwise.kernels.recurrence import wide
 from shardwise.models.families.jet_nemotron.configuration import JetNemotronConfig
 
 
@@ -41,7 +41,7 @@ class JetNemotronRMSNorm(nn.Module):
 
 
 class JetNemotronDynamicConv(nn.Module):
-    """The convolution of values, whose kernels are w2(silu(w1(input))).
+    """The kernels of the values' convolution, which are w2(silu(w1(input))).
 
     w2's bias is the kernel that all tokens share.
     """
@@ -59,13 +59,9 @@ class JetNemotronDynamicConv(nn.Module):
             )
         )
 
-    def forward(self, values: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [B, T, N V] of values [B, P + T, N V] and tokens `hidden` [B, T, D].
-
-        The last T values are those of `hidden`.
-        """
-        kernels = self.kernel_generator(hidden).unflatten(-1, (-1, self.width))
-        return F.silu(dynamic_conv(values, kernels))
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [B, T, N V, W], a kernel of W taps per value, of tokens `hidden` [B, T, D]."""
+        return self.kernel_generator(hidden).unflatten(-1, (-1, self.width))
 
 
 class JetBlock(nn.Module):
@@ -115,7 +111,7 @@ class JetBlock(nn.Module):
             values = past_key_values.update_conv_state(
                 values.mT, self.layer_idx, conv_kernel_size=width
             ).mT
-        v = self.dynamic_conv1d(values, hidden_states)
+        v = dynamic_conv(values, self.dynamic_conv1d(hidden_states), "silu")
         q, k = F.silu(self.q_proj(hidden_states)), F.silu(self.k_proj(hidden_states))
         q, k = (x.unflatten(-1, (-1, self.key_dim)) for x in (q, k))
         beta = self.b_proj(hidden_states).sigmoid()

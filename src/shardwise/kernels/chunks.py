@@ -1,0 +1,101 @@
+"""The tokens of rows in chunks: what chunked recurrences have in common.
+
+Only the state goes from chunk to chunk. All else is computed for as many chunks at once as the
+device likes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardwise.kernels.recurrence import wide
+
+AT_ONCE = {"cpu": 1, "cuda": 1 << 30}
+"""Chunks that are computed at once: one fits into a CPU's cache, a GPU wants large operators."""
+
+
+class Span(NamedTuple):
+    """Chunks that are computed at once: all have the same number of tokens, C."""
+
+    start: int
+    """The first token."""
+    num_chunks: int
+    length: int
+    """C; the last chunk of a row may be shorter."""
+
+
+def spans(v: torch.Tensor, length: int) -> list[Span]:
+    """Return the chunks of `length` of the tokens of v [B, T, N, H], in order."""
+    tokens, at_once = v.shape[1], AT_ONCE.get(v.device.type, 1)
+    full, rest = divmod(tokens, length)
+    of_full = [
+        Span(first * length, min(at_once, full - first), length)
+        for first in range(0, full, at_once)
+    ]
+    return of_full + [Span(full * length, 1, rest)] * (rest > 0)
+
+
+def tokens_of(x: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return the tokens of a span of x [B, T, ...], as [B, chunks, C, ...]: a view."""
+    tokens = x[:, span.start : span.start + span.num_chunks * span.length]
+    return tokens.unflatten(1, (span.num_chunks, span.length))
+
+
+def heads_first(x: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return the tokens of a span of x [B, T, N, ...] as [chunks, B, N, C, ...], in 32 bits."""
+    return wide(tokens_of(x, span).transpose(2, 3).transpose(0, 1)).contiguous()
+
+
+def tokens_first(x: torch.Tensor) -> torch.Tensor:
+    """Return x [chunks, B, N, C, ...] as [B, chunks, C, N, ...]."""
+    return x.transpose(0, 1).transpose(2, 3)
+
+
+def zero_state(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return a state of zeros [B, N, S, H] of keys [B, T, K, S] and values [B, T, N, H]."""
+    batch, _, heads, value_size = v.shape
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    return v.new_zeros(batch, heads, k.shape[-1], value_size, dtype=dtype)
+
+
+def pass_on(
+    values: torch.Tensor,
+    reads: torch.Tensor,
+    k_to_end: torch.Tensor,
+    over: torch.Tensor,
+    s: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the states before the chunks [n, B, N, S, H], corrections, and the last state.
+
+    A delta rule's corrections [n, B, N, C, H] are values - reads @ state. The state that a chunk
+    leaves is `over` times the one before it, and what keys [n, B, N, C, S] add of corrections.
+    """
+    before, corrections = [], []
+    for n in range(len(values)):
+        before.append(s)
+        corrections.append(values[n] - reads[n] @ s)
+        s = s * over[n] + k_to_end[n].mT @ corrections[n]
+    return torch.stack(before), torch.stack(corrections), s
+
+
+def pass_back(
+    reads: torch.Tensor,
+    k_to_end: torch.Tensor,
+    over: torch.Tensor,
+    of_before: torch.Tensor,
+    of_corrections: torch.Tensor,
+    of_state: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the states after the chunks, of corrections, and of the first state.
+
+    `of_before` and `of_corrections` are those that outputs give; `of_state` [B, N, S, H] is that of
+    the state after the last chunk.
+    """
+    of_after, of_each = [], list(of_corrections.unbind())
+    for n in reversed(range(len(reads))):
+        of_after.append(of_state)
+        of_each[n] = of_each[n] + k_to_end[n] @ of_state
+        of_state = of_before[n] + of_state * over[n] - reads[n].mT @ of_each[n]
+    return torch.stack(of_after[::-1]), torch.stack(of_each), of_state

@@ -1,0 +1,365 @@
+"""Kimi Delta Attention, a chunk of C tokens at a time, as matrix products, with its own backward.
+
+Let d_ij [S] be what a state keeps from token j to token i of a chunk, the product of e^g over the
+tokens after j up to i, and d_i what it keeps from before the chunk to token i; s is the state
+before the chunk. The corrections r_i = beta_i (v_i - what the state stores under k_i) solve a unit
+lower triangular system:
+
+    r_i + sum_{j<i} beta_i ((k_i * d_ij) . k_j) r_j = beta_i v_i - beta_i s^T (k_i * d_i)
+
+The output is a sum of what the state and what the corrections of the chunk give to each token, and
+the next state is linear in both.
+
+d_ij has a value for each channel, so that (k_i * d_ij) . k_j is no product of matrices. It is one
+between two halves of a block: with a border between the halves, d_ij is what is kept from j to the
+border times what is kept from the border to i. So a chunk is halved until a half is one token. No
+decay is divided by another one: nothing overflows, however strong the decay is, and a decay of 0
+is a decay like any other; it stands before the first token of a document.
+
+The backward is the chain rule on these equations, from the last chunk to the first. It keeps the
+inputs and the state before each chunk, and computes the rest again. Only the state goes from chunk
+to chunk: all else is computed for as many chunks at once as the device likes.
+Source: Kimi Team, "Kimi Linear", arXiv 2510.26692, section 3; the halves are this project's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from shardwise.kernels.chunks import (
+    Span,
+    heads_first,
+    pass_back,
+    pass_on,
+    spans,
+    tokens_first,
+    tokens_of,
+    zero_state,
+)
+from shardwise.kernels.gated_delta_rule.naive import State, unit
+from shardwise.kernels.recurrence import Summary, begins, wide
+
+CHUNK = 64
+"""C: tokens of a chunk, a power of 2. The last chunk is padded with tokens that do nothing."""
+
+
+def kimi_delta_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: State = None,
+    documents: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs [B, T, N, H] and the last state [B, N, S, H], as the package does."""
+    out, last = _KimiDeltaAttention.apply(q, k, v, g, beta, state, documents)
+    return out, last
+
+
+def summary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> Summary:
+    """Return the map of all tokens: matrices [B, N, S, S] and states [B, N, S, H]."""
+    # The state and the matrix are columns of one state, of which only the former gets values.
+    key_size, value_size = k.shape[-1], v.shape[-1]
+    s = F.pad(zero_state(k, v), (0, key_size))
+    s[..., value_size:] = torch.eye(key_size, dtype=s.dtype, device=s.device)
+    starts = _starts(documents)
+    with torch.autocast(v.device.type, enabled=False):
+        for span in spans(v, CHUNK):
+            chunks = _chunks(k, k, v, g, beta, starts, span)  # no query is read
+            values, reads = _solve(chunks, _pairs(chunks).alike)
+            values = F.pad(values, (0, key_size))
+            *_, s = pass_on(values, reads, chunks.k * chunks.to_end, chunks.over, s)
+    after, transition = s.split([value_size, key_size], -1)
+    return Summary(transition.contiguous(), after.contiguous())
+
+
+def of_before(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    of_out: torch.Tensor,
+    documents: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the gradient [B, N, S, H] of the first state that the gradient of outputs gives."""
+    starts, of_state = _starts(documents), zero_state(k, v)
+    with torch.autocast(v.device.type, enabled=False):
+        for span in reversed(spans(v, CHUNK)):
+            chunks = _chunks(q, k, v, g, beta, starts, span)
+            pairs = _pairs(chunks)
+            _, reads = _solve(chunks, pairs.alike)
+            of_outs = _padded(of_out, span)
+            *_, of_state = _pass_back(chunks, reads, pairs.similar, of_outs, of_state)
+    return of_state
+
+
+class _KimiDeltaAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        state: State,
+        documents: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        s = zero_state(k, v) if state is None else wide(state)
+        starts, states, out = _starts(documents), [], torch.empty_like(v)
+        # Autocast is off: the state has 32 bits, whatever dtype the products around it have.
+        with torch.autocast(v.device.type, enabled=False):
+            for span in spans(v, CHUNK):
+                chunks = _chunks(q, k, v, g, beta, starts, span)
+                alike, similar, _ = _pairs(chunks)
+                values, reads = _solve(chunks, alike)
+                k_to_end = chunks.k * chunks.to_end
+                before, corrections, s = pass_on(values, reads, k_to_end, chunks.over, s)
+                states.append(before)
+                outs = (chunks.q * chunks.from_start) @ before + similar @ corrections
+                _write(out, outs, span)
+        ctx.state_dtype = s.dtype if state is None else state.dtype
+        ctx.save_for_backward(q, k, v, g, beta, documents, *states)
+        return out, s
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, g, beta, documents, *states = ctx.saved_tensors
+        of_out, of_last = gradients
+        starts, of_state = _starts(documents), wide(of_last)
+        of_inputs = [torch.empty_like(x) for x in (q, k, v, g, beta)]
+        with torch.autocast(v.device.type, enabled=False):
+            for span in reversed(spans(v, CHUNK)):
+                chunks = _chunks(q, k, v, g, beta, starts, span)
+                of_chunks, of_state = _backward(
+                    chunks, states.pop(), _padded(of_out, span), of_state
+                )
+                of_q, of_k, of_v, of_g, of_beta = of_chunks
+                of_q = _through_unit(of_q, q, span) * q.shape[-1] ** -0.5
+                of_k = _through_unit(of_k, k, span)
+                for of_x, of_slice in zip(of_inputs, (of_q, of_k, of_v, of_g, of_beta[..., 0])):
+                    _write(of_x, of_slice, span)
+        if not ctx.needs_input_grad[5]:
+            return *of_inputs, None, None
+        return *of_inputs, of_state.to(ctx.state_dtype), None
+
+
+class _Halves(NamedTuple):
+    """What is kept between the tokens of blocks of 2 h tokens and the borders of their halves."""
+
+    to_border: torch.Tensor
+    """From each token of the first halves to the border: [n, B, N, C / 2h, h, S]."""
+    from_border: torch.Tensor
+    """From the border to each token of the second halves: [n, B, N, C / 2h, h, S]."""
+
+
+class _Chunks(NamedTuple):
+    """The inputs of some chunks in float32 or float64, n chunks before all other dims."""
+
+    q: torch.Tensor
+    """[n, B, N, C, S], of length 1 / sqrt(S)."""
+    k: torch.Tensor
+    """[n, B, N, C, S], of length 1."""
+    v: torch.Tensor
+    """[n, B, N, C, H]."""
+    beta: torch.Tensor
+    """[n, B, N, C, 1]."""
+    halves: list[_Halves]
+    """For h = 1, 2, 4, ..., C / 2."""
+    from_start: torch.Tensor
+    """The share of the state before a chunk that is left at each token: [n, B, N, C, S]."""
+    to_end: torch.Tensor
+    """The share of what each token has written that is left after its chunk: [n, B, N, C, S]."""
+    apart: torch.Tensor | None
+    """Whether tokens i and j are of two documents: [B, 1, i, j]; None: they never are."""
+
+    @property
+    def over(self) -> torch.Tensor:
+        """The share of the state before a chunk that is left after it: [n, B, N, S, 1]."""
+        return self.from_start[..., -1, :, None]
+
+
+def _chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    starts: torch.Tensor | None,
+    span: Span,
+) -> _Chunks:
+    """Prepare the inputs of `kimi_delta_attention` of a span."""
+    q, k, v, g, beta = (_padded(x, span) for x in (q, k, v, g, beta[..., None]))
+    q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
+    to_token = g.exp()  # from the start of a block up to each token, that one too
+    apart = None
+    if starts is not None:
+        is_start = _padded(starts, span)
+        to_token = to_token * (1 - is_start)
+        numbers = is_start.cumsum(-2)
+        apart = numbers != numbers.mT
+    to_end, halves = torch.ones_like(to_token), []
+    for _ in range(CHUNK.bit_length() - 1):
+        size = 2 ** len(halves)
+        first, second = to_token.unflatten(-2, (-1, 2, size)).unbind(-3)
+        first_to_end, second_to_end = to_end.unflatten(-2, (-1, 2, size)).unbind(-3)
+        halves.append(_Halves(first_to_end, second))
+        to_token = torch.stack([first, second * first[..., -1:, :]], -3).flatten(-4, -2)
+        to_end = torch.stack([first_to_end * second[..., -1:, :], second_to_end], -3)
+        to_end = to_end.flatten(-4, -2)
+    return _Chunks(q, k, v, beta, halves, to_token, to_end, apart)
+
+
+class _Pairs(NamedTuple):
+    """Products of a chunk's keys and queries with its keys, by channels that decay."""
+
+    alike: torch.Tensor
+    """(k_i * d_ij) . k_j for j < i, and 0 for others: [n, B, N, C, C]."""
+    similar: torch.Tensor
+    """(q_i * d_ij) . k_j for j <= i, and 0 for others: [n, B, N, C, C]."""
+    factors: list[tuple[torch.Tensor, torch.Tensor]]
+    """For each of the chunk's halves, keys over queries times what is kept from the border, and
+    keys times what is kept to it: [n, B, N, C / 2h, 2h, S], [n, B, N, C / 2h, h, S]."""
+
+
+def _pairs(chunks: _Chunks) -> _Pairs:
+    """Multiply each pair of tokens, two halves of a block at a time."""
+    q, k = chunks.q, chunks.k
+    products = k.new_zeros(*k.shape[:3], 2, CHUNK, CHUNK)
+    factors = []
+    for to_border, from_border in chunks.halves:
+        size = from_border.shape[-2]
+        earlier, later = k.unflatten(-2, (-1, 2, size)).unbind(-3)
+        asking = q.unflatten(-2, (-1, 2, size))[..., 1, :, :]
+        rows = torch.cat([later * from_border, asking * from_border], -2)
+        columns = earlier * to_border
+        _between_halves(products, size).copy_((rows @ columns.mT).unflatten(-2, (2, size)))
+        factors.append((rows, columns))
+    alike, similar = products.select(-3, 0), products.select(-3, 1)
+    similar.diagonal(0, -2, -1).copy_((q * k).sum(-1))
+    return _Pairs(alike, similar, factors)
+
+
+def _between_halves(products: torch.Tensor, size: int) -> torch.Tensor:
+    """Return a view of products [n, B, N, 2, C, C] between halves, [n, B, N, C / 2h, 2, h, h].
+
+    Rows are tokens of the second half of a block, columns those of its first half.
+    """
+    blocks = products.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
+    return blocks[..., 1, :, :, 0, :].diagonal(0, -4, -2).movedim(-1, -4)
+
+
+def _solve(chunks: _Chunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return values [n, B, N, C, H] and reads [n, B, N, C, S]; see `pass_on`."""
+    right_side = torch.cat([chunks.v, chunks.k * chunks.from_start], -1).mul_(chunks.beta)
+    solution = torch.linalg.solve_triangular(
+        alike * chunks.beta, right_side, upper=False, unitriangular=True
+    )
+    return solution.split([chunks.v.shape[-1], chunks.k.shape[-1]], -1)
+
+
+def _pass_back(
+    chunks: _Chunks,
+    reads: torch.Tensor,
+    similar: torch.Tensor,
+    of_out: torch.Tensor,
+    of_state: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the states after the chunks, of corrections, and of the first state.
+
+    `of_state` [B, N, S, H] is that of the state after the last one.
+    """
+    of_before, of_corrections = (chunks.q * chunks.from_start).mT @ of_out, similar.mT @ of_out
+    k_to_end = chunks.k * chunks.to_end
+    return pass_back(reads, k_to_end, chunks.over, of_before, of_corrections, of_state)
+
+
+def _backward(
+    chunks: _Chunks, before: torch.Tensor, of_out: torch.Tensor, of_last: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Return the gradients of q, k, v, g and beta of some chunks, and of the state before them.
+
+    `of_x` is the gradient of x. `before` [n, B, N, S, H]: the states before the chunks; `of_last`
+    [B, N, S, H]: the gradient of the state after the last one.
+    """
+    q, k, v, beta, halves, from_start, to_end, apart = chunks
+    alike, similar, factors = _pairs(chunks)
+    values, reads = _solve(chunks, alike)
+    corrections = values - reads @ before
+    of_similar = of_out @ corrections.mT
+    of_after, of_corrections, of_first = _pass_back(chunks, reads, similar, of_out, of_last)
+
+    # Through the system. Its gradient is minus that of the right side times the corrections.
+    of_solution = torch.cat([of_corrections, -of_corrections @ before.mT], -1)
+    of_right = torch.linalg.solve_triangular(
+        (alike * beta).mT, of_solution, upper=True, unitriangular=True
+    )
+    of_system = -(of_right @ torch.cat([values, reads], -1).mT)
+    of_right_v, of_right_k = of_right.split([v.shape[-1], k.shape[-1]], -1)
+    of_right_k = of_right_k * from_start
+    of_beta = (of_right_v * v).sum(-1, keepdim=True) + (of_right_k * k).sum(-1, keepdim=True)
+    of_beta += (of_system * alike).sum(-1, keepdim=True)
+
+    # The gradients of keys as later tokens of a pair, which decays reach, and as earlier ones.
+    of_q = (of_out @ before.mT).mul_(from_start)
+    of_later, of_earlier = of_right_k.mul_(beta), (corrections @ of_after.mT).mul_(to_end)
+    at_end = (of_earlier * k).sum(-2) + (of_after * before).sum(-1) * from_start[..., -1, :]
+    of_products = torch.stack([of_system * beta, of_similar], -3)
+    for (to_border, from_border), (rows, columns) in zip(halves, factors):
+        size = from_border.shape[-2]
+        of_block = _between_halves(of_products, size).flatten(-3, -2)
+        of_keys, of_queries = (of_block @ columns).split(size, -2)
+        of_later.unflatten(-2, (-1, 2, size))[..., 1, :, :] += of_keys * from_border
+        of_q.unflatten(-2, (-1, 2, size))[..., 1, :, :] += of_queries * from_border
+        of_columns = of_block.mT @ rows
+        of_earlier.unflatten(-2, (-1, 2, size))[..., 0, :, :] += of_columns * to_border
+
+    # A decay from token j to token i adds its gradient times itself to all g after j up to i.
+    of_total = q * of_q + k * (of_later - of_earlier)
+    of_total[..., -1, :] += at_end
+    if apart is None:
+        of_g = of_total.flip(-2).cumsum(-2).flip(-2)
+    else:
+        # Within each document, so that not even a rounding error reaches the one before.
+        of_g = (~apart).to(of_total.dtype).triu_() @ of_total
+
+    of_same = of_similar.diagonal(0, -2, -1)[..., None]
+    of_k = of_later + of_earlier + of_same * q
+    return (of_q + of_same * k, of_k, of_right_v * beta, of_g, of_beta), of_first
+
+
+def _starts(documents: torch.Tensor | None) -> torch.Tensor | None:
+    """Return 1 for tokens that begin a document and 0 for others: [B, T, 1, 1]."""
+    return None if documents is None else begins(documents)[:, :, None, None].float()
+
+
+def _padded(x: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return the tokens of a span of x [B, T, N, ...] as [n, B, N, C, ...], padded with zeros."""
+    return F.pad(heads_first(x, span), (0, 0, 0, CHUNK - span.length))
+
+
+def _write(out: torch.Tensor, chunks: torch.Tensor, span: Span) -> None:
+    """Write [n, B, N, C, ...] to the tokens of out [B, T, N, ...], without the padding."""
+    tokens_of(out, span).copy_(tokens_first(chunks[:, :, :, : span.length]))
+
+
+def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return the gradient of a span of x [B, T, N, S], given that of its `unit`."""
+    x = _padded(x, span)
+    shrunk = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    direction = x * shrunk
+    return (of_unit - direction * (of_unit * direction).sum(-1, keepdim=True)) * shrunk

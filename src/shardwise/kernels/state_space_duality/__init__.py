@@ -1,0 +1,88 @@
+"""The scan of Mamba2: a state per head, which decays by one factor a token."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from shardwise.kernels.gated_delta_rule.naive import begins
+from shardwise.kernels.recurrence import Recurrence, by_factor
+from shardwise.kernels.state_space_duality import chunked
+
+
+def mamba2_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor,
+    state: torch.Tensor | None = None,
+    documents: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output of each token [B, T, N, H] and the state after the last token [B, N, H, S].
+
+    The letters are those of the paper: x [B, T, N, H]; dt [B, T, N], the size of the time step
+    (after its softplus), at least 0; a [N], at most 0; b and c [B, T, K, S], each of which N / K
+    heads share; d [N]. `state` [B, N, H, S] is zeros if None. Each token does
+
+        state <- e^(dt a) state + dt x b^T
+        output = state c + d x
+
+    Where `documents` [B, T] changes from one token to the next, the state before the latter is 0;
+    `state` is that of the first token's document.
+
+    The output has x's dtype. Sums and the state are float32, or float64 if x is.
+    Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060, sections 6 and 7.
+
+    On a GPU with `mamba_ssm` installed its kernels compute it if x has 16 bits: of float32, their
+    products have 10 bits after the point.
+    """
+    if backend(x.device, x.dtype) == "mamba_ssm":
+        return _by_mamba_ssm(x, dt, a, b, c, d, state, documents)
+    return chunked.mamba2_scan(x, dt, a, b, c, d, state, documents)
+
+
+def backend(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what computes the scan for x of a dtype on a device: `mamba_ssm` or `torch`."""
+    has_kernels = device.type == "cuda" and dtype.itemsize == 2 and find_spec("mamba_ssm")
+    return "mamba_ssm" if has_kernels else "torch"
+
+
+def _by_mamba_ssm(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor,
+    state: torch.Tensor | None,
+    documents: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mamba_ssm: Any = import_module("mamba_ssm.ops.triton.ssd_combined")
+    # The kernels give `initial_states` to document 0.
+    numbers = None if documents is None else begins(documents).cumsum(1).to(torch.int32)
+    return mamba_ssm.mamba_chunk_scan_combined(
+        x,
+        dt,
+        a,
+        b.to(x.dtype),
+        c.to(x.dtype),
+        chunk_size=256,
+        D=d,
+        initial_states=state,
+        seq_idx=numbers,
+        return_final_states=True,
+    )
+
+
+RECURRENCE = Recurrence(
+    run=mamba2_scan,
+    summary=chunked.summary,
+    of_before=chunked.of_before,
+    pass_on=by_factor,
+    pass_back=by_factor,
+)

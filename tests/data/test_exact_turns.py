@@ -1,0 +1,37 @@
+"""Targets are exactly what the assistant says, in templates of several styles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.data import exact_turns, templates
+from tests.data.exact_turns import CASES, outcome
+
+STYLE = """{%- for m in messages -%}<|{{ m.role }}|>
+{{ m.content }}<end>
+{% endfor -%}{%- if add_generation_prompt -%}<|assistant|>
+{% endif -%}"""
+
+
+@pytest.mark.parametrize("case", ["one turn", "three turns", "system", "thinking"])
+@pytest.mark.parametrize("name", ["CHATML", "HEADERS", "MARKED", "LAST_TURN_DIFFERS"])
+def test_targets_are_exactly_the_turns(name: str, case: str) -> None:
+    result = outcome(getattr(templates, name), CASES[case])
+    assert result.startswith("`<"), result
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, 0), (1, 0), (-14, 0), (0, -1), (0, -5), (0, 9)])
+def test_a_turn_that_is_not_exact_is_seen(
+    monkeypatch: pytest.MonkeyPatch, first: int, last: int
+) -> None:
+    assert outcome(STYLE, CASES["system"]) == "`<end>`"
+    runs = exact_turns.runs
+
+    def planted(*args: Any) -> list[tuple[int, int]]:
+        (start, end), *others = runs(*args)
+        return [(start + first, end + last), *others]
+
+    monkeypatch.setattr(exact_turns, "runs", planted)
+    assert outcome(STYLE, CASES["system"]).startswith("WRONG")

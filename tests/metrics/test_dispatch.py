@@ -1,0 +1,80 @@
+"""Operators and waits of the host: what is counted, and how many a step has."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from shardwise.assembly.build import build
+from shardwise.metrics.dispatch import Dispatches
+from shardwise.models.patches import masks
+from shardwise.parallel.mesh import build_mesh
+from shardwise.training.step import training_step
+from tests.distributed import run_ranks
+from tests.parity.harness import Cell, microbatches, run_config, start
+
+
+def test_what_computes_is_launched_and_views_are_not():
+    x, y = torch.randn(4, 3), torch.randn(3, 5)
+    with Dispatches() as counts:
+        (x @ y).t().view(5, 4)[1:].detach()
+        x.new_empty(3)
+    assert counts.operators == {"aten.mm.default": 1}
+    assert counts.num_waits == 0
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0),
+        lambda x: x.unique(),
+    ],
+)
+def test_what_the_host_must_know_is_a_wait(read):
+    with Dispatches() as counts:
+        read(torch.randn(3))
+    assert counts.num_waits == 1
+
+
+def of_two_steps(cell: Cell) -> tuple[Counter[str], int]:
+    """The waits of a second step, and its micro-batches."""
+    cfg = run_config(cell)
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh, start(cfg))
+    for step in (1, 2):
+        batches = [batch.to(mesh.device) for batch in microbatches(cfg, mesh, step)]
+        with Dispatches() as counts:
+            training_step(job, batches, mesh, max_grad_norm=1.0)
+    return counts.waits, len(batches)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("qwen3_5_text", "single", "lora"),
+        Cell("qwen3_5_text", "fsdp2", "full", 2),
+        Cell("llama", "pp-ddp", "lora", 4),
+        Cell("nemotron_h", "ddp-tp", "lora", 4),
+    ],
+    ids=lambda cell: cell.id,
+)
+def test_the_host_waits_twice_a_step(cell):
+    for waits, num_microbatches in run_ranks(cell.nproc, of_two_steps, cell):
+        assert num_microbatches > 1
+        # The number of targets, which every gradient is divided by; the loss with the norm.
+        assert waits == {"aten._local_scalar_dense.default": 1, "tolist": 1}
+
+
+def test_a_wait_of_a_layer_is_seen(monkeypatch):
+    monkeypatch.setattr(masks, "_no_packed_rows", masks.masking_utils.find_packed_sequence_indices)
+    cell = Cell("qwen3_5_text", "single", "lora")
+    ((waits, num_microbatches),) = run_ranks(1, of_two_steps, cell)
+    assert waits.total() == 2 + num_microbatches
