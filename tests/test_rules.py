@@ -182,6 +182,37 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"tp": 2, "sequence_parallel": True}, "data": {"sequence_length": 31}},
         2,
     ),
+    "sequence length over cp": (
+        "llama",
+        {"parallel": {"cp": 2}, "data": {"sequence_length": 31}},
+        2,
+    ),
+    "cp with training.compile": (
+        "llama",
+        {"parallel": {"cp": 2}, "training": {"compile": "inductor"}},
+        2,
+    ),
+    "cp with parallel.offload": (
+        "llama",
+        {"parallel": {"data": "fsdp2", "cp": 2, "offload": "all"}},
+        4,
+    ),
+    "cp with training.precision": (
+        "llama",
+        {"parallel": {"cp": 2}, "training": {"precision": "float16"}},
+        2,
+    ),
+    "cp with model.sdpa_backend": (
+        "llama",
+        {"parallel": {"cp": 2}, "model": {"sdpa_backend": "math"}},
+        2,
+    ),
+    "cp with a memory limit": (
+        "llama",
+        {"parallel": {"cp": 2, "pp": 2, "memory_limit_gib": 8.0}},
+        4,
+    ),
+    "cp_attention without its strategy": ("llama", {"parallel": {"cp_attention": "ring"}}, 1),
     "pp with offload": ("llama", {"parallel": {**PIPELINE, "data": "fsdp2", "offload": "all"}}, 4),
     "stages per rank": ("llama", {"parallel": {**PIPELINE, "virtual_stages": 2}}, 2),
     "halved backwards with fsdp2 that reshards": (
@@ -204,7 +235,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": PIPELINE, "model": BFLOAT16, "training": {"precision": "float16"}},
         2,
     ),
-    "pp and tp divide the ranks": ("llama", {"parallel": {"tp": 2}}, 3),
+    "pp, cp and tp divide the ranks": ("llama", {"parallel": {"tp": 2}}, 3),
     "single on several ranks": ("llama", {}, 2),
     "dp_replicate divides the ranks": (
         "llama",
@@ -226,7 +257,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         },
         2,
     ),
-    "a family that is not listed, with tp or pp": ("mistral", {"parallel": {"tp": 2}}, 2),
+    "a family that is not listed, with pp, cp or tp": ("mistral", {"parallel": {"tp": 2}}, 2),
     "a loss on logits of a family that is not listed": (
         "mistral",
         {"training": {"loss": "chunked"}},
@@ -270,6 +301,19 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "sizes over tp": ("llama", {"parallel": {"tp": 3}}, 3),
     "compile with experts of odd widths": ("odd-experts", {"training": {"compile": "inductor"}}, 1),
+    "cp with kinds that need complete rows": ("jamba", {"parallel": {"cp": 2}}, 2),
+    "ulysses over heads": ("llama", {"parallel": {"cp": 16, "cp_attention": "ulysses"}}, 16),
+    "sequence length over pairs of chunks": (
+        "llama",
+        {"parallel": {"cp": 2, "cp_attention": "ring"}, "data": {"sequence_length": 30}},
+        2,
+    ),
+    "fewer tokens on a rank of cp than a convolution reads": (
+        "qwen3_5",
+        {"parallel": {"cp": 16}},
+        16,
+    ),
+    "cp with positions that the longest row scales": ("dynamic-rope", {"parallel": {"cp": 2}}, 2),
     "float32 sums in a pipeline whose stages add up": (
         "llama",
         {"parallel": {**PIPELINE, "data": "fsdp2"}, "model": BFLOAT16, "training": FLOAT32_SUMS},
@@ -331,6 +375,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
         changed = {
             "attention-dropout": ("llama", {"attention_dropout": 0.1}),
             "odd-experts": ("qwen3_moe", ODD),
+            "dynamic-rope": ("llama", DYNAMIC),
         }
         if name not in changed:
             return str(ROOT / "configs" / "models" / f"tiny-{name.removesuffix('_text')}")
@@ -346,6 +391,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
 
 ODD = {"moe_intermediate_size": 42}
 """No multiple of 16 bytes."""
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 
 
 def run_of(model: str, sections: Sections) -> RunConfig:
@@ -405,6 +451,7 @@ def test_a_rule_forbids_an_own_module(name):
         {"model": {"path": "llama"}, "parallel": {"pp": 2}},
         {"training": {"compile": "inductor"}, "parallel": {"pp": 2}},
         {"parallel": {"data": "fsdp2", "offload": "all"}},
+        {"parallel": {"cp": 2}},
         {"parallel": {"tp": 2, "sequence_parallel": True}},
         {"parallel": {"pp": 2, "schedule": "zbv"}},
         {"parallel": {"pp": 2, "memory_limit_gib": 1.0}},
@@ -523,6 +570,7 @@ def choices() -> dict[str, list[Any]]:
     return {
         **{key: values for key, values in found.items() if key not in LEFT_OUT},
         "parallel.pp": [1, 2],
+        "parallel.cp": [1, 2, 3],
         "parallel.tp": [1, 2, 3],
         "parallel.dp_replicate": [1, 2],
         "parallel.memory_limit_gib": [None, 1.0],
@@ -596,11 +644,12 @@ def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:
         sections["lora"] = {"r": 4, **adapters}
     needs = {
         "pp": PIPELINE_KEYS,
+        "cp": ("cp_attention",),
         "tp": ("sequence_parallel",),
         "fsdp2": FSDP2_KEYS,
         "fsdp1": ("fsdp1_wrap",),
     }
-    is_used = {"pp": parallel["pp"] > 1, "tp": parallel["tp"] > 1, parallel["data"]: True}
+    is_used = {axis: parallel[axis] > 1 for axis in ("pp", "cp", "tp")} | {parallel["data"]: True}
     for strategy, keys in needs.items():
         for key in keys:
             if not is_used.get(strategy):  # else hardly a draw would come to the rules on models
@@ -608,7 +657,7 @@ def drawn(values: dict[str, Any], folder_of: Any) -> tuple[RunConfig, int]:
     # Of a stream no share can be held out; else no draw with one would come to another rule.
     sections["data"] |= {"validation": "held-out" if sections["data"]["streaming"] else 0.1}
     cfg = run_of(folder_of(values["family"]), sections)
-    return cfg, cfg.parallel.pp * cfg.parallel.tp * cfg.parallel.dp_replicate * values["copies"]
+    return cfg, cfg.parallel.ranks_of_a_model * cfg.parallel.dp_replicate * values["copies"]
 
 
 def test_every_pair_of_choices_has_one_answer(folder_of):
@@ -642,11 +691,13 @@ def test_a_layout_is_named_by_its_parts(name):
 
 def test_what_is_offered_is_what_no_rule_refuses():
     offered = rules.offered_layouts()
-    assert len(offered) == 29
+    assert len(offered) == 2 * 29  # each with and without `cp`
     assert {"single", "pp-fsdp2-tp-sp", "hsdp"} <= set(offered)
     assert not {"fsdp1-tp", "zero2-tp-sp", "pp-zero1", "pp-fsdp1-tp"} & set(offered)
 
 
-def test_what_pp_and_tp_leave_goes_to_data(folder_of):
+def test_what_pp_cp_and_tp_leave_goes_to_data(folder_of):
     cfg = run_of(folder_of("llama"), {"parallel": {"data": "fsdp2", "dp_replicate": 2, "pp": 2}})
     assert axis_sizes(cfg, 8) == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1}
+    cfg = run_of(folder_of("llama"), {"parallel": {"data": "ddp", "cp": 2, "tp": 2}})
+    assert axis_sizes(cfg, 8) == {"pp": 1, "dp_replicate": 2, "dp_shard": 1, "cp": 2, "tp": 2}

@@ -14,7 +14,8 @@ HEAD = """\
 # What may run together
 
 A layout is named by its parts: `pp` pipeline; `ddp`, `zero1`, `zero2`, `fsdp1`, `fsdp2`, `hsdp`
-(fsdp2 with replicas) over the data; `tp` tensor and `sp` sequence parallelism.
+(fsdp2 with replicas) over the data; `cp` context parallelism; `tp` tensor and `sp` sequence
+parallelism.
 
 **Layouts.** Every listed family may run under each of these {num_offered} layouts, and the parity
 matrix proves each of them for each family, with LoRA and in full ([how](../concepts/parity.md),
@@ -22,8 +23,11 @@ matrix proves each of them for each family, with LoRA and in full ([how](../conc
 
 {offered}
 
-Listed families: {families}. A family that is not listed runs under the layouts without `pp` and
-`tp`. Not offered: {others}.
+Each of them is offered with `cp` too (`fsdp2-cp-tp`), for families whose layers can have their
+tokens on several ranks ([context parallelism](../concepts/context.md)).
+
+Listed families: {families}. A family that is not listed runs under the layouts without `pp`, `cp`
+and `tp`. Not offered: {others}.
 
 To prove a layout on your machine, in a checkout, for instance of `jamba` under `pp-tp` on four
 processes:
@@ -44,12 +48,13 @@ TITLES = {
 
 def page() -> str:
     """Return the whole page."""
-    offered = offered_layouts()
+    without = [name for name in NAMES if "cp" not in name.split("-")]
+    offered = [name for name in offered_layouts() if name in without]
     head = HEAD.format(
         num_offered=len(offered),
         offered=", ".join(f"`{name}`" for name in offered),
         families=", ".join(f"`{name}`" for name in FAMILIES),
-        others=", ".join(f"`{name}`" for name in NAMES if name not in offered),
+        others=", ".join(f"`{name}`" for name in without if name not in offered),
     )
     paragraphs = head.strip().split("\n\n")
     lines = [

@@ -22,6 +22,7 @@ from shardwise.layouts import AXES
 
 if TYPE_CHECKING:
     from shardwise.config import RunConfig
+    from shardwise.kernels.recurrence import Neighbours
     from shardwise.schedule.timeline import Event
 
 IGNORED = -100
@@ -58,6 +59,8 @@ class Batch:
     """The optimizer step, from 1. With the slot it seeds dropout, whatever the layout."""
     positions: torch.Tensor | None = field(default=None, kw_only=True)
     """[B, T] int64: the places of the tokens in their rows; None: 0 to T-1, a complete row."""
+    neighbours: Neighbours | None = field(default=None, kw_only=True, repr=False, compare=False)
+    """With context parallelism: the ranks that have the other tokens of these rows."""
     on_host: OnHost | None = field(default=None, kw_only=True, repr=False, compare=False)
     """Set by `to`."""
 

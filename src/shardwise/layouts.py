@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from itertools import product
+from typing import TYPE_CHECKING
 
 from shardwise.config import Parallel, RunConfig
+
+if TYPE_CHECKING:
+    from shardwise.schedule.context import ContextFacts
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the mesh, the slowest first: those that communicate most come last, within a node."""
@@ -27,13 +31,16 @@ of the model."""
 
 NAMES = tuple(
     "-".join(filter(None, parts)) or "single"
-    for tensor, pipeline, data in product(
-        ("", "tp", "tp-sp"), ("", "pp"), ("", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
+    for tensor, context, pipeline, data in product(
+        ("", "tp", "tp-sp"),
+        ("", "cp"),
+        ("", "pp"),
+        ("", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp"),
     )
-    for parts in [(pipeline, data, tensor)]
+    for parts in [(pipeline, data, context, tensor)]
 )
-"""Every layout that can be composed, offered or not: a pipeline over data parallelism over tensor
-parallelism; `hsdp` is fsdp2 with replicas, `sp` is sequence parallelism."""
+"""Every layout that can be composed, offered or not: a pipeline over data parallelism over context
+parallelism over tensor parallelism; `hsdp` is fsdp2 with replicas, `sp` is sequence parallelism."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,14 @@ class ModelFacts:
     """Whether such a module cuts stages of itself."""
     gives_cuts: bool = False
     """Whether such a module says how its weights are sharded."""
+    context: ContextFacts | None = None
+    """How the tokens of its rows are cut over ranks; None: such a module's cannot be."""
+    kinds_without_context: tuple[str, ...] = ()
+    """Kinds of its layers whose cores cannot have their tokens on several ranks."""
+    most_earlier_tokens: int = 0
+    """How many tokens before its own a convolution of the model reads, at most."""
+    scaled_positions: str | None = None
+    """The `rope_type` of positions that are scaled by the longest row at hand; None: no such."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +138,7 @@ def layout_of(parallel: Parallel) -> str:
     in_use = {
         "pp": parallel.pp > 1,
         data: data != "single",
+        "cp": parallel.cp > 1,
         "tp": parallel.tp > 1,
         "sp": parallel.sequence_parallel,
     }
@@ -132,11 +148,12 @@ def layout_of(parallel: Parallel) -> str:
 def parallel_of(layout: str) -> Parallel:
     """Return the section `parallel` of a layout, with two ranks along each axis in its name."""
     parts = layout.split("-")
-    data = next((part for part in parts if part not in ("pp", "tp", "sp")), "single")
+    data = next((part for part in parts if part not in ("pp", "cp", "tp", "sp")), "single")
     return Parallel(
         data="fsdp2" if data == "hsdp" else data,  # ty: ignore[invalid-argument-type]
         dp_replicate=2 if data == "hsdp" else 1,
         pp=2 if "pp" in parts else 1,
+        cp=2 if "cp" in parts else 1,
         tp=2 if "tp" in parts else 1,
         sequence_parallel="sp" in parts,
     )
@@ -145,13 +162,13 @@ def parallel_of(layout: str) -> Parallel:
 def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
     """Return the ranks along each axis of `AXES`.
 
-    What `pp` and `tp` leave goes to `dp_shard` (fsdp1, fsdp2) or `dp_replicate` (ddp, zero). Sizes
-    that do not fit the number of ranks are rounded down, and a rule refuses them.
+    What `pp`, `cp` and `tp` leave goes to `dp_shard` (fsdp1, fsdp2) or `dp_replicate` (ddp, zero).
+    Sizes that do not fit the number of ranks are rounded down, and a rule refuses them.
     """
     parallel = cfg.parallel
     sizes = dict.fromkeys(AXES, 1)
-    sizes["pp"], sizes["tp"] = parallel.pp, parallel.tp
-    ranks_for_data = num_ranks // (parallel.pp * parallel.tp)
+    sizes["pp"], sizes["cp"], sizes["tp"] = parallel.pp, parallel.cp, parallel.tp
+    ranks_for_data = num_ranks // parallel.ranks_of_a_model
     if parallel.data in ("ddp", "zero1", "zero2"):
         sizes["dp_replicate"] = ranks_for_data
     elif parallel.data in ("fsdp1", "fsdp2"):

@@ -13,6 +13,7 @@ RANGES = {
     "data.workers": (0, 1_024),
     "parallel.dp_replicate": (1, 1_000_000),
     "parallel.tp": (1, 1_000_000),
+    "parallel.cp": (1, 1_000_000),
     "parallel.pp": (1, 1_000_000),
     "parallel.virtual_stages": (1, 10_000),
     "optimizer.lr": (0, 1_000_000),

@@ -52,6 +52,7 @@ PARALLEL = {
     "hsdp": Parallel("fsdp2", dp_replicate=2),
     **PIPELINES,
     **TENSOR,
+    "cp": Parallel(cp=2),
 }
 PROCESSES = (
     dict.fromkeys(PARALLEL, 2)

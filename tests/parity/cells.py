@@ -7,6 +7,8 @@ from itertools import product
 
 from shardwise.layouts import HALVING
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
+from tests.parity.contexts import CONTEXTS
+from tests.parity.contexts import FIXED as FIXED_CONTEXTS
 from tests.parity.harness import FAMILIES, Cell
 from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.pipelines import FIXED as FIXED_PIPELINES
@@ -71,6 +73,7 @@ ALL = (
     *VARIANTS,
     *PIPELINES,
     *TENSORS,
+    *CONTEXTS,
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -102,13 +105,14 @@ _FIXED = (
     Cell("llama", "fsdp2", "lora", 2, "compile"),
     *FIXED_PIPELINES,
     *FIXED_TENSORS,
+    *FIXED_CONTEXTS,
 )
 
 
 def pairs(cell: Cell) -> set[tuple[str, ...]]:
     """What a plain cell covers; a layout is of one of two kinds: weights whole on every rank, or
     sharded."""
-    if cell.variant or cell.split:
+    if cell.variant or cell.split or cell.cp > 1:
         return set()
     if cell.tp > 1:
         shared = "tokens shared" if cell.layout.endswith("-sp") else "tokens whole"
@@ -134,8 +138,7 @@ def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:
     plain = [
         c
         for c in ALL
-        if not c.variant
-        and not c.split
+        if pairs(c)
         and (c.nproc == 2 or ((c.layout in WITH_DATA or c.tp > 1) and c.family == "llama"))
     ]
     left = set().union(*map(pairs, plain)) - set().union(*map(pairs, chosen))

@@ -102,6 +102,8 @@ SOME_LAYERS = {
 }
 """Targets of LoRA in the variants of these names."""
 GLOBAL_BATCH, SEQUENCE, MAX_NORM = 8, Rows.length, 0.1
+CONTEXT_WAYS = ("ring", "gather")
+"""Variants, which may follow another one: `parallel.cp_attention`."""
 STILL = "still"
 """Variant of a control: float32, at the learning rate of the bfloat16 cells."""
 OVERFLOWING_SCALE = 2.0**22
@@ -147,7 +149,8 @@ class Cell:
     def data(self) -> str:
         """The data-parallel part of the layout; single where there is none."""
         return next(
-            (part for part in self.layout.split("-") if part not in ("pp", "tp", "sp")), "single"
+            (part for part in self.layout.split("-") if part not in ("pp", "cp", "tp", "sp")),
+            "single",
         )
 
     @property
@@ -161,7 +164,15 @@ class Cell:
         data."""
         if "tp" not in self.layout.split("-"):
             return 1
-        return self.nproc // self.pp if self.data == "single" else 2
+        return self.nproc // self.pp // self.cp if self.data == "single" else 2
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel ranks: all where there is no other axis, else 2."""
+        parts = self.layout.split("-")
+        if "cp" not in parts:
+            return 1
+        return self.nproc if parts == ["cp"] else 2
 
     @property
     def many(self) -> bool:
@@ -178,8 +189,10 @@ class Cell:
             "naive",
             "offload-optimizer",
             "offload-all",
+            *CONTEXT_WAYS,
         )
         variant = "" if self.variant in same else self.variant.removeprefix("checkpointing-")
+        variant = variant.removesuffix("-ring")
         # A micro-batch of another size rounds otherwise: on one process too it moves the smallest
         # gradients of full training, those of A_log (3.5e-5), by 1e-5 of them. Adapters have none
         # so small, and show that size is free.
@@ -243,6 +256,8 @@ def _parallel(cell: Cell) -> Parallel:
     data = cell.data
     pipeline: dict[str, Any] = {
         "pp": cell.pp,
+        "cp": cell.cp,
+        "cp_attention": way if (way := cell.variant.rpartition("-")[2]) in CONTEXT_WAYS else "auto",
         "tp": cell.tp,
         "sequence_parallel": cell.layout.endswith("-sp"),
     }

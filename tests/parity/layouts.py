@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from shardwise.rules import offered_layouts
 
-PROVEN = offered_layouts()
+CONTEXT = tuple(layout for layout in offered_layouts() if "cp" in layout.split("-"))
+PROVEN = tuple(layout for layout in offered_layouts() if layout not in CONTEXT)
 WITH_TENSOR = tuple(layout for layout in PROVEN if "tp" in layout.split("-"))

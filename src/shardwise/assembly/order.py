@@ -20,6 +20,7 @@ from shardwise.parallel import (
     accumulate,
     activation_checkpoint,
     compile,
+    context_parallel,
     ddp,
     fsdp1,
     fsdp2,
@@ -81,6 +82,8 @@ ON_THE_WHOLE: tuple[Entry[ApplyToWhole], ...] = (
     Entry("LoRA", lambda cfg: cfg.lora is not None, _with_adapters),
 )
 BEFORE_LOADING: tuple[Entry[Apply], ...] = (
+    # Replaces the forward of attention, which patches and tensor parallelism wrap.
+    Entry("context", lambda cfg: cfg.parallel.cp > 1, context_parallel.apply),
     # What replaces forwards comes first: the strategies wrap or shard what it has left.
     *(Entry(name, lambda cfg: True, _patched(name, patch)) for name, patch in PATCHES),
     # Shards the weights that all others then wrap.

@@ -34,7 +34,7 @@ def run(args: Namespace) -> int:
     if args.profile:
         # A limit that the guessed costs exceed may be met by the measured ones.
         plan(replace(cfg, parallel=replace(cfg.parallel, memory_limit_gib=None)), args.nproc)
-        nproc = args.nproc or cfg.parallel.pp * cfg.parallel.tp
+        nproc = args.nproc or cfg.parallel.ranks_of_a_model
         if code := measure(cfg, nproc, start_processes):
             return code
     planned = plan(cfg, args.nproc)

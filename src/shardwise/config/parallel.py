@@ -30,6 +30,12 @@ class Parallel(Section):
     """Tensor: the number of ranks over which each layer's weights are sharded."""
     sequence_parallel: bool = False
     """Tensor: between the blocks of layers, each rank holds 1/tp of the tokens."""
+    cp: int = 1
+    """Context: the number of ranks over which the tokens of each row are cut."""
+    cp_attention: Literal["auto", "ring", "gather", "ulysses"] = "auto"
+    """Context: how attention meets the keys of other ranks. `ring`: keys and values go from rank to
+    rank while attention is computed. `gather`: all ranks gather all of them. `ulysses`: ranks
+    exchange tokens for heads. `auto`: the way of equal work that sends fewest bytes."""
     pp: int = 1
     """Pipeline: the number of ranks over which the layers are distributed."""
     schedule: Literal[
@@ -56,6 +62,11 @@ class Parallel(Section):
     def num_virtual(self) -> int:
         """Pipeline stages per rank."""
         return self.virtual_stages or (1 if self.schedule in ("gpipe", "1f1b") else 2)
+
+    @property
+    def ranks_of_a_model(self) -> int:
+        """The ranks that compute a row together."""
+        return self.pp * self.cp * self.tp
 
     def __post_init__(self) -> None:
         if self.data == "zero3":

@@ -109,6 +109,10 @@ class Neighbours(Protocol):
         """
         ...
 
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what these ranks have in x, without a gradient."""
+        ...
+
 
 @dataclass
 class Tokens:

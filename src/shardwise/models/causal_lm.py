@@ -88,7 +88,8 @@ class CausalLM(ModelPart):
     @contextmanager
     def _computing(self, batch: Batch) -> Generator[None]:
         """Prepare the patches for one forward of `batch`, which runs in this context."""
-        self.dropout.start(with_documents(batch) if self.isolated else batch)
+        unpacks = self.isolated and batch.neighbours is None
+        self.dropout.start(with_documents(batch) if unpacks else batch)
         if self.router_loss is not None:
             self.router_loss.start()
         with self.autocast(batch), without_packed_rows():

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from shardwise.layouts import ModelFacts
 from shardwise.models import tensor_plan
 from shardwise.models.families import FAMILIES, Family
+from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.patches import experts, lora_kernel, router_loss
 from shardwise.models.spec import ModelSpec
+from shardwise.schedule.context import AttentionShape, ContextFacts
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
 """What the config.json of listed families calls a dropout inside the attention kernel."""
@@ -52,6 +54,15 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         blocks=family.paths,
         indivisible=indivisible,
         odd_experts=odd_experts,
+        context=context_facts(hf, spec),
+        kinds_without_context=tuple(
+            dict.fromkeys(layer.kind for layer in spec.layers if not layer.shares_tokens)
+        ),
+        most_earlier_tokens=max(
+            (m.kernel_size[0] - 1 for m in hf.modules() if isinstance(m, torch.nn.Conv1d)),
+            default=0,
+        ),
+        scaled_positions=_scaled_positions(hf),
     )
 
 
@@ -69,3 +80,26 @@ def _saved_layers(hf: PreTrainedModel, spec: ModelSpec) -> str | None:
         if any(f"{layer.name}.".startswith(f"{name}.") for layer in spec.layers):
             return name
     return None
+
+
+def _scaled_positions(hf: PreTrainedModel) -> str | None:
+    parameters = getattr(hf.config, "rope_parameters", None) or {}
+    rope_type = parameters.get("rope_type")
+    return rope_type if rope_type in ("dynamic", "longrope") else None
+
+
+def context_facts(hf: PreTrainedModel, spec: ModelSpec) -> ContextFacts:
+    """Return how the tokens of a model's rows may be cut over ranks."""
+    kinds = {block.kind for layer in spec.layers for block in layer.mixers}
+    contiguous = any(kind.mixes_tokens and not kind.is_attention for kind in kinds)
+    cores = [core for kind in kinds if kind.is_attention for core in kind.cores(hf.config)]
+    if not cores:
+        return ContextFacts(contiguous, None)
+    # Kinds of attention of one model have the same heads.
+    core = cores[0]
+    if isinstance(core, SlidingAttention):
+        core = Attention(core.num_heads, core.head_dim, core.head_dim)
+    assert isinstance(core, Attention)
+    kv_heads = getattr(hf.config, "num_key_value_heads", None) or core.num_heads
+    shape = AttentionShape(1, core.num_heads, kv_heads, core.key_dim, core.value_dim, 1)
+    return ContextFacts(contiguous, shape)

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.interfaces import AnyBatch, Batch, Part
 from shardwise.kernels.lora_linear import BackwardHalf
-from shardwise.kernels.recurrence import Neighbours, Tokens
+from shardwise.kernels.recurrence import Tokens
 from shardwise.models.dtypes import autocast_dtype
 from shardwise.models.patches.dropout import DropoutState
 from shardwise.models.patches.router_loss import RouterLoss
@@ -27,15 +27,15 @@ class ModelPart(Part):
         self.autocast_dtype = autocast_dtype(precision)
         self.dropout = DropoutState(seed)
         self.isolated = False
-        self.neighbours: Neighbours | None = None
         # A pipeline that halves backwards sets it, and the LoRA linears read it.
         self.backward_half = BackwardHalf()
 
     def tokens(self) -> Tokens:
         """Return what cores need of the micro-batch that is being computed, or recomputed."""
         batch = self.dropout.batch
-        documents = batch.document_ids if self.isolated and isinstance(batch, Batch) else None
-        return Tokens(documents, self.neighbours)
+        if not isinstance(batch, Batch):
+            return Tokens()
+        return Tokens(batch.document_ids if self.isolated else None, batch.neighbours)
 
     def autocast(self, batch: AnyBatch) -> torch.autocast:
         """Return the context in which matrix products have the dtype of `training.precision`."""

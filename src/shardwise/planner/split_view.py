@@ -88,7 +88,7 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
         raise UserError(
             "parallel.pp is 1, so there is nothing to split; set it to 2 or more (--parallel.pp=2)"
         )
-    num_ranks = num_processes or cfg.parallel.pp * cfg.parallel.tp
+    num_ranks = num_processes or cfg.parallel.ranks_of_a_model
     device = torch.device(device_type(cfg))
     facts = describe(cfg, num_ranks, device)
     pipeline = facts.pipeline

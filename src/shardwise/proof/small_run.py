@@ -157,12 +157,13 @@ def _on_cpu(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
 def _smaller_layout(parallel: Parallel, nproc: int | None) -> tuple[Parallel, int]:
     """Return the layout on `nproc` processes, or on as few as two along each axis in use.
 
-    An axis keeps its size or gets a divisor of it; the larger one goes to tp, then to pp. A split
-    that is given stage by stage keeps its stages.
+    An axis keeps its size or gets a divisor of it; the larger one goes to tp, then to cp, then
+    to pp. A split that is given stage by stage keeps its stages.
     """
     fixed = not isinstance(parallel.split, str)
     choices = {
         "tp": _divisors(parallel.tp),
+        "cp": _divisors(parallel.cp),
         "pp": [parallel.pp] if fixed else _divisors(parallel.pp),
         "dp_replicate": _divisors(parallel.dp_replicate),
     }
@@ -174,7 +175,7 @@ def _smaller_layout(parallel: Parallel, nproc: int | None) -> tuple[Parallel, in
     if nproc is None:
         return least, _fewest_ranks(least)
     for layout in reversed(smaller):
-        shares, rest = divmod(nproc, layout.pp * layout.tp * layout.dp_replicate)
+        shares, rest = divmod(nproc, layout.ranks_of_a_model * layout.dp_replicate)
         if rest == 0 and (shares == 1 if layout.data == "single" else shares >= 2):
             return layout, nproc
     raise UserError(
@@ -189,7 +190,7 @@ def _divisors(size: int) -> list[int]:
 
 def _fewest_ranks(parallel: Parallel) -> int:
     """Return the ranks of a layout with two along an axis that takes those that others leave."""
-    named = parallel.pp * parallel.tp * parallel.dp_replicate
+    named = parallel.ranks_of_a_model * parallel.dp_replicate
     return named if parallel.data == "single" else 2 * named
 
 
@@ -227,8 +228,10 @@ def _compared(cfg: RunConfig, folder: Path) -> RunConfig:
     # In 16 bits a weight that is off by 1e-7 may be rounded the other way, so weights stay.
     lr = 0.0 if is_in_16_bits(cfg) else UPDATE_NORM / MAX_NORM
     length = min(cfg.data.sequence_length, Rows.length)
+    stretches = cfg.parallel.cp
     if cfg.parallel.sequence_parallel:
-        length = -(-length // cfg.parallel.tp) * cfg.parallel.tp
+        stretches *= cfg.parallel.tp
+    length = -(-length // stretches) * stretches
     training = Training(
         output_dir=str(folder),
         steps=STEPS,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError
 from shardwise.layouts import NAMES, Facts, ModelFacts, parallel_of
-from shardwise.rules import adapters, models, ranks, run_file
+from shardwise.rules import adapters, context, models, ranks, run_file
 from shardwise.rules.rule import Case, Rule
 
 RULES: dict[str, tuple[Rule, ...]] = {
@@ -20,7 +20,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "grid": ranks.GRID_RULES,
     "step": ranks.STEP_RULES,
     "adapters": adapters.RULES,
-    "model": models.RULES,
+    "model": (*models.RULES, *context.MODEL_RULES),
 }
 """The rules by what they ask for. A group may rely on the groups before it, so it is asked only
 where no earlier group refuses."""
@@ -62,7 +62,7 @@ def refusals_of(layout: str, model: ModelFacts | None = None) -> list[str]:
     # The smallest run that has a row and a micro-batch for every rank.
     cfg = RunConfig(
         Model("any"),
-        Data("any", sequence_length=2),
+        Data("any", sequence_length=64),
         Training("any", global_batch_size=8),
         parallel=parallel_of(layout),
     )
@@ -72,4 +72,4 @@ def refusals_of(layout: str, model: ModelFacts | None = None) -> list[str]:
 
 def _ranks_of(name: str) -> int:
     axes = parallel_of(name)
-    return axes.pp * axes.tp * axes.dp_replicate * (1 if axes.data == "single" else 2)
+    return axes.ranks_of_a_model * axes.dp_replicate * (1 if axes.data == "single" else 2)

@@ -48,6 +48,7 @@ def _not_for_own(case: Case) -> str | None:
             f"model.{key}": value != getattr(default, key) for key, value in vars(cfg.model).items()
         },
         "training.compile": case.training.compile != "none",
+        "parallel.cp": case.parallel.cp > 1,
         "parallel.sequence_parallel": case.parallel.sequence_parallel,
         "parallel.memory_limit_gib": case.parallel.memory_limit_gib is not None,
         "parallel.offload": case.parallel.offload != "none",
@@ -103,16 +104,15 @@ RULES = (
         why="which of its linears form pairs is known to itself alone",
     ),
     Rule(
-        "a family that is not listed, with tp or pp",
+        "a family that is not listed, with pp, cp or tp",
         applies=lambda case: (
-            not (case.model.is_listed or case.model.is_own)
-            and (case.parallel.tp > 1 or case.parallel.pp > 1)
+            not (case.model.is_listed or case.model.is_own) and case.parallel.ranks_of_a_model > 1
         ),
         problem=(
             "{layout} is not offered for {model.family}, which is not a family that shardwise "
             "knows (`shardwise models` lists them)"
         ),
-        way_out="set parallel.pp and parallel.tp to 1",
+        way_out="set parallel.pp, parallel.cp and parallel.tp to 1",
         why="how its blocks are sharded, and what it computes around its layers, is not known",
     ),
     Rule(

@@ -11,18 +11,14 @@ from shardwise.layouts import (
 from shardwise.rules.rule import Case, Rule, either, multiples
 
 
-def _ranks_of_one_copy(case: Case) -> int:
-    return case.parallel.pp * case.parallel.tp
-
-
 def _split_axes(case: Case) -> str:
     return " x ".join(
-        f"parallel.{axis}" for axis in ("pp", "tp") if getattr(case.parallel, axis) > 1
+        f"parallel.{axis}" for axis in ("pp", "cp", "tp") if getattr(case.parallel, axis) > 1
     )
 
 
 def _data_ranks(case: Case) -> int:
-    return case.facts.num_ranks // _ranks_of_one_copy(case)
+    return case.facts.num_ranks // case.parallel.ranks_of_a_model
 
 
 def _divisors(number: int) -> list[str]:
@@ -31,25 +27,25 @@ def _divisors(number: int) -> list[str]:
 
 GRID_RULES = (
     Rule(
-        "pp and tp divide the ranks",
-        applies=lambda case: case.facts.num_ranks % _ranks_of_one_copy(case) != 0,
+        "pp, cp and tp divide the ranks",
+        applies=lambda case: case.facts.num_ranks % case.parallel.ranks_of_a_model != 0,
         problem=lambda case: (
-            f"{_split_axes(case)} is {_ranks_of_one_copy(case)}, which does not divide the "
+            f"{_split_axes(case)} is {case.parallel.ranks_of_a_model}, which does not divide the "
             f"{case.facts.num_ranks} processes"
         ),
-        way_out=lambda case: f"use --nproc {_ranks_of_one_copy(case)} or a multiple of it",
+        way_out=lambda case: f"use --nproc {case.parallel.ranks_of_a_model} or a multiple of it",
         why="each rank has one place in a grid",
     ),
     Rule(
         "single on several ranks",
         applies=lambda case: (
-            case.parallel.data == "single" and case.facts.num_ranks > _ranks_of_one_copy(case)
+            case.parallel.data == "single" and case.facts.num_ranks > case.parallel.ranks_of_a_model
         ),
         problem=lambda case: (
             f"parallel.data is single but there are {case.facts.num_ranks} processes"
         ),
         way_out=lambda case: (
-            f"use --nproc {_ranks_of_one_copy(case)}, or parallel.data ddp or fsdp2"
+            f"use --nproc {case.parallel.ranks_of_a_model}, or parallel.data ddp or fsdp2"
         ),
         why="the other processes would have nothing to do",
     ),

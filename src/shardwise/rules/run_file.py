@@ -7,7 +7,7 @@ from collections.abc import Callable
 from shardwise.config import Data, Parallel
 from shardwise.layouts import HALVING, virtual_stages_of
 from shardwise.ranges import MOST_TOKENS, shown
-from shardwise.rules import duration
+from shardwise.rules import context, duration
 from shardwise.rules.rule import Case, Rule, dotted, multiples
 
 PIPELINE_TORCH = (2, 13)
@@ -55,6 +55,11 @@ def _without_tensor(key: str, is_set: Callable[[Case], bool], way_out: str) -> R
         way_out=f"{way_out}, or set parallel.tp to 1",
         why="no cell of the parity matrix runs both",
     )
+
+
+def _pieces(case: Case) -> int:
+    """Return into how many pieces context and sequence parallelism cut a row."""
+    return case.parallel.cp * (case.parallel.tp if case.parallel.sequence_parallel else 1)
 
 
 def _is_pipeline(case: Case) -> bool:
@@ -108,6 +113,12 @@ RULES = (
         lambda case: case.parallel.tp > 1,
         "tensor parallelism",
         "set parallel.tp to 2 or more",
+    ),
+    _belongs_to(
+        "cp_attention",
+        lambda case: case.parallel.cp > 1,
+        "context parallelism",
+        "set parallel.cp to 2 or more",
     ),
     _belongs_to("dp_replicate", _is_fsdp2, "parallel.data fsdp2 (HSDP)", "leave it at 1"),
     _belongs_to("reshard_after_forward", _is_fsdp2, "parallel.data fsdp2", "leave it at true"),
@@ -229,18 +240,32 @@ RULES = (
         "sequence length over sp",
         applies=lambda case: (
             case.parallel.sequence_parallel
-            and case.cfg.data.sequence_length % case.parallel.tp != 0
+            and case.cfg.data.sequence_length % _pieces(case) != 0
+            and case.cfg.data.sequence_length % case.parallel.cp == 0
         ),
-        problem=(
-            "data.sequence_length is {cfg.data.sequence_length}, which parallel.sequence_parallel "
-            "cannot shard evenly over {parallel.tp} ranks"
+        problem=lambda case: (
+            f"data.sequence_length is {case.cfg.data.sequence_length}, which "
+            f"parallel.sequence_parallel cannot shard evenly over {_pieces(case)} ranks"
         ),
         way_out=lambda case: (
-            f"use {multiples(case.cfg.data.sequence_length, case.parallel.tp)}, or set "
+            f"use {multiples(case.cfg.data.sequence_length, _pieces(case))}, or set "
             "parallel.sequence_parallel to false"
         ),
-        why="each rank holds 1/tp of a row's tokens",
+        why="each rank holds 1/tp of the tokens that context parallelism leaves it",
     ),
+    Rule(
+        "sequence length over cp",
+        applies=lambda case: case.cfg.data.sequence_length % case.parallel.cp != 0,
+        problem=(
+            "data.sequence_length is {cfg.data.sequence_length}, which parallel.cp cannot cut into "
+            "{parallel.cp} equal pieces"
+        ),
+        way_out=lambda case: (
+            f"use {multiples(case.cfg.data.sequence_length, _pieces(case))}, or another parallel.cp"
+        ),
+        why="each rank computes as many tokens of a row",
+    ),
+    *context.RULES,
     Rule(
         "pp on an old torch",
         applies=lambda case: _is_pipeline(case) and case.facts.torch_version < PIPELINE_TORCH,

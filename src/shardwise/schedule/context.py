@@ -8,9 +8,11 @@ all ranks do the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal
+
+from shardwise.config import Parallel
 
 Way = Literal["ring", "gather", "ulysses"]
 
@@ -152,3 +154,29 @@ def best_way(shape: AttentionShape, num_ranks: int, contiguous: bool) -> Way:
         return "ulysses" if has_ulysses else "ring"
     by_heads = 2 * sum(shape.bytes_by_heads(num_ranks)) / num_ranks
     return "ulysses" if has_ulysses and by_heads < 9 * shape.kv_bytes / 4 else "ring"
+
+
+@dataclass(frozen=True)
+class ContextFacts:
+    """What decides how the tokens of a model's rows are cut over ranks."""
+
+    contiguous: bool
+    """Whether some layer needs tokens that lie one after the other: a recurrence or convolution."""
+    attention: AttentionShape | None
+    """The attention of a whole layer, for one token of one byte; None: the model has none."""
+
+    def way_and_cut(self, parallel: Parallel) -> tuple[Way, Cut]:
+        """Return the way of `parallel.cp_attention`, and the cut that goes with it."""
+        num_ranks, way = parallel.cp, parallel.cp_attention
+        if way == "auto":
+            shape = self.of_rank(parallel)
+            way = "ring" if shape is None else best_way(shape, num_ranks, self.contiguous)
+        return way, Cut(num_ranks, zigzag=not self.contiguous and way != "ulysses")
+
+    def of_rank(self, parallel: Parallel) -> AttentionShape | None:
+        """Return the attention of a rank of `tp`."""
+        if self.attention is None:
+            return None
+        heads, kv_heads = self.attention.num_heads, self.attention.num_kv_heads
+        kv_heads = max(1, kv_heads // parallel.tp)
+        return replace(self.attention, num_heads=heads // parallel.tp, num_kv_heads=kv_heads)

@@ -8,22 +8,26 @@ which names, and what takes their place.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.config import RunConfig, UserError
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models.dtypes import autocast_dtype
-from shardwise.models.kinds.base import Kind
 from shardwise.models.names import in_use
 from shardwise.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
+
+
+Attention = Callable[..., tuple[torch.Tensor, None]]
+"""attention(tokens, module, q, k, v, mask, *, scaling, ...), as in transformers' registry."""
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
@@ -40,9 +44,37 @@ def use_cores(hf: nn.Module, spec: ModelSpec, tokens: Callable[[], Tokens]) -> N
             mixer = in_use(hf.get_submodule(f"{layer.name}.{block.path}"))
             key = type(mixer), block.kind.name
             if block.kind.functions and key not in forwards:
-                forwards[key] = _with_functions(type(mixer), block.kind, tokens)
+                cores = {n: _with_tokens(c, tokens) for n, c in block.kind.functions.items()}
+                forwards[key] = _with_names(type(mixer), cores)
             if block.kind.functions:
                 mixer.forward = MethodType(forwards[key], mixer)
+
+
+def use_attention(
+    hf: PreTrainedModel, spec: ModelSpec, tokens: Callable[[], Tokens], attention: Attention
+) -> None:
+    """Let every attention of `hf` be computed by a function of the tokens of the micro-batch.
+
+    No masks are made for it.
+    """
+    # transformers makes masks for the implementations that it knows.
+    hf.config._attn_implementation = "shardwise"
+    registry = _Registry(_with_tokens(attention, tokens))
+    for layer in spec.layers:
+        for path in layer.attention:
+            mixer = in_use(hf.get_submodule(f"{layer.name}.{path}"))
+            forward = _with_names(type(mixer), {"ALL_ATTENTION_FUNCTIONS": registry})
+            mixer.forward = MethodType(forward, mixer)
+
+
+class _Registry:
+    """Stands for transformers' registry of attention, and has one function."""
+
+    def __init__(self, attention: Callable[..., Any]) -> None:
+        self.attention = attention
+
+    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return self.attention
 
 
 def backends(spec: ModelSpec, cfg: RunConfig, device: torch.device) -> dict[str, str]:
@@ -72,15 +104,12 @@ def backends(spec: ModelSpec, cfg: RunConfig, device: torch.device) -> dict[str,
     return chosen
 
 
-def _with_functions(
-    mixer: type[nn.Module], kind: Kind, tokens: Callable[[], Tokens]
-) -> Callable[..., Any]:
-    """Return the forward of a class of mixers, with the functions of its kind."""
+def _with_names(mixer: type[nn.Module], new: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the forward of a class of mixers, with other objects under some global names."""
     forward: Any = inspect.unwrap(mixer.forward)
-    unknown = kind.functions.keys() - set(forward.__code__.co_names)
+    unknown = new.keys() - set(forward.__code__.co_names)
     assert not unknown, f"{mixer.__name__}.forward calls no {', '.join(sorted(unknown))}"
-    functions = {name: _with_tokens(core, tokens) for name, core in kind.functions.items()}
-    names = forward.__globals__ | functions
+    names = forward.__globals__ | new
     # torch.compile would look the functions up in the module of this name.
     del names["__name__"]
     assert forward.__kwdefaults__ is None

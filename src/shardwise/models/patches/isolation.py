@@ -98,6 +98,8 @@ def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     """Keep documents apart in every mixer of a part, with `data.packing: isolated`."""
     if cfg.data.keeps_documents_apart:
         part.isolated = True
+        if cfg.parallel.cp > 1:
+            return  # A rank has a piece of a document; all cores keep documents apart themselves.
         isolate(part.hf, part.spec, part.dropout)
 
 

@@ -45,8 +45,10 @@ class RouterLoss:
     row's target tokens times choices routed to expert e, over n_b, and P_e the mean router
     probability over those tokens. The loss is the sum over rows and layers of n_b times that, times
     coefficient / number of layers. Divided by the global number of target tokens it is the same for
-    every split of rows over ranks and micro-batches. transformers pools the tokens of all rows and
-    layers before it multiplies f_e by P_e, and that product depends on which rows share a forward.
+    every split of rows over ranks and micro-batches. Where a row's tokens lie on several ranks, f_e
+    and n_b are of all of them, and each rank has a partial sum of P_e. transformers pools the
+    tokens of all rows and layers before it multiplies f_e by P_e, and that product depends on which
+    rows share a forward.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class RouterLoss:
         outputs, self.outputs = self.outputs, []
         assert len(outputs) == len(self.routers)
         targets = (batch.labels != IGNORED).float()  # [B, T]
-        tokens = targets.sum(dim=1, keepdim=True)  # [B, 1]
+        tokens = _of_rows(batch, targets.sum(dim=1, keepdim=True))  # [B, 1]
         divisor = tokens.clamp(min=1)  # rows without a target weigh nothing
         total = torch.zeros((), device=targets.device)
         for logits, chosen in outputs:
@@ -90,10 +92,15 @@ class RouterLoss:
             probabilities = F.softmax(logits.float(), dim=-1).view(*targets.shape, num_experts)
             routed = F.one_hot(chosen, num_experts).sum(dim=1).view(*targets.shape, num_experts)
             # Both are [B, E].
-            share = torch.einsum("bte,bt->be", routed.float(), targets) / divisor
+            share = _of_rows(batch, torch.einsum("bte,bt->be", routed.float(), targets)) / divisor
             mean_probability = torch.einsum("bte,bt->be", probabilities, targets) / divisor
             total = total + num_experts * (tokens * share * mean_probability).sum()
         total = total * self.weight
         if self.gradient_share == 1.0:
             return total
         return total.detach().lerp(total, self.gradient_share)
+
+
+def _of_rows(batch: Batch, x: torch.Tensor) -> torch.Tensor:
+    """Return sums [B, ...] over complete rows, of sums over this rank's tokens."""
+    return x if batch.neighbours is None else batch.neighbours.total(x)

@@ -1,0 +1,129 @@
+"""Rules on context parallelism: how rows may be cut, and what it runs with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwise.rules.rule import Case, Rule, multiples
+
+
+def _without_context(key: str, is_set: Callable[[Case], bool], way_out: str) -> Rule:
+    """Return the rule that context parallelism is not offered together with a key."""
+    return Rule(
+        f"cp with {key}",
+        applies=lambda case: case.parallel.cp > 1 and is_set(case),
+        problem=f"{key} is {{cfg.{key}}}, which is not proven with context parallelism",
+        way_out=f"{way_out}, or set parallel.cp to 1",
+        why="no cell of the parity matrix runs both",
+    )
+
+
+def _tokens_of_a_rank(case: Case) -> int:
+    return case.cfg.data.sequence_length // case.parallel.cp
+
+
+def _cuts_a_head(case: Case) -> bool:
+    facts = case.model.context
+    if case.parallel.cp == 1 or case.parallel.cp_attention != "ulysses" or facts is None:
+        return False
+    shape = facts.of_rank(case.parallel)
+    return shape is not None and shape.num_heads % case.parallel.cp != 0
+
+
+def _cuts_in_pairs(case: Case) -> bool:
+    facts = case.model.context
+    if case.parallel.cp == 1 or facts is None:
+        return False
+    _, cut = facts.way_and_cut(case.parallel)
+    return cut.zigzag
+
+
+def _has_odd_chunks(case: Case) -> bool:
+    return case.cfg.data.sequence_length % (2 * case.parallel.cp) != 0
+
+
+RULES = (
+    _without_context(
+        "training.compile", lambda case: case.training.compile != "none", "set it to none"
+    ),
+    _without_context(
+        "parallel.offload", lambda case: case.parallel.offload != "none", "set it to none"
+    ),
+    _without_context(
+        "training.precision", lambda case: case.training.precision == "float16", "use bfloat16"
+    ),
+    _without_context(
+        "model.sdpa_backend", lambda case: case.cfg.model.sdpa_backend != "auto", "set it to auto"
+    ),
+    Rule(
+        "cp with a memory limit",
+        applies=lambda case: case.parallel.cp > 1 and case.parallel.memory_limit_gib is not None,
+        problem=(
+            "parallel.memory_limit_gib counts complete rows, not a context-parallel rank's part"
+        ),
+        way_out="leave it out, or set parallel.cp to 1",
+        why="costs of units are those of complete rows",
+    ),
+)
+"""On the run file alone."""
+
+MODEL_RULES = (
+    Rule(
+        "cp with kinds that need complete rows",
+        applies=lambda case: case.parallel.cp > 1 and bool(case.model.kinds_without_context),
+        problem=lambda case: (
+            f"parallel.cp is {case.parallel.cp}, but {case.model.family}'s layers "
+            f"({', '.join(sorted(case.model.kinds_without_context))}) need complete rows"
+        ),
+        way_out="set parallel.cp to 1",
+        why="their cores pass no state from one rank to the next",
+    ),
+    Rule(
+        "ulysses over heads",
+        applies=_cuts_a_head,
+        problem=lambda case: (
+            f"parallel.cp_attention is ulysses, but {case.parallel.cp} ranks cannot share this "
+            f"{case.model.family}'s attention heads evenly"
+        ),
+        way_out="use ring or gather, or another parallel.cp",
+        why="a rank computes whole heads",
+    ),
+    Rule(
+        "sequence length over pairs of chunks",
+        applies=lambda case: _cuts_in_pairs(case) and _has_odd_chunks(case),
+        problem=lambda case: (
+            f"data.sequence_length is {case.cfg.data.sequence_length}, which cannot be cut into "
+            f"{2 * case.parallel.cp} equal chunks, two for each rank of parallel.cp"
+        ),
+        way_out=lambda case: (
+            f"use {multiples(case.cfg.data.sequence_length, 2 * case.parallel.cp)}"
+        ),
+        why="so all ranks have the same causal attention to compute",
+    ),
+    Rule(
+        "fewer tokens on a rank of cp than a convolution reads",
+        applies=lambda case: (
+            case.parallel.cp > 1 and _tokens_of_a_rank(case) < case.model.most_earlier_tokens
+        ),
+        problem=lambda case: (
+            f"parallel.cp leaves a rank {_tokens_of_a_rank(case)} tokens of a row, and "
+            f"convolutions read {case.model.most_earlier_tokens} before their own"
+        ),
+        way_out=lambda case: (
+            "lower parallel.cp, or set data.sequence_length to "
+            f"{case.parallel.cp * case.model.most_earlier_tokens} or more"
+        ),
+        why="a rank gets these tokens from the one before it alone",
+    ),
+    Rule(
+        "cp with positions that the longest row scales",
+        applies=lambda case: case.parallel.cp > 1 and case.model.scaled_positions is not None,
+        problem=(
+            "parallel.cp is {parallel.cp}, but {model.family} scales its positions by the longest "
+            "row at hand (rope_type {model.scaled_positions})"
+        ),
+        way_out="set parallel.cp to 1",
+        why="each rank would scale by the last of its own tokens",
+    ),
+)
+"""On the model."""

@@ -1,0 +1,61 @@
+"""Which cells there are of context parallelism; part of `cells.ALL`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.models.families import FAMILIES as FAMILY_FACTS
+from shardwise.schedule.orders import ORDERS
+from tests.parity.harness import Cell
+
+FAMILIES = (
+    *("llama", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "qwen3", "olmo2", "qwen3_moe"),
+    *("lfm2", "gpt2"),
+)
+"""Those whose every kind of layer can have its tokens on several ranks."""
+ONLY_ATTENTION = ("llama", "qwen3", "olmo2", "qwen3_moe", "gpt2")
+"""Those whose rows are cut in pairs of chunks, except with `ulysses`."""
+COMPOSED = {
+    **dict.fromkeys(("ddp-cp", "zero1-cp", "zero2-cp", "fsdp1-cp", "fsdp2-cp", "hsdp-cp"), 4),
+    **dict.fromkeys(("cp-tp", "cp-tp-sp", "pp-cp"), 4),
+    **dict.fromkeys(("fsdp2-cp-tp", "pp-fsdp2-cp", "pp-cp-tp-sp"), 8),
+}
+"""Layouts of other axes too, of 2 ranks each, and their processes."""
+MODES = ("lora", "full")
+
+
+def _all() -> Iterator[Cell]:
+    for mode in MODES:
+        for family in FAMILIES:
+            for num_ranks in (2, 4):
+                yield Cell(family, "cp", mode, num_ranks)
+            if FAMILY_FACTS[family].keeps_documents_apart:
+                yield Cell(family, "cp", mode, 4, "isolated")
+            if family in ONLY_ATTENTION:
+                yield Cell(family, "cp", mode, 4, "ring")
+                yield Cell(family, "cp", mode, 4, "gather")
+            for layout, num_ranks in COMPOSED.items():
+                schedule = "1f1b" if layout.startswith("pp") else ""
+                yield Cell(family, layout, mode, num_ranks, schedule=schedule)
+        for schedule in ORDERS:
+            if schedule != "1f1b":
+                yield Cell("qwen3_5_text", "pp-cp", mode, 4, schedule=schedule)
+    yield Cell("llama", "cp", "lora", 4, "isolated-ring")
+    for variant in ("checkpointing", "dropout", "ring", "gather"):
+        yield Cell("qwen3_5_text", "cp", "lora", 2, variant)
+
+
+CONTEXTS = tuple(_all())
+FIXED = (
+    Cell("qwen3_5_text", "cp", "full", 4, "isolated"),
+    Cell("llama", "cp", "lora", 4, "isolated-ring"),
+    Cell("gpt2", "cp", "full", 4, "ring"),
+    Cell("qwen3_5_text", "cp", "lora", 2, "gather"),
+    Cell("qwen3_moe", "cp", "full", 2),
+    Cell("qwen3_5_text", "cp", "lora", 2, "dropout"),
+    Cell("qwen3_5_text", "cp-tp-sp", "lora", 4),
+    Cell("qwen3_5_text", "pp-cp", "full", 4, schedule="1f1b"),
+    Cell("qwen3_5_text", "fsdp2-cp", "full", 4),
+)
+"""What `make test` runs: states and documents, chunks in pairs, each way of attention, the router
+loss, dropout, and beside each other axis."""
