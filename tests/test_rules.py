@@ -301,7 +301,6 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "sizes over tp": ("llama", {"parallel": {"tp": 3}}, 3),
     "compile with experts of odd widths": ("odd-experts", {"training": {"compile": "inductor"}}, 1),
-    "cp with kinds that need complete rows": ("jamba", {"parallel": {"cp": 2}}, 2),
     "ulysses over heads": ("llama", {"parallel": {"cp": 16, "cp_attention": "ulysses"}}, 16),
     "sequence length over pairs of chunks": (
         "llama",

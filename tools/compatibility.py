@@ -23,8 +23,8 @@ matrix proves each of them for each family, with LoRA and in full ([how](../conc
 
 {offered}
 
-Each of them is offered with `cp` too (`fsdp2-cp-tp`), for families whose layers can have their
-tokens on several ranks ([context parallelism](../concepts/context.md)).
+Each of them is offered with `cp` too, as `cp` and `fsdp2-cp-tp` ([context
+parallelism](../concepts/context.md)): the matrix has cells of some of these for every family.
 
 Listed families: {families}. A family that is not listed runs under the layouts without `pp`, `cp`
 and `tp`. Not offered: {others}.

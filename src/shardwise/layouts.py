@@ -87,8 +87,6 @@ class ModelFacts:
     """Whether such a module says how its weights are sharded."""
     context: ContextFacts | None = None
     """How the tokens of its rows are cut over ranks; None: such a module's cannot be."""
-    kinds_without_context: tuple[str, ...] = ()
-    """Kinds of its layers whose cores cannot have their tokens on several ranks."""
     most_earlier_tokens: int = 0
     """How many tokens before its own a convolution of the model reads, at most."""
     scaled_positions: str | None = None

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from shardwise.models.kinds import KINDS
 from shardwise.parallel import context_attention, context_parallel
 from shardwise.parallel.neighbours import ContextNeighbours
 from tests.distributed import run_ranks
@@ -90,3 +91,9 @@ def test_a_planted_mistake_is_seen(
     expected = reference(cell.reference())
     plant(monkeypatch)
     assert verdict(compare(run_ranks(cell.nproc, run_cell, cell), expected))
+
+
+def test_every_kind_gives_its_cores_the_tokens():
+    for kind in KINDS:
+        takes_tokens = kind.is_attention or (kind.functions and kind.backends)
+        assert takes_tokens or not kind.mixes_tokens, kind.name

@@ -6,13 +6,8 @@ from collections.abc import Iterator
 
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.schedule.orders import ORDERS
-from tests.parity.harness import Cell
+from tests.parity.harness import FAMILIES, Cell
 
-FAMILIES = (
-    *("llama", "qwen3_5_text", "qwen3_next", "olmo_hybrid", "qwen3", "olmo2", "qwen3_moe"),
-    *("lfm2", "gpt2"),
-)
-"""Those whose every kind of layer can have its tokens on several ranks."""
 ONLY_ATTENTION = ("llama", "qwen3", "olmo2", "qwen3_moe", "gpt2")
 """Those whose rows are cut in pairs of chunks, except with `ulysses`."""
 COMPOSED = {
@@ -53,9 +48,11 @@ FIXED = (
     Cell("qwen3_5_text", "cp", "lora", 2, "gather"),
     Cell("qwen3_moe", "cp", "full", 2),
     Cell("qwen3_5_text", "cp", "lora", 2, "dropout"),
+    *(Cell(family, "cp", "full", 2) for family in ("jamba", "jet_nemotron", "kimi_linear")),
+    Cell("granitemoehybrid", "cp", "full", 4, "isolated"),
     Cell("qwen3_5_text", "cp-tp-sp", "lora", 4),
     Cell("qwen3_5_text", "pp-cp", "full", 4, schedule="1f1b"),
     Cell("qwen3_5_text", "fsdp2-cp", "full", 4),
 )
-"""What `make test` runs: states and documents, chunks in pairs, each way of attention, the router
+"""What `make test` runs: each kind of state, documents, chunks in pairs, each way of attention, the router
 loss, dropout, and beside each other axis."""

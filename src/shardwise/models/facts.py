@@ -12,6 +12,7 @@ from shardwise.layouts import ModelFacts
 from shardwise.models import tensor_plan
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.kinds.attention import Attention, SlidingAttention
+from shardwise.models.names import in_use
 from shardwise.models.patches import experts, lora_kernel, router_loss
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.context import AttentionShape, ContextFacts
@@ -55,13 +56,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         indivisible=indivisible,
         odd_experts=odd_experts,
         context=context_facts(hf, spec),
-        kinds_without_context=tuple(
-            dict.fromkeys(layer.kind for layer in spec.layers if not layer.shares_tokens)
-        ),
-        most_earlier_tokens=max(
-            (m.kernel_size[0] - 1 for m in hf.modules() if isinstance(m, torch.nn.Conv1d)),
-            default=0,
-        ),
+        most_earlier_tokens=_most_earlier_tokens(hf, spec),
         scaled_positions=_scaled_positions(hf),
     )
 
@@ -103,3 +98,8 @@ def context_facts(hf: PreTrainedModel, spec: ModelSpec) -> ContextFacts:
     kv_heads = getattr(hf.config, "num_key_value_heads", None) or core.num_heads
     shape = AttentionShape(1, core.num_heads, kv_heads, core.key_dim, core.value_dim, 1)
     return ContextFacts(contiguous, shape)
+
+
+def _most_earlier_tokens(hf: PreTrainedModel, spec: ModelSpec) -> int:
+    blocks = [(f"{layer.name}.{b.path}", b.kind) for layer in spec.layers for b in layer.mixers]
+    return max((kind.width(in_use(hf.get_submodule(path))) - 1 for path, kind in blocks), default=0)

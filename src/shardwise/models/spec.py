@@ -58,13 +58,6 @@ class LayerSpec:
         return bool(apart) and all(apart)
 
     @property
-    def shares_tokens(self) -> bool:
-        """Whether the tokens of its rows may lie on several ranks (`parallel.cp`)."""
-        kinds = [block.kind for block in self.mixers if block.kind.mixes_tokens]
-        # A kind that says what computes its cores has functions for all of them.
-        return all(kind.is_attention or (kind.functions and kind.backends) for kind in kinds)
-
-    @property
     def attention(self) -> tuple[str, ...]:
         """Paths of its blocks of softmax attention."""
         return tuple(block.path for block in self.mixers if block.kind.is_attention)

@@ -123,6 +123,7 @@ class _Earlier(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, num_tokens: int, neighbours: ContextNeighbours
     ) -> torch.Tensor:
+        assert num_tokens <= x.shape[1], "a rule refuses ranks of fewer tokens"
         ctx.neighbours, ctx.num_others = neighbours, x.shape[1] - num_tokens
         return neighbours.shift(x[:, ctx.num_others :], 1)
 

@@ -69,16 +69,6 @@ RULES = (
 
 MODEL_RULES = (
     Rule(
-        "cp with kinds that need complete rows",
-        applies=lambda case: case.parallel.cp > 1 and bool(case.model.kinds_without_context),
-        problem=lambda case: (
-            f"parallel.cp is {case.parallel.cp}, but {case.model.family}'s layers "
-            f"({', '.join(sorted(case.model.kinds_without_context))}) need complete rows"
-        ),
-        way_out="set parallel.cp to 1",
-        why="their cores pass no state from one rank to the next",
-    ),
-    Rule(
         "ulysses over heads",
         applies=_cuts_a_head,
         problem=lambda case: (

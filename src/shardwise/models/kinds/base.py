@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 
 from shardwise.models.tensor_cuts import SplitBlock
@@ -42,6 +43,12 @@ class Core:
 def no_cores(config: PretrainedConfig) -> tuple[Core, ...]:
     """Return the cores of a kind that has none."""
     return ()
+
+
+def width_of_convolutions(block: nn.Module) -> int:
+    """Return over how many tokens a block's convolutions reach; 1 without one."""
+    widths = [m.kernel_size[0] for m in block.modules() if isinstance(m, nn.Conv1d)]
+    return max(widths, default=1)
 
 
 CORE_STEP = (0, 0)
@@ -82,6 +89,9 @@ class Kind:
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
     """Functions that the mixer's forward looks up in its module, and what computes each instead:
     it takes the Tokens, then what the mixer gives. They keep documents apart by themselves."""
+    width: Callable[[Any], int] = width_of_convolutions
+    """Return over how many tokens the convolutions of a block reach: `parallel.cp` gives a rank
+    those before its own."""
     backends: tuple[Backend, ...] = ()
     """What computes each of these functions."""
     split: SplitBlock | None = None

@@ -93,6 +93,7 @@ JET_BLOCK = Kind(
     after=(("o_norm",), ("o_proj",)),
     cores=cores,
     functions={"dynamic_conv": convolution, "gated_delta_rule": delta_rule},
+    width=lambda block: block.dynamic_conv1d.width,
     split=split,
     backends=(gated_delta_net.RULE_BACKEND,),
     keeps_documents_apart=True,
