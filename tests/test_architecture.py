@@ -78,12 +78,23 @@ ARROWS = {
     },
     "benchmark": {"records"},
     "report": {"records", "schedule", "drawing"},
-    "interfaces": {"kernels", "schedule"},
+    "interfaces": {"batches", "kernels", "schedule"},
+    "batches": {"kernels"},
     "layouts": {"schedule"},
 }
-EVERYONE = {"config", "keys", "run_file", "interfaces", "ranges", "words", "layouts", "rules"}
+EVERYONE = {
+    "config",
+    "keys",
+    "run_file",
+    "batches",
+    "interfaces",
+    "ranges",
+    "words",
+    "layouts",
+    "rules",
+}
 MOST_LINES = {
-    "config keys run_file ranges interfaces layouts rules words": 2_900,
+    "config keys run_file ranges batches interfaces layouts rules words": 2_900,
     "cli commands library __main__ __init__": 1_000,
     "presets": 300,
     "assembly training checkpoint process launch": 5_600,

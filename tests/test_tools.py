@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from shardwise.interfaces import Batch
+from shardwise.batches import Batch
 from shardwise.parallel.mesh import build_mesh
 from tests.distributed import run_ranks
 from tests.parity.layouts import PROVEN

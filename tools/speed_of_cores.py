@@ -30,9 +30,9 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 from shardwise.assembly.build import build
+from shardwise.batches import IGNORED, Batch
 from shardwise.benchmark.paired import Results, command_line, ratios, spread, take_turns, timed
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
-from shardwise.interfaces import IGNORED, Batch
 from shardwise.metrics.hardware import environment
 from shardwise.metrics.memory import PeakMemory, state_bytes
 from shardwise.models import load, lora

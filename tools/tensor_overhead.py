@@ -40,9 +40,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from shardwise.assembly.build import build
+from shardwise.batches import Batch
 from shardwise.benchmark.paired import Results, command_line, ratios, spread, take_turns, timed
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
-from shardwise.interfaces import Batch, Mesh
+from shardwise.interfaces import Mesh
 from shardwise.metrics.hardware import environment
 from shardwise.models import load, lora
 from shardwise.models.families import spec_of

@@ -10,11 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.batches import Batch as Batch
+    from shardwise.batches import TensorBatch as TensorBatch
     from shardwise.config import RunConfig as RunConfig
     from shardwise.config import UserError as UserError
-    from shardwise.interfaces import Batch as Batch
     from shardwise.interfaces import Mesh as Mesh
-    from shardwise.interfaces import TensorBatch as TensorBatch
     from shardwise.library import RunFailed as RunFailed
     from shardwise.library import run as run
     from shardwise.library import train as train
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "Batch": "interfaces",
+    "Batch": "batches",
     "Mesh": "interfaces",
     "OwnLoop": "training.own_loop",
     "RunConfig": "config",
     "RunFailed": "library",
     "RunRecord": "records.record",
-    "TensorBatch": "interfaces",
+    "TensorBatch": "batches",
     "TensorCut": "models.own",
     "UserError": "config",
     "load_config": "run_file",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from shardwise.batches import IGNORED
 from shardwise.config import Data, Model, UserError
 from shardwise.data import bounds
 from shardwise.data.chat_format import ChatFormat, known_roles
@@ -20,7 +21,6 @@ from shardwise.data.packing import Document, to_batch
 from shardwise.data.record import BadDocument
 from shardwise.data.state import SlotState
 from shardwise.data.tokenizer import load_tokenizer
-from shardwise.interfaces import IGNORED
 from tests.data.templates import CHATML, HEADERS, INST, LAST_TURN_DIFFERS, MARKED
 
 IMAGE = {"type": "text", "text": "What is it?", "image_url": {"url": "x"}}

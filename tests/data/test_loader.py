@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from shardwise.batches import IGNORED, Batch
 from shardwise.config import RunConfig, UserError
 from shardwise.data.loader import build_loaders
 from shardwise.data.order import CHUNK, Order, split
-from shardwise.interfaces import IGNORED, Batch
 
 Row = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 EOS = 1

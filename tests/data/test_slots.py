@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from shardwise.batches import IGNORED
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders, build_loaders
 from shardwise.data.state import Counts, LoaderState, counts, merge_states
-from shardwise.interfaces import IGNORED
 from tests.data.templates import CHATML
 from tests.data.test_formats import chat_tokenizer, dialogue
 from tests.data.test_loader import (

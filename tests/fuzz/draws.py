@@ -14,8 +14,8 @@ import torch
 import yaml
 from transformers import PretrainedConfig
 
+from shardwise.batches import IGNORED
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
-from shardwise.interfaces import IGNORED
 from shardwise.layouts import HALVING
 from shardwise.models import load, lora
 from shardwise.models.families import FAMILIES, spec_of

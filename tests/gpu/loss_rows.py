@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise.batches import IGNORED
 from shardwise.benchmark.paired import Results
-from shardwise.interfaces import IGNORED
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
 from shardwise.kernels.triton_support import why_not
 from shardwise.metrics.memory import PeakMemory

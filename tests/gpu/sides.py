@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from shardwise.assembly.build import build
+from shardwise.batches import IGNORED, Batch
 from shardwise.config import Data, Lora, Model, Optimizer, RunConfig, Training
-from shardwise.interfaces import IGNORED, Batch
 from shardwise.metrics.rounds import Rounds
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from shardwise.assembly.build import build
+from shardwise.batches import Batch
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch
 from shardwise.layouts import axis_sizes
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from transformers import RecurrentGemmaConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import load_balancing_loss_func
 
+from shardwise.batches import IGNORED, Batch
 from shardwise.config import Data, Lora, Model, RunConfig, Training, UserError
-from shardwise.interfaces import IGNORED, Batch
 from shardwise.layouts import ModelFacts
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.batches import Batch
 from shardwise.config import Lora, Parallel, RunConfig
-from shardwise.interfaces import Batch
 from shardwise.models import load, lora
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.dtypes import hidden_dtype

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.describe import describe
+from shardwise.batches import Batch
 from shardwise.config import UserError
-from shardwise.interfaces import Batch
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.activation_checkpoint import PRODUCTS, _keep_products
 from shardwise.parallel.mesh import build_mesh

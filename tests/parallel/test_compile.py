@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.assembly.build import build
-from shardwise.interfaces import Batch
+from shardwise.batches import Batch
 from shardwise.models.patches.dropout import DropoutState, SlotDropout
 from shardwise.parallel import compile
 from shardwise.parallel.compile import BACKENDS, uncompiled

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise.batches import IGNORED, Batch
 from shardwise.config import RunConfig
-from shardwise.interfaces import IGNORED, Batch, Mesh
+from shardwise.interfaces import Mesh
 from shardwise.parallel.mesh import context_joins_of
 from shardwise.proof import harness as proof_harness
 from tests.distributed import run_ranks

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardwise.assembly.build import build
+from shardwise.batches import Batch
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch
 from shardwise.kernels.linear_cross_entropy import chunked
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.assembly import build
+from shardwise.batches import IGNORED, Batch
 from shardwise.config import Lora, Parallel, RunConfig, UserError
-from shardwise.interfaces import IGNORED, Batch
 from shardwise.layouts import HALVING
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models.stage import Stage

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import torch
 
+from shardwise.batches import Batch
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
-from shardwise.interfaces import Batch, Mesh
+from shardwise.interfaces import Mesh
 from shardwise.layouts import HALVING
 from shardwise.models import families
 from shardwise.parallel.mesh import build_mesh

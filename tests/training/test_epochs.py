@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from shardwise.assembly.build import build
+from shardwise.batches import IGNORED
 from shardwise.checkpoint.folder import read_manifest
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig
 from shardwise.data.packing import PADDING
-from shardwise.interfaces import IGNORED
 from shardwise.parallel.mesh import build_mesh
 from shardwise.proof.harness import Rows
 from shardwise.records.record import RunRecord

@@ -25,8 +25,9 @@ from shardwise.assembly.optimizer import (
 )
 from shardwise.assembly.own import describe_own, own_costs, own_parts
 from shardwise.assembly.state import FRESH, load_initial_weights, load_state
+from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig
-from shardwise.interfaces import AnyBatch, Mesh, ParallelModel, State
+from shardwise.interfaces import Mesh, ParallelModel, State
 from shardwise.models import lora, tensor_plan
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.families import FAMILIES, unproven_note

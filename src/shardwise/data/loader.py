@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.batches import Batch
 from shardwise.config import RunConfig, UserError
 from shardwise.data.corpus import Corpus, join, open_corpus
 from shardwise.data.formats import Encoder
@@ -30,7 +31,6 @@ from shardwise.data.slots import RowCounts, SlotRows, TrainStream, items
 from shardwise.data.state import LoaderState, SlotState, loader_state, read_from, starts
 from shardwise.data.streaming import SAMPLE, Streamed, StreamOrder, StreamPass
 from shardwise.data.validation import Validation
-from shardwise.interfaces import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

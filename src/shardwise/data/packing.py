@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from shardwise.batches import IGNORED, Batch
 from shardwise.data.state import SlotState
-from shardwise.interfaces import IGNORED, Batch
 
 PADDING = -1
 """The document number of a position without a document."""

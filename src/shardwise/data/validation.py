@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from shardwise.batches import Batch
 from shardwise.config import Training, UserError
 from shardwise.data.corpus import Corpus
 from shardwise.data.formats import Encoder
@@ -14,7 +15,6 @@ from shardwise.data.packing import Document, empty_row, to_microbatches
 from shardwise.data.slots import read_documents
 from shardwise.data.state import Counts, SlotState, describe
 from shardwise.data.streaming import StreamPass
-from shardwise.interfaces import Batch
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from shardwise.batches import IGNORED, Batch
 from shardwise.config import RunConfig
-from shardwise.interfaces import IGNORED, Batch
 from shardwise.models.families import Family
 from shardwise.models.part import ModelPart
 from shardwise.models.patches.isolation import with_documents

@@ -16,8 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig, require
-from shardwise.interfaces import AnyBatch
 from shardwise.models.kinds.base import Kind
 from shardwise.models.part import ModelPart, StagePart
 from shardwise.models.patches.dropout import SlotDropout

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.interfaces import AnyBatch, Batch, Part
+from shardwise.batches import AnyBatch, Batch
+from shardwise.interfaces import Part
 from shardwise.kernels.lora_linear import BackwardHalf
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models.dtypes import autocast_dtype

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.batches import AnyBatch, Batch
 from shardwise.config import RunConfig
-from shardwise.interfaces import AnyBatch, Batch
 from shardwise.models.causal_lm import CausalLM, Inputs
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.families import FAMILIES, Family, family_of

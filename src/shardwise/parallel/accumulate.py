@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig
-from shardwise.interfaces import AnyBatch, Mesh, ParallelModel, no_sync_needed
+from shardwise.interfaces import Mesh, ParallelModel, no_sync_needed
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_over
 

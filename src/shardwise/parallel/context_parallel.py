@@ -17,8 +17,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from shardwise.batches import AnyBatch, Batch
 from shardwise.config import RunConfig
-from shardwise.interfaces import AnyBatch, Batch, Mesh, ParallelModel
+from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
 from shardwise.models.facts import context_facts
 from shardwise.models.patches.cores import use_attention

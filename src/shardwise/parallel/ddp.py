@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig
-from shardwise.interfaces import AnyBatch, Mesh, ParallelModel, Part
+from shardwise.interfaces import Mesh, ParallelModel, Part
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_gradients
 

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
+from shardwise.batches import AnyBatch, Batch
 from shardwise.config import RunConfig, require
-from shardwise.interfaces import AnyBatch, Batch, Mesh, ParallelModel, ParameterFacts
+from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts
 from shardwise.layouts import HALVING, num_microbatches
 from shardwise.models.part import StagePart as Part
 from shardwise.models.spec import ModelSpec

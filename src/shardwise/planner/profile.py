@@ -38,8 +38,9 @@ from shardwise.assembly.profiles import (
     unit_keys,
     write,
 )
+from shardwise.batches import Batch
 from shardwise.config import Parallel, RunConfig
-from shardwise.interfaces import Batch, Mesh, ParallelModel
+from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.metrics.memory import PeakMemory
 from shardwise.models import load, lora
 from shardwise.models.names import hf_name, is_adapter

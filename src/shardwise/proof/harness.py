@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 
 from shardwise.assembly.build import build
 from shardwise.assembly.state import MemoryState
+from shardwise.batches import IGNORED, Batch
 from shardwise.checkpoint.export import save_result
 from shardwise.config import RunConfig
-from shardwise.interfaces import IGNORED, Batch, Mesh
+from shardwise.interfaces import Mesh
 from shardwise.models import load, lora
 from shardwise.models.families import spec_of
 from shardwise.models.kinds import RATES

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from shardwise.batches import IGNORED, AnyBatch, Batch
 from shardwise.config import RunConfig, UserError, require
 from shardwise.data.chat_format import ChatFormat
-from shardwise.interfaces import IGNORED, AnyBatch, Batch, Evaluation, Mesh, ParallelModel
+from shardwise.interfaces import Evaluation, Mesh, ParallelModel
 from shardwise.process.watchdog import beat
 from shardwise.training.not_finite import explain, look_through
 from shardwise.training.step import count_targets, sum_loss

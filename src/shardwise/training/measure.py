@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.assembly.build import Job
+from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig
 from shardwise.data.loader import Loaders
 from shardwise.data.state import Counts, counts, merge_states
-from shardwise.interfaces import AnyBatch, Mesh, Part
+from shardwise.interfaces import Mesh, Part
 from shardwise.metrics.dispatch import Dispatches
 from shardwise.metrics.flops import (
     CONVENTION,

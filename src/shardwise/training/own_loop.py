@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 
 from shardwise.assembly.build import Job, build
 from shardwise.assembly.own import own_state
+from shardwise.batches import IGNORED, AnyBatch, Batch, TensorBatch
 from shardwise.checkpoint.resume import Start, find_start
 from shardwise.config import RunConfig, require
 from shardwise.data.loader import Loaders
 from shardwise.data.state import SlotState, loader_state
-from shardwise.interfaces import IGNORED, AnyBatch, Batch, Mesh, TensorBatch
+from shardwise.interfaces import Mesh
 from shardwise.models.own import OwnModel
 from shardwise.process.watchdog import paused
 from shardwise.records.record import RunRecord

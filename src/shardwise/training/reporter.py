@@ -10,12 +10,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwise.assembly.build import Job
+from shardwise.batches import AnyBatch
 from shardwise.checkpoint import output_dir
 from shardwise.checkpoint.folder import METRICS
 from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, UserError, require
 from shardwise.data.state import Counts
-from shardwise.interfaces import AnyBatch, Evaluation, Mesh
+from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.memory import memory_in_use
 from shardwise.metrics.meter import Meter
 from shardwise.ranges import shown

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from shardwise.assembly.build import Job
+from shardwise.batches import AnyBatch
 from shardwise.checkpoint.checkpointer import Checkpointer
 from shardwise.checkpoint.export import save_result
 from shardwise.checkpoint.output_dir import writing
 from shardwise.checkpoint.resume import Start
 from shardwise.config import RunConfig, require
 from shardwise.data.loader import Loaders
-from shardwise.interfaces import AnyBatch, Evaluation, Mesh
+from shardwise.interfaces import Evaluation, Mesh
 from shardwise.metrics.meter import Meter
 from shardwise.planner.timeline import Recorder, record_timeline
 from shardwise.process.ending import Stopped

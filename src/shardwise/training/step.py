@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.assembly.build import Job
+from shardwise.batches import AnyBatch
 from shardwise.config import require
-from shardwise.interfaces import AnyBatch, Mesh, ParallelModel
+from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.parallel.reduce import sum_over
 from shardwise.training.gradients import clip_by_global_norm
 from shardwise.training.not_finite import NotFinite, look_through

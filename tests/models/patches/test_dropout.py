@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.interfaces import Batch
+from shardwise.batches import Batch
 from shardwise.models.patches.dropout import (
     DropoutState,
     SlotDropout,

@@ -14,8 +14,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from shardwise.batches import Batch
 from shardwise.config import Lora
-from shardwise.interfaces import Batch
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models import load
 from shardwise.models.causal_lm import CausalLM

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.batches import AnyBatch, TensorBatch
 from shardwise.config import RunConfig
-from shardwise.interfaces import AnyBatch, TensorBatch
 from shardwise.kernels.dropout import Dropout, hash32
 from shardwise.models.seeds import stable_seed
 

@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from shardwise.batches import Batch
 from shardwise.config import RunConfig
-from shardwise.interfaces import Batch
 from shardwise.models.names import in_use
 from shardwise.models.patches.dropout import DropoutState
 from shardwise.models.spec import ModelSpec

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from shardwise.batches import IGNORED
 from shardwise.config import RunConfig, UserError
-from shardwise.interfaces import IGNORED
 from shardwise.kernels.linear_cross_entropy import (
     Kernel,
     Vocabulary,

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from shardwise.batches import IGNORED, Batch
 from shardwise.config import RunConfig
-from shardwise.interfaces import IGNORED, Batch
 from shardwise.models.families import Family
 
 if TYPE_CHECKING:

@@ -1,0 +1,134 @@
+"""One micro-batch on a rank, and what the host knows of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from shardwise.kernels.recurrence import Neighbours
+
+IGNORED = -100
+"""The label of a position that has no target; cross entropy skips it."""
+
+
+class OnHost(NamedTuple):
+    """What the host found in a batch before its tensors went to the device, so that it never waits.
+
+    It holds for a batch whose tensors are these very ones, not for a share of them.
+    """
+
+    labels: torch.Tensor
+    target_places: torch.Tensor
+    """[targets] int64, on the device: the places of `labels.flatten()` that have a target."""
+    document_ids: torch.Tensor
+    documents_on_host: torch.Tensor
+    """`document_ids` in the host's memory."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on this rank. Its labels are shifted, so that a slice along T is right."""
+
+    input_ids: torch.Tensor
+    """[B, T] int64."""
+    labels: torch.Tensor
+    """[B, T] int64: the token after input_ids[b, t], or IGNORED."""
+    document_ids: torch.Tensor
+    """[B, T] int64: equal within a document, -1 where the row is padded."""
+    slots: tuple[int, ...]
+    """B slots of the global batch: row b is the next row of the stream of slot slots[b]."""
+    step: int
+    """The optimizer step, from 1. With the slot it seeds dropout, whatever the layout."""
+    positions: torch.Tensor | None = field(default=None, kw_only=True)
+    """[B, T] int64: the places of the tokens in their rows; None: 0 to T-1, a complete row."""
+    neighbours: Neighbours | None = field(default=None, kw_only=True, repr=False, compare=False)
+    """With context parallelism: the ranks that have the other tokens of these rows."""
+    on_host: OnHost | None = field(default=None, kw_only=True, repr=False, compare=False)
+    """Set by `to`."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return self.input_ids.device
+
+    def num_target_tokens(self) -> torch.Tensor:
+        """Return the number of positions that have a target, int64 on the batch's device."""
+        return (self.labels != IGNORED).sum()
+
+    @property
+    def target_places(self) -> torch.Tensor | None:
+        """The places of labels with a target, [targets] int64; None if the host must count them."""
+        is_known = self.on_host is not None and self.on_host.labels is self.labels
+        return self.on_host.target_places if self.on_host and is_known else None
+
+    @property
+    def documents_on_host(self) -> torch.Tensor:
+        """`document_ids`, in the host's memory if they are known there."""
+        is_known = self.on_host is not None and self.on_host.document_ids is self.document_ids
+        return self.on_host.documents_on_host if self.on_host and is_known else self.document_ids
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the same batch with its tensors on `device`."""
+        tensors = {n: t for n, t in vars(self).items() if isinstance(t, torch.Tensor)}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        places = (self.labels != IGNORED).flatten().nonzero().squeeze(1)
+        places = places.to(device, non_blocking=True)
+        on_host = OnHost(moved["labels"], places, moved["document_ids"], self.document_ids)
+        return replace(self, **moved, on_host=on_host)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what a reader needs of each row to find an error, as plain data."""
+        rows = zip(self.slots, self.input_ids.tolist(), self.labels.tolist())
+        return [{"slot": slot, "input_ids": ids, "labels": labels} for slot, ids, labels in rows]
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """One micro-batch of a module that is not a language model of transformers: named tensors.
+
+    `batch["name"]` is a tensor. The first dim of each is the rows.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    """[B, ...] each, by the names that the module reads."""
+    num_targets: int
+    """The number of targets in these rows: of what the module's loss is a sum."""
+    slots: tuple[int, ...]
+    """As in Batch."""
+    step: int
+    """As in Batch."""
+    positions: None = field(default=None, init=False)
+    """As in Batch: every row is complete."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its tensors."""
+        return next(iter(self.tensors.values())).device
+
+    def num_target_tokens(self) -> torch.Tensor:
+        """Return the number of targets, int64 on the batch's device."""
+        return torch.tensor(self.num_targets, device=self.device)
+
+    def to(self, device: torch.device) -> TensorBatch:
+        """Return the same batch with its tensors on `device`."""
+        tensors = {n: t.to(device, non_blocking=True) for n, t in self.tensors.items()}
+        return replace(self, tensors=tensors)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what a reader needs of each row to find an error, as plain data."""
+        content = {name: tensor.tolist() for name, tensor in self.tensors.items()}
+        return [
+            {"slot": slot, **{name: rows[place] for name, rows in content.items()}}
+            for place, slot in enumerate(self.slots)
+        ]
+
+
+AnyBatch = Batch | TensorBatch
+"""A micro-batch, which strategies pass on to the model as it is."""
