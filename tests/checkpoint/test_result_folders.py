@@ -127,5 +127,5 @@ def test_a_sample_after_chats_is_asked_as_a_user_asks(folder: Path) -> None:
     assert prompt_of(folder, CHATML, chat=True) == CHAT
     assert prompt_of(folder, CHATML, chat=False) == "Where is it?"
     assert prompt_of(folder, INST, chat=True).endswith("[INST] Where is it? [/INST]")
-    with pytest.raises(UserError, match=r"training\.sample: .*never alone"):
+    with pytest.raises(UserError, match=r"the chat template refuses .*never alone"):
         prompt_of(folder, "{{ raise_exception('never alone') }}", chat=True)

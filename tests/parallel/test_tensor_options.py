@@ -104,10 +104,7 @@ def test_a_kernel_that_would_norm_over_a_ranks_own_features_is_not_taken(
     def kernel(
         projected: torch.Tensor, *args: object, rmsnorm_weight: torch.Tensor, **kwargs: object
     ) -> torch.Tensor:
-        raise RuntimeError(f"asked for a norm over {len(rmsnorm_weight)} features")
+        raise AssertionError(f"asked for a norm over {len(rmsnorm_weight)} features")
 
     monkeypatch.setattr(granite, "mamba2_split_conv1d_scan_combined", kernel)
-    cell = Cell("granitemoehybrid", "tp", "lora", 2)
-    with pytest.raises(RuntimeError, match="a norm over 128 features"):
-        run_ranks(1, run_cell, cell.reference())  # where it may
-    run_ranks(2, run_cell, cell)
+    run_ranks(2, run_cell, Cell("granitemoehybrid", "tp", "lora", 2))

@@ -21,6 +21,7 @@ from shardwise.checkpoint import export
 from shardwise.interfaces import Mesh, ParameterFacts
 from shardwise.kernels.lora_linear import torch_backend
 from shardwise.models import lora
+from shardwise.models.part import ModelPart
 from shardwise.models.patches import dropout, isolation, lora_kernel, router_loss
 from shardwise.models.patches import loss as loss_patch
 from shardwise.parallel import ddp, flat, fsdp1, fsdp2, offload, place, zero
@@ -289,21 +290,16 @@ def projection_handed_anothers_output():
 
 
 def state_runs_on_into_the_next_document():
-    isolate = isolation.isolate
-
-    def attention_only(hf, spec, state):
-        layers = tuple(layer for layer in spec.layers if layer.kind == "full_attention")
-        isolate(hf, replace(spec, layers=layers), state)
-
-    isolation.isolate = attention_only
+    tokens = ModelPart.tokens
+    ModelPart.tokens = lambda self: replace(tokens(self), documents=None)
 
 
 def boundaries_of_an_earlier_micro_batch():
     find, first = isolation.documents_of, []
 
-    def first_found(document_ids):
+    def first_found(document_ids, device):
         first.append(document_ids)
-        return find(first[0])
+        return find(first[0], device)
 
     isolation.documents_of = first_found
 
