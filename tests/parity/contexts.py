@@ -54,5 +54,5 @@ FIXED = (
     Cell("qwen3_5_text", "pp-cp", "full", 4, schedule="1f1b"),
     Cell("qwen3_5_text", "fsdp2-cp", "full", 4),
 )
-"""What `make test` runs: each kind of state, documents, chunks in pairs, each way of attention, the router
-loss, dropout, and beside each other axis."""
+"""What `make test` runs: each kind of state, documents, chunks in pairs, each way of attention, the
+router loss, dropout, and beside each other axis."""
