@@ -40,7 +40,11 @@ ALONE = {
     "pp": ("2 m BTD", "2 m + 2"),
 }
 """What leaves a rank, and by how many calls, as the page has it."""
-TOGETHER = tuple(name for name in offered_layouts() if name not in (*ALONE, "single"))
+TOGETHER = tuple(
+    name
+    for name in offered_layouts()
+    if name not in (*ALONE, "single") and "cp" not in name.split("-")
+)
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "send")
 PAPER = {"ddp": 2, "zero1": 2, "zero2": 2, "fsdp2": 3}
 """Multiples of the model's size per step, of one micro-batch: Rajbhandari et al., arXiv 1910.02054,

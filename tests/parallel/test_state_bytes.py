@@ -83,6 +83,7 @@ def measure(
 
 
 CELLS = [
+    *(Cell("llama", layout, "lora", 4) for layout in ("fsdp2-cp", "zero1-cp", "cp")),
     *(
         Cell("qwen3_5_text", layout, mode, nproc)
         for layout, nproc in (

@@ -1,4 +1,4 @@
-"""The ranks along `cp` that have the other tokens of a rank's rows, each a stretch of them.
+"""The ranks that have the other tokens of a rank's rows, each a stretch of them.
 
 Convolutions need the few tokens before a rank's, which the rank before sends. Recurrent cores need
 the state that all ranks before leave. A rank's tokens change a state by an affine map, whose size

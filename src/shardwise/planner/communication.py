@@ -71,6 +71,7 @@ def messages_of_step(
 
     `num_targets`: tokens with a label, in all micro-batches of the rank; by default all tokens.
     """
+    assert cfg.parallel.cp == 1, "what context parallelism sends is not among the formulas"
     knows_loss = cfg.parallel.tp == 1 or cfg.training.loss != "plain"
     assert knows_loss, "what gathering all logits sends is not among the formulas"
     m = num_microbatches(cfg, prod(run.sizes.values()))

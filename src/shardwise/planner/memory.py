@@ -26,8 +26,9 @@ def state_bytes(
 
     `sizes`: ranks along each axis of the mesh; `coordinates`: of the rank along each of them.
     """
-    axis = shard_axis(cfg)
-    num_shards, rank = sizes[axis], coordinates[axis]
+    # Weights are sharded over data and context together (docs/decisions/040-mesh-by-role.md).
+    axis, cp = shard_axis(cfg), sizes["cp"] if cfg.parallel.data != "single" else 1
+    num_shards, rank = sizes[axis] * cp, coordinates[axis] * cp + coordinates["cp"] % cp
     total = Counter[str]({"weights": 0, "gradients": 0, "optimizer": 0})
     for chunk in share.chunks:
         unsharded = left_whole(cfg, chunk, num_shards)
@@ -49,7 +50,7 @@ def most_state_bytes(cfg: RunConfig, num_ranks: int) -> int:
     """
     run, boundaries = describe(cfg, num_ranks), None
     if run.pipeline is not None:
-        num_shards = run.sizes["dp_shard"]
+        num_shards = run.sizes["dp_shard"] * (cfg.parallel.cp if _is_fsdp(cfg) else 1)
         units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks, num_shards)
         boundaries = choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
     most = 0
@@ -114,3 +115,7 @@ def _add(
         total["optimizer"] += state * weight.itemsize
     total["gradients"] += gradient_bytes(cfg, gradient, weight.itemsize)
     total["optimizer"] += optimizer_bytes(cfg, state * weight.itemsize)
+
+
+def _is_fsdp(cfg: RunConfig) -> bool:
+    return cfg.parallel.data in ("fsdp1", "fsdp2")
