@@ -75,9 +75,9 @@ def pass_on(
     before, corrections = [], []
     for n in range(len(values)):
         before.append(s)
-        corrections.append(values[n] - reads[n] @ s)
-        s = s * over[n] + k_to_end[n].mT @ corrections[n]
-    return torch.stack(before), torch.stack(corrections), s
+        corrections.append(_add_product(values[n], reads[n], s, -1))
+        s = _add_product(s * over[n], k_to_end[n].mT, corrections[n])
+    return _stacked(before), _stacked(corrections), s
 
 
 def pass_back(
@@ -96,6 +96,20 @@ def pass_back(
     of_after, of_each = [], list(of_corrections.unbind())
     for n in reversed(range(len(reads))):
         of_after.append(of_state)
-        of_each[n] = of_each[n] + k_to_end[n] @ of_state
-        of_state = of_before[n] + of_state * over[n] - reads[n].mT @ of_each[n]
-    return torch.stack(of_after[::-1]), torch.stack(of_each), of_state
+        of_each[n] = _add_product(of_each[n], k_to_end[n], of_state)
+        of_state = torch.addcmul(of_before[n], of_state, over[n])
+        of_state = _add_product(of_state, reads[n].mT, of_each[n], -1)
+    return _stacked(of_after[::-1]), _stacked(of_each), of_state
+
+
+def _add_product(
+    x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, alpha: int = 1
+) -> torch.Tensor:
+    """Return x + alpha left @ right in one operator, of matrices [B, N, ...]."""
+    product = torch.baddbmm(*(y.flatten(0, 1) for y in (x, left, right)), alpha=alpha)
+    return product.unflatten(0, x.shape[:2])
+
+
+def _stacked(of_chunks: list[torch.Tensor]) -> torch.Tensor:
+    """Return [n, ...], without a copy where there is one chunk."""
+    return of_chunks[0][None] if len(of_chunks) == 1 else torch.stack(of_chunks)
