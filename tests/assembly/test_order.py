@@ -65,6 +65,7 @@ SHOWN_BY = {
     "cores": "hybrid, operators",
     "attention kernel": "dense, in full",
     "finite forget gates": "hybrid, gates",
+    "gated activations": "dense, in full",
     "isolated documents": "dense, lora by torch",
     "router loss": "experts, router loss",
     "loss in the head": "hybrid, operators",

@@ -20,6 +20,7 @@ from shardwise.models.patches import (
     embedding,
     experts,
     forget_gate,
+    gates,
     isolation,
     lora_kernel,
     loss,
@@ -39,6 +40,7 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("attention kernel", attention.apply),
     ("experts one by one", experts.apply),
     ("finite forget gates", forget_gate.apply),
+    ("gated activations", gates.apply),
     ("isolated documents", isolation.apply),  # around mixers; gives their dropouts the documents
     ("router loss", router_loss.apply),
     ("loss in the head", loss.apply),

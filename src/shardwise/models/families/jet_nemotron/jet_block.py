@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 
 from shardwise.kernels.dynamic_conv import dynamic_conv
 from shardwise.kernels.gated_delta_rule import gated_delta_rule
+from shardwise.kernels.gated_norm import gated_norm
 from shardwise.kernels.recurrence import wide
 from shardwise.models.families.jet_nemotron.configuration import JetNemotronConfig
 
@@ -35,9 +36,11 @@ class JetNemotronRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """Return the norm of x [..., size], with a gate of that shape, in x's dtype."""
+        if gate is not None:
+            return gated_norm(x, self.weight, gate, self.eps)
         y = wide(x)
         y = self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps))
-        return (y if gate is None else y * F.silu(wide(gate))).to(x.dtype)
+        return y.to(x.dtype)
 
 
 class JetNemotronDynamicConv(nn.Module):

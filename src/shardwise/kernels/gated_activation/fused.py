@@ -1,0 +1,41 @@
+"""The gated activation with a backward that computes the activation again.
+
+Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202, SwiGLU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+
+def gated_silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up [..., F], in the dtype that both have.
+
+    silu is rounded to that dtype before the product, as by torch's operators one after the other.
+    The backward keeps gate and up alone.
+    """
+    assert gate.dtype == up.dtype
+    return _GatedSilu.apply(gate, up)
+
+
+class _GatedSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        (of_out,) = gradients
+        of_gate = of_up = None
+        if ctx.needs_input_grad[1]:
+            of_up = F.silu(gate).mul_(of_out)
+        if ctx.needs_input_grad[0]:
+            of_gate = torch.ops.aten.silu_backward(of_out * up, gate)
+        return of_gate, of_up

@@ -1,0 +1,88 @@
+"""Gated MLPs and gated norms that keep what goes into the gate, and nothing after it.
+
+Families have a class of their own with the same forward. A module is recognised by the code of its
+forward, so one that computes anything else keeps its own. The modules in it are called as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.activations import SiLUActivation
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMLP
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+from shardwise.config import RunConfig
+from shardwise.kernels.gated_activation import gated_silu
+from shardwise.kernels.gated_norm import gated_norm
+
+if TYPE_CHECKING:
+    from shardwise.models.causal_lm import CausalLM
+
+
+def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
+    """Let gated MLPs and norms of a part compute by the project's kernels."""
+    use_gates(part.hf)
+
+
+def use_gates(hf: nn.Module) -> None:
+    """Replace the forward of every module of a model whose class has the code of one of OURS."""
+    for module in hf.modules():
+        ours = OURS.get(_code(type(module)))
+        if ours is not None and _has_silu(module):
+            module.forward = MethodType(ours, module)
+
+
+def _has_silu(module: Any) -> bool:
+    """Return whether the activation is silu; a forward without a module for it says which."""
+    activation = getattr(module, "act_fn", getattr(module, "activation", None))
+    return not isinstance(activation, nn.Module) or isinstance(activation, SiLUActivation | nn.SiLU)
+
+
+def _code(cls: type[nn.Module]) -> tuple[object, ...]:
+    """Return what the forward of a class does: its instructions and the names in them."""
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if code is None:
+        return ()
+    return code.co_code, code.co_names, code.co_varnames, code.co_consts
+
+
+def _mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(gated_silu(self.gate_proj(x), self.up_proj(x)))
+
+
+def _mlp_of_lfm2(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.w2(gated_silu(self.w1(x), self.w3(x)))
+
+
+def _mlp_of_granite(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    return self.output_linear(gated_silu(*self.input_linear(hidden_states).chunk(2, dim=-1)))
+
+
+def _mlp_of_falcon_h1(self: Any, x: torch.Tensor) -> torch.Tensor:
+    gate, up = self.gate_proj(x) * self.gate_multiplier, self.up_proj(x)
+    return self.down_proj(gated_silu(gate, up)) * self.down_multiplier
+
+
+def _norm(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return gated_norm(hidden_states, self.weight, gate, self.variance_epsilon, self.activation)
+
+
+OURS: dict[tuple[object, ...], Callable[..., torch.Tensor]] = {
+    _code(LlamaMLP): _mlp,
+    _code(Lfm2MLP): _mlp_of_lfm2,
+    _code(GraniteMoeHybridMLP): _mlp_of_granite,
+    _code(FalconH1MLP): _mlp_of_falcon_h1,
+    _code(Qwen3NextRMSNormGated): _norm,
+    _code(KimiLinearRMSNormGated): _norm,
+}
+"""The forwards, by the code of those that they replace."""

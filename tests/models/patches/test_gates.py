@@ -1,0 +1,105 @@
+"""Gated MLPs and gated norms compute what transformers computes, and keep less."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from shardwise.models.patches import gates
+from shardwise.models.patches.gates import use_gates
+from tests.kernels.gates import kept_elements
+from tests.metrics.tiny_models import CONFIGS, build
+from tests.models.tiny import relative_error
+
+WITHOUT = {"gpt2", "nemotron_h"}
+"""Families without a gated MLP, and with Mamba2's norm alone."""
+
+
+def replaced(model: nn.Module) -> dict[str, str]:
+    """The names of the forwards that the patch gave, by the class of the module."""
+    return {
+        type(module).__name__: module.forward.__name__
+        for module in model.modules()
+        if module.forward.__module__ == gates.__name__
+    }
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_model_computes_what_it_computes_without(family):
+    theirs, _ = build(family)
+    ours = deepcopy(theirs)
+    use_gates(ours)
+    assert (not replaced(ours)) == (family in WITHOUT)
+    ids = torch.randint(0, 64, (2, 30), generator=torch.Generator().manual_seed(0))
+    losses = [model(input_ids=ids, labels=ids, use_cache=False).loss for model in (ours, theirs)]
+    assert relative_error(*losses) < 1e-6
+    for loss in losses:
+        loss.backward()
+    others = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if parameter.grad is not None and others[name].grad.abs().max() > 0:
+            assert relative_error(parameter.grad, others[name].grad) < 1e-4, name
+
+
+def test_mlps_shared_experts_and_norms_are_found():
+    model, _ = build("qwen3_next", "meta")
+    use_gates(model)
+    assert replaced(model) == {"Qwen3NextMLP": "_mlp", "Qwen3NextRMSNormGated": "_norm"}
+    model, _ = build("kimi_linear", "meta")
+    use_gates(model)
+    assert replaced(model) == {"KimiLinearMLP": "_mlp", "KimiLinearRMSNormGated": "_norm"}
+
+
+def mlp(activation: str = "silu") -> LlamaMLP:
+    model, _ = build("llama")
+    block = model.model.layers[0].mlp
+    block.act_fn = ACT2FN[activation]
+    return block
+
+
+class Doubled(LlamaMLP):
+    """An MLP with a code of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_another_activation_is_left_alone(activation):
+    block = mlp(activation)
+    use_gates(block)
+    assert replaced(block) == {}
+
+
+def test_another_forward_is_left_alone():
+    block = Doubled(mlp().config)
+    use_gates(block)
+    assert replaced(block) == {}
+
+
+def test_an_mlp_keeps_no_activation():
+    block = mlp().requires_grad_(False)
+    x = torch.randn(1, 9, 32, requires_grad=True)
+    before = kept_elements(block, [x])
+    use_gates(block)
+    assert before - kept_elements(block, [x]) == 9 * block.intermediate_size
+
+
+def test_a_multiplier_that_is_left_out_shows(monkeypatch):
+    theirs, _ = build("falcon_h1")
+    ours = deepcopy(theirs)
+    for module in (*theirs.modules(), *ours.modules()):
+        if hasattr(module, "gate_multiplier"):
+            module.gate_multiplier = 3.0
+    use_gates(ours)
+    ids = torch.arange(20)[None]
+    expected = theirs(ids, use_cache=False).logits
+    assert relative_error(ours(ids, use_cache=False).logits, expected) < 1e-5
+    monkeypatch.setitem(gates.OURS, gates._code(gates.FalconH1MLP), gates._mlp)
+    use_gates(ours)
+    assert relative_error(ours(ids, use_cache=False).logits, expected) > 1e-3
