@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
 from shardwise.assembly.build import build
+from shardwise.batches import Batch
+from shardwise.kernels import chunks
+from shardwise.kernels.short_conv import shifted
 from shardwise.metrics.dispatch import Dispatches
-from shardwise.models.patches import masks
+from shardwise.models.causal_lm import CausalLM
+from shardwise.models.families import family_of, spec_of
+from shardwise.models.patches import masks, patch
 from shardwise.parallel.mesh import build_mesh
 from shardwise.training.step import training_step
 from tests.distributed import run_ranks
+from tests.models.tiny import with_adapters
 from tests.parity.harness import Cell, microbatches, run_config, start
 
 
@@ -71,6 +78,25 @@ def test_the_host_waits_twice_a_step(cell):
         assert num_microbatches > 1
         # The number of targets, which every gradient is divided by; the loss with the norm.
         assert waits == {"aten._local_scalar_dense.default": 1, "tolist": 1}
+
+
+def test_a_hybrid_with_lora_launches_fewer_operators_than_with_peft(monkeypatch):
+    """As on a GPU: all chunks of a row at once, a convolution in one block."""
+    monkeypatch.setitem(chunks.AT_ONCE, "cpu", chunks.AT_ONCE["cuda"])
+    monkeypatch.setattr(shifted, "BLOCK", 512)
+    cfg = run_config(Cell("qwen3_5_text", "single", "lora"))
+    assert cfg.lora is not None
+    ours, _ = with_adapters(cfg.model, replace(cfg.lora, targets="all-linear"))
+    part = CausalLM(ours, spec_of(ours.config, ours), family_of(ours), cfg)
+    part = patch(part, cfg, torch.device("cpu"))
+    theirs, _ = with_adapters(cfg.model, replace(cfg.lora, targets="all-linear"))
+    ids = torch.randint(0, 256, (2, 512), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, ids, torch.zeros_like(ids), (0, 1), step=1).to(torch.device("cpu"))
+    with Dispatches() as in_ours:
+        part(batch).backward()
+    with Dispatches() as in_theirs:
+        theirs(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert in_ours.num_launches <= 0.7 * in_theirs.num_launches
 
 
 def test_a_wait_of_a_layer_is_seen(monkeypatch):

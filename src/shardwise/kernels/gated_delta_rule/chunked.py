@@ -196,10 +196,7 @@ def _chunks(
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     # In float64: the decay between two tokens is a difference of sums that may reach hundreds.
     total = heads_first(g.double()[..., None], span).cumsum(-2)
-    from_start, to_end = total, total[..., -1:, :] - total
-    # Masked before exp, which for later tokens would overflow.
-    is_later = torch.ones(span.length, span.length, dtype=torch.bool, device=g.device)
-    between = (total - total.mT).masked_fill_(is_later.triu_(1), -torch.inf)
+    from_start, between, to_end = total, total - total.mT, total[..., -1:, :] - total
     apart = None
     if numbers is not None:
         here = heads_first(numbers[:, :, None, None], span)
@@ -209,8 +206,9 @@ def _chunks(
         from_start = from_start.masked_fill(here != before, -torch.inf)
         between.masked_fill_(apart, -torch.inf)
         to_end.masked_fill_(here != here[..., -1:, :], -torch.inf)
-    shares = (x.to(v.dtype).exp_() for x in (from_start, between, to_end))
-    return _Chunks(q, k, v, beta, *shares, apart)
+    from_start, between, to_end = (x.to(v.dtype).exp_() for x in (from_start, between, to_end))
+    # Of later tokens the exponents are positive, and some powers infinite.
+    return _Chunks(q, k, v, beta, from_start, between.tril_(), to_end, apart)
 
 
 def _alike(chunks: _Chunks) -> torch.Tensor:
