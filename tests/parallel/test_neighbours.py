@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise.interfaces import Mesh
+from shardwise.kernels import kimi_delta_attention
 from shardwise.kernels.gated_delta_rule import RECURRENCE
 from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.kernels.short_conv import short_conv
 from shardwise.parallel.neighbours import ContextNeighbours
+from shardwise.planner.communication import Total, add_up
+from shardwise.schedule.context import Sent, sent_by_convolution, sent_by_recurrence
+from tests.communication import Collectives
 from tests.distributed import run_ranks
 
 CASES = 12
@@ -145,3 +151,52 @@ def _documents_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_mistake_is_seen(plant: Any, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch)
     assert max(run_ranks(4, _error)) > 1e-3
+
+
+def _sent_and_predicted(length: int, dtype: torch.dtype) -> list[tuple[Total, Total]]:
+    """Return what this rank sent in each pass of a core or convolution, and what formulas say."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh_axes = init_device_mesh("cpu", (1, 1, 1, size, 1), mesh_dim_names=Mesh.AXES)
+    mesh = Mesh(mesh_axes, torch.device("cpu"))
+    ids = torch.zeros(B, length * size, dtype=torch.int64)
+    tokens = Tokens(None, ContextNeighbours(mesh.group("cp"), ids, False))
+    inputs = [x.to(dtype).requires_grad_() for x in _inputs(length, seed=rank)]
+    q, k, v, g, beta, x = inputs
+    weight = torch.ones(D, W, dtype=dtype)
+
+    def convolve() -> torch.Tensor:
+        earlier, documents = tokens.earlier(x, W - 1)
+        return short_conv(x, weight, None, "silu", earlier, documents)
+
+    def by_key() -> torch.Tensor:
+        decays = g.unsqueeze(-1).expand(-1, -1, -1, S)
+        return tokens.recur(kimi_delta_attention.RECURRENCE, q, k, v, decays, beta)
+
+    of_map = sent_by_recurrence(B * N * S * S, B * N * S * H, dtype.itemsize, size)
+    of_halo = sent_by_convolution(W, B * D * dtype.itemsize, rank, size)
+    results = []
+    for compute, predicted in (
+        (lambda: tokens.recur(RECURRENCE, q, k, v, g, beta), of_map),
+        (by_key, of_map),
+        (convolve, of_halo),
+    ):
+        with Collectives(mesh) as forward:
+            out = compute()
+        with Collectives(mesh) as backward:
+            out.sum().backward()
+        for counted, of_pass in zip((forward, backward), predicted):
+            results.append((add_up(counted.messages), _as_total(of_pass)))
+    return results
+
+
+def _as_total(sent: Sent) -> Total:
+    return {(kind, "cp"): number for kind, number in sent.items() if number[0]}
+
+
+@pytest.mark.parametrize(
+    ("size", "length", "dtype"), [(2, 3, torch.float64), (4, 67, torch.float32)]
+)
+def test_sends_what_the_formulas_say(size: int, length: int, dtype: torch.dtype):
+    for rank, results in enumerate(run_ranks(size, _sent_and_predicted, length, dtype)):
+        for counted, predicted in results:
+            assert counted == predicted, rank

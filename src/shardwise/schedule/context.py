@@ -1,4 +1,4 @@
-"""How the tokens of a row are cut over the ranks of `cp`, and what attention sends then.
+"""How the tokens of a row are cut over the ranks of `cp`, and what its layers send then.
 
 A row is cut into chunks of equal length, in order of their place. A rank has one of them, or, with
 `zigzag`, one from the front and one from the back: of 4 ranks the first has chunks 0 and 7, the
@@ -128,6 +128,32 @@ def _sent_by_ring(chunk_bytes: int, cut: Cut, rank: int, reach: int | None) -> t
     calls, num_chunks = sum(map(bool, sent)), sum(sent)
     both = calls + sum(map(bool, read)), (num_chunks + sum(read)) * chunk_bytes
     return {"send": (calls, num_chunks * chunk_bytes)}, {"send": both}
+
+
+def sent_by_convolution(
+    width: int, token_bytes: int, rank: int, num_ranks: int
+) -> tuple[Sent, Sent]:
+    """Return what a rank sends in a forward and in a backward of one convolution and micro-batch.
+
+    The forward sends the inputs of a rank's last `width` - 1 tokens to the rank after it, the
+    backward their gradient to the rank before. `token_bytes`: of one token of every row.
+    """
+    num_bytes = (width - 1) * token_bytes
+    forward, backward = int(rank < num_ranks - 1), int(rank > 0)
+    return {"send": (forward, forward * num_bytes)}, {"send": (backward, backward * num_bytes)}
+
+
+def sent_by_recurrence(
+    transition_numel: int, state_numel: int, itemsize: int, num_ranks: int
+) -> tuple[Sent, Sent]:
+    """Return what a rank sends in a forward and in a backward of one recurrent core.
+
+    All ranks gather the affine maps of all: a transition, and a state in the forward or the
+    gradient of one in the backward. Their elements are those of all rows of a micro-batch, and are
+    as wide as states. A transition is a matrix [B, N, S, S] per head, or factors of a state.
+    """
+    gathered: Sent = {"all-gather": (1, num_ranks * (transition_numel + state_numel) * itemsize)}
+    return gathered, gathered
 
 
 def best_way(shape: AttentionShape, num_ranks: int, contiguous: bool) -> Way:
