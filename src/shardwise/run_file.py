@@ -193,6 +193,7 @@ def _first_problem(error: Any) -> str:
         return str(problem["ctx"]["error"])
     key = problem["loc"][:2]  # a key that may have several types has an error for each
     wanted = dict.fromkeys(e["msg"] for e in error.errors() if e["loc"][:2] == key)
-    message = " or ".join(wanted)
-    name = ".".join(location[:2])
-    return f"{name} is {shown(problem['input'])}: {message[:1].lower()}{message[1:]}"
+    first, *others = (message[:1].lower() + message[1:] for message in wanted)
+    message = " or ".join([first, *(m.removeprefix("input should be ") for m in others)])
+    name, value = ".".join(location[:2]), problem["input"]
+    return f"{name} is {'null' if value is None else shown(value)}: {message}"

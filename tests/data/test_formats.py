@@ -204,11 +204,11 @@ def test_what_only_looks_like_a_mark_is_none(
     ("words", "message"),
     [
         ("{% for i in range(10**9) %}{% endfor %}", "too much"),
-        ("{{ 'x' * 10**12 }}", "too much|GiB"),
+        ("{{ 'x' * 10**12 }}", "too much|GiB|takes more than"),
         (
             "{% set n = namespace(s='xx') %}"
             "{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-            "too much|GiB",
+            "too much|GiB|takes more than",
         ),
         (
             "{% for i in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}",
@@ -678,6 +678,31 @@ def test_fields_by_other_names(tokenizer: PreTrainedTokenizerFast) -> None:
     assert text == "2+2=« 4<eos>»"
     with pytest.raises(UserError, match=r"data\.fields names answer; .*completion"):
         Data(train="unused", fields={"answer": "output"})
+
+
+def test_fields_that_are_joined(tokenizer: PreTrainedTokenizerFast) -> None:
+    record = {"instruction": "add", "input": "2 2", "output": "4"}
+    names = {"prompt": ["instruction", "input"], "completion": "output"}
+    assert marked(tokenizer, record, "completion", fields=names) == "add\n\n2 2«4<eos>»"
+    for nothing in ({}, {"input": ""}, {"input": None}):
+        other = {"instruction": "add", "output": "4", **nothing}
+        assert marked(tokenizer, other, "completion", fields=names) == "add«4<eos>»"
+    with pytest.raises(BadDocument, match="no field 'instruction'"):
+        marked(tokenizer, {"output": "4"}, "completion", fields=names)
+    without = {"prompt": "instruction", "completion": "output"}
+    with pytest.raises(BadDocument, match=r"'input' is not read; .*\[instruction, input\]"):
+        marked(tokenizer, record, "completion", fields=without)
+    for wrong in ({"prompt": []}, {"messages": ["a", "b"]}):
+        with pytest.raises(UserError, match=r"data\.fields"):
+            Data(train="unused", fields=wrong)
+
+
+def test_a_turn_longer_than_a_row_loses_its_beginning(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = chat_tokenizer(tokenizer, CHATML)
+    keys = {"turns": "separate", "packing": "documents", "sequence_length": 20}
+    (turn,) = all_marked(tokenizer, dialogue("a long question", "yes"), **keys)
+    assert turn.endswith("«yes<|im_end|>»\n")
+    assert "question" not in turn
 
 
 def test_dialogues_in_the_form_of_sharegpt(tokenizer: PreTrainedTokenizerFast) -> None:

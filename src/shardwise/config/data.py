@@ -48,9 +48,10 @@ class Data(Section):
     written as they are at inference. It is meant for templates that leave out earlier thinking."""
     text_field: str = "text"
     """The field that holds the document (format `text`)."""
-    fields: dict[str, str] | None = None
+    fields: dict[str, str | list[str]] | None = None
     """Names of the fields in the data that stand for `prompt`, `completion` or `messages`, such as
-    `{prompt: instruction, completion: output}`."""
+    `{prompt: [instruction, input], completion: output}`: the texts of a list that are not empty
+    are joined by an empty line."""
     on_error: Literal["fail", "skip"] = "fail"
     """A document that cannot be used ends the run, or is skipped and counted."""
     sequence_length: int = 512
@@ -67,9 +68,10 @@ class Data(Section):
     workers: int = 0
     """Worker processes per rank that tokenise; the batches do not depend on their number."""
 
-    def column(self, name: str) -> str:
-        """Return the name in the data of `prompt`, `completion` or `messages`."""
-        return (self.fields or {}).get(name, name)
+    def columns(self, name: str) -> tuple[str, ...]:
+        """Return the names in the data of `prompt`, `completion` or `messages`."""
+        columns = (self.fields or {}).get(name, name)
+        return (columns,) if isinstance(columns, str) else tuple(columns)
 
     @property
     def packed(self) -> Literal["none", "concat", "isolated", "documents"]:
@@ -104,6 +106,14 @@ class Data(Section):
             not unknown,
             f"data.fields names {', '.join(unknown)}; give names for prompt, completion or "
             "messages, and for a text data.text_field",
+        )
+        require(
+            all(self.columns(name) for name in self.fields or {}),
+            "data.fields has an empty list; name the fields of the data",
+        )
+        require(
+            len(self.columns("messages")) == 1,
+            "data.fields names several fields for messages; name one",
         )
         arguments = self.template_arguments
         try:

@@ -117,7 +117,7 @@ class ChatFormat:
 
     def messages(self, record: Record) -> list[Message]:
         """Return the messages of a dialogue in one form; BadDocument where they cannot be used."""
-        field = self.data.column("messages")
+        (field,) = self.data.columns("messages")
         if field not in record:
             names = ", ".join(record)
             way_out = f"its fields are {names}; {CORRECT_LINE}, or set data.fields or data.format"

@@ -15,6 +15,13 @@ FITS: tuple[tuple[frozenset[str], dict[str, Any]], ...] = (
     (frozenset({"conversations"}), {"format": "chat", "fields": {"messages": "conversations"}}),
     (frozenset({"prompt", "completion"}), {"format": "completion"}),
     (
+        frozenset({"instruction", "input", "output"}),
+        {
+            "format": "completion",
+            "fields": {"prompt": ["instruction", "input"], "completion": "output"},
+        },
+    ),
+    (
         frozenset({"instruction", "output"}),
         {"format": "completion", "fields": {"prompt": "instruction", "completion": "output"}},
     ),
@@ -35,7 +42,7 @@ def keys_for(entries: Sequence[str], key: str) -> dict[str, Any]:
         if fields is None:
             continue
         fits[entry] = next((keys for names, keys in FITS if names <= fields), {})
-        if not fits[entry] or ("input" in fields and "fields" in fits[entry]):
+        if not fits[entry]:
             names = ", ".join(sorted(fields)) or "none"
             raise UserError(
                 f"{key} {entry}: the fields of its first document are {names}, which no format "

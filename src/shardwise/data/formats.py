@@ -105,9 +105,12 @@ class Encoder:
     def _parts(self, num_tokens: int) -> Sequence[tuple[int, int]]:
         """Return begin and end of the parts of a document that is longer than a row.
 
-        A document that is skipped has an empty part.
+        A document that is skipped has an empty part. One that ends with its only turn that is
+        trained on loses its beginning, others their end.
         """
         length = self.data.sequence_length
+        if self.data.long == "cut" and self.data.turns == "separate":
+            return [(num_tokens - length - 1, num_tokens)]
         if self.data.long == "split":
             return [(begin, begin + length + 1) for begin in range(0, num_tokens - 1, length)]
         return [(0, length + 1 if self.data.long == "cut" else 0)]
@@ -116,8 +119,14 @@ class Encoder:
         if self.chat is not None:
             return self.chat.encode(record)
         if self.data.format == "completion":
-            columns = map(self.data.column, ("prompt", "completion"))
-            prompt, completion = (text_of(record, c, "data.fields") for c in columns)
+            columns = [self.data.columns(name) for name in ("prompt", "completion")]
+            prompt, completion = (joined_text(record, names) for names in columns)
+            if "instruction" in columns[0] and "input" not in columns[0] and record.get("input"):
+                raise BadDocument(
+                    "unread field",
+                    "field 'input' is not read; set data.fields to {prompt: [instruction, input], "
+                    "completion: ...}",
+                )
             return [encode_completion(self.tokenizer, prompt, completion)]
         text = text_of(record, self.data.text_field, "data.text_field")
         begin, end = (len(text) * (piece[0] + i) // piece[1] for i in (0, 1))
@@ -159,6 +168,16 @@ class Encoder:
     def rows(self, documents: Iterable[Document]) -> Iterator[Row]:
         """Pack these documents into rows."""
         return PACK[self.data.packed](documents, self.data.sequence_length, self.fill)
+
+
+def joined_text(record: Record, fields: Sequence[str]) -> str:
+    """Return the texts of fields that `data.fields` names, joined by an empty line.
+
+    Of several, those that are missing, null or empty are left out. BadDocument where none is left.
+    """
+    if len(fields) > 1:
+        fields = [field for field in fields if record.get(field)] or fields[:1]
+    return "\n\n".join(text_of(record, field, "data.fields") for field in fields)
 
 
 def text_of(record: Record, field: str, key: str) -> str:

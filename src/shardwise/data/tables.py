@@ -30,7 +30,9 @@ FIELDS = {"completion": ("prompt", "completion"), "chat": ("messages",)}
 
 def fields_of(data: Data) -> tuple[str, ...]:
     """Return the names in the data of the fields that a run reads."""
-    fields = tuple(map(data.column, FIELDS.get(data.format, ()))) or (data.text_field,)
+    of_format = FIELDS.get(data.format, ())
+    fields = tuple(column for name in of_format for column in data.columns(name))
+    fields = fields or (data.text_field,)
     if data.format == "chat" and data.tools is not None and not data.tools.endswith(".json"):
         return (*fields, data.tools)
     return fields
