@@ -36,8 +36,18 @@ def cpu_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     tensors = list(tensors)
     for tensor in [*tensors, *gradients(tensors)]:
         for plain in plain_tensors(tensor):
-            if plain.layout == torch.strided and plain.untyped_storage().device.type == "cpu":
+            if plain.layout == torch.strided and _is_in_cpu_memory(plain.untyped_storage()):
                 yield plain
+
+
+def _is_in_cpu_memory(storage: torch.UntypedStorage) -> bool:
+    if storage.device.type != "cpu":
+        return False
+    try:
+        storage.data_ptr()
+    except RuntimeError:  # of what torch.compile has traced with, which stays alive for a while
+        return False
+    return True
 
 
 def gradients(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
