@@ -171,6 +171,21 @@ SHAREGPT = {"conversations": [{"from": "human", "value": "2+2="}, {"from": "gpt"
             {"instruction": "2+2=", "output": "4"},
             {"format": "completion", "fields": {"prompt": "instruction", "completion": "output"}},
         ),
+        (
+            {"instruction": "add", "input": "2 2", "output": "4"},
+            {
+                "format": "completion",
+                "fields": {"prompt": ["instruction", "input"], "completion": "output"},
+            },
+        ),
+        (
+            {"question": "2+2=", "answer": "4"},
+            {"format": "completion", "fields": {"prompt": "question", "completion": "answer"}},
+        ),
+        (
+            {"prompt": "2+2=", "response": "4"},
+            {"format": "completion", "fields": {"completion": "response"}},
+        ),
         ({"id": 1, "text": "2+2=4"}, {"format": "text"}),
     ],
     ids=lambda value: "-".join(value) if "format" not in value else "",

@@ -142,6 +142,21 @@ def test_a_table_of_single_values_for_dialogues(tmp_path: Path) -> None:
         open_corpus(str(path), data(format="chat"))
 
 
+def test_an_input_beside_an_instruction_is_seen_in_every_table(tmp_path: Path) -> None:
+    rows = {"instruction": ["add"], "input": ["2 2"], "output": ["four"], "id": ["a"]}
+    parquet(tmp_path / "a.parquet", rows)
+    write(tmp_path / "b.csv", "instruction,input,output,id\nadd,2 2,four,a\n")
+    saved(tmp_path / "saved", rows)
+    alone = {"prompt": "instruction", "completion": "output"}
+    joined = {"prompt": ["instruction", "input"], "completion": "output"}
+    for name in ("a.parquet", "b.csv", "saved"):
+        for names in (alone, joined):
+            corpus = open_corpus(str(tmp_path / name), data(format="completion", fields=names))
+            assert corpus[0] == {"instruction": "add", "input": "2 2", "output": "four"}
+        corpus = open_corpus(str(tmp_path / name), data(text_field="output"))
+        assert corpus[0] == {"output": "four"}
+
+
 def test_batches_are_those_of_the_same_rows_in_jsonl_also_from_workers(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, run_config: MakeConfig
 ) -> None:

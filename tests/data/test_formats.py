@@ -428,7 +428,7 @@ def test_what_the_assistant_says_is_what_is_learnt(
         (
             {"messages": [{"role": "assistant", "content": "a", "weight": "1"}]},
             "bad chat",
-            "'weight' of message 1 is not 0 or 1; ",
+            "'weight' of message 1 is not 0 or 1, all there is; ",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f"}]}]},

@@ -25,6 +25,14 @@ FITS: tuple[tuple[frozenset[str], dict[str, Any]], ...] = (
         frozenset({"instruction", "output"}),
         {"format": "completion", "fields": {"prompt": "instruction", "completion": "output"}},
     ),
+    (
+        frozenset({"question", "answer"}),
+        {"format": "completion", "fields": {"prompt": "question", "completion": "answer"}},
+    ),
+    (
+        frozenset({"prompt", "response"}),
+        {"format": "completion", "fields": {"completion": "response"}},
+    ),
     (frozenset({"text"}), {"format": "text"}),
 )
 """Fields of a document, and the keys of section `data` that read them; the first that fit."""

@@ -176,7 +176,7 @@ def joined_text(record: Record, fields: Sequence[str]) -> str:
     Of several, those that are missing, null or empty are left out. BadDocument where none is left.
     """
     if len(fields) > 1:
-        fields = [field for field in fields if record.get(field)] or fields[:1]
+        fields = [f for f in fields if str(record.get(f) or "").strip()] or fields[:1]
     return "\n\n".join(text_of(record, field, "data.fields") for field in fields)
 
 

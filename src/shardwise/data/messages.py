@@ -79,7 +79,7 @@ def read_message(message: Record, number: int) -> Message:
     if not isinstance(read.get("train", True), bool):
         raise bad_chat(f"field 'train' of message {number} is not true or false")
     if read.get("weight", 1) not in (0, 1):
-        raise bad_chat(f"field 'weight' of message {number} is not 0 or 1")
+        raise bad_chat(f"field 'weight' of message {number} is not 0 or 1, all there is")
     check_text_only(read, f"message {number}", MEDIA)
     return read
 

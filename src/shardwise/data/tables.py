@@ -162,10 +162,10 @@ def open_parquet(path: Path, fields: Sequence[str]) -> Table:
 
     with _loading(f"{path}: cannot be read as Parquet", REPAIR):
         metadata = pyarrow.parquet.read_metadata(path)
-    _check_fields(str(path), metadata.schema.to_arrow_schema().names, fields)
+    columns = _columns(str(path), metadata.schema.to_arrow_schema().names, fields)
     if metadata.num_rows == 0:
         raise UserError(f"{path}: a Parquet file without rows; remove it")
-    files = {"data_files": str(path), "columns": list(fields), "split": SPLIT}
+    files = {"data_files": str(path), "columns": columns, "split": SPLIT}
     with _loading(f"{path}: cannot be read as Parquet", REPAIR):
         return Table(datasets.load_dataset("parquet", **files), str(path))
 
@@ -180,8 +180,8 @@ def open_csv(path: Path, fields: Sequence[str]) -> Table:
     files = {"data_files": str(path), "sep": separator, "split": SPLIT}
     with _loading(f"{path}: cannot be read as {suffix(path)[1:].upper()}", REPAIR):
         loaded = datasets.load_dataset("csv", **files)
-    _check_fields(str(path), loaded.column_names, fields)
-    return Table(loaded.select_columns(list(fields)), str(path))
+    columns = _columns(str(path), loaded.column_names, fields)
+    return Table(loaded.select_columns(columns), str(path))
 
 
 def columns_of(path: Path) -> list[str]:
@@ -212,8 +212,8 @@ def open_dataset(entry: DatasetEntry, fields: Sequence[str], key: str = "data.tr
     which names `key`, where it cannot be loaded, or lacks the split or a field.
     """
     rows = _split(entry, key, streaming=False)
-    _check_fields(entry.name, rows.column_names, fields)
-    return Table(rows.select_columns(list(fields)), entry.name)
+    columns = _columns(entry.name, rows.column_names, fields)
+    return Table(rows.select_columns(columns), entry.name)
 
 
 def open_stream(entry: DatasetEntry, fields: Sequence[str], key: str) -> Any:
@@ -225,8 +225,7 @@ def open_stream(entry: DatasetEntry, fields: Sequence[str], key: str) -> Any:
     rows = _stream_of(files, key) if files else _split(entry, key, streaming=True)
     if rows.column_names is None:  # known only when it is read
         return rows
-    _check_fields(entry.name, rows.column_names, fields)
-    return rows.select_columns(list(fields))
+    return rows.select_columns(_columns(entry.name, rows.column_names, fields))
 
 
 def mixed(
@@ -333,13 +332,20 @@ def _loading(problem: str, way_out: str) -> Generator[None]:
             datasets.enable_progress_bar()
 
 
-def _check_fields(name: str, columns: Sequence[str], fields: Sequence[str]) -> None:
+def _columns(name: str, columns: Sequence[str], fields: Sequence[str]) -> list[str]:
+    """Return the columns that are read: these fields, and the `input` beside an `instruction`.
+
+    A document with an `input` that `data.fields` does not name is refused, so it must be seen.
+    UserError for a field that is no column.
+    """
     for field in fields:
         if field not in columns:
             raise UserError(
                 f"{name}: no column {field!r}, only {', '.join(columns)}; set data.format, and "
                 "data.text_field or data.fields, to fit them"
             )
+    needs_input = "instruction" in fields and "input" in columns and "input" not in fields
+    return [*fields, "input"] if needs_input else list(fields)
 
 
 def _datasets(name: str) -> Any:
