@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.batches import AnyBatch, Batch
-from shardwise.layouts import AXES
+from shardwise.layouts import AXES, EXPERT_AXES
 
 if TYPE_CHECKING:
     from shardwise.config import RunConfig
@@ -88,8 +88,14 @@ class Mesh:
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks along these axes together."""
-        parts = [part for axis in axes for part in self._parts(axis)]
-        return prod(self.dense.size(self.AXES.index(part)) for part in parts)
+        return prod(self._size(axis) for axis in axes)
+
+    def _size(self, axis: str) -> int:
+        if axis == "ep":
+            return self.ep
+        if axis == "dp_expert":
+            return self.size(self._with_context(self.context_joins)) // self.ep
+        return prod(self.dense.size(self.AXES.index(part)) for part in self._parts(axis))
 
     def along(self, *axes: str) -> DeviceMesh:
         """Return the ranks along these axes, the slowest first, as a DeviceMesh of as many dims.
@@ -99,6 +105,8 @@ class Mesh:
         """
         if set(axes) <= {*self.AXES}:
             return self.dense[axes]
+        if not set(axes).isdisjoint(EXPERT_AXES):
+            return self.experts[axes]
         meshes = [
             self.dense[axis] if axis in self.AXES else self.dense[self._parts(axis)]._flatten(axis)
             for axis in axes
@@ -106,7 +114,9 @@ class Mesh:
         return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(meshes)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group of this rank along an axis."""
+        """Return the process group of this rank along an axis, also along those of `experts`."""
+        if axis in EXPERT_AXES:
+            return self.experts.get_group(axis)
         mesh = self.dense if axis in self.AXES else self.along(axis)
         return mesh.get_group(axis)
 
@@ -127,7 +137,22 @@ class Mesh:
         num_copies, rest = divmod(self.size(axis), self.ep)
         assert rest == 0, f"ep {self.ep} does not divide the {self.size(axis)} ranks of {axis}"
         dense = self.along("pp", *self.gradient_axes, "tp")
-        return dense._unflatten(axis, (num_copies, self.ep), ("dp_expert", "ep"))
+        return dense._unflatten(axis, (num_copies, self.ep), EXPERT_AXES)
+
+    def copy_axes(self, weight_axes: Collection[str]) -> tuple[str, ...]:
+        """Return the axes whose ranks hold partial sums of the gradient of a copy of a weight.
+
+        `weight_axes`: those that its DTensor is placed along. Ranks of `ep` have different experts,
+        and each computes the tokens of all of them.
+        """
+        if "ep" not in weight_axes:
+            return self.gradient_axes
+        joined = self._with_context(self.context_joins)
+        return tuple("dp_expert" if axis == joined else axis for axis in self.gradient_axes)
+
+    def data_axis(self, weight_axes: Collection[str]) -> str:
+        """Return the one of `copy_axes` that the data-parallel strategy works over."""
+        return self.copy_axes(weight_axes)[self.ROW_AXES.index(self.context_joins)]
 
     @property
     def data_size(self) -> int:

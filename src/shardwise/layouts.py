@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the mesh, the slowest first: those that communicate most come last, within a node."""
+EXPERT_AXES = ("dp_expert", "ep")
+"""What a mixture of experts makes of the axis of the data-parallel strategy: ranks with the same
+experts, and neighbours that have different ones."""
 HALVING = ("interleaved-zero-bubble", "zbv", "dualpipe-v")
 """Schedules that run backwards in two halves: first the gradient of a stage's input, later those of
 its weights. The first half needs an input that requires a gradient, all the way down to the
@@ -29,18 +32,23 @@ V_SHAPED = ("zbv", "dualpipe-v")
 """Schedules under which rank r of p holds the stages r and 2p-1-r, and so the first rank both ends
 of the model."""
 
+AXIS_PARTS = ("pp", "cp", "ep", "tp", "sp")
+"""The parts of a layout's name that are no data-parallel strategy."""
 NAMES = tuple(
     "-".join(filter(None, parts)) or "single"
-    for tensor, context, pipeline, data in product(
+    for tensor, experts, context, pipeline, data in product(
         ("", "tp", "tp-sp"),
+        ("", "ep"),
         ("", "cp"),
         ("", "pp"),
         ("", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp"),
     )
-    for parts in [(pipeline, data, context, tensor)]
+    for parts in [(pipeline, data, context, experts, tensor)]
+    if data or context or not experts
 )
 """Every layout that can be composed, offered or not: a pipeline over data parallelism over context
-parallelism over tensor parallelism; `hsdp` is fsdp2 with replicas, `sp` is sequence parallelism."""
+parallelism over tensor parallelism; `hsdp` is fsdp2 with replicas, `sp` is sequence parallelism.
+`ep` spreads experts over ranks of the data and context axes."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,8 @@ class ModelFacts:
     """A module of `lora.modules_to_save` that holds whole decoder layers."""
     blocks: tuple[str, ...]
     """Paths in a layer of the blocks that tensor parallelism shards."""
+    num_experts: tuple[int, ...]
+    """The routed experts of its layers that have any, without repetition."""
     indivisible: Callable[[int], str | None]
     """Return what of the model cannot be sharded over so many ranks of `tp`, or None."""
     odd_experts: Callable[[int], str | None]
@@ -137,6 +147,7 @@ def layout_of(parallel: Parallel) -> str:
         "pp": parallel.pp > 1,
         data: data != "single",
         "cp": parallel.cp > 1,
+        "ep": parallel.ep > 1,
         "tp": parallel.tp > 1,
         "sp": parallel.sequence_parallel,
     }
@@ -146,12 +157,13 @@ def layout_of(parallel: Parallel) -> str:
 def parallel_of(layout: str) -> Parallel:
     """Return the section `parallel` of a layout, with two ranks along each axis in its name."""
     parts = layout.split("-")
-    data = next((part for part in parts if part not in ("pp", "cp", "tp", "sp")), "single")
+    data = next((part for part in parts if part not in AXIS_PARTS), "single")
     return Parallel(
         data="fsdp2" if data == "hsdp" else data,  # ty: ignore[invalid-argument-type]
         dp_replicate=2 if data == "hsdp" else 1,
         pp=2 if "pp" in parts else 1,
         cp=2 if "cp" in parts else 1,
+        ep=2 if "ep" in parts else 1,
         tp=2 if "tp" in parts else 1,
         sequence_parallel="sp" in parts,
     )

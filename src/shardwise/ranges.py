@@ -14,6 +14,7 @@ RANGES = {
     "parallel.dp_replicate": (1, 1_000_000),
     "parallel.tp": (1, 1_000_000),
     "parallel.cp": (1, 1_000_000),
+    "parallel.ep": (1, 1_000_000),
     "parallel.pp": (1, 1_000_000),
     "parallel.virtual_stages": (1, 10_000),
     "optimizer.lr": (0, 1_000_000),

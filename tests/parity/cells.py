@@ -13,6 +13,8 @@ from tests.parity.harness import FAMILIES, Cell
 from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.pipelines import FIXED as FIXED_PIPELINES
 from tests.parity.pipelines import PIPELINES, WITH_DATA
+from tests.parity.spread_experts import EXPERTS
+from tests.parity.spread_experts import FIXED as FIXED_EXPERTS
 from tests.parity.tensors import FIXED as FIXED_TENSORS
 from tests.parity.tensors import TENSORS
 
@@ -74,6 +76,7 @@ ALL = (
     *PIPELINES,
     *TENSORS,
     *CONTEXTS,
+    *EXPERTS,
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -106,6 +109,7 @@ _FIXED = (
     *FIXED_PIPELINES,
     *FIXED_TENSORS,
     *FIXED_CONTEXTS,
+    *FIXED_EXPERTS,
 )
 
 

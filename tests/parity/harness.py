@@ -17,7 +17,7 @@ import torch
 from shardwise.batches import Batch
 from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, Training
 from shardwise.interfaces import Mesh
-from shardwise.layouts import HALVING
+from shardwise.layouts import AXIS_PARTS, HALVING
 from shardwise.models import families
 from shardwise.parallel.mesh import build_mesh
 from shardwise.proof.harness import (
@@ -149,10 +149,7 @@ class Cell:
     @property
     def data(self) -> str:
         """The data-parallel part of the layout; single where there is none."""
-        return next(
-            (part for part in self.layout.split("-") if part not in ("pp", "cp", "tp", "sp")),
-            "single",
-        )
+        return next((part for part in self.layout.split("-") if part not in AXIS_PARTS), "single")
 
     @property
     def pp(self) -> int:
@@ -173,7 +170,12 @@ class Cell:
         parts = self.layout.split("-")
         if "cp" not in parts:
             return 1
-        return self.nproc if parts == ["cp"] else 2
+        return self.nproc if self.data == "single" and {*parts} <= {"cp", "ep"} else 2
+
+    @property
+    def ep(self) -> int:
+        """Ranks over which experts are spread."""
+        return 2 if "ep" in self.layout.split("-") else 1
 
     @property
     def many(self) -> bool:
@@ -259,6 +261,7 @@ def _parallel(cell: Cell) -> Parallel:
         "pp": cell.pp,
         "cp": cell.cp,
         "cp_attention": way if (way := cell.variant.rpartition("-")[2]) in CONTEXT_WAYS else "auto",
+        "ep": cell.ep,
         "tp": cell.tp,
         "sequence_parallel": cell.layout.endswith("-sp"),
     }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from shardwise.rules import offered_layouts
 
-CONTEXT = tuple(layout for layout in offered_layouts() if "cp" in layout.split("-"))
-PROVEN = tuple(layout for layout in offered_layouts() if layout not in CONTEXT)
+EXPERTS = tuple(layout for layout in offered_layouts() if "ep" in layout.split("-"))
+CONTEXT = tuple(
+    layout for layout in offered_layouts() if "cp" in layout.split("-") and layout not in EXPERTS
+)
+PROVEN = tuple(layout for layout in offered_layouts() if layout not in (*CONTEXT, *EXPERTS))
 WITH_TENSOR = tuple(layout for layout in PROVEN if "tp" in layout.split("-"))

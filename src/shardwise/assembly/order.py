@@ -22,6 +22,7 @@ from shardwise.parallel import (
     compile,
     context_parallel,
     ddp,
+    expert_parallel,
     fsdp1,
     fsdp2,
     offload,
@@ -88,6 +89,8 @@ BEFORE_LOADING: tuple[Entry[Apply], ...] = (
     *(Entry(name, lambda cfg: True, _patched(name, patch)) for name, patch in PATCHES),
     # Shards the weights that all others then wrap.
     Entry("tensor", lambda cfg: cfg.parallel.tp > 1, tensor_parallel.apply),
+    # Shards what tensor parallelism has left of experts.
+    Entry("experts", lambda cfg: cfg.parallel.ep > 1, expert_parallel.apply),
     # Inside checkpointing, which runs compiled layers again.
     Entry("compile", lambda cfg: cfg.training.compile != "none", compile.apply),
     # Inside the wrappers, so that their hooks lie outside.

@@ -67,6 +67,7 @@ def own_facts(own: OwnModel) -> ModelFacts:
         has_plain_adapters=False,
         saved_layers=None,
         blocks=(),
+        num_experts=(),
         indivisible=indivisible,
         odd_experts=lambda num_ranks: None,
         is_own=True,

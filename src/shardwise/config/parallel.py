@@ -36,6 +36,9 @@ class Parallel(Section):
     """Context: how attention meets the keys of other ranks. `ring`: keys and values go from rank to
     rank while attention is computed. `gather`: all ranks gather all of them. `ulysses`: ranks
     exchange tokens for heads. `auto`: the way of equal work that sends fewest bytes."""
+    ep: int = 1
+    """Experts: the number of ranks over which the routed experts of each layer are spread. For the
+    rest of the model they are data-parallel or context-parallel ranks."""
     pp: int = 1
     """Pipeline: the number of ranks over which the layers are distributed."""
     schedule: Literal[

@@ -9,7 +9,7 @@ from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
 
 from shardwise.layouts import ModelFacts
-from shardwise.models import tensor_plan
+from shardwise.models import expert_plan, tensor_plan
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.names import in_use
@@ -53,6 +53,9 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         has_plain_adapters=lora_kernel.has_plain_layers(hf),
         saved_layers=_saved_layers(hf, spec),
         blocks=family.paths,
+        num_experts=tuple(
+            dict.fromkeys(expert_plan.num_experts(m) for _, m in expert_plan.experts_of(hf, spec))
+        ),
         indivisible=indivisible,
         odd_experts=odd_experts,
         context=context_facts(hf, spec),

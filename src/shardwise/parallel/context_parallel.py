@@ -26,7 +26,7 @@ from shardwise.models.patches.cores import use_attention
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.context_attention import ContextAttention
 from shardwise.parallel.neighbours import ContextNeighbours
-from shardwise.parallel.reduce import sum_gradients
+from shardwise.parallel.reduce import sum_over_copies
 from shardwise.schedule.context import Cut
 
 
@@ -51,7 +51,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
     def reduce() -> None:
         # No data-parallel strategy does: gradients go to all ranks of `cp`, once a step.
-        sum_gradients(pm.trained().values(), mesh, (mesh.replicas,))
+        sum_over_copies(pm.trained().values(), mesh)
 
     return replace(pm, reduce_grads=(*pm.reduce_grads, reduce))
 

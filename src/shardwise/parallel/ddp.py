@@ -20,7 +20,7 @@ from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel, Part
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.reduce import sum_gradients
+from shardwise.parallel.reduce import sum_over_copies
 
 # torch 2.13 renames it and warns at the old name.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -33,13 +33,14 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     """Wrap the loaded model so that its backward adds gradients up over all replicas.
 
     In a pipeline nothing is wrapped: where torch's schedules halve a backward, the wrapper's hooks
-    never run, and no gradient would be reduced. Nor with tensor parallelism: the wrapper takes no
-    DTensors. There gradients are reduced after the last backward, one bucket after the other.
+    never run, and no gradient would be reduced. Nor with tensor or expert parallelism: the wrapper
+    takes no DTensors. There gradients are reduced after the last backward, one bucket after the
+    other.
     """
-    if cfg.parallel.pp > 1 or cfg.parallel.tp > 1:
+    if cfg.parallel.pp > 1 or cfg.parallel.tp > 1 or cfg.parallel.ep > 1:
 
         def reduce() -> None:
-            sum_gradients(pm.trained().values(), mesh, (mesh.replicas,))
+            sum_over_copies(pm.trained().values(), mesh)
 
         return replace(pm, reduce_grads=(*pm.reduce_grads, reduce))
     (part,) = pm.parts

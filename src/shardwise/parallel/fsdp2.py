@@ -11,12 +11,18 @@ Sources: Zhao et al., "PyTorch FSDP", arXiv 2304.11277; Rajbhandari et al., "ZeR
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import RunConfig
@@ -24,7 +30,7 @@ from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.place import axes_of, free_dim, materialise, odd_dtype
-from shardwise.parallel.reduce import sum_gradients
+from shardwise.parallel.reduce import sum_over_copies
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
@@ -47,7 +53,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
     def reduce() -> None:
         # Looked up at each call: loading replaces the parameters on meta by others.
-        sum_gradients(trained_replicated(pm, mesh), mesh, mesh.gradient_axes)
+        sum_over_copies(trained_replicated(pm, mesh), mesh)
 
     pm = replace(pm, set_sync=set_sync)
     if not trained_replicated(pm, mesh):
@@ -56,14 +62,12 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
 
 def _shard(part: ModelPart, mesh: Mesh, cfg: RunConfig) -> None:
-    axes = mesh.gradient_axes if mesh.size(mesh.replicas) > 1 else (mesh.shards,)
-    num_shards = mesh.size(mesh.shards)
     options: dict[str, Any] = {
-        "mesh": mesh.along(*axes),
+        "mesh": mesh.along(*_axes((), mesh)),
         # Autocast chooses the dtype of the computation, as under every strategy. Sums are float32.
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
-        "shard_placement_fn": lambda parameter: Shard(free_dim(parameter, num_shards)),
-        "ignored_params": set(left_replicated(part, num_shards)),
+        "shard_placement_fn": _placement(mesh),
+        "ignored_params": set(left_replicated(part, mesh)),
     }
     if cfg.parallel.offload == "all":
         # Sharded weights and gradients are on the CPU. A unit's are copied to the device, gathered
@@ -115,18 +119,59 @@ def _ends_are_units(spec: ModelSpec) -> bool:
     return spec.has_ends and not spec.tied
 
 
+def _axes(weight_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes over which a weight has replicas, if any, and shards."""
+    replicas, shards = mesh.copy_axes(weight_axes)
+    return (replicas, shards) if mesh.size(replicas) > 1 else (shards,)
+
+
+def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard | ShardPlacementResult]:
+    """Return what fully_shard asks for the placement of a parameter.
+
+    Experts are sharded over the ranks that have the same ones. torch gathers and reduces them in a
+    group of their own, in the same unit.
+    """
+    over_experts: FSDPMeshInfo | None = None
+    if mesh.ep > 1 and mesh.size("dp_expert") > 1:
+        axes = _axes(("ep",), mesh)
+        mesh_of_experts, shards = mesh.along(*axes), len(axes) - 1
+        over_experts = (
+            HSDPMeshInfo(mesh_of_experts, shard_mesh_dim=shards, replicate_mesh_dim=0)
+            if shards
+            else FSDPMeshInfo(mesh_of_experts, shard_mesh_dim=shards)
+        )
+
+    def of(parameter: nn.Parameter) -> Shard | ShardPlacementResult:
+        axis = mesh.data_axis(axes_of(parameter))
+        dim = free_dim(parameter, mesh.size(axis))
+        assert dim is not None, "fully_shard ignores it"
+        if axis != "dp_expert":
+            return Shard(dim)
+        assert over_experts is not None, "fully_shard ignores it"
+        return ShardPlacementResult(Shard(dim), over_experts)
+
+    return of
+
+
 def trained_replicated(pm: ParallelModel, mesh: Mesh) -> list[nn.Parameter]:
     """Return the trained parameters of a sharded model that are not sharded."""
-    return [p for p in pm.trained().values() if mesh.shards not in axes_of(p)]
+    trained = pm.trained().values()
+    return [p for p in trained if mesh.data_axis(axes_of(p)) not in axes_of(p)]
 
 
-def left_replicated(part: nn.Module, num_shards: int) -> list[nn.Parameter]:
+def left_replicated(part: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
     """Return the parameters that are not sharded: few and small ones.
 
     They are trained ones of an odd dtype, as fully_shard reduces one dtype per unit, and those that
     tensor parallelism has sharded and that have no other dim, such as biases and numbers per head.
-    Sharded along the same dim once more, their rows would lie in another order.
+    Sharded along the same dim once more, their rows would lie in another order. So are experts of
+    which each data rank has others.
     """
     odd = odd_dtype([p for p in part.parameters() if p.requires_grad])
-    without_dim = [p for p in part.parameters() if free_dim(p, num_shards) is None]
-    return list(dict.fromkeys([*odd, *without_dim]))
+
+    def is_whole(parameter: nn.Parameter) -> bool:
+        num_shards = mesh.size(axis := mesh.data_axis(axes_of(parameter)))
+        has_no_copy = axis == "dp_expert" and num_shards == 1
+        return has_no_copy or free_dim(parameter, num_shards) is None
+
+    return list(dict.fromkeys([*odd, *filter(is_whole, part.parameters())]))

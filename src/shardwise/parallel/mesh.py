@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import rules
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
-from shardwise.layouts import Facts, axis_sizes
+from shardwise.layouts import EXPERT_AXES, Facts, axis_sizes
 
 
 def build_mesh(cfg: RunConfig, device: torch.device) -> Mesh:
@@ -22,8 +22,8 @@ def build_mesh(cfg: RunConfig, device: torch.device) -> Mesh:
     rules.check(cfg, Facts(num_ranks))
     sizes = axis_sizes(cfg, num_ranks)
     dense = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    mesh = Mesh(dense, device, context_joins_of(cfg))
-    for axis in mesh.gradient_axes:
+    mesh = Mesh(dense, device, context_joins_of(cfg), cfg.parallel.ep)
+    for axis in (*mesh.gradient_axes, *(EXPERT_AXES if mesh.ep > 1 else ())):
         mesh.group(axis)  # All ranks make the group of a flattened axis here, in the same order.
     return mesh
 

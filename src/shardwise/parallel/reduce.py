@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.interfaces import Mesh
-from shardwise.parallel.place import local
+from shardwise.parallel.place import axes_of, local
 
 # torch 2.13 renames these two and warns of the old names.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -42,6 +42,15 @@ def sum_gradients(
         flat = sum_over(torch.cat([gradient.flatten().float() for gradient in bucket]), mesh, axes)
         for gradient, summed in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
             gradient.copy_(summed.view_as(gradient))
+
+
+def sum_over_copies(parameters: Iterable[torch.nn.Parameter], mesh: Mesh) -> None:
+    """Add the gradients of parameters up over all ranks that hold the same part of them."""
+    by_axes: dict[tuple[str, ...], list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        by_axes.setdefault(mesh.copy_axes(axes_of(parameter)), []).append(parameter)
+    for axes in sorted(by_axes):
+        sum_gradients(by_axes[axes], mesh, axes)
 
 
 def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.Tensor]]:

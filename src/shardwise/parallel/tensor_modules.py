@@ -105,7 +105,7 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis) -> Non
         _share_dropout(block, name, cut.rows, axis)
     for module in block.modules():
         if isinstance(module, ParamWrapper):
-            _fold(module, shares)
+            fold(module, shares)
     block.forward = around(shares.within(block.forward), axis.enter, axis.leave)
 
 
@@ -176,7 +176,7 @@ def _share_dropout(block: nn.Module, linear: str, rows: Rows, axis: TensorAxis) 
                 setattr(parent, name, child.of_share(features.to(axis.mesh.device_type)))
 
 
-def _fold(wrapper: ParamWrapper, shares: Shares) -> None:
+def fold(wrapper: ParamWrapper, shares: Shares) -> None:
     """Add an adapter to its stack of experts here: PEFT expects a plain tensor as the parameter."""
     (name,) = wrapper.active_adapters
     owners: list[Any] = [wrapper.lora_A[name], wrapper.lora_B[name]]

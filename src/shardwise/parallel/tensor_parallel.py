@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel, ParameterFacts
@@ -30,8 +30,9 @@ from shardwise.models.part import ModelPart
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut
 from shardwise.models.tensor_plan import parameter_cuts, split_blocks
-from shardwise.parallel.place import axes_of, local, placed
+from shardwise.parallel.place import local, placed
 from shardwise.parallel.reduce import sum_gradients
+from shardwise.parallel.rows import in_order
 from shardwise.parallel.tensor_axis import TensorAxis
 from shardwise.parallel.tensor_modules import (
     around,
@@ -68,28 +69,8 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
                 pm.parameter_facts[parameter] = ParameterFacts(counted=counted)
         return pm.make_optimizer(named)
 
-    def to_portable(name: str, local: torch.Tensor) -> torch.Tensor:
-        portable = pm.to_portable(name, local)
-        cut = reordered.get(name)
-        if cut is None:
-            return portable
-        return _with_rows(portable, cut.rows.restore(_joined(portable), cut.dim))
-
-    def from_portable(name: str, local: torch.Tensor, portable: torch.Tensor) -> None:
-        cut = reordered.get(name)
-        if cut is not None and isinstance(portable, DTensor):
-            portable = _with_rows(portable, cut.rows.arrange(_joined(portable), cut.dim))
-        elif cut is not None:
-            portable = cut.rows.arrange(portable, cut.dim)
-        pm.from_portable(name, local, portable)
-
-    return replace(
-        pm,
-        reduce_grads=(*pm.reduce_grads, reduce),
-        make_optimizer=make_optimizer,
-        to_portable=to_portable,
-        from_portable=from_portable,
-    )
+    split = replace(pm, reduce_grads=(*pm.reduce_grads, reduce), make_optimizer=make_optimizer)
+    return in_order(split, reordered, "tp")
 
 
 @dataclass
@@ -189,26 +170,6 @@ class _Splitter:
         # The hidden states go into the head, or to the next stage, whose ranks share them again.
         leave = axis.enter if spec.last else axis.gather_tokens
         last.forward = around(last.forward, as_it_is, leave)
-
-
-def _joined(portable: torch.Tensor) -> torch.Tensor:
-    """Return the shares of all ranks along `tp`, in rank order; along other axes this rank's."""
-    joined = portable.detach()
-    assert isinstance(joined, DTensor)
-    return joined.redistribute(placements=_replicated_over_tp(joined)).to_local()
-
-
-def _with_rows(like: torch.Tensor, joined: torch.Tensor) -> DTensor:
-    """Reverse `_joined`: place as `like` is, whose sharded dim may have another size."""
-    assert isinstance(like, DTensor)
-    replicated = _replicated_over_tp(like)
-    full = DTensor.from_local(joined, like.device_mesh, replicated, run_check=False)
-    return full.redistribute(placements=like.placements)
-
-
-def _replicated_over_tp(like: DTensor) -> list[Placement]:
-    by_axis = zip(axes_of(like), like.placements, strict=True)
-    return [Replicate() if axis == "tp" else placement for axis, placement in by_axis]
 
 
 def _add_up_shared(parameter: nn.Parameter, cut: Cut, axis: TensorAxis) -> None:

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.spec import ModelSpec
-from shardwise.parallel.place import cut, free_dim, local, placed, placed_like
-from shardwise.parallel.reduce import all_gather, reduce_scatter, sum_gradients
+from shardwise.parallel.place import axes_of, cut, free_dim, local, placed, placed_like
+from shardwise.parallel.reduce import all_gather, reduce_scatter, sum_over_copies
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that share a collective: enough to use the links well, little beside a model."""
@@ -156,13 +156,13 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     sharded: dict[str, Trained] = {}
     replicated: list[nn.Parameter] = []
     for name, parameter in pm.trained().items():
-        dim = free_dim(parameter, mesh.size(mesh.replicas))
+        dim = free_dim(parameter, mesh.size(_axis(parameter, mesh)))
         if dim is None:
             replicated.append(parameter)
         else:
             sharded[name] = _trained(parameter, dim, mesh)
     # A backward makes gradients in the reverse order of the model.
-    shards = Shards(_buckets(reversed(sharded.values()), mesh.group(mesh.replicas)))
+    shards = Shards(_buckets(reversed(sharded.values()), mesh))
 
     def make_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         optimizer = pm.make_optimizer(
@@ -173,7 +173,7 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
     def reduce() -> None:
         shards.reduce_all()
-        sum_gradients(replicated, mesh, (mesh.replicas,))
+        sum_over_copies(replicated, mesh)
 
     if cfg.parallel.data == "zero1":
         return replace(pm, make_optimizer=make_optimizer, reduce_grads=(*pm.reduce_grads, reduce))
@@ -189,23 +189,28 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
 
 def _trained(whole: nn.Parameter, dim: int, mesh: Mesh) -> Trained:
-    axes, placements = [mesh.replicas], [Shard(dim)]
-    if isinstance(whole, DTensor):  # Tensor parallelism has sharded it along another dim.
-        axes, placements = [mesh.replicas, "tp"], [Shard(dim), *whole.placements]
-    shard = cut(local(whole.detach()), dim, mesh.size(mesh.replicas))[mesh.rank(mesh.replicas)]
-    sharded = placed(shard, mesh.along(*axes), placements, whole.shape)
+    axis, placements = _axis(whole, mesh), [Shard(dim)]
+    if isinstance(whole, DTensor):  # Tensor or expert parallelism has sharded it along other dims.
+        placements += whole.placements
+    shard = cut(local(whole.detach()), dim, mesh.size(axis))[mesh.rank(axis)]
+    sharded = placed(shard, mesh.along(axis, *axes_of(whole)), placements, whole.shape)
     return Trained(whole, nn.Parameter(sharded), dim)
 
 
-def _buckets(trained: Iterable[Trained], group: dist.ProcessGroup) -> list[Bucket]:
-    """Return buckets of at most BUCKET_BYTES, or of one larger parameter, one dtype each."""
+def _axis(whole: nn.Parameter, mesh: Mesh) -> str:
+    """Return the axis over which a weight's states are sharded."""
+    return mesh.data_axis(axes_of(whole))
+
+
+def _buckets(trained: Iterable[Trained], mesh: Mesh) -> list[Bucket]:
+    """Return buckets of at most BUCKET_BYTES, or of one larger parameter, of one dtype and axis."""
     buckets: list[Bucket] = []
-    filling: dict[torch.dtype, Bucket] = {}
+    filling: dict[tuple[torch.dtype, str], Bucket] = {}
     for entry in trained:
-        dtype = entry.whole.dtype
-        entries = [*filling[dtype].entries, entry] if dtype in filling else []
+        key = entry.whole.dtype, _axis(entry.whole, mesh)
+        entries = [*filling[key].entries, entry] if key in filling else []
         if not entries or sum(local(e.whole).nbytes for e in entries) > BUCKET_BYTES:
-            filling[dtype] = Bucket(group)
-            buckets.append(filling[dtype])
-        filling[dtype].entries.append(entry)
+            filling[key] = Bucket(mesh.group(key[1]))
+            buckets.append(filling[key])
+        filling[key].entries.append(entry)
     return buckets

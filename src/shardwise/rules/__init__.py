@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 from shardwise.config import Data, Model, RunConfig, Training, UserError
 from shardwise.layouts import NAMES, Facts, ModelFacts, parallel_of
-from shardwise.rules import adapters, context, models, ranks, run_file
+from shardwise.rules import adapters, context, experts, models, ranks, run_file
 from shardwise.rules.rule import Case, Rule
 
 RULES: dict[str, tuple[Rule, ...]] = {
     "run file": run_file.RULES,
-    "grid": ranks.GRID_RULES,
+    "grid": (*ranks.GRID_RULES, *experts.GRID_RULES),
     "step": ranks.STEP_RULES,
     "adapters": adapters.RULES,
-    "model": (*models.RULES, *context.MODEL_RULES),
+    "model": (*models.RULES, *context.MODEL_RULES, *experts.MODEL_RULES),
 }
 """The rules by what they ask for. A group may rely on the groups before it, so it is asked only
 where no earlier group refuses."""

@@ -1,0 +1,62 @@
+"""Which modules hold routed experts, and how their weights are spread over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from shardwise.models.names import in_use
+from shardwise.models.spec import ModelSpec
+from shardwise.models.tensor_cuts import Cut, blocked, even, unwrapped
+
+WHAT = "routed experts"
+
+
+def experts_of(hf: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) of what computes the routed experts of each layer that has some.
+
+    The module is transformers', or what PEFT has put around it.
+    """
+    for layer in spec.layers:
+        for block in layer.blocks:
+            paths = {name.rpartition(".")[0] for name in block.kind.experts}
+            for path in paths:
+                block_path, block_module = _used(f"{layer.name}.{block.path}", hf)
+                yield _used(path, block_module, f"{block_path}.")
+
+
+def num_experts(experts: nn.Module) -> int:
+    """Return how many experts a module that `experts_of` yields has on this rank."""
+    return len(next(iter(unwrapped(experts).parameters())))
+
+
+def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
+    """Return how the weights of experts are cut, by their names in `hf`: a rank has some experts.
+
+    PEFT puts the factors of a stack [E, out, in] side by side: A is [E R, in], with the R rows of
+    an expert one after the other, B is [out, R E], with E columns for each of the R rows.
+    Raises Indivisible.
+    """
+    cuts: dict[str, Cut] = {}
+    for path, experts in experts_of(hf, spec):
+        total = num_experts(experts)
+        for name, parameter in experts.named_parameters():
+            if ".lora_B." in f".{name}":
+                rank = parameter.shape[1] // total
+                cut = Cut(1, blocked(num_ranks, (total,) * rank, WHAT))
+            else:
+                per_expert = parameter.shape[0] // total
+                assert parameter.shape[0] == per_expert * total, name
+                even(num_ranks, total, WHAT)
+                cut = Cut(0, even(num_ranks, parameter.shape[0], WHAT))
+            cuts[f"{path}.{name}"] = cut
+    return cuts
+
+
+def _used(path: str, parent: nn.Module, prefix: str = "") -> tuple[str, nn.Module]:
+    """Return the path and the module that computes, which may be PEFT's copy of one."""
+    module = parent.get_submodule(path)
+    used = in_use(module)
+    copy = "" if used is module else ".modules_to_save.default"
+    return f"{prefix}{path}{copy}", used

@@ -1,0 +1,78 @@
+"""Expert parallelism: the routed experts of each layer are spread over ranks.
+
+For the rest of the model these ranks are data-parallel or context-parallel ones: each has tokens of
+its own. Memory per rank: 1/n of the experts' weights, gradients and optimizer states, which what is
+left of the data-parallel axis (`dp_expert`) treats as it does other weights. Communication per
+micro-batch and layer: tokens go to the ranks of their experts and back, k [N, D] each way in the
+forward and again in the backward, of which (n-1)/n leave a rank where routing is even.
+
+Gradients are sums over tokens, so no factor depends on n: a rank's backward meets the tokens of all
+n ranks, and `dp_expert` adds up the rest.
+Sources: Lepikhin et al., "GShard", arXiv 2006.16668; dropless: Gale et al., "MegaBlocks", arXiv
+2211.15841.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from peft.tuners.lora import ParamWrapper
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise.config import RunConfig
+from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.models.expert_plan import cuts_of, experts_of, num_experts
+from shardwise.models.part import ModelPart
+from shardwise.models.spec import ModelSpec
+from shardwise.models.tensor_cuts import Cut, unwrapped
+from shardwise.parallel.expert_axis import ExpertAxis
+from shardwise.parallel.place import axes_of, local, placed
+from shardwise.parallel.rows import in_order
+from shardwise.parallel.tensor_modules import Shares, fold
+
+
+def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
+    """Leave this rank its experts, while parameters are on `meta`, and send tokens to them."""
+    reordered: dict[str, Cut] = {}
+    for part in pm.parts:
+        assert isinstance(part, ModelPart)
+        cuts = cuts_of(part.hf, part.spec, mesh.ep)
+        for path, experts in experts_of(part.hf, part.spec):
+            axis = ExpertAxis(mesh.group("ep"), num_experts(experts) // mesh.ep)
+            for name, parameter in list(experts.named_parameters()):
+                owner, _, attribute = f"{path}.{name}".rpartition(".")
+                share = _share(parameter, cuts[f"{path}.{name}"], mesh)
+                part.hf.get_submodule(owner)._parameters[attribute] = share
+            _compute_share(experts, axis, folds=cfg.parallel.tp == 1)
+        reordered |= {name: cut for name, cut in cuts.items() if not cut.rows.in_order}
+    return in_order(pm, reordered, "ep")
+
+
+def _share(full: nn.Parameter, cut: Cut, mesh: Mesh) -> nn.Parameter:
+    """Return this rank's share of a weight, which `tp` may have sharded along another dim."""
+    assert full.is_meta
+    axes, placements = ["ep", *axes_of(full)], [Shard(cut.dim)]
+    if isinstance(full, DTensor):
+        placements += full.placements
+    shape = [*local(full).shape]
+    shape[cut.dim] = cut.rows.local_size
+    empty = local(full.detach()).new_empty(shape)
+    share = placed(empty, mesh.experts[tuple(axes)], placements, full.shape)
+    return nn.Parameter(share, full.requires_grad)
+
+
+def _compute_share(experts: nn.Module, axis: ExpertAxis, folds: bool) -> None:
+    """Let a module compute its own experts for the tokens of all ranks.
+
+    `folds`: nothing else puts plain shares in the place of its DTensors, as `tp` does.
+    """
+    unwrapped(experts).num_experts = axis.num_local
+    shares = Shares(experts)
+    for module in experts.modules():
+        if isinstance(module, ParamWrapper):
+            module.num_experts = axis.num_local
+            if folds:
+                fold(module, shares)
+    inner = shares.within(experts.forward) if folds else experts.forward
+    experts.forward = partial(axis.compute, inner)

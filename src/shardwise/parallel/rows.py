@@ -1,0 +1,59 @@
+"""Weights whose ranks hold rows that do not follow one another, in the order of their model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from shardwise.interfaces import ParallelModel
+from shardwise.models.tensor_cuts import Cut
+from shardwise.parallel.place import axes_of
+
+
+def in_order(pm: ParallelModel, reordered: Mapping[str, Cut], axis: str) -> ParallelModel:
+    """Let what is portable of a model have its rows in order.
+
+    `reordered`: cuts of parameters, by name, along `axis` of the mesh. The ranks' shares, joined in
+    rank order, are not the complete parameter.
+    """
+
+    def to_portable(name: str, local: torch.Tensor) -> torch.Tensor:
+        portable = pm.to_portable(name, local)
+        cut = reordered.get(name)
+        if cut is None:
+            return portable
+        return _with_rows(portable, cut.rows.restore(_joined(portable, axis), cut.dim), axis)
+
+    def from_portable(name: str, local: torch.Tensor, portable: torch.Tensor) -> None:
+        cut = reordered.get(name)
+        if cut is not None and isinstance(portable, DTensor):
+            arranged = cut.rows.arrange(_joined(portable, axis), cut.dim)
+            portable = _with_rows(portable, arranged, axis)
+        elif cut is not None:
+            portable = cut.rows.arrange(portable, cut.dim)
+        pm.from_portable(name, local, portable)
+
+    return replace(pm, to_portable=to_portable, from_portable=from_portable)
+
+
+def _joined(portable: torch.Tensor, axis: str) -> torch.Tensor:
+    """Return the shares of all ranks along `axis`, in rank order; along other axes this rank's."""
+    joined = portable.detach()
+    assert isinstance(joined, DTensor)
+    return joined.redistribute(placements=_replicated_over(axis, joined)).to_local()
+
+
+def _with_rows(like: torch.Tensor, joined: torch.Tensor, axis: str) -> DTensor:
+    """Reverse `_joined`: place as `like` is, whose sharded dim may have another size."""
+    assert isinstance(like, DTensor)
+    replicated = _replicated_over(axis, like)
+    full = DTensor.from_local(joined, like.device_mesh, replicated, run_check=False)
+    return full.redistribute(placements=like.placements)
+
+
+def _replicated_over(axis: str, like: DTensor) -> list[Placement]:
+    by_axis = zip(axes_of(like), like.placements, strict=True)
+    return [Replicate() if name == axis else placement for name, placement in by_axis]

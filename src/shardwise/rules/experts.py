@@ -1,0 +1,85 @@
+"""Rules on expert parallelism: over which ranks experts may be spread, and what it runs with."""
+
+from __future__ import annotations
+
+from shardwise.layouts import axis_sizes
+from shardwise.rules.rule import Case, Rule, either
+
+
+def _is_spread(case: Case) -> bool:
+    return case.parallel.ep > 1
+
+
+def _ranks_that_join(case: Case) -> int:
+    """Return the ranks among which experts may be spread: the sharding axis with `cp`."""
+    sizes = axis_sizes(case.cfg, case.facts.num_ranks)
+    axis = "dp_shard" if case.parallel.data == "fsdp2" else "dp_replicate"
+    return sizes[axis] * sizes["cp"]
+
+
+def _uneven(case: Case) -> list[int]:
+    return [number for number in case.model.num_experts if number % case.parallel.ep]
+
+
+def _divisors_of_all(numbers: list[int]) -> list[str]:
+    most = min(numbers)
+    return [str(n) for n in range(1, most + 1) if all(number % n == 0 for number in numbers)]
+
+
+RULES = (
+    Rule(
+        "ep with fsdp1",
+        applies=lambda case: _is_spread(case) and case.parallel.data == "fsdp1",
+        problem="{layout} is not offered: fsdp1's flat parameters hold no DTensors",
+        way_out="use fsdp2",
+        why="torch's FullyShardedDataParallel flattens plain tensors only",
+    ),
+    Rule(
+        "ep with training.compile",
+        applies=lambda case: _is_spread(case) and case.training.compile != "none",
+        problem="training.compile cannot trace how expert parallelism sends tokens to experts",
+        way_out="set it to none, or parallel.ep to 1",
+        why="how many tokens are sent is known only while the step runs",
+    ),
+)
+"""On the run file alone."""
+
+GRID_RULES = (
+    Rule(
+        "ep divides the data ranks",
+        applies=lambda case: _is_spread(case) and _ranks_that_join(case) % case.parallel.ep != 0,
+        problem=lambda case: (
+            f"parallel.ep is {case.parallel.ep}, which does not divide the "
+            f"{_ranks_that_join(case)} data-parallel and context-parallel processes"
+            + (" of a replica" if case.parallel.dp_replicate > 1 else "")
+        ),
+        way_out=lambda case: (
+            "lower parallel.ep, or use more processes"
+            if case.parallel.data != "single"
+            else "set parallel.data to ddp or fsdp2, or parallel.cp to a multiple of parallel.ep"
+        ),
+        why="experts are spread over ranks that have tokens of their own",
+    ),
+)
+"""On the number of processes."""
+
+MODEL_RULES = (
+    Rule(
+        "ep on a model without experts",
+        applies=lambda case: _is_spread(case) and not case.model.num_experts,
+        problem="parallel.ep is {parallel.ep}, but {model.family} has no routed experts here",
+        way_out="set parallel.ep to 1",
+        why="nothing can be spread",
+    ),
+    Rule(
+        "ep divides the experts",
+        applies=lambda case: _is_spread(case) and bool(_uneven(case)),
+        problem=lambda case: (
+            f"parallel.ep is {case.parallel.ep}, which does not divide the {_uneven(case)[0]} "
+            f"routed experts of this {case.model.family}"
+        ),
+        way_out=lambda case: f"use {either(_divisors_of_all([*case.model.num_experts]))}",
+        why="every rank has as many experts",
+    ),
+)
+"""On the model."""

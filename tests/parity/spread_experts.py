@@ -1,0 +1,44 @@
+"""Which cells there are of expert parallelism; part of `cells.ALL`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.schedule.orders import ORDERS
+from tests.parity.harness import FAMILIES, Cell
+
+WITH_EXPERTS = tuple(
+    family
+    for family in FAMILIES
+    if family
+    in ("qwen3_next", "nemotron_h", "qwen3_moe", "granitemoehybrid", "kimi_linear", "jamba")
+)
+COMPOSED = {
+    **dict.fromkeys(("ddp-ep", "zero1-ep", "zero2-ep", "fsdp2-ep"), (2, 4)),
+    "hsdp-ep": (4,),
+    **dict.fromkeys(("cp-ep", "ddp-cp-ep", "fsdp2-cp-ep"), (4,)),
+    **dict.fromkeys(("ddp-ep-tp", "fsdp2-ep-tp", "ddp-ep-tp-sp", "pp-ddp-ep", "pp-fsdp2-ep"), (4,)),
+    **dict.fromkeys(("pp-fsdp2-ep-tp", "fsdp2-cp-ep-tp"), (8,)),
+}
+"""Layouts with the numbers of processes: of 2 ranks along each axis, `ep` of 2."""
+MODES = (("lora", ""), ("lora", "experts"), ("full", ""))
+
+
+def _all() -> Iterator[Cell]:
+    for mode, variant in MODES:
+        for family in WITH_EXPERTS:
+            for layout, sizes in COMPOSED.items():
+                for num_ranks in sizes:
+                    schedule = "1f1b" if layout.startswith("pp") else ""
+                    yield Cell(family, layout, mode, num_ranks, variant, schedule=schedule)
+        for schedule in ORDERS:
+            if schedule != "1f1b":
+                yield Cell("qwen3_moe", "pp-ddp-ep", mode, 4, variant, schedule=schedule)
+
+
+EXPERTS = tuple(_all())
+FIXED = (
+    Cell("qwen3_moe", "ddp-ep", "full", 4),
+    Cell("qwen3_moe", "fsdp2-ep", "lora", 4, "experts"),
+)
+"""What `make test` runs."""
