@@ -94,7 +94,7 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 2_900,
+    "config keys run_file ranges batches interfaces layouts rules words": 3100,
     "cli commands library __main__ __init__": 1_000,
     "presets": 300,
     "assembly training checkpoint process launch": 5_700,
@@ -209,6 +209,7 @@ def sections() -> list[type]:
 SET_ELSEWHERE = {
     "forward": "to replace it is what a patch is: names and modules stay",
     "nf": "transformers' number of a Conv1D's outputs, which a rank has some of",
+    "num_experts": "transformers' and PEFT's number of experts, of which a rank has some",
     "grad": "torch's gradient",
     "grad_dtype": "torch's dtype of a gradient that is added up",
     "_gradient_predivide_factor": "fsdp1 has no public switch from means to sums",
@@ -220,7 +221,7 @@ SET_ELSEWHERE = {
     "buffer": "the receive buffer of torch's pipeline stage",
     "_attn_implementation": "transformers makes no mask for attention that it does not know",
     **dict.fromkeys(
-        ("move", "group", "neighbours", "num_others", "places", "exchange"),
+        ("move", "group", "neighbours", "num_others", "places", "exchange", "sizes"),
         "what torch's autograd functions keep for their backward",
     ),
     **dict.fromkeys(

@@ -203,12 +203,12 @@ def test_models_prints_the_families_and_one_model(folder):
     done = shardwise("models", COLUMNS="100")
     assert done.returncode == 0, done.stderr
     assert "qwen3_5_text gated_delta_net, dense" in " ".join(done.stdout.split())
-    assert " pp-fsdp2-tp-sp" in " ".join(done.stdout.split())
+    assert "pp-fsdp2, pp-hsdp [-cp][-ep][-tp[-sp]]" in done.stdout
     assert done.stderr == ""
     one = shardwise("models", str(MODELS / "tiny-nemotron_h"), COLUMNS="100")
     assert one.returncode == 0, one.stderr
     assert "nemotron_h, 153,304 parameters" in one.stdout
-    assert "may run under single ddp" in one.stdout
+    assert "may run under\n  single" in one.stdout
     missing = shardwise("models", "./none")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
     assert "no such folder" in missing.stderr

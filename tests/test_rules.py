@@ -26,7 +26,7 @@ from shardwise.assembly.own import describe_own, own_facts
 from shardwise.benchmark import sweep
 from shardwise.config import CALLERS, Lora, Model, RunConfig, UserError
 from shardwise.keys import known_keys
-from shardwise.layouts import NAMES, Facts, axis_sizes, layout_of, parallel_of
+from shardwise.layouts import NAMES, Facts, axis_sizes, layout_of, parallel_of, shortened
 from shardwise.models import load, lora
 from shardwise.models.catalogue import model_table
 from shardwise.models.facts import facts_of
@@ -257,7 +257,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         },
         2,
     ),
-    "a family that is not listed, with pp, cp or tp": ("mistral", {"parallel": {"tp": 2}}, 2),
+    "a family that is not listed, with pp, cp, ep or tp": ("mistral", {"parallel": {"tp": 2}}, 2),
     "a loss on logits of a family that is not listed": (
         "mistral",
         {"training": {"loss": "chunked"}},
@@ -301,6 +301,19 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "sizes over tp": ("llama", {"parallel": {"tp": 3}}, 3),
     "compile with experts of odd widths": ("odd-experts", {"training": {"compile": "inductor"}}, 1),
+    "ep with fsdp1": ("qwen3_moe", {"parallel": {"data": "fsdp1", "ep": 2}}, 2),
+    "ep with training.compile": (
+        "qwen3_moe",
+        {"parallel": {"data": "ddp", "ep": 2}, "training": {"compile": "inductor"}},
+        2,
+    ),
+    "ep divides the data ranks": ("qwen3_moe", {"parallel": {"ep": 2}}, 1),
+    "ep on a model without experts": ("llama", {"parallel": {"data": "ddp", "ep": 2}}, 2),
+    "ep divides the experts": (
+        "qwen3_moe",
+        {"parallel": {"data": "ddp", "ep": 16}, "training": {"global_batch_size": 16}},
+        16,
+    ),
     "ulysses over heads": ("llama", {"parallel": {"cp": 16, "cp_attention": "ulysses"}}, 16),
     "sequence length over pairs of chunks": (
         "llama",
@@ -545,13 +558,14 @@ def refusal_by_description(cfg: RunConfig, num_ranks: int) -> str | None:
 @pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_next", "mistral", "attention-dropout"])
 def test_models_shows_the_layouts_that_train_takes(model, folder_of):
     caption = str(model_table(Model(folder_of(model), init="random")).caption)
-    shown = caption.partition("may run under ")[2].partition("\n")[0]
+    shown = caption.partition("may run under")[2].partition("\nnote")[0]
     taken, refused = [], {}
     for name in NAMES:
         cfg = run_of(folder_of(model), {"parallel": asdict(parallel_of(name))})
         refused[name] = refusal_by_description(cfg, rules._ranks_of(name))
         taken += [name] * (refused[name] is None)
-    assert shown == (" ".join(taken) or f"no layout: {refused['single']}")
+    lines = "".join(f"\n  {line}" for line in shortened(taken))
+    assert shown == (lines or f" no layout: {refused['single']}")
 
 
 def choices() -> dict[str, list[Any]]:
@@ -688,9 +702,28 @@ def test_a_layout_is_named_by_its_parts(name):
     assert layout_of(parallel_of(name)) == name
 
 
+def _with_tails(base: str, pattern: str) -> list[str]:
+    """The layouts of one base: `[...]` may be left out, and may hold another one."""
+    names = [base]
+    for part in re.findall(r"\[-tp\[-sp\]\]|-tp\[-sp\]|\[-\w+\]|-\w+", pattern):
+        ends = {"[-tp[-sp]]": ("", "-tp", "-tp-sp"), "-tp[-sp]": ("-tp", "-tp-sp")}
+        default = ("", part[1:-1]) if part.startswith("[") else (part,)
+        names = [f"{name}{end}" for name in names for end in ends.get(part, default)]
+    return [name.removeprefix("single-") for name in names]
+
+
+def test_shortened_layouts_are_all_of_them():
+    offered = rules.offered_layouts()
+    named = []
+    for line in shortened(offered):
+        bases, pattern = re.fullmatch(r"((?:[\w-]+, )*[\w-]+)(.*)", line).groups()
+        named += [name for base in bases.split(", ") for name in _with_tails(base, pattern)]
+    assert sorted(named) == sorted(offered)
+
+
 def test_what_is_offered_is_what_no_rule_refuses():
     offered = rules.offered_layouts()
-    assert len(offered) == 2 * 29  # each with and without `cp`
+    assert len(offered) == 2 * 29 + 50  # each with and without `cp`, and those with `ep`
     assert {"single", "pp-fsdp2-tp-sp", "hsdp"} <= set(offered)
     assert not {"fsdp1-tp", "zero2-tp-sp", "pp-zero1", "pp-fsdp1-tp"} & set(offered)
 

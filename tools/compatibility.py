@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from shardwise.layouts import NAMES
+from shardwise.layouts import shortened
 from shardwise.models.families import FAMILIES
 from shardwise.rules import RULES, offered_layouts
 
@@ -14,20 +14,21 @@ HEAD = """\
 # What may run together
 
 A layout is named by its parts: `pp` pipeline; `ddp`, `zero1`, `zero2`, `fsdp1`, `fsdp2`, `hsdp`
-(fsdp2 with replicas) over the data; `cp` context parallelism; `tp` tensor and `sp` sequence
-parallelism.
+(fsdp2 with replicas) over the data; `cp` [context parallelism](../concepts/context.md); `ep`
+[expert parallelism](../concepts/experts.md); `tp` tensor and `sp` sequence parallelism.
 
-**Layouts.** Every listed family may run under each of these {num_offered} layouts, and the parity
-matrix proves each of them for each family, with LoRA and in full ([how](../concepts/parity.md),
-[results](../../results/parity.json)):
+**Layouts.** Every listed family may run under these {num_offered} layouts (those with `ep`: where
+it has routed experts). What stands in brackets may be left out, and `single` is left out where more
+follows:
 
 {offered}
 
-Each of them is offered with `cp` too, as `cp` and `fsdp2-cp-tp` ([context
-parallelism](../concepts/context.md)): the matrix has cells of some of these for every family.
+The parity matrix proves each of those without `cp` and `ep` for each family, with LoRA and in full,
+and some of the others for each ([how](../concepts/parity.md),
+[results](../../results/parity.json)).
 
-Listed families: {families}. A family that is not listed runs under the layouts without `pp`, `cp`
-and `tp`. Not offered: {others}.
+Listed families: {families}. A family that is not listed runs under the layouts without `pp`, `cp`,
+`ep` and `tp`.
 
 To prove a layout on your machine, in a checkout, for instance of `jamba` under `pp-tp` on four
 processes:
@@ -48,13 +49,11 @@ TITLES = {
 
 def page() -> str:
     """Return the whole page."""
-    without = [name for name in NAMES if "cp" not in name.split("-")]
-    offered = [name for name in offered_layouts() if name in without]
+    offered = offered_layouts()
     head = HEAD.format(
         num_offered=len(offered),
-        offered=", ".join(f"`{name}`" for name in offered),
+        offered="\n".join(f"    {line}" for line in shortened(offered)),
         families=", ".join(f"`{name}`" for name in FAMILIES),
-        others=", ".join(f"`{name}`" for name in without if name not in offered),
     )
     paragraphs = head.strip().split("\n\n")
     lines = [

@@ -6,7 +6,7 @@ Everything here is plain data, computed without torch or transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -49,6 +49,49 @@ NAMES = tuple(
 """Every layout that can be composed, offered or not: a pipeline over data parallelism over context
 parallelism over tensor parallelism; `hsdp` is fsdp2 with replicas, `sp` is sequence parallelism.
 `ep` spreads experts over ranks of the data and context axes."""
+
+
+def shortened(names: Iterable[str]) -> list[str]:
+    """Return layouts in a few lines such as `ddp, fsdp2 [-cp][-tp[-sp]]`, for twelve of them.
+
+    What stands in brackets may be left out. `single` is left out where more follows.
+    """
+    tails: dict[str, set[str]] = {}
+    for name in names:
+        parts = [part for part in name.split("-") if part != "single"]
+        tail = "".join(f"-{part}" for part in parts if part in ("cp", "ep", "tp", "sp"))
+        base = "-".join(part for part in parts if part not in ("cp", "ep", "tp", "sp"))
+        tails.setdefault(base or "single", set()).add(tail)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for base, offered in tails.items():
+        alike.setdefault(_patterns(offered), []).append(base)
+    return [
+        f"{', '.join(bases)} {pattern}".rstrip()
+        for patterns, bases in alike.items()
+        for pattern in patterns
+    ]
+
+
+def _patterns(tails: set[str]) -> tuple[str, ...]:
+    """Return patterns that together match these ends of names, each once: the largest first."""
+    choices = [[("", [""])] for _ in range(3)]
+    for options, part in zip(choices, ("-cp", "-ep", "-tp")):
+        options += [(part, [part]), (f"[{part}]", ["", part])]
+    with_sequence = ["-tp", "-tp-sp"]
+    choices[2] += [("-tp[-sp]", with_sequence), ("[-tp[-sp]]", ["", *with_sequence])]
+    patterns = {
+        "".join(text for text, _ in chosen): {
+            "".join(parts) for parts in product(*(ends for _, ends in chosen))
+        }
+        for chosen in product(*choices)
+    }
+    found, left = [], set(tails)
+    while left:
+        fits = [pattern for pattern, matched in patterns.items() if matched <= left]
+        best = max(fits, key=lambda pattern: len(patterns[pattern]))
+        found.append(best)
+        left -= patterns[best]
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ def test_lora_is_a_row_of_the_order(monkeypatch):
 
 
 def test_every_row_of_the_order_is_shown():
-    strategies = {"context", "tensor", "fsdp1", "fsdp2", "embeddings with a gradient"}
+    strategies = {"context", "tensor", "experts", "fsdp1", "fsdp2", "embeddings with a gradient"}
     hidden = {"experts one by one", "compile"}
     assert {row.name for row in order.BEFORE_LOADING} == {*SHOWN_BY, *strategies, *hidden}
 

@@ -33,7 +33,7 @@ def _positions_from_0(patch: Patch) -> None:
 
 
 def _gradients_not_added_up(patch: Patch) -> None:
-    patch.setattr(context_parallel, "sum_gradients", lambda *args: None)
+    patch.setattr(context_parallel, "sum_over_copies", lambda *args: None)
 
 
 def _no_state_of_other_ranks(patch: Patch) -> None:

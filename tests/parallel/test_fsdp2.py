@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,14 +92,18 @@ def test_a_model_of_two_dtypes_is_not_cast_down(layout, mode):
         assert all(torch.equal(other[name], kept[name]) for name in logs)
 
 
+TWO_SHARDS: Any = SimpleNamespace(size=lambda axis: 2, data_axis=lambda axes: "dp_shard")
+"""Of a mesh, what `left_replicated` asks for."""
+
+
 def test_only_trained_parameters_of_the_lesser_dtype_are_odd():
     module = torch.nn.Module()
     module.big = torch.nn.Parameter(torch.zeros(10, dtype=torch.bfloat16))
     module.small = torch.nn.Parameter(torch.zeros(3))
     module.frozen = torch.nn.Parameter(torch.zeros(30), requires_grad=False)
-    assert [p is module.small for p in left_replicated(module, 2)] == [True]
+    assert [p is module.small for p in left_replicated(module, TWO_SHARDS)] == [True]
     module.small.requires_grad_(False)
-    assert left_replicated(module, 2) == []
+    assert left_replicated(module, TWO_SHARDS) == []
 
 
 def _reduced_in(layout: str) -> set[torch.dtype]:

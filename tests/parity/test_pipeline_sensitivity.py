@@ -148,7 +148,7 @@ def one_buffer_for_all_micro_batches():
 
 
 def gradients_not_summed_over_replicas():
-    ddp.sum_gradients = lambda parameters, mesh, axes: None
+    ddp.sum_over_copies = lambda parameters, mesh: None
 
 
 def evaluated_with_dropout():

@@ -11,7 +11,7 @@ from shardwise.models import tensor_cuts
 from shardwise.models.kinds import attention, jet_block
 from shardwise.models.patches import router_loss
 from shardwise.parallel import ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
-from shardwise.parallel.reduce import sum_gradients, sum_over
+from shardwise.parallel.reduce import sum_over, sum_over_copies
 from shardwise.training import gradients
 from tests.parity.harness import Cell
 from tests.parity.tensors import cell
@@ -162,10 +162,10 @@ def adapters_of_experts_not_scaled():
 
 
 def cut_gradients_of_replicas_not_summed():
-    def whole_ones(parameters, mesh, axes):
-        sum_gradients([p for p in parameters if not isinstance(p, DTensor)], mesh, axes)
+    def whole_ones(parameters, mesh):
+        sum_over_copies([p for p in parameters if not isinstance(p, DTensor)], mesh)
 
-    ddp.sum_gradients = whole_ones
+    ddp.sum_over_copies = whole_ones
 
 
 def what_fsdp2_leaves_whole_not_reduced():

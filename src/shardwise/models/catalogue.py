@@ -13,6 +13,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from shardwise.config import Model
+from shardwise.layouts import shortened
 from shardwise.models.facts import facts_of
 from shardwise.models.families import FAMILIES, every_kind, family_of, spec_of, unproven_note
 from shardwise.models.load import build_meta, read_config
@@ -88,7 +89,8 @@ def families_table() -> Table:
                 "yes" if rows[0].isolated else "no",
             )
         table.add_section()
-    table.caption = f"{_LEGEND}each family may run under {' '.join(offered_layouts())}"
+    layouts = _lines(offered_layouts())
+    table.caption = f"{_LEGEND}each family may run under (-ep: where it has experts){layouts}"
     return table
 
 
@@ -105,8 +107,9 @@ def model_table(model: Model) -> Table:
     table = _table("number", "layers", _LORA, "isolated", "parameters")
     tied = ", tied embeddings" if spec.tied else ""
     table.title = f"{spec.family}, {built.num_parameters():,} parameters{tied}"
-    layouts = " ".join(offered_layouts(facts)) or f"no layout: {refusals_of('single', facts)[0]}"
-    table.caption = f"{_LEGEND}may run under {layouts}"
+    offered = offered_layouts(facts)
+    layouts = _lines(offered) if offered else f" no layout: {refusals_of('single', facts)[0]}"
+    table.caption = f"{_LEGEND}may run under{layouts}"
     if not facts.is_listed:
         table.caption += f"\nnote: {unproven_note(spec.family)}"
     for alike, group in groupby(layer_facts(built), key=lambda row: replace(row, number=0)):
@@ -119,6 +122,10 @@ def model_table(model: Model) -> Table:
             f"{alike.parameters:,}",
         )
     return table
+
+
+def _lines(layouts: Iterable[str]) -> str:
+    return "".join(f"\n  {line}" for line in shortened(layouts))
 
 
 def _table(*columns: str) -> Table:

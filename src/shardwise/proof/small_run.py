@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def small_run(cfg: RunConfig, nproc: int | None, own_precision: bool, folder: Pa
     rows = Rows(cfg.data.sequence_length, min(Rows.vocabulary, described.spec.vocab_size))
     axes = {
         f"parallel.{key}": (getattr(given, key), getattr(parallel, key))
-        for key in ("pp", "tp", "dp_replicate")
+        for key in ("pp", "ep", "tp", "dp_replicate")
         if getattr(given, key) != getattr(parallel, key)
     }
     changes = {**small.changes, **axes}
@@ -157,13 +158,14 @@ def _on_cpu(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
 def _smaller_layout(parallel: Parallel, nproc: int | None) -> tuple[Parallel, int]:
     """Return the layout on `nproc` processes, or on as few as two along each axis in use.
 
-    An axis keeps its size or gets a divisor of it; the larger one goes to tp, then to cp, then
-    to pp. A split that is given stage by stage keeps its stages.
+    An axis keeps its size or gets a divisor of it; the larger one goes to tp, then to cp, ep and
+    pp. A split that is given stage by stage keeps its stages.
     """
     fixed = not isinstance(parallel.split, str)
     choices = {
         "tp": _divisors(parallel.tp),
         "cp": _divisors(parallel.cp),
+        "ep": _divisors(parallel.ep),
         "pp": [parallel.pp] if fixed else _divisors(parallel.pp),
         "dp_replicate": _divisors(parallel.dp_replicate),
     }
@@ -176,7 +178,8 @@ def _smaller_layout(parallel: Parallel, nproc: int | None) -> tuple[Parallel, in
         return least, _fewest_ranks(least)
     for layout in reversed(smaller):
         shares, rest = divmod(nproc, layout.ranks_of_a_model * layout.dp_replicate)
-        if rest == 0 and (shares == 1 if layout.data == "single" else shares >= 2):
+        has_place = shares == 1 if layout.data == "single" else shares >= 2
+        if rest == 0 and has_place and shares * layout.cp % layout.ep == 0:
             return layout, nproc
     raise UserError(
         f"--nproc is {nproc}, which {layout_of(parallel)} cannot be split over; leave it out, or "
@@ -189,9 +192,15 @@ def _divisors(size: int) -> list[int]:
 
 
 def _fewest_ranks(parallel: Parallel) -> int:
-    """Return the ranks of a layout with two along an axis that takes those that others leave."""
-    named = parallel.ranks_of_a_model * parallel.dp_replicate
-    return named if parallel.data == "single" else 2 * named
+    """Return the ranks of a layout with few along an axis that takes those that others leave."""
+    return parallel.ranks_of_a_model * parallel.dp_replicate * _fewest_shares(parallel)
+
+
+def _fewest_shares(parallel: Parallel) -> int:
+    """Return the fewest data-parallel ranks of a replica over which experts can be spread."""
+    if parallel.data == "single":
+        return 1
+    return lcm(2, parallel.ep // gcd(parallel.ep, parallel.cp))
 
 
 def _split(split: Any, num_layers: int) -> Any:

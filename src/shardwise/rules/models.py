@@ -104,15 +104,16 @@ RULES = (
         why="which of its linears form pairs is known to itself alone",
     ),
     Rule(
-        "a family that is not listed, with pp, cp or tp",
+        "a family that is not listed, with pp, cp, ep or tp",
         applies=lambda case: (
-            not (case.model.is_listed or case.model.is_own) and case.parallel.ranks_of_a_model > 1
+            not (case.model.is_listed or case.model.is_own)
+            and (case.parallel.ranks_of_a_model > 1 or case.parallel.ep > 1)
         ),
         problem=(
             "{layout} is not offered for {model.family}, which is not a family that shardwise "
             "knows (`shardwise models` lists them)"
         ),
-        way_out="set parallel.pp, parallel.cp and parallel.tp to 1",
+        way_out="set parallel.pp, parallel.cp, parallel.ep and parallel.tp to 1",
         why="how its blocks are sharded, and what it computes around its layers, is not known",
     ),
     Rule(
