@@ -31,7 +31,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
     def odd_experts(num_ranks: int) -> str | None:
         # Where the blocks cannot be cut, or how is not known, another rule refuses.
         cuts = is_listed and indivisible(num_ranks) is None
-        return experts.why_one_by_one(hf, spec, family, num_ranks if cuts else 1)
+        return experts.odd_widths(hf, spec, family, num_ranks if cuts else 1)
 
     kinds = tuple(dict.fromkeys(layer.kind for layer in spec.layers))
     return ModelFacts(
