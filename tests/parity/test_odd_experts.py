@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.models.facts import facts_of
 from shardwise.models.families import family_of, spec_of
-from shardwise.models.patches.experts import odd_widths
 from tests.distributed import run_ranks
 from tests.models.tiny import on_meta
 from tests.parity import harness
@@ -55,5 +55,5 @@ def test_widths_are_those_of_a_ranks_share(
     cfg = run_config(Cell(family, "tp", "full", tp))
     hf = on_meta(cfg.model)
     spec, family = spec_of(hf.config, hf), family_of(hf)
-    reason = odd_widths(hf, spec, family, tp)
+    reason = facts_of(hf, spec, family).odd_experts(tp)
     assert reason is None if odd is None else f"multiples of {odd}" in str(reason)

@@ -8,7 +8,6 @@ replaced.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,18 +15,14 @@ import torch
 from peft.tuners.lora import ParamWrapper
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
 from transformers.integrations.moe import _default_apply_gate
 
 from shardwise.config import RunConfig
 from shardwise.kernels.gated_activation import gated_silu
-from shardwise.kernels.grouped_linear import ROW_BYTES, Adapter, grouped_linear, takes
+from shardwise.kernels.grouped_linear import Adapter, grouped_linear, takes
 from shardwise.kernels.lora_linear import BackwardHalf
-from shardwise.models import tensor_plan
-from shardwise.models.families import Family
-from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.names import hf_name
 from shardwise.models.patches.gates import has_silu
-from shardwise.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
@@ -55,15 +50,19 @@ def use_routed_experts(
             adapters.setdefault(module.get_base_layer(), {})[module.parameter_name] = module
     replaced = {}
     for path, module in model.named_modules():
-        # transformers' decorator of classes of stacked experts sets it. An original module of
-        # `modules_to_save` is never called.
-        if "has_gate" in vars(module) and ".original_module" not in path:
+        # What a copy in `modules_to_save` replaces is never called.
+        if is_routed(module) and ".original_module" not in path:
             routed = RoutedExperts(module, adapters.get(module, {}), half)
             module.forward = routed.forward
             for wrapper in routed.adapters.values():
                 wrapper.forward = wrapper.base_layer.__call__
             replaced[hf_name(path)] = routed
     return replaced
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Return whether a module has stacks of experts in the form that `RoutedExperts` computes."""
+    return "has_gate" in vars(module)  # transformers' decorator of such classes sets it
 
 
 class RoutedExperts:
@@ -167,27 +166,3 @@ class _Rows(torch.autograd.Function):
         if ctx.copies > 1:
             dx = dx.unflatten(0, (-1, ctx.copies)).sum(dim=1)
         return dx, None, None, None
-
-
-def odd_widths(hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int) -> str | None:
-    """Return why grouped products cannot take a rank's experts with `num_ranks` ranks of `tp`.
-
-    Returns None if they can, in bfloat16 on a GPU. Elsewhere a loop is as fast.
-    """
-    cuts = tensor_plan.cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
-    ends = tuple(f".{name}" for name in family.experts)
-    for name, parameter in hf.named_parameters():
-        if is_adapter(name) or not ends or not hf_name(name).endswith(ends):
-            continue
-        shape = list(parameter.shape)
-        if name in cuts:
-            shape[cuts[name].dim] = cuts[name].rows.local_size
-        multiple = ROW_BYTES // parameter.element_size()
-        if any(size % multiple for size in shape[1:]):
-            short = re.sub(r"\.\d+\.", ".*.", hf_name(name), count=1)
-            return (
-                f"{short} is {shape} on a rank, and torch's grouped product takes rows of "
-                f"multiples of {ROW_BYTES} bytes: widths that are multiples of "
-                f"{multiple * num_ranks}"
-            )
-    return None
