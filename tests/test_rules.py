@@ -286,8 +286,8 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"lora": {**EXPERTS, "kernel": "torch"}},
         1,
     ),
-    "fsdp1 with adapters on experts": (
-        "qwen3_moe",
+    "fsdp1 with adapters on experts that PEFT folds": (
+        "llama4_text",
         {"parallel": {"data": "fsdp1"}, "lora": EXPERTS},
         2,
     ),
@@ -387,6 +387,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
         changed = {
             "attention-dropout": ("llama", {"attention_dropout": 0.1}),
             "odd-experts": ("qwen3_moe", ODD),
+            "llama4_text": ("qwen3_moe", LLAMA4),
             "dynamic-rope": ("llama", DYNAMIC),
         }
         if name not in changed:
@@ -403,6 +404,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
 
 ODD = {"moe_intermediate_size": 42}
 """No multiple of 16 bytes."""
+LLAMA4 = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}
+"""Its experts have a forward of their own."""
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 
 

@@ -132,6 +132,8 @@ class ModelFacts:
     odd_experts: Callable[[int], str | None]
     """Return why torch's grouped product cannot take the experts of one of so many ranks of `tp`,
     or None."""
+    folds_adapters: bool = False
+    """Whether PEFT adds adapters to a copy of a stack of experts, of a form that only it knows."""
     is_own: bool = False
     """Whether it is a module of the caller rather than a transformers model."""
     gives_stages: bool = False
@@ -158,7 +160,7 @@ class AdapterFacts:
     targets_to_save: tuple[str, ...]
     """Names of `lora.targets` whose weights `lora.modules_to_save` trains in full."""
     has_experts: bool
-    """Whether an adapter lies on stacked experts, which PEFT computes over the parameter."""
+    """Whether an adapter lies on stacked experts."""
     highest_rank: int
     """The highest rank that a weight of the model can have."""
 

@@ -66,7 +66,7 @@ def test_flops_of_the_units_are_those_of_the_model(model, adapters, checkpointin
     hf, spec = build(cfg)
     counts = count_model(hf, spec)
     units, source = costs_of(cfg, hf, spec, counts, 2, flops_per_second=10.0)
-    step = 2 * LENGTH * hardware_flops_per_token(counts, LENGTH, 2, checkpointing)
+    step = 2 * LENGTH * hardware_flops_per_token(counts, LENGTH, checkpointing)
     assert sum(unit.seconds for unit in units) == pytest.approx(step / 10.0)
     assert (len(units), source) == (len(spec.layers) + 2, COUNTED)
     # Where the run has no counts.

@@ -67,6 +67,7 @@ SHOWN_BY = {
     "finite forget gates": "hybrid, gates",
     "gated activations": "dense, in full",
     "isolated documents": "dense, lora by torch",
+    "routed experts": "experts, router loss",
     "router loss": "experts, router loss",
     "loss in the head": "hybrid, operators",
     "LoRA kernel": "dense, lora by torch",
@@ -74,7 +75,7 @@ SHOWN_BY = {
 }
 """A case in which a row of ORDER does something, for each row that is no strategy of `parallel`.
 
-A compiled forward does not show what it runs, and no experts of these models run one by one."""
+A compiled forward does not show what it runs."""
 
 
 def replaced(parts: Iterable[Part]) -> Replaced:
@@ -90,7 +91,6 @@ def replaced(parts: Iterable[Part]) -> Replaced:
                 modules[path] = list(_traits(module))
         if not part.spec.is_own:
             modules[""].append(f"router loss: {part.router_loss is not None}")
-            modules[""].append(f"experts: {part.hf.config._experts_implementation}")
     return modules
 
 
@@ -189,8 +189,8 @@ def test_lora_is_a_row_of_the_order(monkeypatch):
 
 
 def test_every_row_of_the_order_is_shown():
-    strategies = {"context", "tensor", "experts", "fsdp1", "fsdp2", "embeddings with a gradient"}
-    hidden = {"experts one by one", "compile"}
+    strategies = {"context", "tensor", "expert", "fsdp1", "fsdp2", "embeddings with a gradient"}
+    hidden = {"compile"}
     assert {row.name for row in order.BEFORE_LOADING} == {*SHOWN_BY, *strategies, *hidden}
 
 

@@ -125,17 +125,17 @@ def test_what_is_a_product_in_a_gated_delta_net_layer():
     }
 
 
-def test_lora_factors_on_experts_are_found_and_marked_as_folded():
+def test_lora_factors_on_experts_are_found_and_marked():
     model, spec = build("nemotron_h", device="meta")
     add_lora(model, ["q_proj"], ["experts.up_proj", "experts.down_proj"])
     weights = weights_of(count_model(model, spec).units[2])
     stack = "mixer.experts.base_layer.base_layer"
     up, down = weights[f"{stack}.up_proj"], weights[f"{stack}.down_proj"]
-    assert (up.fold_rank, down.fold_rank) == (4, 4)
     assert not up.trainable
+    assert not up.on_stack
     # A for up: rank 4 for each of 4 experts, 32 wide; a token meets 2 of 4.
     factor = weights["mixer.experts.base_layer.lora_A.default.weight"]
-    assert (factor.numel, factor.active, factor.trainable, factor.folded) == (
+    assert (factor.numel, factor.active, factor.trainable, factor.on_stack) == (
         4 * 4 * 32,
         0.5,
         True,

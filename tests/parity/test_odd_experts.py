@@ -1,5 +1,4 @@
-"""Experts of widths that torch's grouped product cannot take: they train, and under tp 2 equal one
-process."""
+"""Experts of widths that torch's grouped product cannot take: under tp 2 they equal one process."""
 
 from __future__ import annotations
 
@@ -7,12 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from shardwise.models.causal_lm import CausalLM
+from shardwise.models.facts import facts_of
 from shardwise.models.families import family_of, spec_of
-from shardwise.models.patches import patch
-from shardwise.models.patches.experts import why_one_by_one
 from tests.distributed import run_ranks
 from tests.models.tiny import on_meta
 from tests.parity import harness
@@ -53,13 +49,11 @@ def test_equals_one_process(width: int, family: str, mode: str, variant: str) ->
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "qwen3_next", "nemotron_h", "jamba", "granitemoehybrid", "kimi_linear"]
 )
-def test_product_is_chosen_by_a_ranks_share(
+def test_widths_are_those_of_a_ranks_share(
     width: int, tp: int, odd: int | None, family: str
 ) -> None:
     cfg = run_config(Cell(family, "tp", "full", tp))
     hf = on_meta(cfg.model)
     spec, family = spec_of(hf.config, hf), family_of(hf)
-    reason = why_one_by_one(hf, spec, family, tp)
+    reason = facts_of(hf, spec, family).odd_experts(tp)
     assert reason is None if odd is None else f"multiples of {odd}" in str(reason)
-    patch(CausalLM(hf, spec, family, cfg), cfg, torch.device("cpu"))
-    assert hf.config._experts_implementation == ("grouped_mm" if odd is None else "eager")

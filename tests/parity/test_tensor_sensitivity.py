@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.models import tensor_cuts
 from shardwise.models.kinds import attention, jet_block
-from shardwise.models.patches import router_loss
+from shardwise.models.patches import experts, router_loss
 from shardwise.parallel import ddp, fsdp2, tensor_axis, tensor_modules, tensor_parallel
 from shardwise.parallel.reduce import sum_over, sum_over_copies
 from shardwise.training import gradients
@@ -152,13 +152,15 @@ def output_summed_twice():
 
 
 def adapters_of_experts_not_scaled():
-    fold = tensor_modules._fold
+    adapter = experts.RoutedExperts._adapter
 
-    def unscaled(wrapper, shares):
-        wrapper.scaling = dict.fromkeys(wrapper.scaling, 1.0)
-        fold(wrapper, shares)
+    def unscaled(self, name):
+        views = adapter(self, name)
+        # The reference runs the same code, on whole stacks.
+        is_cut = isinstance(self.module._parameters[name], DTensor)
+        return views._replace(scale=1.0) if is_cut else views
 
-    tensor_modules._fold = unscaled
+    experts.RoutedExperts._adapter = unscaled
 
 
 def cut_gradients_of_replicas_not_summed():

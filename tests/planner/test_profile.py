@@ -19,7 +19,6 @@ from shardwise.config import Lora, RunConfig, UserError
 from shardwise.interfaces import Mesh
 from shardwise.keys import known_keys
 from shardwise.models.counts import count_model
-from shardwise.models.patches.experts import ONE_BY_ONE
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner import profile
 from shardwise.schedule.costs import COUNTED, CostSource
@@ -248,15 +247,6 @@ def test_each_of_these_keys_gives_another_profile(tmp_path, monkeypatch):
         assert path_of(changed(cfg, key, value), hf, keys, 2) == unchanged
     monkeypatch.setattr(profile_store, "version", lambda name: "another")
     assert path_of(cfg, hf, keys, 2) not in paths | {unchanged}
-
-
-def test_experts_that_run_one_by_one_have_another_profile():
-    cfg = config(tiny("qwen3_moe"))
-    hf, spec = build(cfg)
-    keys = unit_keys(hf, spec, "1f1b")
-    grouped = path_of(cfg, hf, keys, 2)
-    hf.set_experts_implementation(ONE_BY_ONE)
-    assert path_of(cfg, hf, keys, 2) != grouped
 
 
 def test_a_profile_is_for_as_many_busy_processes_as_measured_it(tmp_path, monkeypatch):

@@ -115,7 +115,7 @@ def _cost(
 ) -> Cost:
     """Return the cost of a unit with these parameters by formula."""
     length, rows = cfg.data.sequence_length, cfg.training.micro_batch_size
-    flops = unit_flops_per_token(unit, length, rows, cfg.training.checkpointing)
+    flops = unit_flops_per_token(unit, length, cfg.training.checkpointing)
     forward, weights = flops.forward, flops.weight_gradient
     inputs = flops.input_gradient + flops.recomputed
     if unit.kind == "head" and cfg.training.loss != "plain":
@@ -214,7 +214,7 @@ def _elements(hf: PreTrainedModel, weight: Weight) -> tuple[float, float]:
     """Return the elements per token that go into a product and those that come out of it."""
     shape = hf.get_parameter(weight.name).shape
     if ".lora_" in weight.name:  # its input and B's output are the adapted product's already
-        is_rank = ".lora_A." in weight.name and not weight.folded
+        is_rank = ".lora_A." in weight.name and not weight.on_stack
         return 0.0, shape[0] if is_rank else 0.0
     if len(shape) == 3 and shape[1] == 1:  # a convolution of each channel, [C, 1, K]
         return shape[0], shape[0]

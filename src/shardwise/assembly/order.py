@@ -90,7 +90,7 @@ BEFORE_LOADING: tuple[Entry[Apply], ...] = (
     # Shards the weights that all others then wrap.
     Entry("tensor", lambda cfg: cfg.parallel.tp > 1, tensor_parallel.apply),
     # Shards what tensor parallelism has left of experts.
-    Entry("experts", lambda cfg: cfg.parallel.ep > 1, expert_parallel.apply),
+    Entry("expert", lambda cfg: cfg.parallel.ep > 1, expert_parallel.apply),
     # Inside checkpointing, which runs compiled layers again.
     Entry("compile", lambda cfg: cfg.training.compile != "none", compile.apply),
     # Inside the wrappers, so that their hooks lie outside.

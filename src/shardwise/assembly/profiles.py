@@ -145,8 +145,6 @@ def path_of(cfg: RunConfig, hf: PreTrainedModel, keys: Sequence[str], num_proces
         "schema": SCHEMA_VERSION,
         "units": sorted(set(keys)),
         "model": model,
-        # models/patches/experts.py may choose another product for a tensor-parallel rank's share.
-        "experts": hf.config._experts_implementation,
         "run": run,
         "machine": {key: facts[key] for key in machine}
         | {name: version(name) for name in KERNEL_PACKAGES},

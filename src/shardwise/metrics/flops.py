@@ -52,7 +52,7 @@ def model_flops_per_token(counts: ModelCounts, sequence_length: int) -> float:
 
 
 def hardware_flops_per_token(
-    counts: ModelCounts, sequence_length: int, micro_batch_size: int, checkpointing: Checkpointing
+    counts: ModelCounts, sequence_length: int, checkpointing: Checkpointing
 ) -> float:
     """Return the FLOPs per token that the same step runs on one process, with recomputation.
 
@@ -63,12 +63,8 @@ def hardware_flops_per_token(
       layers. The last product does not run again where nothing after it is saved
       (`Kind.ends`). A layer with nothing trainable at or below it saves nothing for a
       backward, so it runs once. Embedding and head are not checkpointed. `operators` runs only B
-      of each adapter again, and the folding of PEFT.
-    - PEFT adapts a stack of experts (or a router) by folding. Each forward adds B A to the whole
-      stack, 2 r n FLOPs for a stack of n elements, and torch's parametrization evaluates that once
-      more to check its shape. The backward has two such products. They are spread over the tokens
-      of the micro-batch. The gradients of A and B come through the gradient of the stack, 2 n per
-      token and active share. The low-rank products, which the model's FLOPs count, do not run.
+      of each linear's adapter again.
+    - The backward of adapters on a stack of experts multiplies by A again.
 
     The head counts at positions without a target too. The chunked loss skips these, but their
     number depends on the data and is not known here.
@@ -78,7 +74,7 @@ def hardware_flops_per_token(
     """
     total = 0.0
     for unit in counts.units:
-        flops = unit_flops_per_token(unit, sequence_length, micro_batch_size, checkpointing)
+        flops = unit_flops_per_token(unit, sequence_length, checkpointing)
         total += flops.total
     return total
 
@@ -118,13 +114,12 @@ def is_rerun(unit: Unit, checkpointing: Checkpointing) -> bool:
 
 
 def unit_flops_per_token(
-    unit: Unit, sequence_length: int, micro_batch_size: int, checkpointing: Checkpointing
+    unit: Unit, sequence_length: int, checkpointing: Checkpointing
 ) -> UnitFlops:
     """Return the part of one unit in `hardware_flops_per_token`."""
     rerun = is_rerun(unit, checkpointing)
     low_rank_rerun = rerun or (checkpointing == "operators" and is_rerun(unit, "full"))
-    tokens = sequence_length * micro_batch_size
-    passes = [_executed(weight, rerun, low_rank_rerun, tokens) for weight in unit.weights]
+    passes = [_executed(weight, rerun, low_rank_rerun) for weight in unit.weights]
     passes += [_executed_core(core, unit, rerun, sequence_length) for core in unit.cores]
     return sum(passes, start=UnitFlops())
 
@@ -145,21 +140,17 @@ def _passes(weight: Weight) -> int:
     return 2 + 2 * weight.input_gradient + 2 * weight.trainable
 
 
-def _executed(weight: Weight, rerun: bool, low_rank_rerun: bool, tokens: int) -> UnitFlops:
+def _executed(weight: Weight, rerun: bool, low_rank_rerun: bool) -> UnitFlops:
     """Return the FLOPs per token of a weight. `rerun`: its layer's forward runs again."""
-    if weight.folded:
-        return UnitFlops()
-    weight_gradient = weight.trainable or weight.fold_rank > 0
-    is_never_kept = weight.by_elements or ".lora_B." in weight.name
+    is_never_kept = weight.by_elements or (".lora_B." in weight.name and not weight.on_stack)
     is_rerun = weight.rerun and (low_rank_rerun if is_never_kept else rerun)
+    is_again = weight.on_stack and ".lora_A." in weight.name
     product = 2 * weight.active * weight.numel
-    # B A is evaluated twice, and has two products in its backward.
-    fold = 4 * weight.fold_rank * weight.numel / tokens
     return UnitFlops(
-        forward=product + fold,
+        forward=product,
         input_gradient=product * weight.input_gradient,
-        weight_gradient=product * weight_gradient + fold,
-        recomputed=product * is_rerun + fold * (weight.rerun and low_rank_rerun),
+        weight_gradient=product * weight.trainable,
+        recomputed=product * (is_rerun + is_again),
     )
 
 

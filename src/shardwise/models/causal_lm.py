@@ -13,6 +13,7 @@ from shardwise.batches import IGNORED, Batch
 from shardwise.config import RunConfig
 from shardwise.models.families import Family
 from shardwise.models.part import ModelPart
+from shardwise.models.patches.experts import RoutedExperts
 from shardwise.models.patches.isolation import with_documents
 from shardwise.models.patches.masks import without_packed_rows
 from shardwise.models.patches.router_loss import routers_of
@@ -46,6 +47,8 @@ class CausalLM(ModelPart):
         self.num_routers = len(routers_of(whole_model or hf, family))
         """Routers of the whole model: a stage adds its routers' share of the router loss."""
         self.loss_in_head = False
+        self.experts: dict[str, RoutedExperts] = {}
+        """The forwards of its routed experts, by the paths of their modules."""
 
     def forward(self, batch: Batch, return_logits: bool = False) -> torch.Tensor:
         """Return the loss summed over target tokens (scalar, float32), or logits [B, T, V].

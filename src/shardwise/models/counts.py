@@ -34,10 +34,8 @@ class Weight:
     """Share of the weight that one token meets: top_k / E in a stack of experts."""
     rerun: bool = True
     """Full activation checkpointing runs the product again; see `Kind.ends`."""
-    fold_rank: int = 0
-    """Rank of an adapter that PEFT multiplies out and adds to this weight in each forward."""
-    folded: bool = False
-    """This is a factor of such an adapter."""
+    on_stack: bool = False
+    """This is a factor of adapters on a stack of experts; the backward multiplies by A again."""
     by_elements: bool = False
     """A convolution of each channel by itself: no matrix product, so `operators` runs it again."""
 
@@ -123,7 +121,6 @@ def _count_unit(
     experts = {f"{layer.name}.{name}" for name in layer.experts} if layer else set()
     stacks = [name for name, _ in used if _site(model, name) in experts]
     active = _active_share([p for name, p in used if name in stacks], model.config)
-    ranks = {_site(model, name): _fold_rank(model, name) for name, _ in used if ".lora_A." in name}
     last = _last_product(layer, [name for name, _ in used]) if layer else None
     weights = tuple(
         Weight(
@@ -133,8 +130,7 @@ def _count_unit(
             input_gradient=below or lowest < stages[name],
             active=active if name in stacks else 1.0,
             rerun=name != last,
-            fold_rank=0 if ".lora_" in name else ranks.get(_site(model, name), 0),
-            folded=".lora_" in name and _fold_rank(model, name) > 0,
+            on_stack=".lora_" in name and name in stacks,
             by_elements=isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d),
         )
         for name, p in used
@@ -192,13 +188,6 @@ def _active_share(stacks: list[nn.Parameter], config: PretrainedConfig) -> float
     """Return the share of the routed experts that a token is sent to."""
     stacks = [p for p in stacks if p.ndim == 3]
     return config.num_experts_per_tok / stacks[0].shape[0] if stacks else 1.0
-
-
-def _fold_rank(model: nn.Module, name: str) -> int:
-    """Return the rank of a LoRA factor's adapter if PEFT folds it into its parameter, else 0."""
-    module, _, rest = name.partition(".lora_")
-    wrapper = model.get_submodule(module)
-    return wrapper.r[rest.split(".")[1]] if isinstance(wrapper, ParamWrapper) else 0
 
 
 def _last_product(layer: LayerSpec, names: list[str]) -> str | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import torch
+from peft.tuners.lora import ParamWrapper
 from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
 
+from shardwise.kernels.grouped_linear import ROW_BYTES
 from shardwise.layouts import ModelFacts
 from shardwise.models import expert_plan, tensor_plan
 from shardwise.models.families import FAMILIES, Family
 from shardwise.models.kinds.attention import Attention, SlidingAttention
-from shardwise.models.names import in_use
+from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.patches import experts, lora_kernel, router_loss
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.context import AttentionShape, ContextFacts
@@ -31,7 +34,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
     def odd_experts(num_ranks: int) -> str | None:
         # Where the blocks cannot be cut, or how is not known, another rule refuses.
         cuts = is_listed and indivisible(num_ranks) is None
-        return experts.why_one_by_one(hf, spec, family, num_ranks if cuts else 1)
+        return _odd_widths(hf, spec, family, num_ranks if cuts else 1)
 
     kinds = tuple(dict.fromkeys(layer.kind for layer in spec.layers))
     return ModelFacts(
@@ -58,6 +61,10 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         ),
         indivisible=indivisible,
         odd_experts=odd_experts,
+        folds_adapters=any(
+            isinstance(module, ParamWrapper) and not experts.is_routed(module.get_base_layer())
+            for module in hf.modules()
+        ),
         context=context_facts(hf, spec),
         most_earlier_tokens=_most_earlier_tokens(hf, spec),
         scaled_positions=_scaled_positions(hf),
@@ -106,3 +113,27 @@ def context_facts(hf: PreTrainedModel, spec: ModelSpec) -> ContextFacts:
 def _most_earlier_tokens(hf: PreTrainedModel, spec: ModelSpec) -> int:
     blocks = [(f"{layer.name}.{b.path}", b.kind) for layer in spec.layers for b in layer.mixers]
     return max((kind.width(in_use(hf.get_submodule(path))) - 1 for path, kind in blocks), default=0)
+
+
+def _odd_widths(hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int) -> str | None:
+    """Return why grouped products cannot take a rank's experts with `num_ranks` ranks of `tp`.
+
+    Returns None if they can, in bfloat16 on a GPU. Elsewhere a loop is as fast.
+    """
+    cuts = tensor_plan.cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
+    ends = tuple(f".{name}" for name in family.experts)
+    for name, parameter in hf.named_parameters():
+        if is_adapter(name) or not ends or not hf_name(name).endswith(ends):
+            continue
+        shape = list(parameter.shape)
+        if name in cuts:
+            shape[cuts[name].dim] = cuts[name].rows.local_size
+        multiple = ROW_BYTES // parameter.element_size()
+        if any(size % multiple for size in shape[1:]):
+            short = re.sub(r"\.\d+\.", ".*.", hf_name(name), count=1)
+            return (
+                f"{short} is {shape} on a rank, and torch's grouped product takes rows of "
+                f"multiples of {ROW_BYTES} bytes: widths that are multiples of "
+                f"{multiple * num_ranks}"
+            )
+    return None

@@ -16,35 +16,36 @@ from __future__ import annotations
 
 from functools import partial
 
-from peft.tuners.lora import ParamWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
-from shardwise.models.expert_plan import cuts_of, experts_of, num_experts
-from shardwise.models.part import ModelPart
+from shardwise.models.causal_lm import CausalLM
+from shardwise.models.expert_plan import cuts_of, experts_of
+from shardwise.models.names import hf_name
 from shardwise.models.spec import ModelSpec
-from shardwise.models.tensor_cuts import Cut, unwrapped
+from shardwise.models.tensor_cuts import Cut
 from shardwise.parallel.expert_axis import ExpertAxis
 from shardwise.parallel.place import axes_of, local, placed
 from shardwise.parallel.rows import in_order
-from shardwise.parallel.tensor_modules import Shares, fold
+from shardwise.parallel.tensor_modules import Shares
 
 
 def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> ParallelModel:
     """Leave this rank its experts, while parameters are on `meta`, and send tokens to them."""
+    axis = ExpertAxis(mesh.group("ep"))
     reordered: dict[str, Cut] = {}
     for part in pm.parts:
-        assert isinstance(part, ModelPart)
+        assert isinstance(part, CausalLM)
         cuts = cuts_of(part.hf, part.spec, mesh.ep)
         for path, experts in experts_of(part.hf, part.spec):
-            axis = ExpertAxis(mesh.group("ep"), num_experts(experts) // mesh.ep)
             for name, parameter in list(experts.named_parameters()):
                 owner, _, attribute = f"{path}.{name}".rpartition(".")
                 share = _share(parameter, cuts[f"{path}.{name}"], mesh)
                 part.hf.get_submodule(owner)._parameters[attribute] = share
-            _compute_share(experts, axis, folds=cfg.parallel.tp == 1)
+            routed = part.experts[hf_name(path)]
+            routed.compute = partial(axis.compute, Shares(experts).within(routed.compute))
         reordered |= {name: cut for name, cut in cuts.items() if not cut.rows.in_order}
     return in_order(pm, reordered, "ep")
 
@@ -52,27 +53,10 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 def _share(full: nn.Parameter, cut: Cut, mesh: Mesh) -> nn.Parameter:
     """Return this rank's share of a weight, which `tp` may have sharded along another dim."""
     assert full.is_meta
-    axes, placements = ["ep", *axes_of(full)], [Shard(cut.dim)]
-    if isinstance(full, DTensor):
-        placements += full.placements
+    placements = full.placements if isinstance(full, DTensor) else ()
     shape = [*local(full).shape]
     shape[cut.dim] = cut.rows.local_size
     empty = local(full.detach()).new_empty(shape)
-    share = placed(empty, mesh.experts[tuple(axes)], placements, full.shape)
+    axes = mesh.along("ep", *axes_of(full))
+    share = placed(empty, axes, [Shard(cut.dim), *placements], full.shape)
     return nn.Parameter(share, full.requires_grad)
-
-
-def _compute_share(experts: nn.Module, axis: ExpertAxis, folds: bool) -> None:
-    """Let a module compute its own experts for the tokens of all ranks.
-
-    `folds`: nothing else puts plain shares in the place of its DTensors, as `tp` does.
-    """
-    unwrapped(experts).num_experts = axis.num_local
-    shares = Shares(experts)
-    for module in experts.modules():
-        if isinstance(module, ParamWrapper):
-            module.num_experts = axis.num_local
-            if folds:
-                fold(module, shares)
-    inner = shares.within(experts.forward) if folds else experts.forward
-    experts.forward = partial(axis.compute, inner)

@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from peft.tuners.lora import ParamWrapper
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
@@ -103,9 +102,6 @@ def compute_shares(block: nn.Module, split: BlockSplit, axis: TensorAxis) -> Non
         if getattr(module, "bias", None) is not None:
             shares.changed[module, "bias"] = lambda bias: bias / axis.size  # Each rank adds it.
         _share_dropout(block, name, cut.rows, axis)
-    for module in block.modules():
-        if isinstance(module, ParamWrapper):
-            fold(module, shares)
     block.forward = around(shares.within(block.forward), axis.enter, axis.leave)
 
 
@@ -174,17 +170,3 @@ def _share_dropout(block: nn.Module, linear: str, rows: Rows, axis: TensorAxis) 
         for name, child in list(parent.named_children()):
             if isinstance(child, SlotDropout):
                 setattr(parent, name, child.of_share(features.to(axis.mesh.device_type)))
-
-
-def fold(wrapper: ParamWrapper, shares: Shares) -> None:
-    """Add an adapter to its stack of experts here: PEFT expects a plain tensor as the parameter."""
-    (name,) = wrapper.active_adapters
-    owners: list[Any] = [wrapper.lora_A[name], wrapper.lora_B[name]]
-
-    def folded(stack: torch.Tensor) -> torch.Tensor:
-        a, b = (local(owner._parameters["weight"]) for owner in owners)  # [E R, in], [out, R E]
-        a, b = a.unflatten(0, (wrapper.num_experts, -1)), b.unflatten(1, (-1, wrapper.num_experts))
-        return stack + (wrapper.scaling[name] * torch.einsum("ore,eri->eoi", b, a)).to(stack.dtype)
-
-    shares.changed[wrapper.get_base_layer(), wrapper.parameter_name] = folded
-    wrapper.forward = wrapper.base_layer.__call__

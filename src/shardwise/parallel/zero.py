@@ -189,11 +189,13 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
 
 
 def _trained(whole: nn.Parameter, dim: int, mesh: Mesh) -> Trained:
-    axis, placements = _axis(whole, mesh), [Shard(dim)]
-    if isinstance(whole, DTensor):  # Tensor or expert parallelism has sharded it along other dims.
-        placements += whole.placements
+    axis = _axis(whole, mesh)
+    # Tensor or expert parallelism may have sharded it along other dims.
+    placements = whole.placements if isinstance(whole, DTensor) else ()
     shard = cut(local(whole.detach()), dim, mesh.size(axis))[mesh.rank(axis)]
-    sharded = placed(shard, mesh.along(axis, *axes_of(whole)), placements, whole.shape)
+    sharded = placed(
+        shard, mesh.along(axis, *axes_of(whole)), [Shard(dim), *placements], whole.shape
+    )
     return Trained(whole, nn.Parameter(sharded), dim)
 
 

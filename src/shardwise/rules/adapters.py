@@ -48,14 +48,4 @@ RULES = (
         way_out="set it to 0, or leave the experts out of lora.targets",
         why="PEFT adds such an adapter to the stack itself, where there is no input",
     ),
-    Rule(
-        "fsdp1 with adapters on experts",
-        applies=lambda case: case.parallel.data == "fsdp1" and case.adapters.has_experts,
-        problem=(
-            "parallel.data fsdp1: PEFT computes adapters on routed experts over a parameter, and "
-            "finds a view into a flat one in its place"
-        ),
-        way_out="use fsdp2, or leave the experts out of lora.targets",
-        why="PEFT's wrapper registers a parametrization, which needs the parameter itself",
-    ),
 )

@@ -238,6 +238,16 @@ RULES = (
         why="a rank computes whole heads or channels",
     ),
     Rule(
+        "fsdp1 with adapters on experts that PEFT folds",
+        applies=lambda case: case.parallel.data == "fsdp1" and case.model.folds_adapters,
+        problem=(
+            "parallel.data fsdp1: PEFT computes adapters on these experts over a parameter, and "
+            "finds a view into a flat one in its place"
+        ),
+        way_out="use fsdp2, or leave the experts out of lora.targets",
+        why="PEFT's wrapper registers a parametrization, which needs the parameter itself",
+    ),
+    Rule(
         "compile with experts of odd widths",
         applies=lambda case: (
             case.training.compile != "none" and case.model.odd_experts(case.parallel.tp) is not None

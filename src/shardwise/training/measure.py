@@ -164,9 +164,9 @@ def _flops(
 
     `step_seconds` is the mean time of a step, None where no step was timed.
     """
-    length, micro_batch = cfg.data.sequence_length, cfg.training.micro_batch_size
+    length = cfg.data.sequence_length
     model = model_flops_per_token(counts, length)
-    hardware = hardware_flops_per_token(counts, length, micro_batch, cfg.training.checkpointing)
+    hardware = hardware_flops_per_token(counts, length, cfg.training.checkpointing)
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
     peak = peak_flops(mesh.device, torch.bfloat16 if in_16_bits else torch.float32)
     # All positions of a row count, not only targets: the device computes padding too.

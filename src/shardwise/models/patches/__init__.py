@@ -38,7 +38,7 @@ PATCHES: tuple[tuple[str, Patch], ...] = (
     ("embeddings with a gradient", embedding.apply),
     ("cores", cores.apply),
     ("attention kernel", attention.apply),
-    ("experts one by one", experts.apply),
+    ("routed experts", experts.apply),
     ("finite forget gates", forget_gate.apply),
     ("gated activations", gates.apply),
     ("isolated documents", isolation.apply),  # around mixers; gives their dropouts the documents

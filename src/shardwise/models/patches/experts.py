@@ -1,70 +1,173 @@
-"""How experts are multiplied: all in one grouped product, or one expert after the other."""
+"""Routed experts: every token through the experts that its router chose.
+
+transformers stacks the weights of a layer's experts, [E, out, in]. Rows are sorted by expert once,
+go through the stacks as kernels/grouped_linear says, and return in their order. Adapters on stacks
+keep PEFT's modules, names and files; PEFT's forward, which adds B A to a copy of the stack, is
+replaced.
+"""
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from peft.tuners.lora import ParamWrapper
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers.integrations.moe import _default_apply_gate
 
 from shardwise.config import RunConfig
-from shardwise.models import tensor_plan
-from shardwise.models.families import Family
-from shardwise.models.names import hf_name, is_adapter
-from shardwise.models.spec import ModelSpec
+from shardwise.kernels.gated_activation import gated_silu
+from shardwise.kernels.grouped_linear import Adapter, grouped_linear, takes
+from shardwise.kernels.lora_linear import BackwardHalf
+from shardwise.models.names import hf_name
+from shardwise.models.patches.gates import has_silu
 
 if TYPE_CHECKING:
     from shardwise.models.causal_lm import CausalLM
 
-ROW_BYTES = 16
-"""What torch's grouped product wants the rows of its operands to be a multiple of."""
-GROUPED, ONE_BY_ONE = "grouped_mm", "eager"
-"""transformers' names of the two."""
+Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes rows [S, D] sorted by expert, and where those of each expert end, [E] int32; returns the
+experts' outputs [S, D]."""
 
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
-    """Let the experts of a part run one by one where torch's grouped product cannot take them.
+    """Let the stacked experts of a part, and the adapters on them, compute as `RoutedExperts`."""
+    part.experts = use_routed_experts(part.hf, part.backward_half)
 
-    What counts is a rank's share of them. transformers' own loop computes the same.
+
+def use_routed_experts(
+    model: nn.Module, half: BackwardHalf | None = None
+) -> dict[str, RoutedExperts]:
+    """Replace the forwards of a model's stacked experts; return what does, by the modules' paths.
+
+    `half` says which half of a backward runs, in a pipeline whose schedule has two.
     """
-    if why_one_by_one(part.hf, part.spec, part.family, cfg.parallel.tp):
-        part.hf.set_experts_implementation(ONE_BY_ONE)
+    adapters: dict[nn.Module, dict[str, ParamWrapper]] = {}
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            adapters.setdefault(module.get_base_layer(), {})[module.parameter_name] = module
+    replaced = {}
+    for path, module in model.named_modules():
+        # What a copy in `modules_to_save` replaces is never called.
+        if is_routed(module) and ".original_module" not in path:
+            routed = RoutedExperts(module, adapters.get(module, {}), half)
+            module.forward = routed.forward
+            for wrapper in routed.adapters.values():
+                wrapper.forward = wrapper.base_layer.__call__
+            replaced[hf_name(path)] = routed
+    return replaced
 
 
-def why_one_by_one(
-    hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int
-) -> str | None:
-    """Return why the grouped product cannot take a rank's experts with `num_ranks` ranks of `tp`.
+def is_routed(module: nn.Module) -> bool:
+    """Return whether a module has stacks of experts in the form that `RoutedExperts` computes."""
+    return "has_gate" in vars(module)  # transformers' decorator of such classes sets it
 
-    Returns None if it can.
+
+class RoutedExperts:
+    """The forward of a module of stacked experts, with PEFT's adapters on its stacks by name."""
+
+    def __init__(
+        self, module: Any, adapters: dict[str, ParamWrapper], half: BackwardHalf | None = None
+    ) -> None:
+        self.module = module
+        self.adapters = adapters
+        self.half = half
+        self.compute: Compute = self.outputs
+        """What the sorted rows go through. A strategy that sends rows to other ranks wraps it."""
+
+    def forward(
+        self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sums [N, D] of experts' outputs for hidden states [N, D].
+
+        indices [N, k] are the experts of each token, weights [N, k] what their outputs count.
+        """
+        num_tokens, top_k = indices.shape
+        experts, order = indices.flatten().sort(stable=True)
+        back = order.argsort()
+        numbers = torch.arange(self.module.num_experts, device=experts.device)
+        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        y = self.compute(_Rows.apply(hidden, order, back, top_k), ends)
+        y = permuted(y, back, order).view(num_tokens, top_k, -1)
+        return (y * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+
+    def outputs(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Return the experts' outputs [S, D] for rows [S, D] sorted by expert.
+
+        Where a loop has to multiply the stacks, the host waits for `ends` here, once.
+        """
+        module = self.module
+        first = "gate_up_proj" if module.has_gate else "up_proj"
+        if not self._are_grouped(x.device, (first, "down_proj")):
+            ends = ends.cpu()
+        y = self._linear(first, x, ends)
+        if not module.has_gate:
+            y = module.act_fn(y)
+        elif type(module)._apply_gate is _default_apply_gate and has_silu(module):
+            y = gated_silu(*y.chunk(2, dim=-1))
+        else:
+            y = module._apply_gate(y)
+        y = self._linear("down_proj", y, ends)
+        return module.post_expert_norm(y) if module.has_post_expert_norm else y
+
+    def _linear(self, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        y = grouped_linear(x, self._stack(name), ends, self._adapter(name), self.half)
+        if self.module.has_bias:
+            counts = ends.diff(prepend=ends.new_zeros(1)).to(x.device)
+            bias = getattr(self.module, f"{name}_bias")  # [E, out]
+            y = y + bias.repeat_interleave(counts, dim=0, output_size=len(x))
+        return y
+
+    def _stack(self, name: str) -> torch.Tensor:
+        """Return a stack as [E, out, in], a view where a class keeps [E, in, out]."""
+        stack = getattr(self.module, name)
+        return stack.mT if self.module.is_transposed else stack
+
+    def _adapter(self, name: str) -> Adapter | None:
+        """Return views of PEFT's factors: A [E R, in], by expert, and B [out, R E], by rank."""
+        wrapper = self.adapters.get(name)
+        if wrapper is None or wrapper.disable_adapters or wrapper.merged:
+            return None
+        (adapter,) = wrapper.active_adapters
+        factors: Any = (wrapper.lora_A[adapter], wrapper.lora_B[adapter])
+        a, b = (factor.weight for factor in factors)
+        rank = wrapper.r[adapter]
+        a, b = a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
+        return Adapter(a, b, wrapper.scaling[adapter])
+
+    def _are_grouped(self, device: torch.device, names: tuple[str, ...]) -> bool:
+        stacks = [self._stack(name) for name in names]
+        widths = {width for stack in stacks for width in stack.shape[1:]}
+        widths |= {rank for wrapper in self.adapters.values() for rank in wrapper.r.values()}
+        return takes(device, stacks[0].dtype, widths)
+
+
+def permuted(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """Return the rows x[order]; `back` undoes `order`."""
+    return _Rows.apply(x, order, back, 1)
+
+
+class _Rows(torch.autograd.Function):
+    """Rows x[order // copies]; `back` undoes `order`, so that no gradient is scattered.
+
+    Sums over a token's copies are in the order of its experts, on every device.
     """
-    stack = _odd_stack(hf, spec, family, num_ranks)
-    if stack is None or hf.config._experts_implementation != GROUPED:
-        return None
-    name, shape, multiple = stack
-    return (
-        f"{name} is {shape} on a rank, and torch's grouped product takes rows of multiples of "
-        f"{ROW_BYTES} bytes: widths that are multiples of {multiple}"
-    )
 
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor, copies: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return x.index_select(0, order // copies)
 
-def _odd_stack(
-    hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int
-) -> tuple[str, list[int], int] | None:
-    """Return (name, a rank's shape, multiple) of the first stack whose rows have the wrong size.
-
-    The widths of the whole stack must be multiples of `multiple`.
-    """
-    cuts = tensor_plan.cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
-    ends = tuple(f".{name}" for name in family.experts)
-    for name, parameter in hf.named_parameters():
-        if is_adapter(name) or not ends or not hf_name(name).endswith(ends):
-            continue
-        shape = list(parameter.shape)
-        if name in cuts:
-            shape[cuts[name].dim] = cuts[name].rows.local_size
-        multiple = ROW_BYTES // parameter.element_size()
-        if any(size % multiple for size in shape[1:]):
-            return re.sub(r"\.\d+\.", ".*.", hf_name(name), count=1), shape, multiple * num_ranks
-    return None
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        dx = dy.index_select(0, back)
+        if ctx.copies > 1:
+            dx = dx.unflatten(0, (-1, ctx.copies)).sum(dim=1)
+        return dx, None, None, None

@@ -38,11 +38,11 @@ def use_gates(hf: nn.Module) -> None:
     """Replace the forward of every module of a model whose class has the code of one of OURS."""
     for module in hf.modules():
         ours = OURS.get(_code(type(module)))
-        if ours is not None and _has_silu(module):
+        if ours is not None and has_silu(module):
             module.forward = MethodType(ours, module)
 
 
-def _has_silu(module: Any) -> bool:
+def has_silu(module: Any) -> bool:
     """Return whether the activation is silu; a forward without a module for it says which."""
     activation = getattr(module, "act_fn", getattr(module, "activation", None))
     return not isinstance(activation, nn.Module) or isinstance(activation, SiLUActivation | nn.SiLU)

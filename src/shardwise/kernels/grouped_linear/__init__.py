@@ -1,0 +1,6 @@
+"""Linears of experts, each on the rows of its own tokens, with LoRA adapters or without."""
+
+from shardwise.kernels.grouped_linear.fused import Adapter, grouped_linear
+from shardwise.kernels.grouped_linear.grouped import ROW_BYTES, takes
+
+__all__ = ["ROW_BYTES", "Adapter", "grouped_linear", "takes"]

@@ -1,0 +1,143 @@
+"""The linears of experts with their adapters, in one autograd node that keeps only its inputs.
+
+y_i = x_i W_e^T + scale (x_i A_e^T) B_e^T for row i of expert e. The stack of weights [E, out, in]
+is read where it lies: neither the product B A nor a copy of the stack is made. The backward
+computes x A^T, which has few columns, again.
+Source: Hu et al., "LoRA", arXiv 2106.09685, section 4.1, for each expert by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from shardwise.kernels.grouped_linear import grouped, loop
+from shardwise.kernels.grouped_linear.gradients import Needs
+from shardwise.kernels.lora_linear import BackwardHalf
+
+
+class Adapter(NamedTuple):
+    """The factors of all experts' adapters."""
+
+    a: torch.Tensor  # [E, R, in]
+    b: torch.Tensor  # [E, out, R]
+    scale: float
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    adapter: Adapter | None = None,
+    half: BackwardHalf | None = None,
+) -> torch.Tensor:
+    """Return y [rows, out] of x [rows, in], whose rows are sorted by expert.
+
+    The rows of expert e end before row ends[e] [E], int32; an expert may have none, and the last
+    one's end with x. Where `ends` lies chooses the path: on a GPU, grouped products; on the CPU, a
+    loop over experts. weight is [E, out, in], in any strides. Products are in its dtype, under
+    autocast too: a cast would copy the stack. `half` is needed only where a pipeline runs backwards
+    in two halves. There are no second derivatives.
+    """
+    a, b, scale = adapter or (None, None, 1.0)
+    with torch.autocast(x.device.type, enabled=False):
+        if adapter is not None:
+            a, b = adapter.a.to(weight.dtype), adapter.b.to(weight.dtype)
+        return _GroupedLinear.apply(x.to(weight.dtype), weight, a, b, scale, ends, half)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        scale: float,
+        ends: torch.Tensor,
+        half: BackwardHalf | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, a, b, ends)
+        ctx.scale, ctx.half = scale, half
+        return output(x, weight, a, b, scale, ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, a, b, ends = ctx.saved_tensors
+        half = "full" if ctx.half is None else ctx.half.current
+        needs_x, needs_weight, needs_a, needs_b, *_ = ctx.needs_input_grad
+        needs = Needs(
+            needs_x and half != "weight",
+            needs_weight and half != "input",
+            (needs_a or needs_b) and half != "input",
+        )
+        dx, dweight, da, db = gradients(
+            dy.contiguous(), x, weight, a, b, ctx.scale, ends, list(needs)
+        )
+        factors = (da, db) if needs.factors else (None, None)
+        return (
+            dx if needs.x else None,
+            dweight if needs.weight else None,
+            *factors,
+            None,
+            None,
+            None,
+        )
+
+
+@torch.library.custom_op("shardwise::grouped_linear", mutates_args=())
+def output(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    scale: float,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """Return y as a new tensor. torch.compile looks into no loop over the tokens' experts."""
+    path = grouped if ends.is_cuda else loop
+    return path.forward(x, weight, a, b, scale, ends)
+
+
+@output.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@torch.library.custom_op("shardwise::grouped_linear_gradients", mutates_args=())
+def gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    scale: float,
+    ends: torch.Tensor,
+    needs: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients as new tensors, empty where one is not needed."""
+    path = grouped if ends.is_cuda else loop
+    dx, dw, da, db = path.backward(dy, x, weight, a, b, scale, ends, Needs(*needs))
+    return tuple(dy.new_empty(0) if grad is None else grad for grad in (dx, dw, da, db))
+
+
+@gradients.register_fake
+def _(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    a: torch.Tensor | None,
+    b: torch.Tensor | None,
+    scale: float,
+    ends: torch.Tensor,
+    needs: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs = zip((x, weight, a, b), (needs[0], needs[1], needs[2], needs[2]))
+    return tuple(
+        torch.empty_like(tensor) if tensor is not None and needed else dy.new_empty(0)
+        for tensor, needed in inputs
+    )
