@@ -48,8 +48,7 @@ class ExpertAxis:
 def _of_some_rows(local: Compute, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return what this rank's experts make of rows, of which there may be none.
 
-    Instead of none they get a row of zeros: so the backward meets all of their weights, and both of
-    its all-to-all run.
+    Instead of none they get a row of zeros, as torch's grouped product has no backward for none.
     """
     if len(rows):
         return local(rows, ends)

@@ -1,0 +1,132 @@
+"""Known bugs of expert parallelism, planted one at a time as in test_sensitivity.py: each must turn
+a cell red."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from shardwise.interfaces import Mesh
+from shardwise.models import expert_plan
+from shardwise.models.patches import experts
+from shardwise.models.tensor_cuts import Cut, even
+from shardwise.parallel import ddp, expert_axis, expert_parallel, fsdp2
+from shardwise.parallel.place import axes_of, local
+from shardwise.parallel.reduce import sum_over_copies
+from shardwise.training import gradients
+from tests.parity.spread_experts import FIXED
+from tests.parity.test_sensitivity import check_caught
+
+FULL, ADAPTERS = FIXED
+
+
+def weights_of_the_router_not_multiplied():
+    forward = experts.RoutedExperts.forward
+
+    def alike(self, hidden, indices, weights):
+        return forward(self, hidden, indices, torch.ones_like(weights))
+
+    experts.RoutedExperts.forward = alike
+
+
+def rows_returned_as_the_experts_had_them():
+    permuted = expert_axis.permuted
+    calls = []
+
+    def only_before(x, order, back):
+        calls.append(order)
+        return permuted(x, order, back) if len(calls) % 2 else x
+
+    expert_axis.permuted = only_before
+
+
+def rows_taken_for_sorted_by_expert():
+    expert_axis.permuted = lambda x, order, back: x
+
+
+def gradient_of_rows_not_sent_back():
+    expert_axis._Exchanged.backward = staticmethod(
+        lambda ctx, dy: (dy.new_zeros(sum(ctx.sizes[0]), dy.shape[1]), None, None, None)
+    )
+
+
+def gradients_of_experts_divided_by_the_data_ranks():
+    def divided(parameters, mesh):
+        parameters = list(parameters)
+        sum_over_copies(parameters, mesh)
+        for parameter in parameters:
+            if "ep" in axes_of(parameter):
+                local(parameter.grad).div_(mesh.size("dp_replicate"))
+
+    ddp.sum_over_copies = divided
+
+
+def copies_of_experts_not_added_up():
+    copy_axes = Mesh.copy_axes
+    Mesh.copy_axes = lambda self, axes: () if "ep" in axes else copy_axes(self, axes)
+    Mesh.data_axis = lambda self, axes: self.replicas
+
+
+def experts_of_other_ranks_added_up():
+    Mesh.copy_axes = lambda self, axes: self.gradient_axes
+
+
+def norm_of_the_experts_of_one_rank():
+    sharded_axes = gradients.sharded_axes
+
+    def without_experts(parameter, facts):
+        return tuple(axis for axis in sharded_axes(parameter, facts) if axis != "ep")
+
+    gradients.sharded_axes = without_experts
+
+
+def norm_that_counts_copies_of_experts():
+    sharded_axes = gradients.sharded_axes
+
+    def with_copies(parameter, facts):
+        axes = sharded_axes(parameter, facts)
+        return (*axes, "dp_expert") if "ep" in axes else axes
+
+    gradients.sharded_axes = with_copies
+
+
+def factors_cut_as_if_experts_came_first():
+    cuts_of = expert_plan.cuts_of
+
+    def in_order(hf, spec, num_ranks):
+        cuts = cuts_of(hf, spec, num_ranks)
+        return {
+            name: Cut(cut.dim, even(num_ranks, cut.rows.size, "")) for name, cut in cuts.items()
+        }
+
+    expert_parallel.cuts_of = in_order
+
+
+def factors_saved_as_ranks_hold_them():
+    expert_parallel.in_order = lambda pm, reordered, axis: pm
+
+
+def shards_of_experts_not_reduced():
+    fsdp2.left_replicated = lambda part, mesh: [p for p in part.parameters() if "ep" in axes_of(p)]
+    fsdp2.trained_replicated = lambda pm, mesh: []
+
+
+BUGS = (
+    (weights_of_the_router_not_multiplied, FULL),
+    (rows_returned_as_the_experts_had_them, FULL),
+    (rows_taken_for_sorted_by_expert, FULL),
+    (gradient_of_rows_not_sent_back, FULL),
+    (gradients_of_experts_divided_by_the_data_ranks, FULL),
+    (copies_of_experts_not_added_up, FULL),
+    (experts_of_other_ranks_added_up, FULL),
+    (norm_of_the_experts_of_one_rank, FULL),
+    (norm_that_counts_copies_of_experts, FULL),
+    (factors_cut_as_if_experts_came_first, ADAPTERS),
+    (factors_saved_as_ranks_hold_them, ADAPTERS),
+    (shards_of_experts_not_reduced, ADAPTERS),
+)
+
+
+@pytest.mark.parametrize(("bug", "cell"), BUGS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_planted_bug_is_caught(bug: Callable[[], None], cell):
+    check_caught(bug, cell)
