@@ -301,6 +301,12 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "sizes over tp": ("llama", {"parallel": {"tp": 3}}, 3),
     "compile with experts of odd widths": ("odd-experts", {"training": {"compile": "inductor"}}, 1),
+    "biases of routers with LoRA": (
+        "nemotron_h",
+        {"model": {"router_bias_rate": 0.001}, "lora": {"r": 4}},
+        1,
+    ),
+    "biases of routers without any": ("qwen3_moe", {"model": {"router_bias_rate": 0.001}}, 1),
     "ep with fsdp1": ("qwen3_moe", {"parallel": {"data": "fsdp1", "ep": 2}}, 2),
     "ep with training.compile": (
         "qwen3_moe",

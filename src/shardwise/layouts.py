@@ -113,6 +113,8 @@ class ModelFacts:
     """Key and value in config.json of a dropout that draws its masks in the attention kernel."""
     has_router_loss: bool
     """Whether it has routers that are trained with a load-balancing loss."""
+    has_router_bias: bool
+    """Whether it has routers with a bias on their scores, which balances loads."""
     adds_positions: bool
     """Whether it adds positions to the embeddings before its first layer."""
     kinds_without_isolation: tuple[str, ...]

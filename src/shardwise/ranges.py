@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 
 RANGES = {
+    "model.router_bias_rate": (0, 1),
     "model.router_aux_loss_coef": (0, 1_000_000),
     "lora.r": (1, 65_536),
     "lora.alpha": (-1_000_000, 1_000_000),

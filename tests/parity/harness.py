@@ -128,6 +128,7 @@ class Cell:
     micro_rows: int = (
         0  # of a micro-batch; 0: 2, or 1 where more than 2 processes have different rows
     )
+    spread: int = 0  # ranks that share experts; 0: 2 where the layout has `ep`
 
     @property
     def id(self) -> str:
@@ -143,6 +144,7 @@ class Cell:
             f"{self.nproc}p",
             self.variant,
             rows,
+            f"ep{self.spread}" * bool(self.spread),
         )
         return "-".join(filter(None, (*parts, "deep" * self.deep)))
 
@@ -175,7 +177,7 @@ class Cell:
     @property
     def ep(self) -> int:
         """Ranks over which experts are spread."""
-        return 2 if "ep" in self.layout.split("-") else 1
+        return self.spread or (2 if "ep" in self.layout.split("-") else 1)
 
     @property
     def many(self) -> bool:
@@ -209,6 +211,7 @@ class Cell:
             schedule="",
             split=(),
             micro_rows=micro_rows,
+            spread=0,
         )
 
 

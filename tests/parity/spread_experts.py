@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.schedule.orders import ORDERS
 from tests.parity.harness import FAMILIES, Cell
 
-WITH_EXPERTS = tuple(
-    family
-    for family in FAMILIES
-    if family
-    in ("qwen3_next", "nemotron_h", "qwen3_moe", "granitemoehybrid", "kimi_linear", "jamba")
-)
+WITH_EXPERTS = tuple(family for family in FAMILIES if FAMILY_FACTS[family].experts)
 COMPOSED = {
     **dict.fromkeys(("ddp-ep", "zero1-ep", "zero2-ep", "fsdp2-ep"), (2, 4)),
     "hsdp-ep": (4,),
@@ -21,6 +17,8 @@ COMPOSED = {
     **dict.fromkeys(("pp-fsdp2-ep-tp", "fsdp2-cp-ep-tp"), (8,)),
 }
 """Layouts with the numbers of processes: of 2 ranks along each axis, `ep` of 2."""
+WIDE = (("ddp-ep", 4), ("fsdp2-ep", 8))
+"""Layouts whose experts are shared by 4 ranks."""
 MODES = (("lora", ""), ("lora", "experts"), ("full", ""))
 
 
@@ -31,6 +29,9 @@ def _all() -> Iterator[Cell]:
                 for num_ranks in sizes:
                     schedule = "1f1b" if layout.startswith("pp") else ""
                     yield Cell(family, layout, mode, num_ranks, variant, schedule=schedule)
+            for layout, num_ranks in WIDE:
+                yield Cell(family, layout, mode, num_ranks, variant, spread=4)
+        yield Cell("qwen3_moe", "ddp-ep", mode, 8, variant, spread=8)
         for schedule in ORDERS:
             if schedule != "1f1b":
                 yield Cell("qwen3_moe", "pp-ddp-ep", mode, 4, variant, schedule=schedule)

@@ -24,6 +24,7 @@ from shardwise.assembly.optimizer import (
     optimized_parameters,
 )
 from shardwise.assembly.own import describe_own, own_costs, own_parts
+from shardwise.assembly.routing import Routing
 from shardwise.assembly.state import FRESH, load_initial_weights, load_state
 from shardwise.batches import AnyBatch
 from shardwise.config import RunConfig
@@ -88,6 +89,10 @@ class Job:
     """How many positions the model has learned; None: it takes any number."""
     cut: Cut | None
     """Where a pipeline is cut into stages; None without one."""
+    router_bias_rate: float
+    """`model.router_bias_rate`."""
+    routing: Routing | None
+    """What routers give to experts; None in a model without routed experts."""
     kernels: Mapping[str, str]
     """What computes the loss, LoRA and each recurrent core."""
     notes: tuple[str, ...]
@@ -163,6 +168,8 @@ def build(
         loss_scale=loss_scale,
         positions=facts.positions,
         cut=cut,
+        router_bias_rate=cfg.model.router_bias_rate,
+        routing=None if own else Routing.of(hf, spec, mesh.device),
         kernels=facts.kernels,
         notes=notes,
     )

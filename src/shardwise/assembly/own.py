@@ -61,6 +61,7 @@ def own_facts(own: OwnModel) -> ModelFacts:
         num_positions=None,
         attention_dropout=None,
         has_router_loss=False,
+        has_router_bias=False,
         adds_positions=False,
         kinds_without_isolation=(),
         trains_in_16_bits=any(p.requires_grad and p.itemsize < 4 for p in own.module.parameters()),

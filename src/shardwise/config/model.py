@@ -24,6 +24,9 @@ class Model(Section):
     """Dtype of the weights; those that a family keeps in float32, such as `A_log`, stay so."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer, where it is not in `path`."""
+    router_bias_rate: float = 0.0
+    """How much the bias on a router's scores changes in a step, up where an expert got fewer tokens
+    than the mean and down where it got more (arXiv 2408.15664); 0 leaves it as it is."""
     router_aux_loss_coef: float = 0.0
     """Weight of the mixture-of-experts load-balancing loss (0: off)."""
     trust_remote_code: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from shardwise.models.names import in_use
@@ -11,6 +12,8 @@ from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import Cut, blocked, even, unwrapped
 
 WHAT = "routed experts"
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""What families call the bias on a router's scores that balances its load: a buffer."""
 
 
 def experts_of(hf: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
@@ -29,6 +32,15 @@ def experts_of(hf: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]
 def num_experts(experts: nn.Module) -> int:
     """Return how many experts a module that `experts_of` yields has on this rank."""
     return len(next(iter(unwrapped(experts).parameters())))
+
+
+def biases_of(hf: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path of the experts, bias [E]) of each layer whose router's scores have a bias."""
+    for path, _ in experts_of(hf, spec):
+        block = hf.get_submodule(path.rpartition(".experts")[0])
+        for name, buffer in block.named_buffers():
+            if name.rpartition(".")[2] in BIASES:
+                yield path, buffer
 
 
 def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:

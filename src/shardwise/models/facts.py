@@ -46,6 +46,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         num_positions=None if spec.positions is None else hf.config.max_position_embeddings,
         attention_dropout=_attention_dropout(hf, is_listed),
         has_router_loss=bool(router_loss.routers_of(hf, family)),
+        has_router_bias=any(True for _ in expert_plan.biases_of(hf, spec)),
         adds_positions=family.positions is not None,
         kinds_without_isolation=tuple(
             dict.fromkeys(layer.kind for layer in spec.layers if not layer.keeps_documents_apart)

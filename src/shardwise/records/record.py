@@ -88,6 +88,9 @@ class RunRecord:
     hfu: float | None = None
     flops: dict[str, Any] | None = None
     """Model and hardware FLOPs per token, their convention, and the peak with its source."""
+    routing: dict[str, Any] | None = None
+    """layers, and of each, over all steps: the share of its tokens that each expert got, the
+    busiest one's over the mean, and the entropy of the shares over that of equal ones."""
     pipeline: dict[str, Any] | None = None  # PipelineRecord as plain data
     stopped_early: dict[str, Any] | None = None
     """step, best_step and best_loss, where `training.patience` ended the run."""

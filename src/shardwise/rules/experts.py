@@ -1,4 +1,4 @@
-"""Rules on expert parallelism: over which ranks experts may be spread, and what it runs with."""
+"""Rules on routed experts: over which ranks they may be spread, and how their loads are evened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,18 @@ def _divisors_of_all(numbers: list[int]) -> list[str]:
     return [str(n) for n in range(1, most + 1) if all(number % n == 0 for number in numbers)]
 
 
+def _balances(case: Case) -> bool:
+    return case.cfg.model.router_bias_rate > 0
+
+
 RULES = (
+    Rule(
+        "biases of routers with LoRA",
+        applies=lambda case: _balances(case) and case.cfg.lora is not None,
+        problem="model.router_bias_rate changes biases of the model, which no adapter has",
+        way_out="set it to 0, or leave the section lora out",
+        why="the adapter alone would route otherwise than it was trained",
+    ),
     Rule(
         "ep with fsdp1",
         applies=lambda case: _is_spread(case) and case.parallel.data == "fsdp1",
@@ -64,6 +75,16 @@ GRID_RULES = (
 """On the number of processes."""
 
 MODEL_RULES = (
+    Rule(
+        "biases of routers without any",
+        applies=lambda case: _balances(case) and not case.model.has_router_bias,
+        problem=(
+            "model.router_bias_rate is {cfg.model.router_bias_rate}, but the routers of "
+            "{model.family} have no bias on their scores"
+        ),
+        way_out="set it to 0, or use model.router_aux_loss_coef where the family has that loss",
+        why="nothing would change",
+    ),
     Rule(
         "ep on a model without experts",
         applies=lambda case: _is_spread(case) and not case.model.num_experts,

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardwise.assembly.build import Job
+from shardwise.assembly.routing import STATISTICS
 from shardwise.batches import AnyBatch
 from shardwise.checkpoint import output_dir
 from shardwise.checkpoint.folder import METRICS
@@ -30,6 +31,7 @@ from shardwise.training.trackers import Log, open_trackers
 COLUMNS = {
     *("step", "loss", "grad_norm", "lr", "seconds", "tokens_per_second", "tokens"),
     *("skipped_steps", "eval_loss", "eval_perplexity", "eval_tokens"),
+    *STATISTICS,
 }
 """The names that a run itself writes to `metrics.jsonl`."""
 
@@ -108,6 +110,7 @@ class Reporter:
             "lr": lr,
             "seconds": seconds,
             "tokens_per_second": result.tokens / seconds,
+            **result.routing,
         }
         self._write(step, values, tokens=result.tokens, skipped_steps=self.skipped_steps)
 

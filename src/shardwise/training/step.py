@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from shardwise.assembly.build import Job
+from shardwise.assembly.routing import STATISTICS
 from shardwise.batches import AnyBatch
 from shardwise.config import require
 from shardwise.interfaces import Mesh, ParallelModel
@@ -30,6 +31,8 @@ class StepResult:
     """Target tokens of the global batch."""
     skipped: bool = False
     """Whether float16 gradients have overflown, so that the weights were left as they are."""
+    routing: Mapping[str, float] = field(default_factory=dict)
+    """How even the loads of experts were: see STATISTICS; empty in a model without experts."""
 
 
 def count_targets(microbatches: Sequence[AnyBatch], mesh: Mesh) -> int:
@@ -77,14 +80,26 @@ def training_step(
     norm = clip_by_global_norm(
         job.trainable(), mesh, job.pm.parameter_facts, max_grad_norm, job.loss_scale.scale
     )
-    # One wait of the host for both numbers.
-    loss_number, norm_number = torch.stack([loss.double(), norm.double()]).tolist()
+    numbers, routing = [loss.double(), norm.double()], job.routing
+    if routing is not None:
+        routing.take(job.pm, mesh)
+        numbers += routing.statistics().double()
+    # One wait of the host for all numbers.
+    loss_number, norm_number, *statistics = torch.stack(numbers).tolist()
     finite = math.isfinite(norm_number)
-    result = StepResult(loss_number, norm_number, tokens, skipped=not finite)
+    result = StepResult(
+        loss_number,
+        norm_number,
+        tokens,
+        skipped=not finite,
+        routing=dict(zip(STATISTICS, statistics)),
+    )
     if not (math.isfinite(loss_number) and job.loss_scale.update(finite)):
         raise NonFiniteLossError(result, look_through(job.pm, job.optimizer))
     if finite:
         job.optimizer.step()
+        if routing is not None and job.router_bias_rate:
+            routing.balance(job.pm, job.router_bias_rate)
     with warnings.catch_warnings():
         # torch warns where the first step was skipped.
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

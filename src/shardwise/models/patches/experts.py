@@ -76,6 +76,7 @@ class RoutedExperts:
         self.half = half
         self.compute: Compute = self.outputs
         """What the sorted rows go through. A strategy that sends rows to other ranks wraps it."""
+        self._counts: torch.Tensor | None = None
 
     def forward(
         self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
@@ -89,9 +90,20 @@ class RoutedExperts:
         back = order.argsort()
         numbers = torch.arange(self.module.num_experts, device=experts.device)
         ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        if torch.is_grad_enabled():
+            counts = ends.diff(prepend=ends.new_zeros(1)).float()
+            self._counts = counts if self._counts is None else self._counts + counts
         y = self.compute(_Rows.apply(hidden, order, back, top_k), ends)
         y = permuted(y, back, order).view(num_tokens, top_k, -1)
         return (y * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+
+    def take_counts(self) -> torch.Tensor | None:
+        """Return the tokens that each expert was given in training since this was asked last [E].
+
+        None: no forward ran.
+        """
+        counts, self._counts = self._counts, None
+        return counts
 
     def outputs(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return the experts' outputs [S, D] for rows [S, D] sorted by expert.

@@ -1,0 +1,101 @@
+"""How evenly routers give tokens to experts, and the biases of routers that even it out.
+
+A bias on a router's scores changes which experts are chosen, not how their outputs are weighed.
+After each step it grows by `model.router_bias_rate` where an expert got fewer tokens than the mean
+of its layer, and falls by as much where it got more. Source: Wang et al., "Auxiliary-Loss-Free Load
+Balancing", arXiv 2408.15664.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.models.causal_lm import CausalLM
+from shardwise.models.expert_plan import biases_of, experts_of, num_experts
+from shardwise.models.names import hf_name
+from shardwise.models.patches.experts import is_routed
+from shardwise.models.spec import ModelSpec
+from shardwise.models.tensor_cuts import unwrapped
+from shardwise.parallel.reduce import sum_over
+
+STATISTICS = ("router_max_over_mean", "router_entropy")
+"""What each line of `metrics.jsonl` has: the busiest expert's tokens over the mean, in the layer
+where that is most, and the mean entropy of layers' loads over that of equal loads."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The layers with routed experts of the whole model, and what they were given."""
+
+    paths: tuple[str, ...]
+    """Paths of their experts in the transformers model."""
+    num_experts: torch.Tensor
+    """Experts of each, [L]."""
+    given: torch.Tensor
+    """The share of its tokens that each expert got in the step just done, [L, E], on this rank's
+    device; layers with fewer experts than E have zeros behind their own."""
+    total: torch.Tensor
+    """The sum of `given` over all steps."""
+
+    @classmethod
+    def of(cls, hf: nn.Module, spec: ModelSpec, device: torch.device) -> Routing | None:
+        """Return the routing of a whole model, on any device; None where it has no experts."""
+        sizes = {
+            hf_name(path): num_experts(experts)
+            for path, experts in experts_of(hf, spec)
+            if is_routed(unwrapped(experts))
+        }
+        if not sizes:
+            return None
+        given = torch.zeros(len(sizes), max(sizes.values()), device=device)
+        numbers = torch.tensor([*sizes.values()], device=device)
+        return cls((*sizes,), numbers, given, torch.zeros_like(given))
+
+    def take(self, pm: ParallelModel, mesh: Mesh) -> None:
+        """Set `given` to the shares of the step just done, of all ranks: 4 L E bytes are summed."""
+        self.given.zero_()
+        for part in pm.parts:
+            assert isinstance(part, CausalLM)
+            for path, routed in part.experts.items():
+                # A layer that its backward computes again counts twice, which changes no share.
+                if (counts := routed.take_counts()) is not None:
+                    self.given[self.paths.index(path), : len(counts)] = counts
+        sum_over(self.given, mesh, ("pp", *mesh.gradient_axes))
+        self.given.div_(self.given.sum(1, keepdim=True).clamp(min=1))
+        self.total.add_(self.given)
+
+    def largest_over_mean(self, share: torch.Tensor) -> torch.Tensor:
+        """Return for each layer how many times the mean the busiest expert got, [L]."""
+        return share.amax(1) * self.num_experts
+
+    def entropy(self, share: torch.Tensor) -> torch.Tensor:
+        """Return for each layer the entropy of the shares over that of equal ones, [L]."""
+        return torch.special.entr(share).sum(1) / self.num_experts.log().clamp(min=1e-9)
+
+    def statistics(self) -> torch.Tensor:
+        """Return STATISTICS of the step just done, [2]."""
+        largest, entropy = self.largest_over_mean(self.given), self.entropy(self.given)
+        return torch.stack([largest.amax(), entropy.mean()])
+
+    def balance(self, pm: ParallelModel, rate: float) -> None:
+        """Change the biases of this rank's routers by the shares of the step just done."""
+        for part in pm.parts:
+            assert isinstance(part, CausalLM)
+            for path, bias in biases_of(part.hf, part.spec):
+                share = self.given[self.paths.index(hf_name(path)), : len(bias)]
+                bias.add_(rate * (1 / len(bias) - share).sign())
+
+    def summary(self) -> dict[str, list]:
+        """Return plain data for the record: of all steps, by layer."""
+        share = self.total / self.total.sum(1, keepdim=True).clamp(min=1e-30)
+        sizes = self.num_experts.tolist()
+        return {
+            "layers": [*self.paths],
+            "max_over_mean": self.largest_over_mean(share).tolist(),
+            "entropy": self.entropy(share).tolist(),
+            "share": [row[:size] for row, size in zip(share.tolist(), sizes, strict=True)],
+        }
