@@ -19,7 +19,7 @@ from shardwise.assembly.order import WholeModel, prepare
 from shardwise.config import RunConfig
 from shardwise.layouts import Facts, axis_sizes
 from shardwise.models import load, lora
-from shardwise.models.facts import facts_of
+from shardwise.models.facts import facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.patches import cores, lora_kernel
@@ -67,7 +67,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     facts = facts_of(hf, spec, family)
     rules.check(cfg, Facts(num_ranks, facts))
     notes = _beyond_positions(cfg, hf.config, facts.num_positions)
-    if reason := facts.odd_experts(cfg.parallel.tp):
+    if device_type(cfg) == "cuda" and (reason := why_in_a_loop(hf, spec, cfg.parallel.tp)):
         notes += (f"experts run one after the other, which is slower: {reason}",)
     return Description(
         **vars(model),

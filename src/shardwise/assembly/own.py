@@ -68,7 +68,6 @@ def own_facts(own: OwnModel) -> ModelFacts:
         saved_layers=None,
         blocks=(),
         indivisible=indivisible,
-        odd_experts=lambda num_ranks: None,
         is_own=True,
         gives_stages=isinstance(own.module, GivesStages),
         gives_cuts=isinstance(own.module, GivesCuts),
