@@ -22,7 +22,7 @@ from shardwise.models import load, lora
 from shardwise.models.facts import facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.multimodal import Multimodal, multimodal_of
-from shardwise.models.patches import cores, lora_kernel
+from shardwise.models.patches import cores, experts, lora_kernel
 from shardwise.models.patches.loss import loss_of_run
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.process.world import device_type
@@ -84,12 +84,13 @@ def _kernels(cfg: RunConfig, model: WholeModel, device: torch.device) -> dict[st
     hf = model.hf
     kernels = {"loss": loss_of_run(cfg, model.family, device)}
     kernels |= cores.backends(model.spec, cfg, device)
-    if cfg.lora:
-        kernels["lora"] = "peft"
-        if lora_kernel.has_plain_layers(hf):
-            kernels["lora"], _ = lora_kernel.kernel_for(
-                hf, cfg.lora.kernel, device, cfg.training.precision
-            )
+    if any(experts.is_routed(module) for module in hf.modules()):
+        is_loop = device.type != "cuda" or why_in_a_loop(hf, model.spec, cfg.parallel.tp)
+        kernels["experts"] = "loop" if is_loop else "grouped"
+    if cfg.lora and lora_kernel.has_plain_layers(hf):
+        kernels["lora"], _ = lora_kernel.kernel_for(
+            hf, cfg.lora.kernel, device, cfg.training.precision
+        )
     return kernels
 
 
