@@ -97,8 +97,8 @@ MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words": 3_100,
     "cli commands library __main__ __init__": 1_000,
     "presets": 300,
-    "assembly training checkpoint process launch": 5_700,
-    "models": 7_850,
+    "assembly training checkpoint process launch": 5_900,
+    "models": 8_400,
     "parallel": 3_300,
     "data": 3_760,
     "kernels": 6_900,
@@ -209,7 +209,6 @@ def sections() -> list[type]:
 SET_ELSEWHERE = {
     "forward": "to replace it is what a patch is: names and modules stay",
     "nf": "transformers' number of a Conv1D's outputs, which a rank has some of",
-    "num_experts": "transformers' and PEFT's number of experts, of which a rank has some",
     "grad": "torch's gradient",
     "grad_dtype": "torch's dtype of a gradient that is added up",
     "_gradient_predivide_factor": "fsdp1 has no public switch from means to sums",
@@ -221,11 +220,12 @@ SET_ELSEWHERE = {
     "buffer": "the receive buffer of torch's pipeline stage",
     "_attn_implementation": "transformers makes no mask for attention that it does not know",
     **dict.fromkeys(
-        ("move", "group", "neighbours", "num_others", "places", "exchange", "sizes"),
+        ("move", "group", "neighbours", "num_others", "places", "exchange", "sizes", "copies"),
         "what torch's autograd functions keep for their backward",
     ),
     **dict.fromkeys(
-        ("isolated", "router_loss", "loss_in_head"), "a field of CausalLM that a patch sets"
+        ("isolated", "router_loss", "loss_in_head", "experts"),
+        "a field of CausalLM that a patch sets",
     ),
     **dict.fromkeys(
         ("microbatches", "loss_scale", "router_total"), "a field of Stage, set before each step"
@@ -234,6 +234,7 @@ SET_ELSEWHERE = {
         ("used", "batch", "rows", "tokens", "unpack"), "a field of DropoutState, for one forward"
     ),
     "arrived": "a field of zero's Bucket",
+    "compute": "a field of RoutedExperts, which expert parallelism wraps",
 }
 """The attributes that a strategy or a patch sets on something other than itself, and why.
 

@@ -300,7 +300,6 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         2,
     ),
     "sizes over tp": ("llama", {"parallel": {"tp": 3}}, 3),
-    "compile with experts of odd widths": ("odd-experts", {"training": {"compile": "inductor"}}, 1),
     "biases of routers with LoRA": (
         "nemotron_h",
         {"model": {"router_bias_rate": 0.001}, "lora": {"r": 4}},
@@ -392,7 +391,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
             return str(write_config(name, folder))
         changed = {
             "attention-dropout": ("llama", {"attention_dropout": 0.1}),
-            "odd-experts": ("qwen3_moe", ODD),
             "llama4_text": ("qwen3_moe", LLAMA4),
             "dynamic-rope": ("llama", DYNAMIC),
         }
@@ -408,8 +406,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
     return find
 
 
-ODD = {"moe_intermediate_size": 42}
-"""No multiple of 16 bytes."""
 LLAMA4 = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}
 """Its experts have a forward of their own."""
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}

@@ -131,9 +131,6 @@ class ModelFacts:
     """The routed experts of its layers that have any, without repetition."""
     indivisible: Callable[[int], str | None]
     """Return what of the model cannot be sharded over so many ranks of `tp`, or None."""
-    odd_experts: Callable[[int], str | None]
-    """Return why torch's grouped product cannot take the experts of one of so many ranks of `tp`,
-    or None."""
     folds_adapters: bool = False
     """Whether PEFT adds adapters to a copy of a stack of experts, of a form that only it knows."""
     is_own: bool = False

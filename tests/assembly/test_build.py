@@ -77,8 +77,8 @@ def experts_alone(**asked: Any) -> dict[str, str]:
     return dict(build(cfg, build_mesh(cfg, torch.device("cpu"))).kernels)
 
 
-def test_adapters_that_no_kernel_computes_keep_pefts_forward():
-    assert run_ranks(1, experts_alone) == [{"loss": "chunked", "lora": "peft"}]
+def test_adapters_on_experts_alone_have_the_kernel_of_experts():
+    assert run_ranks(1, experts_alone) == [{"loss": "chunked", "experts": "loop"}]
 
 
 def notes_of(limit_gib: float | None) -> tuple[str, ...]:

@@ -39,6 +39,6 @@ def test_a_run_that_may_begin_is_described_and_takes_no_memory():
     assert description.sizes == {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
     assert {p.device.type for p in description.hf.parameters()} == {"meta"}
     assert description.coverage is not None
-    assert description.kernels == {"loss": "chunked", "lora": "torch"}
+    assert description.kernels == {"loss": "chunked", "experts": "loop", "lora": "torch"}
     assert description.pipeline is not None
     assert description.pipeline.num_microbatches == 8

@@ -13,7 +13,8 @@ from tests.parity.harness import FAMILIES, Cell
 from tests.parity.layouts import PROVEN, WITH_TENSOR
 from tests.parity.pipelines import FIXED as FIXED_PIPELINES
 from tests.parity.pipelines import PIPELINES, WITH_DATA
-from tests.parity.spread_experts import EXPERTS
+from tests.parity.pipelines import cell as pipeline
+from tests.parity.spread_experts import EXPERTS as SPREAD_EXPERTS
 from tests.parity.spread_experts import FIXED as FIXED_EXPERTS
 from tests.parity.tensors import FIXED as FIXED_TENSORS
 from tests.parity.tensors import TENSORS
@@ -69,14 +70,32 @@ VARIANTS = (
     ),
 )
 
+# Adapters on routed experts, in layouts without tensor parallelism.
+EXPERTS = (
+    *(
+        Cell(family, layout, "lora", 2, "experts")
+        for family in FAMILIES
+        if FAMILY_FACTS[family].experts
+        for layout in LAYOUTS
+    ),
+    *(
+        pipeline(family, schedule, "lora", variant="experts")
+        for family in ("qwen3_next", "nemotron_h")
+        for schedule in ("1f1b", "zbv")
+    ),
+    Cell("qwen3_next", "pp-fsdp2", "lora", 4, "experts", schedule="1f1b"),
+    Cell("qwen3_moe", "fsdp2-tp", "lora", 4, "experts"),
+)
+
 # At 2 processes hsdp has 1 shard and 2 replicas: still its own code path.
 ALL = (
     *(Cell(*point) for point in product(FAMILIES, LAYOUTS, MODES, (2, 4))),
     *VARIANTS,
+    *EXPERTS,
     *PIPELINES,
     *TENSORS,
     *CONTEXTS,
-    *EXPERTS,
+    *SPREAD_EXPERTS,
 )
 
 # Where tests/parity/test_sensitivity.py plants bugs, and each variant.
@@ -106,6 +125,7 @@ _FIXED = (
     Cell("llama", "ddp", "full", 2, "float16"),
     Cell("llama", "fsdp2", "full", 2, "float16"),
     Cell("llama", "fsdp2", "lora", 2, "compile"),
+    Cell("nemotron_h", "fsdp1", "lora", 2, "experts"),
     *FIXED_PIPELINES,
     *FIXED_TENSORS,
     *FIXED_CONTEXTS,

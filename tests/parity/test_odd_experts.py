@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shardwise.models.facts import facts_of
-from shardwise.models.families import family_of, spec_of
+from shardwise.config import Lora
+from shardwise.models.facts import why_in_a_loop
+from shardwise.models.families import spec_of
+from shardwise.models.lora import inject
 from tests.distributed import run_ranks
 from tests.models.tiny import on_meta
 from tests.parity import harness
@@ -42,18 +46,22 @@ def test_equals_one_process(width: int, family: str, mode: str, variant: str) ->
 
 
 @pytest.mark.parametrize(
-    ("width", "tp", "odd"),
-    [(48, 1, None), (44, 1, None), (44, 2, 8), (30, 1, 4)],
+    ("width", "tp", "dtype", "rank", "is_grouped"),
+    [
+        (48, 2, "bfloat16", 8, True),
+        (40, 1, "bfloat16", 8, True),
+        (40, 2, "bfloat16", 8, False),
+        (48, 1, "bfloat16", 4, False),
+        (48, 1, "float32", 8, False),
+    ],
     indirect=["width"],
 )
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", "qwen3_next", "nemotron_h", "jamba", "granitemoehybrid", "kimi_linear"]
-)
-def test_widths_are_those_of_a_ranks_share(
-    width: int, tp: int, odd: int | None, family: str
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "granitemoehybrid"])
+def test_what_a_grouped_product_takes_of_a_ranks_share(
+    width: int, tp: int, dtype: Any, rank: int, is_grouped: bool, family: str
 ) -> None:
-    cfg = run_config(Cell(family, "tp", "full", tp))
-    hf = on_meta(cfg.model)
-    spec, family = spec_of(hf.config, hf), family_of(hf)
-    reason = facts_of(hf, spec, family).odd_experts(tp)
-    assert reason is None if odd is None else f"multiples of {odd}" in str(reason)
+    cfg = run_config(Cell(family, "tp", "lora", tp))
+    hf = on_meta(replace(cfg.model, dtype=dtype))
+    spec = spec_of(hf.config, hf)
+    inject(hf, Lora(r=rank, targets="all-linear"), spec)
+    assert (why_in_a_loop(hf, spec, tp) is None) == is_grouped

@@ -19,10 +19,10 @@ from shardwise.assembly.order import WholeModel, prepare
 from shardwise.config import RunConfig
 from shardwise.layouts import Facts, axis_sizes
 from shardwise.models import load, lora
-from shardwise.models.facts import facts_of
+from shardwise.models.facts import facts_of, why_in_a_loop
 from shardwise.models.families import family_of, spec_of
 from shardwise.models.multimodal import Multimodal, multimodal_of
-from shardwise.models.patches import cores, lora_kernel
+from shardwise.models.patches import cores, experts, lora_kernel
 from shardwise.models.patches.loss import loss_of_run
 from shardwise.parallel.pipeline_parallel import pipeline_of
 from shardwise.process.world import device_type
@@ -67,7 +67,7 @@ def describe(cfg: RunConfig, num_ranks: int, device: torch.device | None = None)
     facts = facts_of(hf, spec, family)
     rules.check(cfg, Facts(num_ranks, facts))
     notes = _beyond_positions(cfg, hf.config, facts.num_positions)
-    if reason := facts.odd_experts(cfg.parallel.tp):
+    if device_type(cfg) == "cuda" and (reason := why_in_a_loop(hf, spec, cfg.parallel.tp)):
         notes += (f"experts run one after the other, which is slower: {reason}",)
     return Description(
         **vars(model),
@@ -84,12 +84,13 @@ def _kernels(cfg: RunConfig, model: WholeModel, device: torch.device) -> dict[st
     hf = model.hf
     kernels = {"loss": loss_of_run(cfg, model.family, device)}
     kernels |= cores.backends(model.spec, cfg, device)
-    if cfg.lora:
-        kernels["lora"] = "peft"
-        if lora_kernel.has_plain_layers(hf):
-            kernels["lora"], _ = lora_kernel.kernel_for(
-                hf, cfg.lora.kernel, device, cfg.training.precision
-            )
+    if any(experts.is_routed(module) for module in hf.modules()):
+        is_loop = device.type != "cuda" or why_in_a_loop(hf, model.spec, cfg.parallel.tp)
+        kernels["experts"] = "loop" if is_loop else "grouped"
+    if cfg.lora and lora_kernel.has_plain_layers(hf):
+        kernels["lora"], _ = lora_kernel.kernel_for(
+            hf, cfg.lora.kernel, device, cfg.training.precision
+        )
     return kernels
 
 

@@ -70,7 +70,6 @@ def own_facts(own: OwnModel) -> ModelFacts:
         blocks=(),
         num_experts=(),
         indivisible=indivisible,
-        odd_experts=lambda num_ranks: None,
         is_own=True,
         gives_stages=isinstance(own.module, GivesStages),
         gives_cuts=isinstance(own.module, GivesCuts),

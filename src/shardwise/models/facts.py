@@ -10,7 +10,7 @@ from peft.tuners.lora import ParamWrapper
 from peft.utils import ModulesToSaveWrapper
 from transformers import PreTrainedModel
 
-from shardwise.kernels.grouped_linear import ROW_BYTES
+from shardwise.kernels.grouped_linear import ROW_BYTES, takes
 from shardwise.layouts import ModelFacts
 from shardwise.models import expert_plan, tensor_plan
 from shardwise.models.families import FAMILIES, Family
@@ -30,11 +30,6 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
 
     def indivisible(num_ranks: int) -> str | None:
         return tensor_plan.problem(hf, spec, num_ranks) if is_listed else None
-
-    def odd_experts(num_ranks: int) -> str | None:
-        # Where the blocks cannot be cut, or how is not known, another rule refuses.
-        cuts = is_listed and indivisible(num_ranks) is None
-        return _odd_widths(hf, spec, family, num_ranks if cuts else 1)
 
     kinds = tuple(dict.fromkeys(layer.kind for layer in spec.layers))
     return ModelFacts(
@@ -61,7 +56,6 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
             dict.fromkeys(expert_plan.num_experts(m) for _, m in expert_plan.experts_of(hf, spec))
         ),
         indivisible=indivisible,
-        odd_experts=odd_experts,
         folds_adapters=any(
             isinstance(module, ParamWrapper) and not experts.is_routed(module.get_base_layer())
             for module in hf.modules()
@@ -116,25 +110,30 @@ def _most_earlier_tokens(hf: PreTrainedModel, spec: ModelSpec) -> int:
     return max((kind.width(in_use(hf.get_submodule(path))) - 1 for path, kind in blocks), default=0)
 
 
-def _odd_widths(hf: PreTrainedModel, spec: ModelSpec, family: Family, num_ranks: int) -> str | None:
-    """Return why grouped products cannot take a rank's experts with `num_ranks` ranks of `tp`.
+def why_in_a_loop(hf: PreTrainedModel, spec: ModelSpec, num_ranks: int) -> str | None:
+    """Return why a GPU multiplies a rank's experts one by one, with `num_ranks` ranks of `tp`.
 
-    Returns None if they can, in bfloat16 on a GPU. Elsewhere a loop is as fast.
+    Returns None where it takes all experts of a layer in one product.
     """
     cuts = tensor_plan.cuts_of(hf, spec, num_ranks) if num_ranks > 1 else {}
-    ends = tuple(f".{name}" for name in family.experts)
+    ranks = [
+        rank
+        for module in hf.modules()
+        if isinstance(module, ParamWrapper)
+        for rank in module.r.values()
+    ]
+    stacks = {f"{layer.name}.{name}" for layer in spec.layers for name in layer.experts}
     for name, parameter in hf.named_parameters():
-        if is_adapter(name) or not ends or not hf_name(name).endswith(ends):
+        if is_adapter(name) or hf_name(name) not in stacks:
             continue
         shape = list(parameter.shape)
         if name in cuts:
             shape[cuts[name].dim] = cuts[name].rows.local_size
-        multiple = ROW_BYTES // parameter.element_size()
-        if any(size % multiple for size in shape[1:]):
+        if not takes(torch.device("cuda"), parameter.dtype, [*shape[1:], *ranks]):
             short = re.sub(r"\.\d+\.", ".*.", hf_name(name), count=1)
             return (
-                f"{short} is {shape} on a rank, and torch's grouped product takes rows of "
-                f"multiples of {ROW_BYTES} bytes: widths that are multiples of "
-                f"{multiple * num_ranks}"
+                f"{short} is {shape} on a rank, in {str(parameter.dtype).removeprefix('torch.')}, "
+                "and torch's grouped product takes bfloat16 alone, and widths and ranks of "
+                f"adapters that are multiples of {ROW_BYTES // 2}"
             )
     return None

@@ -248,15 +248,6 @@ RULES = (
         why="PEFT's wrapper registers a parametrization, which needs the parameter itself",
     ),
     Rule(
-        "compile with experts of odd widths",
-        applies=lambda case: (
-            case.training.compile != "none" and case.model.odd_experts(case.parallel.tp) is not None
-        ),
-        problem=lambda case: f"training.compile: {case.model.odd_experts(case.parallel.tp)}",
-        way_out="set it to none, or use such a width",
-        why="the experts then run one by one, and would be compiled for every number of tokens",
-    ),
-    Rule(
         "float32 sums in a pipeline whose stages add up",
         applies=lambda case: (
             _sums_in_16_bits(case)

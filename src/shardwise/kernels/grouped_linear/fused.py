@@ -75,18 +75,10 @@ class _GroupedLinear(torch.autograd.Function):
             needs_weight and half != "input",
             (needs_a or needs_b) and half != "input",
         )
-        dx, dweight, da, db = gradients(
-            dy.contiguous(), x, weight, a, b, ctx.scale, ends, list(needs)
-        )
-        factors = (da, db) if needs.factors else (None, None)
-        return (
-            dx if needs.x else None,
-            dweight if needs.weight else None,
-            *factors,
-            None,
-            None,
-            None,
-        )
+        grads = gradients(dy.contiguous(), x, weight, a, b, ctx.scale, ends, list(needs))
+        are_needed = (*needs, needs.factors)
+        of_inputs = [grad if needed else None for grad, needed in zip(grads, are_needed)]
+        return (*of_inputs, None, None, None)
 
 
 @torch.library.custom_op("shardwise::grouped_linear", mutates_args=())
@@ -118,11 +110,11 @@ def gradients(
     scale: float,
     ends: torch.Tensor,
     needs: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
     """Return the gradients as new tensors, empty where one is not needed."""
     path = grouped if ends.is_cuda else loop
     dx, dw, da, db = path.backward(dy, x, weight, a, b, scale, ends, Needs(*needs))
-    return tuple(dy.new_empty(0) if grad is None else grad for grad in (dx, dw, da, db))
+    return [dy.new_empty(0) if grad is None else grad for grad in (dx, dw, da, db)]
 
 
 @gradients.register_fake
@@ -135,9 +127,9 @@ def _(
     scale: float,
     ends: torch.Tensor,
     needs: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> list[torch.Tensor]:
     inputs = zip((x, weight, a, b), (needs[0], needs[1], needs[2], needs[2]))
-    return tuple(
+    return [
         torch.empty_like(tensor) if tensor is not None and needed else dy.new_empty(0)
         for tensor, needed in inputs
-    )
+    ]

@@ -2,8 +2,8 @@
 
 Modules, names and what is saved stay PEFT's. Only the forward of a plain layer is replaced: one
 linear, one adapter, no variant (DoRA and the like). What else PEFT can do with such a layer later
-(switch the adapter off, merge it, take another or several) is left to its own forward, and so are
-adapters on stacks of experts.
+(switch the adapter off, merge it, take another or several) is left to its own forward. Adapters on
+stacks of experts are computed in experts.py.
 
 Projections that share their input (queries, keys and values; gate and up) are computed together, so
 that the input is read once: see `_Shared`.
