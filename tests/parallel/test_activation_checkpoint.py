@@ -89,7 +89,10 @@ def test_gradients_are_equal_by_the_bit(family, mode, precision):
     kept, again, attention_again = (counts for _, counts in others)
     assert (kept == once) == (mode == "full")  # no product is run again but those of adapters
     attention, bmm = "aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.bmm.default"
-    if family == "kimi_linear":  # keys and values differ in size, which no kernel fuses on a CPU
+    if family in (
+        "kimi_linear",
+        "deepseek_v3",
+    ):  # keys and values differ in size, which no kernel fuses on a CPU
         assert once[bmm] < attention_again[bmm] < again[bmm]
     else:
         assert again[attention] == attention_again[attention] == 2 * once[attention] > 0
