@@ -10,6 +10,6 @@ BAMBA = Family(
     mixers={"linear_attention": mixer("mamba", mamba2.MAMBA2), "full_attention": FULL},
     feed_forward={"dense": {"feed_forward": feed_forward.MLP}},
     norms=Norms(between="pre_ff_layernorm"),
-    cut=Cut(layers_return_tuples=True),
+    cut=Cut(layer_outputs=2),
     options={"attn_layer_indices": [9, 18, 27]},
 )

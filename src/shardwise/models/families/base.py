@@ -52,7 +52,9 @@ class Cut:
     """The dropout between embedding and first layer."""
     layer_attribute: str | None = None
     """What the base model asks a layer for before it calls it."""
-    layers_return_tuples: bool = False
+    layer_outputs: int | None = None
+    """The length of the tuple that a layer returns, hidden states first; None: it returns them
+    alone."""
 
 
 @dataclass(frozen=True)
