@@ -265,7 +265,7 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "kinds of layers to recompute": ("llama", {"training": {"checkpointing": ["mamba2"]}}, 1),
     "learned positions": ("gpt2", {"data": {"sequence_length": 4096}}, 1),
-    "dropout inside attention": ("attention-dropout", {}, 1),
+    "noise that no seed reaches": ("attention-dropout", {}, 1),
     "isolated documents with added positions": ("gpt2", {"data": {"packing": "isolated"}}, 1),
     "isolated documents in kinds without proof": ("mistral", {"data": {"packing": "isolated"}}, 1),
     "router loss without routers": ("llama", {"model": {"router_aux_loss_coef": 0.01}}, 1),

@@ -109,8 +109,9 @@ class ModelFacts:
     """Whether the head's weight is the embedding's."""
     num_positions: int | None
     """How many positions it has learned an embedding for; None: it takes any number."""
-    attention_dropout: tuple[str, float] | None
-    """Key and value in config.json of a dropout that draws its masks in the attention kernel."""
+    unseeded_noise: tuple[str, float] | None
+    """Key and value in config.json of random numbers that no seed of a run file reaches: a dropout
+    in the attention kernel, or noise on what routers read."""
     has_router_loss: bool
     """Whether it has routers that are trained with a load-balancing loss."""
     has_router_bias: bool

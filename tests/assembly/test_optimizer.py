@@ -157,6 +157,26 @@ NOT_DECAYED = {
         "self_attn.forget_gate.f_a_proj.weight", "self_attn.b_proj.weight",
         "self_attn.forget_gate.f_b_proj.weight", "mlp.gate.weight",
     },
+    "tiny-qwen3_5_moe": {
+        *PLAIN_NORMS, *DELTA_NET, *QK_NORMS, "mlp.shared_expert_gate.weight", "mlp.gate.weight",
+        "linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight",
+    },
+    "tiny-lfm2_moe": {
+        "operator_norm.weight", "ffn_norm.weight", "embedding_norm.weight",
+        "self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight", "feed_forward.gate.weight",
+    },
+    "tiny-granitemoe": {*PLAIN_NORMS, "block_sparse_moe.router.weight"},
+    "tiny-bamba": {
+        "input_layernorm.weight", "pre_ff_layernorm.weight", "final_layernorm.weight",
+        "mamba.norm.weight", "mamba.A_log", "mamba.dt_bias", "mamba.D", "mamba.conv1d.bias",
+    },
+    "tiny-glm4_moe": {
+        *PLAIN_NORMS, *QK_NORMS, "mlp.gate.weight", *(f"self_attn.{x}_proj.bias" for x in "qkv"),
+    },
+    "tiny-deepseek_v3": {
+        *PLAIN_NORMS, "self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight",
+        "mlp.gate.weight",
+    },
     "tiny-jet_nemotron": {
         *PLAIN_NORMS, "self_attn.A_log", "self_attn.dt_bias", "self_attn.o_norm.weight",
         "self_attn.a_proj.weight", "self_attn.b_proj.weight",

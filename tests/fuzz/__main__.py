@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["SHARDWISE_CACHE"] = os.path.join(tempfile.gettempdir(), "shardwise-no-such-cache")
 
+from shardwise.models.families import FAMILIES
 from tests.fuzz.draws import Draw, draw
 from tests.fuzz.judge import Result, judge
 from tests.fuzz.report import report
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument(
         "--only", type=int, metavar="SEED", help="run this one alone and print all of it"
     )
+    parser.add_argument("--family", choices=FAMILIES, help="of all runs; without it, each in turn")
     options = parser.parse_args()
     warnings.simplefilter("error")  # as in the tests; the ranks inherit it
     first = options.only if options.only is not None else options.seed
@@ -43,7 +45,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         while not results or (options.only is None and time.monotonic() < end):
             seed = first + len(results)
-            drawn = draw(seed, Path(folder) / str(seed))
+            drawn = draw(seed, Path(folder) / str(seed), options.family)
             if options.only is not None:
                 print(drawn, flush=True)
             results.append((drawn, judge(drawn)))

@@ -127,13 +127,14 @@ class Draw:
         return f"{header}\n# run.yaml\n{run_file}# config.json\n{model}"
 
 
-def draw(seed: int, folder: Path) -> Draw:
-    """The draw of a seed; writes its config.json into `folder`."""
+def draw(seed: int, folder: Path, family: str | None = None) -> Draw:
+    """The draw of a seed, of this family or of the one whose turn it is; writes its config.json
+    into `folder`."""
     parts = ("layout", "model", "data", "parallel", "optimizer", "training", "lora", "rows")
     random = {
         part: Random(f"{part} {seed}") for part in parts
     }  # a change to one part leaves the others as they were
-    family = list(FAMILIES)[seed % len(FAMILIES)]  # each in turn
+    family = family or list(FAMILIES)[seed % len(FAMILIES)]
     layout = random["layout"].choices(
         PROVEN, [4 / 2 ** max(1, len(_axes(layout))) for layout in PROVEN]
     )[0]
@@ -311,14 +312,17 @@ def _lora(cfg: RunConfig, hf_config: PretrainedConfig, random: Random) -> Lora:
         "auto",
         "attention",
     )  # experts' adapters have no input
-    saved = ["norm"] if hf_config.tie_word_embeddings else ["norm", "head", "embed"]
-    saved += ["attention"] if targets in ("auto", "all-linear") else []
+    saved = [family.norm]
+    if not hf_config.tie_word_embeddings:
+        saved += [family.head, family.embed]
+    if targets in ("auto", "all-linear"):
+        saved += [next(block.path for block in family.blocks if block.kind.is_attention)]
     return Lora(
         r=random.choice((1, 2, 3, 5, 8)),
         alpha=random.choice((1.0, 8.0, 16.0)),
         dropout=random.choice((0.0, 0.0, 0.1, 0.4)) if dropped else 0.0,
         targets=targets,
         rslora=random.random() < 0.3,
-        modules_to_save=[getattr(family, random.choice(saved))] if random.random() < 0.4 else [],
+        modules_to_save=[random.choice(saved)] if random.random() < 0.4 else [],
         kernel=random.choice(("auto", "torch", "peft")),
     )

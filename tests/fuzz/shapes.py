@@ -305,6 +305,98 @@ def _jamba(sizes: Sizes) -> dict[str, Any]:
     )
 
 
+def _qwen3_5_moe_text(sizes: Sizes) -> dict[str, Any]:
+    return (
+        _delta_net(sizes)
+        | sizes.experts()
+        | {
+            "hidden_size": sizes.width(),
+            "moe_intermediate_size": sizes.expert_width(),
+            "shared_expert_intermediate_size": sizes.shared(6, 60),
+        }
+    )
+
+
+def _lfm2_moe(sizes: Sizes) -> dict[str, Any]:
+    attention = _attention_within(sizes, of=sizes.among(2, ALIGNED))
+    return (
+        attention
+        | sizes.experts()
+        | {
+            "layer_types": sizes.pattern("conv", "full_attention"),
+            "conv_L_cache": sizes.random.randint(2, 5),
+            "num_dense_layers": sizes.random.randint(0, sizes.num_layers),
+            "moe_intermediate_size": sizes.expert_width(),
+        }
+    )
+
+
+def _only_experts(sizes: Sizes) -> dict[str, Any]:
+    """A mixture of experts in every layer, whose width is the feed-forward width."""
+    experts = sizes.experts()
+    return {
+        "intermediate_size": sizes.expert_width(),
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+    }
+
+
+def _granitemoe(sizes: Sizes) -> dict[str, Any]:
+    return _attention_within(sizes, of=sizes.among(2, ALIGNED)) | _only_experts(sizes)
+
+
+def _mixtral(sizes: Sizes) -> dict[str, Any]:
+    window = {"sliding_window": sizes.among(None, sizes.random.randint(2, 19))}
+    return _attention(sizes) | _only_experts(sizes) | {"hidden_size": sizes.width(), **window}
+
+
+def _bamba(sizes: Sizes) -> dict[str, Any]:
+    attention = _attention_within(sizes, of=4)  # half of a head is rotated
+    inner = 2 * attention["hidden_size"]
+    heads = sizes.among(*(n for n in (1, 2, 4, 8) if inner % n == 0 and n % sizes.tp == 0), inner)
+    return attention | {
+        "attn_layer_indices": [i for i in range(sizes.num_layers) if sizes.chance(0.4)],
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": sizes.among(*(n for n in (1, 2, sizes.tp) if heads % n == 0)),
+        "mamba_d_state": sizes.random.randint(3, 17),
+        "mamba_d_conv": sizes.random.randint(2, 4),
+        "mamba_chunk_size": sizes.among(3, 8, 32),
+    }
+
+
+def _dense_then_experts(sizes: Sizes) -> dict[str, Any]:
+    experts = sizes.experts()
+    groups = sizes.groups(experts)
+    return {
+        "hidden_size": sizes.width(),
+        "n_group": groups,
+        "topk_group": groups,
+        "first_k_dense_replace": sizes.random.randint(0, sizes.num_layers),
+        "n_routed_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "moe_intermediate_size": sizes.expert_width(),
+    }
+
+
+def _glm4_moe(sizes: Sizes) -> dict[str, Any]:
+    head_dim = 4 * sizes.random.randint(1, 5)  # half of it is rotated
+    return _attention(sizes) | _dense_then_experts(sizes) | {"head_dim": head_dim}
+
+
+def _deepseek_v3(sizes: Sizes) -> dict[str, Any]:
+    heads = sizes.heads()
+    return _dense_then_experts(sizes) | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": sizes.among(None, sizes.random.randint(5, 24)),
+        "kv_lora_rank": sizes.random.randint(5, 24),
+        "qk_nope_head_dim": sizes.random.randint(3, 16),
+        "qk_rope_head_dim": sizes.even(2, 8),
+        "v_head_dim": sizes.random.randint(3, 16),
+    }
+
+
 def _jet_nemotron(sizes: Sizes) -> dict[str, Any]:
     size, expand = sizes.among((12, 2.6666666667), (6, 1.5), (7, 2), (5, 1))
     heads = sizes.heads()
@@ -350,6 +442,12 @@ _FLAGS = {
     ),
     "kimi_linear": ("moe_renormalize",),
     "jamba": ("mamba_conv_bias", "mamba_proj_bias"),
+    "qwen3_5_moe_text": ("attention_bias",),
+    "lfm2_moe": ("conv_bias", "use_expert_bias", "norm_topk_prob"),
+    "granitemoe": ("attention_bias",),
+    "bamba": ("attention_bias", "mlp_bias", "mamba_conv_bias", "mamba_proj_bias"),
+    "glm4_moe": ("attention_bias", "use_qk_norm", "norm_topk_prob"),
+    "deepseek_v3": ("attention_bias", "rope_interleave", "norm_topk_prob"),
 }
 _OWN = {
     "llama": _llama,
@@ -367,4 +465,11 @@ _OWN = {
     "kimi_linear": _kimi_linear,
     "jamba": _jamba,
     "jet_nemotron": _jet_nemotron,
+    "qwen3_5_moe_text": _qwen3_5_moe_text,
+    "lfm2_moe": _lfm2_moe,
+    "granitemoe": _granitemoe,
+    "mixtral": _mixtral,
+    "bamba": _bamba,
+    "glm4_moe": _glm4_moe,
+    "deepseek_v3": _deepseek_v3,
 }

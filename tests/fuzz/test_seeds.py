@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.config import Parallel, RunConfig, UserError
 from shardwise.models.families import FAMILIES
-from tests.fuzz.draws import draw
+from tests.fuzz.draws import Draw, draw
 from tests.fuzz.judge import judge
 from tests.fuzz.report import report
 from tests.parity import test_sensitivity, test_tensor_sensitivity
@@ -32,13 +32,24 @@ SEEDS = {
     213: "qwen3_5_text fsdp2 lora 2p",
     4535: "qwen3_moe zero2 lora 2p",
     6741: "qwen3_next pp zbv full 2p",
+    12037: "qwen3_5_moe_text fsdp2 full 2p",
+    22054: "lfm2_moe zero2 full 2p",
+    31096: "granitemoe pp 1f1b lora 3p",
+    41000: "mixtral zero1 lora 3p",
+    51008: "bamba tp lora 2p",
+    62061: "glm4_moe fsdp1 full 2p",
+    71031: "deepseek_v3 tp full 2p",
 }
-"""What each seed draws: where the program draws otherwise, choose others."""
+"""What each seed draws of a family: where the program draws otherwise, choose others."""
+
+
+def drawn_by(seed: int, folder: Path) -> Draw:
+    return draw(seed, folder, SEEDS[seed].split()[0])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_fixed_runs_equal_one_process(seed: int, tmp_path: Path):
-    drawn = draw(seed, tmp_path)
+    drawn = drawn_by(seed, tmp_path)
     assert drawn.id == f"seed {seed}: {SEEDS[seed]}"
     result = judge(drawn)
     assert result.status == "equal", result
@@ -57,7 +68,7 @@ def test_fixed_runs_cover_every_family():
     ],
 )
 def test_planted_bug_is_caught(bug: Callable[[], None], seed: int, reason: str, tmp_path: Path):
-    drawn = draw(seed, tmp_path)
+    drawn = drawn_by(seed, tmp_path)
     result = judge(drawn, bug)
     assert result.status == "failed"
     assert reason in result.reason
@@ -69,7 +80,7 @@ def test_planted_bug_is_caught(bug: Callable[[], None], seed: int, reason: str, 
 def test_refusals_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One process refuses too; the layout cannot be had; nothing explains why the layout alone is
     refused."""
-    drawn = draw(5709, tmp_path)
+    drawn = drawn_by(5709, tmp_path)
     isolated = replace(drawn.cfg, data=replace(drawn.cfg.data, packing="isolated"))
     tensor = replace(drawn.cfg, parallel=Parallel(data="zero2", tp=3))
     for cfg in (isolated, tensor):

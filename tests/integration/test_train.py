@@ -25,6 +25,7 @@ from shardwise.config import (
     Training,
     UserError,
 )
+from shardwise.models.save import save_model
 from shardwise.parallel.mesh import build_mesh
 from shardwise.records.record import RunRecord
 from shardwise.training import loop
@@ -32,7 +33,7 @@ from shardwise.training.loop import train
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.distributed import run_ranks
 from tests.models import multimodal
-from tests.models.tiny import same
+from tests.models.tiny import entries, on_meta, same, tiny
 from tests.models.unproven import write_config
 from tests.parity.harness import CONFIGS
 
@@ -172,6 +173,21 @@ def test_whole_runs_of_other_shapes(folder, family, capfd):
     assert record.kernels == {"loss": "chunked", **cores, **experts, "lora": "torch"}
     text = ", ".join(f"{name} {kernel}" for name, kernel in record.kernels.items())
     assert f"kernels: {text}\n" in capfd.readouterr().out
+
+
+def test_a_bias_that_balances_experts_is_kept_by_full_training(folder):
+    name, bias = "model.layers.1.mlp.gate.e_score_correction_bias", torch.arange(8) / 7
+    base = tiny("tiny-deepseek_v3")
+    save_model(on_meta(base), {**entries(base), name: bias}.items(), folder / "biased")
+    cfg = config(folder, "kept", "fsdp2", lora=False, steps=1, eval_every=None)
+    stored = replace(cfg.model, path=str(folder / "biased"), init="weights")
+    run_on(2, replace(cfg, model=stored))
+    before, after = (
+        load_file(folder / path / "model.safetensors") for path in ("biased", "kept/model")
+    )
+    assert torch.equal(after[name], bias)
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert "model.layers.1.mlp.gate.weight" in changed
 
 
 def test_documents_that_were_left_out_are_counted_whatever_the_ranks(folder, capfd):

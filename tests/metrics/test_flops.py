@@ -16,6 +16,7 @@ from shardwise.kernels.grouped_linear import loop
 from shardwise.kernels.grouped_linear.gradients import Needs
 from shardwise.metrics.flops import hardware_flops_per_token, model_flops_per_token, utilization
 from shardwise.models.counts import ModelCounts, Unit, count_model
+from shardwise.models.families import FAMILIES
 from shardwise.models.kinds.attention import Attention, SlidingAttention
 from shardwise.models.kinds.base import Core
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
@@ -135,14 +136,7 @@ def test_training_in_full_matches_the_counter(family, checkpointing):
     check(model, spec, checkpointing)
 
 
-EXPERTS = {
-    "qwen3_next": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    "qwen3_moe": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    "nemotron_h": ["experts.down_proj"],
-    "granitemoehybrid": ["experts.gate_up_proj", "experts.down_proj"],
-    "kimi_linear": ["experts.gate_up_proj", "experts.down_proj"],
-    "jamba": ["experts.down_proj"],
-}
+EXPERTS = {name: family.experts for name, family in FAMILIES.items() if family.experts}
 
 
 @pytest.mark.parametrize("family", CONFIGS)

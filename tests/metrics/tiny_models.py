@@ -41,6 +41,11 @@ _MAMBA2 = {
     "mamba_d_state": 8,
     "mamba_chunk_size": 32,
 }
+_MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_DENSE_THEN_MIXTURE = {
+    **{"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 4},
+    **{"n_group": 2, "topk_group": 1, **_MIXTURE},
+}
 CONFIGS = {
     "llama": {"num_hidden_layers": 2},
     "olmo2": {"num_hidden_layers": 2, "head_dim": 8},
@@ -131,6 +136,22 @@ CONFIGS = {
         "num_experts": 4,
         "mamba_d_state": 8,
         "mamba_dt_rank": 6,
+    },
+    "qwen3_5_moe_text": {
+        **{**_HYBRID, **_MIXTURE, "head_dim": 8, "num_experts": 4},
+        "shared_expert_intermediate_size": 24,
+    },
+    "lfm2_moe": {
+        **{**_MIXTURE, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+        **{"num_dense_layers": 1, "num_experts": 4},
+    },
+    "granitemoe": {"num_hidden_layers": 2, "num_local_experts": 4},
+    "mixtral": {"num_hidden_layers": 2, "head_dim": 8, "num_local_experts": 4},
+    "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1], **_MAMBA2},
+    "glm4_moe": {**_DENSE_THEN_MIXTURE, "head_dim": 8, "use_qk_norm": True},
+    "deepseek_v3": {
+        **{**_DENSE_THEN_MIXTURE, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 12},
+        **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
     },
     "jet_nemotron": {
         "num_hidden_layers": 3,

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    PretrainedConfig,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
 
 from tests.models.tiny import CONFIGS
 
@@ -31,17 +26,19 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def config(name: str = "tiny-qwen3_5") -> PretrainedConfig:
-    """A Qwen3.5 whose language model is one of the tiny ones."""
+    """A Qwen3.5, dense or with experts, whose language model is one of the tiny ones."""
     text = AutoConfig.from_pretrained(CONFIGS / name).to_dict()
+    whole = text["model_type"].removesuffix("_text")
     ids = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252}
     tied = text["tie_word_embeddings"]
-    return Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=tied, **ids)
+    sizes = {"text_config": text, "vision_config": VISION, "tie_word_embeddings": tied}
+    return AutoConfig.for_model(whole, **sizes, **ids)
 
 
 def write(folder: Path, name: str = "tiny-qwen3_5") -> None:
     """Write the model with random weights; those of `mtp` have a shard and a dtype of their own."""
     torch.manual_seed(0)
-    Qwen3_5ForConditionalGeneration(config(name)).save_pretrained(folder)
+    AutoModelForImageTextToText.from_config(config(name)).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").rename(folder / SHARDS[0])
     extra = {"mtp.fc.weight": torch.rand(3, 4).bfloat16(), "mtp.norm.weight": torch.rand(3)}

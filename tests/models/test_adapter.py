@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from shardwise.config import Lora, Model, UserError
 from shardwise.models import adapter
 from shardwise.models.adapter import merge_adapter, save_adapter
+from shardwise.models.families import spec_of
 from shardwise.models.load import read_config, weights
 from shardwise.models.save import save_model
 from tests.distributed import PATIENCE
@@ -62,15 +63,9 @@ def lora_for(name: str, case: str) -> Lora | None:
     if case == "auto":
         return Lora(r=3, alpha=7.0, dropout=0.1)
     if case == "all":
-        saved = {
-            "tiny-qwen3_5-tied": ["model.norm"],
-            "tiny-nemotron_h": ["lm_head", "norm_f"],
-            "tiny-lfm2": ["embedding_norm"],
-            "tiny-gpt2": ["ln_f"],
-            "tiny-falcon_h1": ["lm_head", "final_layernorm"],
-            "tiny-jamba": ["lm_head", "final_layernorm"],
-        }
-        names = saved.get(name, ["lm_head", "model.norm"])
+        model = on_meta(tiny(name))
+        spec = spec_of(model.config, model)
+        names = [spec.norm] if spec.tied else [spec.head, spec.norm]
         return Lora(r=4, alpha=4.0, targets="all-linear", rslora=True, modules_to_save=names)
     # No linear that PEFT can be told of as a module, and names that not all layers have.
     targets = ["layers.1.mlp.down_proj", "layers.2.mlp.shared_expert.up_proj"]

@@ -148,11 +148,12 @@ def test_gradients_are_those_of_transformers_own_loss():
 
 
 @pytest.mark.parametrize(
-    ("family", "key"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")]
+    ("family", "key"),
+    [("llama", "attention_dropout"), ("gpt2", "attn_pdrop"), ("mixtral", "router_jitter_noise")],
 )
-def test_dropout_inside_attention_is_a_fact(family, key):
-    assert facts(family).attention_dropout is None
-    assert facts(family, **{key: 0.1}).attention_dropout == (key, 0.1)
+def test_noise_that_no_seed_reaches_is_a_fact(family, key):
+    assert facts(family).unseeded_noise is None
+    assert facts(family, **{key: 0.1}).unseeded_noise == (key, 0.1)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

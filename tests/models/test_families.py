@@ -27,6 +27,13 @@ KINDS = {
     "tiny-falcon_h1": ["attention_and_mamba2"] * 2,
     "tiny-kimi_linear": ["kda", "kda", "full_attention"],
     "tiny-jamba": ["mamba", "mamba", "full_attention"],
+    "tiny-qwen3_5_moe": ["gated_delta_net"] * 3 + ["full_attention"],
+    "tiny-lfm2_moe": ["short_convolution"] * 2 + ["full_attention", "short_convolution"],
+    "tiny-granitemoe": ["full_attention"] * 4,
+    "tiny-mixtral": ["full_attention"] * 4,
+    "tiny-bamba": ["mamba2"] * 2 + ["full_attention", "mamba2"],
+    "tiny-glm4_moe": ["full_attention"] * 4,
+    "tiny-deepseek_v3": ["full_attention"] * 4,
     "tiny-jet_nemotron": ["jet_block"] * 2 + ["sliding_attention", "full_attention"],
 }
 FEED_FORWARDS = {
@@ -36,6 +43,12 @@ FEED_FORWARDS = {
     "tiny-granitemoehybrid": ["moe"] * 2,
     "tiny-kimi_linear": ["dense", "moe", "moe"],
     "tiny-jamba": ["dense", "moe", "dense"],
+    "tiny-qwen3_5_moe": ["moe"] * 4,
+    "tiny-granitemoe": ["moe"] * 4,
+    "tiny-mixtral": ["moe"] * 4,
+    "tiny-lfm2_moe": ["dense", "moe", "moe", "moe"],
+    "tiny-glm4_moe": ["dense", "moe", "moe", "moe"],
+    "tiny-deepseek_v3": ["dense", "moe", "moe", "moe"],
 }
 
 

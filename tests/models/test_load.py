@@ -365,9 +365,20 @@ def test_a_convolution_stored_as_queries_keys_and_values(folder: Path) -> None:
     assert torch.equal(entries(Model(str(folder)))[layer + "conv1d.weight"], whole)
 
 
-def test_persistent_buffers_come_from_the_file_too(tmp_path: Path) -> None:
-    model = tiny("tiny-nemotron_h", "bfloat16")
-    name = "model.layers.1.mixer.gate.e_score_correction_bias"
+@pytest.mark.parametrize(
+    ("model", "bias_name"),
+    [
+        ("tiny-nemotron_h", "mixer.gate.e_score_correction_bias"),
+        ("tiny-kimi_linear", "mlp.gate.e_score_correction_bias"),
+        ("tiny-glm4_moe", "mlp.gate.e_score_correction_bias"),
+        ("tiny-deepseek_v3", "mlp.gate.e_score_correction_bias"),
+        ("tiny-lfm2_moe", "feed_forward.expert_bias"),
+    ],
+)
+def test_persistent_buffers_come_from_the_file_too(
+    model: str, bias_name: str, tmp_path: Path
+) -> None:
+    model, name = tiny(model, "bfloat16"), f"model.layers.1.{bias_name}"
     bias = torch.arange(8) / 7  # bfloat16 would round it
     save_model(on_meta(model), {**entries(model), name: bias}.items(), tmp_path)
     stored = Model(str(tmp_path), dtype="bfloat16")

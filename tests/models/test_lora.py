@@ -33,7 +33,8 @@ from tests.models.tiny import (
 # 2 stacks. Falcon-H1: Mamba2's two, q, k, v, o, MLP. Kimi: q, k, v, f_a, f_b, b, g_a, g_b, o in
 # KDA, and q, kv_a, kv_b, o in attention; then an MLP in layer 0, 2 stacks and a shared expert in
 # the others. Jamba: in, x, dt (read past its module) and out; layer 1 has 2 stacks, the others an
-# MLP. JetBlock: q, k, v, a, b, g, o and the generator's w1 and w2; an MLP.
+# MLP. JetBlock: q, k, v, a, b, g, o and the generator's w1 and w2; an MLP. DeepSeek-V3: q_a, q_b,
+# kv_a, kv_b and o; like GLM-4.5, an MLP in layer 0, 2 stacks and a shared expert in the others.
 EXPECTED = {
     "tiny-llama": {"full_attention": (4 * 7, 28, 28, 16)},
     "tiny-olmo2": {"full_attention": (4 * 7, 28, 28, 16)},
@@ -60,6 +61,19 @@ EXPECTED = {
     "tiny-falcon_h1": {"attention_and_mamba2": (2 * 9, 16, 16, 8)},
     "tiny-kimi_linear": {"kda": (9 + 3 + 9 + 5, 24, 26, 0), "full_attention": (4 + 5, 7, 9, 4)},
     "tiny-jamba": {"mamba": (4 + 3 + 4 + 2, 9, 11, 0), "full_attention": (7, 7, 7, 4)},
+    "tiny-qwen3_5_moe": {
+        "gated_delta_net": (3 * 11, 3 * 8, 3 * 11, 0),
+        "full_attention": (10, 7, 10, 4),
+    },
+    "tiny-lfm2_moe": {
+        "short_convolution": (5 + 2 * 4, 5 + 2 * 2, 5 + 2 * 4, 0),
+        "full_attention": (6, 4, 6, 4),
+    },
+    "tiny-granitemoe": {"full_attention": (4 * 6, 16, 24, 16)},
+    "tiny-mixtral": {"full_attention": (4 * 6, 16, 24, 16)},
+    "tiny-bamba": {"mamba2": (3 * 5, 12, 12, 0), "full_attention": (7, 7, 7, 4)},
+    "tiny-glm4_moe": {"full_attention": (7 + 3 * 9, 4 * 7, 7 + 3 * 9, 16)},
+    "tiny-deepseek_v3": {"full_attention": (8 + 3 * 10, 4 * 8, 8 + 3 * 10, 20)},
     "tiny-jet_nemotron": {
         "jet_block": (2 * (9 + 3), 24, 24, 0),
         "sliding_attention": (7, 7, 7, 4),
@@ -379,7 +393,7 @@ def test_adapters_on_a_bfloat16_model(name: str, dtype: str, autocast: bool) -> 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
 def test_peft_still_leaves_qwen3_next_mlps_without_adapters() -> None:
-    # Then `Family.renamed_by_peft` and the holder in `inject` can go.
+    # Then `adapter._renamed_by_peft` and the holder in `inject` can go.
     model = on_meta(tiny("tiny-qwen3_next"))
     config = LoraConfig(target_modules=["gate_proj", "up_proj", "down_proj"], r=2)
     inject_adapter_in_model(config, model, low_cpu_mem_usage=True)

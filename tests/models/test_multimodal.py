@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import Qwen3_5ForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter import merge_adapter, save_adapter
@@ -69,7 +69,7 @@ save_file(out, "out.safetensors")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("multimodal")
-    multimodal.write(path / "base")
+    multimodal.write(path / "base", "tiny-qwen3_5_moe")  # has all that the dense one has
     return path
 
 
@@ -122,7 +122,7 @@ def test_adapters_of_a_vision_tower_are_merged_too(
     targets: str, folder: Path, tmp_path: Path
 ) -> None:
     base = Model(str(folder / "base"))
-    whole = Qwen3_5ForConditionalGeneration.from_pretrained(base.path)
+    whole = AutoModelForImageTextToText.from_pretrained(base.path)
     config = LoraConfig(
         r=2, target_modules=targets, init_lora_weights=False, modules_to_save=["patch_embed"]
     )
@@ -154,7 +154,7 @@ def test_adapters_of_the_embedding_and_the_head_are_kept(folder: Path, tmp_path:
     for base in (Model(str(folder / "base")), Model(str(tmp_path / "tied"))):
         targets = ["embed_tokens", "lm_head", "q_proj"]
         config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
-        load = Qwen3_5ForConditionalGeneration.from_pretrained
+        load = AutoModelForImageTextToText.from_pretrained
         adapted = get_peft_model(load(base.path), config).eval()
         out = tmp_path / Path(base.path).name
         adapted.save_pretrained(out / "adapter")
@@ -176,7 +176,7 @@ def test_adapters_of_the_embedding_and_the_head_are_kept(folder: Path, tmp_path:
         assert relative_error(merged, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3_5", "tiny-qwen3_5-tied"])
+@pytest.mark.parametrize("name", ["tiny-qwen3_5", "tiny-qwen3_5-tied", "tiny-qwen3_5_moe"])
 def test_a_model_trained_in_full_keeps_what_is_beside_it(name: str, tmp_path: Path) -> None:
     multimodal.write(tmp_path / "base", name)
     base = Model(str(tmp_path / "base"))

@@ -32,14 +32,23 @@ WHOLE = {
     "tiny-granitemoehybrid": {"block_sparse_moe.router"},
     "tiny-kimi_linear": {"mlp.gate", *(f"self_attn.{name}" for name in KIMI)},
     "tiny-jamba": {"feed_forward.router"},
+    "tiny-qwen3_5_moe": {"mlp.gate", "mlp.shared_expert_gate"},
+    "tiny-lfm2_moe": {"feed_forward.gate"},
+    "tiny-granitemoe": {"block_sparse_moe.router"},
+    "tiny-mixtral": {"mlp.gate"},
+    "tiny-glm4_moe": {"mlp.gate"},
+    "tiny-deepseek_v3": {"mlp.gate", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"},
     "tiny-jet_nemotron": {"self_attn.dynamic_conv1d.kernel_generator.w1"},
 }
 """The matrices of a layer that every rank holds whole: routers, and first factors."""
 INDIVISIBLE = {
     "tiny-qwen3_5": "4 key heads of Gated DeltaNet",
+    "tiny-qwen3_5_moe": "4 key heads of Gated DeltaNet",
     "tiny-qwen3_next": "4 key heads of Gated DeltaNet",
     "tiny-olmo_hybrid": "4 key heads of Gated DeltaNet",
     "tiny-lfm2": "64 channels of a short convolution",
+    "tiny-lfm2_moe": "64 channels of a short convolution",
+    "tiny-bamba": "8 heads of Mamba2",
     "tiny-gpt2": "4 attention heads",
     "tiny-nemotron_h": "8 heads of Mamba2",
     "tiny-granitemoehybrid": "8 heads of Mamba2",

@@ -12,28 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise.config import Lora, Model
-from shardwise.models.families import Family, spec_of
+from shardwise.models.families import FAMILIES, Family, spec_of
 from shardwise.models.load import build_meta, fill, read_config, weights
 from shardwise.models.lora import Coverage, adapter_weights, inject
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
-PLAIN = (  # one of each family
-    "tiny-llama",
-    "tiny-qwen3",
-    "tiny-olmo2",
-    "tiny-qwen3_moe",
-    "tiny-qwen3_5",
-    "tiny-qwen3_next",
-    "tiny-olmo_hybrid",
-    "tiny-nemotron_h",
-    "tiny-lfm2",
-    "tiny-gpt2",
-    "tiny-granitemoehybrid",
-    "tiny-falcon_h1",
-    "tiny-kimi_linear",
-    "tiny-jamba",
-    "tiny-jet_nemotron",
-)
+TINY_OF = {family: f"tiny-{family.replace('_text', '')}" for family in FAMILIES}
+"""The tiny model of each family."""
+PLAIN = tuple(TINY_OF.values())
 TINY = (*PLAIN, "tiny-qwen3_5-tied")
 
 

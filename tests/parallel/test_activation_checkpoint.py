@@ -67,6 +67,8 @@ def _all_ways(
     return [_gradients(family, mode, way, precision) for way in ways], kinds == set(attention)
 
 
+LATENT = ("kimi_linear", "deepseek_v3")
+"""Keys and values of these differ in size, which no kernel fuses on a CPU."""
 WAYS = (("lora", "float32"), ("full", "bfloat16"))
 """`make test` runs each family in one of these, and `make parity` in both."""
 
@@ -89,8 +91,8 @@ def test_gradients_are_equal_by_the_bit(family, mode, precision):
     kept, again, attention_again = (counts for _, counts in others)
     assert (kept == once) == (mode == "full")  # no product is run again but those of adapters
     attention, bmm = "aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.bmm.default"
-    if family == "kimi_linear":  # keys and values differ in size, which no kernel fuses on a CPU
-        assert once[bmm] < attention_again[bmm] < again[bmm]
+    if family in LATENT:
+        assert once[bmm] < attention_again[bmm] <= again[bmm]
     else:
         assert again[attention] == attention_again[attention] == 2 * once[attention] > 0
     # What has no attention layer's name is left alone; some families have nothing else.

@@ -7,6 +7,7 @@ from itertools import product
 
 from shardwise.layouts import HALVING
 from shardwise.models.families import FAMILIES as FAMILY_FACTS
+from shardwise.models.kinds import KINDS
 from tests.parity.contexts import CONTEXTS
 from tests.parity.contexts import FIXED as FIXED_CONTEXTS
 from tests.parity.harness import FAMILIES, Cell
@@ -134,13 +135,18 @@ _FIXED = (
 
 
 def pairs(cell: Cell) -> set[tuple[str, ...]]:
-    """What a plain cell covers; a layout is of one of two kinds: weights whole on every rank, or
-    sharded."""
+    """What a plain cell covers.
+
+    Each family runs once over its data and once in a pipeline, which cuts what is the family's own.
+    Each kind of block runs under tensor parallelism, and in both sorts of layouts over data: those
+    with weights whole on every rank, and those that shard them.
+    """
+    kinds = [f"kind {KINDS.index(block.kind)}" for block in FAMILY_FACTS[cell.family].blocks]
     if cell.variant or cell.split or cell.cp > 1:
         return set()
     if cell.tp > 1:
         shared = "tokens shared" if cell.layout.endswith("-sp") else "tokens whole"
-        return {(cell.family, "tp"), (cell.layout, "tp"), (cell.mode, shared)}
+        return {(cell.layout, "tp"), (cell.mode, shared), *((kind, "tp") for kind in kinds)}
     if cell.schedule:
         backward = "halved" if cell.schedule in HALVING else "whole"
         return {
@@ -149,8 +155,8 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
             (cell.layout, backward),
             (cell.layout, cell.mode),
         }
-    kind = "whole" if cell.layout in ("ddp", "zero1", "zero2") else "sharded"
-    return {(cell.family, kind), (cell.family, cell.mode), (cell.layout, cell.mode)}
+    weights = "whole" if cell.layout in ("ddp", "zero1", "zero2") else "sharded"
+    return {(cell.family, "data"), (cell.layout, cell.mode), *((kind, weights) for kind in kinds)}
 
 
 def _covering(chosen: tuple[Cell, ...]) -> tuple[Cell, ...]:

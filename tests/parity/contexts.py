@@ -8,7 +8,11 @@ from shardwise.models.families import FAMILIES as FAMILY_FACTS
 from shardwise.schedule.orders import ORDERS
 from tests.parity.harness import FAMILIES, Cell
 
-ONLY_ATTENTION = ("llama", "qwen3", "olmo2", "qwen3_moe", "gpt2")
+ONLY_ATTENTION = tuple(
+    name
+    for name, family in FAMILY_FACTS.items()
+    if all(block.kind.is_attention for mixer in family.mixers.values() for block in mixer.blocks)
+)
 """Those whose rows are cut in pairs of chunks, except with `ulysses`."""
 COMPOSED = {
     **dict.fromkeys(("ddp-cp", "zero1-cp", "zero2-cp", "fsdp1-cp", "fsdp2-cp", "hsdp-cp"), 4),

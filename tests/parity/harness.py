@@ -33,6 +33,7 @@ from shardwise.proof.harness import (
     weaknesses,
 )
 from shardwise.proof.harness import run as run_on
+from tests.models.tiny import CONFIGS, TINY_OF
 
 __all__ = [
     "CONFIGS",
@@ -56,26 +57,9 @@ __all__ = [
     "verdict",
 ]
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 DEEP = Path(__file__).parent / "models"
 """More layers, for pipelines of more stages than the tiny models have."""
-FAMILIES = {
-    "llama": "tiny-llama",
-    "qwen3_5_text": "tiny-qwen3_5",
-    "qwen3_next": "tiny-qwen3_next",
-    "olmo_hybrid": "tiny-olmo_hybrid",
-    "nemotron_h": "tiny-nemotron_h",
-    "qwen3": "tiny-qwen3",
-    "olmo2": "tiny-olmo2",
-    "qwen3_moe": "tiny-qwen3_moe",
-    "lfm2": "tiny-lfm2",
-    "gpt2": "tiny-gpt2",
-    "granitemoehybrid": "tiny-granitemoehybrid",
-    "falcon_h1": "tiny-falcon_h1",
-    "kimi_linear": "tiny-kimi_linear",
-    "jamba": "tiny-jamba",
-    "jet_nemotron": "tiny-jet_nemotron",
-}
+FAMILIES = dict(TINY_OF)
 TIED = {"qwen3_5_text": "tiny-qwen3_5-tied", "jet_nemotron": "jet-nemotron-tiny"}
 """Of `FAMILIES`, with one weight for embedding and head."""
 SOME_LAYERS = {

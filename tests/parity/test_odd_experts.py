@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import Lora
+from shardwise.models import families
 from shardwise.models.facts import why_in_a_loop
 from shardwise.models.families import spec_of
 from shardwise.models.lora import inject
@@ -56,7 +57,9 @@ def test_equals_one_process(width: int, family: str, mode: str, variant: str) ->
     ],
     indirect=["width"],
 )
-@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "family", [name for name, family in families.FAMILIES.items() if family.experts]
+)
 def test_what_a_grouped_product_takes_of_a_ranks_share(
     width: int, tp: int, dtype: Any, rank: int, is_grouped: bool, family: str
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.models.kinds import KINDS
 from shardwise.schedule.orders import ORDERS
 from tests import compiling  # noqa: F401  (what forked processes then need not import)
 from tests.parity.cells import ALL, FAST, LAYOUTS, QUICK, pairs
@@ -83,8 +84,8 @@ def test_fast_subset_covers_every_pair_and_is_part_of_the_matrix():
         layout for layout in PROVEN if layout.startswith("pp") and layout not in WITH_TENSOR
     ]
     pipelines = len(FAMILIES) + 2 * len(ORDERS) + 4 * len(in_pipelines)
-    tensors = len(FAMILIES) + len(WITH_TENSOR) + 4
-    without = 4 * len(FAMILIES) + 2 * len(LAYOUTS)
+    tensors = len(KINDS) + len(WITH_TENSOR) + 4
+    without = len(FAMILIES) + 2 * len(KINDS) + 2 * len(LAYOUTS)
     assert len({pair for cell in ALL for pair in pairs(cell)}) == without + pipelines + tensors
     assert {cell.variant for cell in FAST} == {cell.variant for cell in ALL}
     assert set(FAST) <= set(ALL)

@@ -59,7 +59,7 @@ def own_facts(own: OwnModel) -> ModelFacts:
         kinds=(OWN,),
         is_tied=own.is_tied,
         num_positions=None,
-        attention_dropout=None,
+        unseeded_noise=None,
         has_router_loss=False,
         has_router_bias=False,
         adds_positions=False,

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
+from peft.utils.transformers_weight_conversion import (
+    _MODEL_TO_CONVERSION_PATTERN,
+    _MOE_TARGET_MODULE_MAPPING,
+)
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,7 +46,7 @@ def save_adapter(
     PEFT finds the base model. With `multimodal` the names are those of that class.
 
     PEFT renames, by model type, targets that look like a checkpoint's per-expert matrices, and so
-    loses linears of MLPs (`Family.renamed_by_peft`). Those are listed as parameters (`....weight`)
+    loses linears of MLPs (`_renamed_by_peft`). Those are listed as parameters (`....weight`)
     instead of modules, which gives the same factors under the same names. PEFT then computes W + BA
     rather than Wx + BAx, and the config must not have dropout.
     """
@@ -57,10 +61,12 @@ def save_adapter(
     modules: list[str] = []
     parameters: list[str] = []
     layers = adapter_layers(model)
+    loaded = model if multimodal is None else multimodal.model
+    renamed_targets = _renamed_by_peft(loaded.config.model_type)
     for path in layers:
         if path in base_names:
             parameters.append(path)
-        elif path.rpartition(".")[2] in family.renamed_by_peft:
+        elif path.rpartition(".")[2] in renamed_targets:
             parameters.append(f"{path}.weight")
         else:
             modules.append(path)
@@ -88,6 +94,11 @@ def save_adapter(
     config.save_pretrained(str(folder))
     tensors = {_file_key(renamed(name)): tensor.contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def _renamed_by_peft(model_type: str) -> Collection[str]:
+    """Return last parts of names that PEFT takes for those of routed experts in a model type."""
+    return _MOE_TARGET_MODULE_MAPPING.get(_MODEL_TO_CONVERSION_PATTERN.get(model_type, ""), {})
 
 
 def merge_adapter(

@@ -20,8 +20,9 @@ from shardwise.models.patches import experts, lora_kernel, router_loss
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.context import AttentionShape, ContextFacts
 
-_ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
-"""What the config.json of listed families calls a dropout inside the attention kernel."""
+_UNSEEDED_NOISE = ("attention_dropout", "attn_pdrop", "router_jitter_noise")
+"""What the config.json of listed families calls a dropout inside the attention kernel, or noise on
+what routers read."""
 
 
 def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts:
@@ -39,7 +40,7 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
         kinds=kinds,
         is_tied=spec.tied,
         num_positions=None if spec.positions is None else hf.config.max_position_embeddings,
-        attention_dropout=_attention_dropout(hf, is_listed),
+        unseeded_noise=_unseeded_noise(hf, is_listed),
         has_router_loss=bool(router_loss.routers_of(hf, family)),
         has_router_bias=any(True for _ in expert_plan.biases_of(hf, spec)),
         adds_positions=family.positions is not None,
@@ -66,10 +67,10 @@ def facts_of(hf: PreTrainedModel, spec: ModelSpec, family: Family) -> ModelFacts
     )
 
 
-def _attention_dropout(hf: PreTrainedModel, is_listed: bool) -> tuple[str, float] | None:
-    keys: Iterable[str] = _ATTENTION_DROPOUTS
-    if not is_listed:  # whatever the key, a function inside attention may draw the masks
-        keys = [key for key in hf.config.to_dict() if "drop" in key]
+def _unseeded_noise(hf: PreTrainedModel, is_listed: bool) -> tuple[str, float] | None:
+    keys: Iterable[str] = _UNSEEDED_NOISE
+    if not is_listed:  # whatever the key, a function inside a block may draw the numbers
+        keys = [key for key in hf.config.to_dict() if "drop" in key or "jitter" in key]
     return next(((key, value) for key in keys if (value := getattr(hf.config, key, 0))), None)
 
 

@@ -161,14 +161,16 @@ class _PassThrough(nn.Module):
 
     def __init__(self, layer: nn.Module, family: Family) -> None:
         super().__init__()
-        self.returns_tuple = family.cut.layers_return_tuples
+        self.num_outputs = family.cut.layer_outputs
         if family.cut.layer_attribute:
             setattr(self, family.cut.layer_attribute, getattr(layer, family.cut.layer_attribute))
 
     def forward(
         self, hidden: torch.Tensor, *args: object, **kwargs: object
-    ) -> torch.Tensor | tuple[torch.Tensor]:
-        return (hidden,) if self.returns_tuple else hidden
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        if self.num_outputs is None:
+            return hidden
+        return hidden, *[None] * (self.num_outputs - 1)
 
 
 class _NoPositions(nn.Module):

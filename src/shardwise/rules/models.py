@@ -152,16 +152,16 @@ RULES = (
         why="there is no embedding of a later position",
     ),
     Rule(
-        "dropout inside attention",
-        applies=lambda case: case.model.attention_dropout is not None,
+        "noise that no seed reaches",
+        applies=lambda case: case.model.unseeded_noise is not None,
         problem=(
-            "{model.attention_dropout[0]} is {model.attention_dropout[1]} in the model's "
-            "config.json, so that its masks would differ between layouts and between runs"
+            "{model.unseeded_noise[0]} is {model.unseeded_noise[1]} in the model's config.json, so "
+            "that its random numbers would differ between layouts and between runs"
         ),
         way_out="set it to 0.0",
         why=(
-            "the fused attention draws them from torch's global generator, which no seed of a run "
-            "file reaches"
+            "fused attention, or a router, draws them from torch's global generator, which no seed "
+            "of a run file reaches"
         ),
     ),
     Rule(

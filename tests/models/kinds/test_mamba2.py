@@ -19,8 +19,12 @@ WHOLE = {
     "tiny-nemotron_h": {"mixer.gate.weight"},
     "tiny-granitemoehybrid": {"block_sparse_moe.router.weight"},
     "tiny-falcon_h1": set(),
+    "tiny-bamba": set(),
 }
-FAMILIES = [("tiny-nemotron_h", 4), ("tiny-granitemoehybrid", 4), ("tiny-falcon_h1", 2)]
+FAMILIES = [
+    *[("tiny-nemotron_h", 4), ("tiny-granitemoehybrid", 4), ("tiny-falcon_h1", 2)],
+    ("tiny-bamba", 4),
+]
 
 
 def mixer(num_groups: int, num_heads: int = 8) -> torch.nn.Module:

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from shardwise.models.families.base import FULL, Family, Mixer, mixer
-from shardwise.models.families.falcon_h1 import FALCON_H1
-from shardwise.models.families.gpt2 import GPT2
-from shardwise.models.families.granitemoehybrid import GRANITEMOEHYBRID
-from shardwise.models.families.jamba import JAMBA
-from shardwise.models.families.jet_nemotron.family import JET_NEMOTRON
-from shardwise.models.families.kimi_linear import KIMI_LINEAR
-from shardwise.models.families.lfm2 import LFM2
-from shardwise.models.families.nemotron_h import NEMOTRON_H
-from shardwise.models.families.qwen3_moe import QWEN3_MOE
-from shardwise.models.families.qwen3_next import QWEN3_NEXT
+from shardwise.models.families.base import Family, Mixer
 from shardwise.models.families.unproven import inspect_family, unproven_note
-from shardwise.models.kinds import gated_delta_net
 from shardwise.models.names import hf_name, is_adapter
 from shardwise.models.spec import Block, LayerSpec, ModelSpec
 
 __all__ = ["FAMILIES", "Family", "every_kind", "family_of", "spec_of", "unproven_note"]
 
-_PROVEN = (
-    *(Family(name) for name in ("llama", "qwen3", "olmo2")),
-    Family(
-        "qwen3_5_text",
-        mixers={
-            "linear_attention": mixer("linear_attn", gated_delta_net.JOINED),
-            "full_attention": FULL,
-        },
-    ),
-    Family(
-        "olmo_hybrid",
-        mixers={
-            "linear_attention": mixer("linear_attn", gated_delta_net.SEPARATE),
-            "full_attention": FULL,
-        },
-    ),
-    *(QWEN3_MOE, QWEN3_NEXT, NEMOTRON_H, LFM2, GPT2, GRANITEMOEHYBRID, FALCON_H1, KIMI_LINEAR),
-    *(JAMBA, JET_NEMOTRON),
-)
+_FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
+_PROVEN = [value for file in _FILES for value in vars(file).values() if isinstance(value, Family)]
 FAMILIES = {family.model_type: family for family in _PROVEN}
 
 
@@ -81,10 +56,11 @@ def spec_of(config: PretrainedConfig, model: PreTrainedModel) -> ModelSpec:
 
 def every_kind(family: Family) -> PretrainedConfig:
     """Return transformers' config of a family, changed so that it has each kind of layer."""
-    config = AutoConfig.for_model(family.model_type)
-    types = getattr(config, "layer_types", None)
-    if types and len(set(types)) < len(family.mixers):
-        config.layer_types = [[*family.mixers][i % len(family.mixers)] for i in range(len(types))]
+    config = AutoConfig.for_model(family.model_type, **family.options)
+    types = getattr(config, "layer_types", family.mixers)
+    if types is None or len(set(types)) < len(family.mixers):
+        kinds, num_layers = [*family.mixers], config.num_hidden_layers
+        config.layer_types = [kinds[i % len(kinds)] for i in range(num_layers)]
     if hasattr(config, "mlp_only_layers"):  # a mixture of experts in all other layers
         config.mlp_only_layers = [0]
     return config

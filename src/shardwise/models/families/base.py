@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -31,6 +32,11 @@ def mixer(path: str, kind: Kind) -> Mixer:
     return Mixer(kind.name, (Block(path, kind),))
 
 
+def feed_forwards(mixture: Kind, path: str = "mlp") -> Mapping[str, Blocks]:
+    """Return what comes after the mixers: an MLP or a mixture of experts, both at one path."""
+    return {"dense": {path: feed_forward.MLP}, "moe": {path: mixture}}
+
+
 FULL = mixer("self_attn", attention.FULL)
 SOFTMAX = {"full_attention": FULL, "sliding_attention": mixer("self_attn", attention.SLIDING)}
 """`Family.mixers` of the common shape."""
@@ -46,7 +52,9 @@ class Cut:
     """The dropout between embedding and first layer."""
     layer_attribute: str | None = None
     """What the base model asks a layer for before it calls it."""
-    layers_return_tuples: bool = False
+    layer_outputs: int | None = None
+    """The length of the tuple that a layer returns, hidden states first; None: it returns them
+    alone."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +89,9 @@ class Family:
     logits_capped_by: str | None = None
     """Attribute of the config with the cap c of c * tanh(logits / c); null in a config: no cap."""
 
-    renamed_by_peft: tuple[str, ...] = ()
-    """Last parts of linears' names that PEFT takes for the names of routed experts (see
-    `lora.save_adapter`)."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of its config without which the model that transformers makes by default lacks a kind of
+    layer, where `layer_types` is not such a key."""
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

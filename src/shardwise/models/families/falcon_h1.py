@@ -16,5 +16,5 @@ FALCON_H1 = Family(
     },
     feed_forward={"dense": {"feed_forward": feed_forward.MLP}},
     norms=Norms(between="pre_ff_layernorm"),
-    cut=Cut(layers_return_tuples=True),
+    cut=Cut(layer_outputs=1),
 )

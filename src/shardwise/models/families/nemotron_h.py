@@ -16,7 +16,6 @@ NEMOTRON_H = Family(
     },
     feed_forward={},  # a block of its own
     norms=Norms(before="norm"),
-    # No router: its load is balanced by a bias on the scores (e_score_correction_bias), not by a
-    # loss.
+    # No router: a bias balances its load (`mixture.MIXTURE`).
     cut=Cut(layer_attribute="block_type"),
 )

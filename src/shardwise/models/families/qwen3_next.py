@@ -1,7 +1,7 @@
 """Qwen3-Next: Gated DeltaNet or full attention, then a mixture of experts with a shared one."""
 
-from shardwise.models.families.base import FULL, Family, mixer
-from shardwise.models.kinds import feed_forward, gated_delta_net, mixture
+from shardwise.models.families.base import FULL, Family, feed_forwards, mixer
+from shardwise.models.kinds import gated_delta_net, mixture
 
 QWEN3_NEXT = Family(
     "qwen3_next",
@@ -9,7 +9,6 @@ QWEN3_NEXT = Family(
         "linear_attention": mixer("linear_attn", gated_delta_net.BY_KEY_HEAD),
         "full_attention": FULL,
     },
-    feed_forward={"dense": {"mlp": feed_forward.MLP}, "moe": {"mlp": mixture.WITH_GATED_EXPERT}},
+    feed_forward=feed_forwards(mixture.WITH_GATED_EXPERT),
     router="Qwen3NextTopKRouter",
-    renamed_by_peft=("gate_proj", "up_proj", "down_proj"),
 )

@@ -59,7 +59,6 @@ CLUES = (
 """What is known of listed kinds says what a name of an unlisted model may mean."""
 _ATTENTION = tuple(dict.fromkeys(kind.name for kind in KINDS if kind.is_attention))
 _TOKENWISE = tuple(dict.fromkeys(kind.name for kind in KINDS if not kind.mixes_tokens))
-_RENAMED = ("gate_proj", "up_proj", "down_proj", "gate")
 
 
 def inspect_family(model: PreTrainedModel) -> Family:
@@ -110,7 +109,6 @@ def inspect_family(model: PreTrainedModel) -> Family:
         head=head,
         mixers={name: _mixer(name, mixing, attention) for name in (*_ATTENTION, *types)},
         feed_forward={"dense": after, "moe": after},
-        renamed_by_peft=_RENAMED if any(kind.experts for kind in kinds.values()) else (),
     )
 
 

@@ -182,11 +182,10 @@ LATENT = replace(
     after=(("o_proj",),),
     cores=latent_cores,
     split=split_latent,
-    # Not q_a_proj, which takes the same tensor: no tiny model has it.
-    shares_input=("q_proj", "kv_a_proj_with_mqa"),
+    shares_input=("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
     ends=("o_proj",),
 )
-"""Latent attention of DeepSeek-V2, which Kimi Linear has too."""
+"""Latent attention of DeepSeek-V2 and V3, which Kimi Linear has too."""
 JOINED = replace(
     FULL,
     before=(("c_attn",),),

@@ -68,7 +68,12 @@ MIXTURE = Kind(
     gating=("gate",),
     experts=("experts.gate_up_proj", "experts.down_proj"),
 )
-"""With routed experts alone, and `gate` for a router."""
+"""With routed experts alone, and `gate` for a router.
+
+Some families balance the load by a bias that is added to the routers' scores to choose experts, not
+by a loss. That bias (`e_score_correction_bias`, `expert_bias`) is a buffer: no gradient reaches it.
+Training keeps it as it is in the base model, in LoRA and in full, and a saved model has it.
+"""
 ROUTER = replace(MIXTURE, gating=("router",))
 """With routed experts alone, and `router` for a router."""
 WITH_GATED_EXPERT = replace(

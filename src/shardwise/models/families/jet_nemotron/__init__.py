@@ -3,9 +3,16 @@
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.models.families.jet_nemotron.configuration import JetNemotronConfig
+from shardwise.models.families.jet_nemotron.family import JET_NEMOTRON
 from shardwise.models.families.jet_nemotron.model import JetNemotronForCausalLM, JetNemotronModel
 
-__all__ = ["JetNemotronConfig", "JetNemotronForCausalLM", "JetNemotronModel", "register"]
+__all__ = [
+    "JET_NEMOTRON",
+    "JetNemotronConfig",
+    "JetNemotronForCausalLM",
+    "JetNemotronModel",
+    "register",
+]
 
 
 def register() -> None:

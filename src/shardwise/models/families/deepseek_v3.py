@@ -1,0 +1,11 @@
+"""DeepSeek-V3: latent attention, then an MLP or a mixture of experts with a shared one."""
+
+from shardwise.models.families.base import Family, feed_forwards, mixer
+from shardwise.models.kinds import attention, mixture
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    mixers={"full_attention": mixer("self_attn", attention.LATENT)},
+    # No router: a bias balances its load (`mixture.MIXTURE`).
+    feed_forward=feed_forwards(mixture.WITH_SHARED_EXPERTS),
+)

@@ -1,0 +1,12 @@
+"""OLMo hybrids: Gated DeltaNet or full attention, then an MLP."""
+
+from shardwise.models.families.base import FULL, Family, mixer
+from shardwise.models.kinds import gated_delta_net
+
+OLMO_HYBRID = Family(
+    "olmo_hybrid",
+    mixers={
+        "linear_attention": mixer("linear_attn", gated_delta_net.SEPARATE),
+        "full_attention": FULL,
+    },
+)
