@@ -78,7 +78,7 @@ def experts_of(cfg: RunConfig, hf: Any, layers: tuple[LayerSpec, ...]) -> tuple[
     if not cfg.model.router_aux_loss_coef:
         return ()
     prefixes = tuple(f"{layer.name}." for layer in layers)
-    routers = {id(router) for router in routers_of(hf, family_of(hf.config))}
+    routers = {id(router) for router in routers_of(hf, family_of(hf))}
     return tuple(
         module.weight.shape[0]
         for name, module in hf.named_modules()
