@@ -90,7 +90,7 @@ def count(cell: Cell, dtype: Literal["float32", "bfloat16"] = "float32") -> Coun
     run = describe(cfg, mesh.dense.size())
     boundaries = None if job.cut is None else job.cut.split.boundaries
     share = share_of(cfg, run, coordinates(mesh), boundaries)
-    num_targets = sum(num_targets_on_rank(job.pm, batch) for batch in batches)
+    num_targets = [num_targets_on_rank(job.pm, batch) for batch in batches]
     predicted = messages_of_step(cfg, run, share, num_targets)
     return Counted(add_up(collectives.messages), predicted)
 

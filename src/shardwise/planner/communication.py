@@ -14,7 +14,7 @@ tests/parallel/test_communication.py counts the collectives of real steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -54,8 +54,8 @@ class Step:
     num_microbatches: int
     num_tokens: int
     """Tokens of a micro-batch on the rank."""
-    num_targets: int
-    """Tokens with a label, in all micro-batches of the rank."""
+    num_targets: Sequence[int]
+    """Tokens with a label in each micro-batch, on the rank."""
 
     @property
     def replicas(self) -> str:
@@ -83,18 +83,18 @@ class Step:
 
 
 def messages_of_step(
-    cfg: RunConfig, run: Description, share: Share, num_targets: int | None = None
+    cfg: RunConfig, run: Description, share: Share, num_targets: Sequence[int] | None = None
 ) -> Total:
     """Return what a rank with this share sends, along the axes that have more than one rank.
 
-    `num_targets`: tokens with a label, in all micro-batches of the rank; by default all tokens.
+    `num_targets`: tokens with a label in each micro-batch, on the rank; by default all tokens.
     """
     knows_loss = cfg.parallel.tp == 1 or cfg.training.loss != "plain"
     assert knows_loss, "what gathering all logits sends is not among the formulas"
     m = num_microbatches(cfg, prod(run.sizes.values()))
     num_tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
     if num_targets is None:
-        num_targets = m * num_tokens
+        num_targets = [num_tokens] * m
     step = Step(cfg, run, share, run.sizes, m, num_tokens, num_targets)
     formulas = [_numbers, _pipeline, _tensor, _context]
     if cfg.parallel.data != "single":
@@ -262,7 +262,8 @@ def _tensor(step: Step) -> Iterator[Messages]:
             for num_bytes in block.bytes_within:
                 yield Messages("all-reduce", "tp", times, times * step.num_tokens * num_bytes)
         if chunk.spec.last:
-            yield Messages("all-reduce", "tp", 2 * m, step.num_targets * 3 * 4)
+            calls = 2 * sum(map(bool, step.num_targets))  # without a target there is no logit
+            yield Messages("all-reduce", "tp", calls, sum(step.num_targets) * 3 * 4)
     if partial := [weight for weight in step.share.trained if weight.has_partial_gradient]:
         yield Messages("all-reduce", "tp", 1, _float32_bytes(partial, n) // n)
     for weight in step.share.trained:
