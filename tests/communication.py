@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
-from shardwise.interfaces import Mesh
+from shardwise.batches import AnyBatch
+from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.parallel.mesh import build_mesh
 from shardwise.planner.communication import Messages, Total, add_up, messages_of_step
 from shardwise.planner.share import share_of
@@ -46,8 +47,11 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.messages: list[Messages] = []
         groups = {axis: mesh.dense.get_group(axis) for axis in mesh.AXES if mesh.size(axis) > 1}
+        # Where `cp` joins an axis of one rank, the group of both has the ranks of `cp`.
+        joined = {axis: mesh.group(axis) for axis in mesh.gradient_axes if mesh.size(axis) > 1}
         self.axes = {
-            tuple(dist.get_process_group_ranks(group)): axis for axis, group in groups.items()
+            tuple(dist.get_process_group_ranks(group)): axis
+            for axis, group in (joined | groups).items()
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,9 +90,16 @@ def count(cell: Cell, dtype: Literal["float32", "bfloat16"] = "float32") -> Coun
     run = describe(cfg, mesh.dense.size())
     boundaries = None if job.cut is None else job.cut.split.boundaries
     share = share_of(cfg, run, coordinates(mesh), boundaries)
-    num_targets = sum(batch.num_target_tokens() for batch in batches)
+    num_targets = [num_targets_on_rank(job.pm, batch) for batch in batches]
     predicted = messages_of_step(cfg, run, share, num_targets)
     return Counted(add_up(collectives.messages), predicted)
+
+
+def num_targets_on_rank(pm: ParallelModel, batch: AnyBatch) -> int:
+    """Return the targets among the tokens that this rank computes."""
+    for shard in pm.shard_batch:
+        batch = shard(batch)
+    return int(batch.num_target_tokens())
 
 
 def coordinates(mesh: Mesh) -> dict[str, int]:

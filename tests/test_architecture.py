@@ -102,7 +102,7 @@ MOST_LINES = {
     "parallel": 3_300,
     "data": 3_760,
     "kernels": 6_900,
-    "planner schedule metrics": 4_000,
+    "planner schedule metrics": 4_150,
     "proof": 1_100,
     "benchmark report drawing records": 5_100,
 }

@@ -11,7 +11,7 @@ from tests.communication import Counted, count
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
 from tests.parity.harness import Cell
-from tests.parity.layouts import PROVEN
+from tests.parity.layouts import CONTEXT, PROVEN
 
 ALONE = {
     "ddp": 2,
@@ -88,6 +88,28 @@ CELLS = [
     # 2 key/value heads, and 2 groups of Mamba2, are held by two of 4 ranks each.
     cell("jamba", "tp", "full", 4),
     *(cell("granitemoehybrid", "tp", mode, 4) for mode in ("lora", "full")),
+    # Each kind of state and of convolution, a window, routers, and documents, which change nothing.
+    cell("qwen3_5_text", "cp", "lora", 2),
+    cell("qwen3_5_text", "cp", "full", 4, "isolated"),
+    *(cell("qwen3_5_text", "cp", "lora", 2, name) for name in ("checkpointing", "gather")),
+    *(cell(family, "cp", "full", 2) for family in ("jamba", "kimi_linear", "qwen3_moe")),
+    *(
+        cell(family, "cp", "lora", 2)
+        for family in ("falcon_h1", "jet_nemotron", "granitemoehybrid")
+    ),
+    *(cell(family, "cp", "full", 4) for family in ("lfm2", "qwen3")),
+    *(cell("llama", "cp", mode, 4, way) for way, mode in (("ring", "lora"), ("gather", "full"))),
+    cell("jamba", "cp", "lora", 2, "bfloat16"),
+    cell("qwen3_next", "cp", "lora", 2, "upper"),
+    # Beside other axes: a group of convolution channels, or a key/value head, that ranks share.
+    *(cell(family, "cp-tp", "full", 4) for family in ("qwen3_5_text", "granitemoehybrid")),
+    *(cell(family, "cp-tp-sp", "lora", 4) for family in ("kimi_linear", "jamba")),
+    *(cell(family, "pp-cp", "full", 4) for family in ("qwen3_5_text", "qwen3_moe")),
+    cell("qwen3", "pp-cp", "lora", 4),
+    *(cell("llama", layout, "lora", 4) for layout in ("ddp-cp", "zero1-cp", "hsdp-cp")),
+    *(cell("qwen3_5_text", "fsdp2-cp", mode, 4) for mode in ("lora", "full")),
+    *(cell("llama", layout, "full", 4) for layout in ("zero2-cp", "fsdp1-cp")),
+    *(cell("llama", layout, "full", 8) for layout in ("fsdp2-cp-tp", "pp-fsdp2-cp", "pp-cp-tp-sp")),
 ]
 
 
@@ -142,7 +164,11 @@ def test_float32_adapters_beside_a_bfloat16_head(layout):
 
 
 def test_every_layout_is_counted():
-    assert {cell.layout for cell in CELLS} == set(PROVEN) - {"single"}
+    layouts = {cell.layout for cell in CELLS}
+    assert layouts - set(CONTEXT) == set(PROVEN) - {"single"}
+    # Of compositions with `cp` those are counted that join another formula with it.
+    assert {"cp", "cp-tp", "cp-tp-sp", "pp-cp", "ddp-cp", "zero1-cp", "fsdp1-cp"} <= layouts
+    assert {"fsdp2-cp", "hsdp-cp"} <= layouts <= {*PROVEN, *CONTEXT}
     # What is left to `make parity` here is compared with one process in `make test`.
     assert {cell.layout for cell in filter(is_slow, CELLS)} <= {
         cell.layout for cell in FAST if cell.family == "llama"

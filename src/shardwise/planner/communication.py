@@ -2,7 +2,9 @@
 
 m are the micro-batches of a step, BTD the bytes of a micro-batch's hidden states. Gradients and the
 few numbers of a step are summed in float32, weights are gathered in their own dtype. Sizes are
-those of the tensors that a collective is given; `bytes_leaving` says what a ring sends of them.
+those of the tensors that a collective is given; `bytes_leaving` says what a ring sends of them. An
+axis that `cp` joins is named as the mesh has it, `dp_shard_cp` of `dp_shard` and `cp` together, or
+`cp` where it has no other ranks.
 
 Numbers of calls are exact as long as gradients that are summed together fit in one bucket (25 MiB
 under zero and ddp, whose first one has 1 MiB). The loss is the chunked one.
@@ -12,19 +14,20 @@ tests/parallel/test_communication.py counts the collectives of real steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import num_microbatches
 from shardwise.models.dtypes import hidden_dtype
+from shardwise.parallel.mesh import context_joins_of
+from shardwise.planner.context import sent_by_layers, sent_by_router_loss
 from shardwise.planner.share import Chunk, Share, Weight
 from shardwise.planner.units import flat_parameters, flat_spans, left_whole, shard_axis, units_of
+from shardwise.schedule.context import MessageKind
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 Total = dict[tuple[str, str], tuple[int, int]]
 """(kind, mesh axis) -> calls, and bytes of their whole tensors together."""
 
@@ -33,7 +36,7 @@ Total = dict[tuple[str, str], tuple[int, int]]
 class Messages:
     """Collectives of one kind over one mesh axis, and the bytes of their whole tensors together."""
 
-    kind: Kind
+    kind: MessageKind
     axis: str
     calls: int
     num_bytes: int
@@ -44,14 +47,29 @@ class Step:
     """A training step of one rank."""
 
     cfg: RunConfig
+    run: Description
     share: Share
     sizes: Mapping[str, int]
     """Ranks along each axis of the mesh."""
     num_microbatches: int
     num_tokens: int
-    """Tokens of a micro-batch."""
-    num_targets: int
-    """Tokens with a label, in all micro-batches of the rank."""
+    """Tokens of a micro-batch on the rank."""
+    num_targets: Sequence[int]
+    """Tokens with a label in each micro-batch, on the rank."""
+
+    @property
+    def replicas(self) -> str:
+        """The axis of ddp's and ZeRO's ranks, as Mesh.replicas."""
+        return joined_axis(self.cfg, "dp_replicate", self.sizes)
+
+    @property
+    def shards(self) -> str:
+        """The axis of FSDP's ranks, as Mesh.shards."""
+        return joined_axis(self.cfg, "dp_shard", self.sizes)
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis, which may be a joined one."""
+        return ranks_along(axis, self.sizes)
 
     @property
     def hidden_numel(self) -> int:
@@ -65,25 +83,37 @@ class Step:
 
 
 def messages_of_step(
-    cfg: RunConfig, run: Description, share: Share, num_targets: int | None = None
+    cfg: RunConfig, run: Description, share: Share, num_targets: Sequence[int] | None = None
 ) -> Total:
     """Return what a rank with this share sends, along the axes that have more than one rank.
 
-    `num_targets`: tokens with a label, in all micro-batches of the rank; by default all tokens.
+    `num_targets`: tokens with a label in each micro-batch, on the rank; by default all tokens.
     """
-    assert cfg.parallel.cp == 1, "what context parallelism sends is not among the formulas"
     knows_loss = cfg.parallel.tp == 1 or cfg.training.loss != "plain"
     assert knows_loss, "what gathering all logits sends is not among the formulas"
     m = num_microbatches(cfg, prod(run.sizes.values()))
-    num_tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
+    num_tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
     if num_targets is None:
-        num_targets = m * num_tokens
-    step = Step(cfg, share, run.sizes, m, num_tokens, num_targets)
-    formulas = [_numbers, _pipeline, _tensor]
+        num_targets = [num_tokens] * m
+    step = Step(cfg, run, share, run.sizes, m, num_tokens, num_targets)
+    formulas = [_numbers, _pipeline, _tensor, _context]
     if cfg.parallel.data != "single":
         formulas.append(DATA_FORMULAS[cfg.parallel.data])
     messages = (message for formula in formulas for message in formula(step))
-    return add_up(message for message in messages if run.sizes[message.axis] > 1)
+    return add_up(message for message in messages if step.size(message.axis) > 1)
+
+
+def joined_axis(cfg: RunConfig, axis: str, sizes: Mapping[str, int]) -> str:
+    """Return the name of a data axis together with `cp`, if `cp` joins it."""
+    if sizes["cp"] == 1 or axis != context_joins_of(cfg):
+        return axis
+    return f"{axis}_cp" if sizes[axis] > 1 else "cp"
+
+
+def ranks_along(axis: str, sizes: Mapping[str, int]) -> int:
+    """Return the number of ranks along an axis, which may be a joined one."""
+    parts = (axis.removesuffix("_cp"), "cp") if axis.endswith("_cp") else (axis,)
+    return prod(sizes[part] for part in parts)
 
 
 def add_up(messages: Iterable[Messages]) -> Total:
@@ -103,7 +133,7 @@ def bytes_leaving(total: Total, sizes: Mapping[str, int]) -> int:
     rounds = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
     leaving = 0.0
     for (kind, axis), (_, num_bytes) in total.items():
-        n = sizes[axis]
+        n = ranks_along(axis, sizes)
         leaving += num_bytes if kind == "send" else num_bytes * rounds[kind] * (n - 1) / n
     return round(leaving)
 
@@ -115,10 +145,10 @@ def _numbers(step: Step) -> Iterator[Messages]:
     the squares of the gradient norm over each set of axes that trained weights are sharded over,
     then over stages.
     """
-    data = shard_axis(step.cfg)
+    data = step.replicas if shard_axis(step.cfg) == "dp_replicate" else step.shards
     axis_sets: set[tuple[str, ...]] = set()
     for chunk in step.share.chunks:
-        unsharded = left_whole(step.cfg, chunk, step.sizes[data])
+        unsharded = left_whole(step.cfg, chunk, step.size(data))
         for weight in chunk.weights:
             if weight.is_trained:
                 axes = [] if weight in unsharded else [data]
@@ -127,7 +157,7 @@ def _numbers(step: Step) -> Iterator[Messages]:
                 axis_sets.add(tuple(axes))
     for axis in ("dp_replicate", "dp_shard"):
         yield Messages("all-reduce", axis, 1, 8)
-    for axes in (("pp", "dp_replicate", "dp_shard"), ("pp",), *axis_sets):
+    for axes in (("pp", step.replicas, step.shards), ("pp",), *axis_sets):
         for axis in axes:
             yield Messages("all-reduce", axis, 1, 4)
 
@@ -138,23 +168,23 @@ def _ddp(step: Step) -> Iterator[Messages]:
     """
     sums_after = step.sizes["pp"] > 1 or step.sizes["tp"] > 1
     num_sums = 1 if sums_after else _num_dtypes(step.share.trained)
-    yield Messages("all-reduce", "dp_replicate", num_sums, _float32_bytes(step.share.trained))
+    yield Messages("all-reduce", step.replicas, num_sums, _float32_bytes(step.share.trained))
 
 
 def _zero(step: Step) -> Iterator[Messages]:
     """Yield the reduce-scatter of trained gradients, once a step or, in stage 2, a micro-batch, and
     the all-gather of the updated weights, one of each for each dtype of weights.
     """
-    n = step.sizes["dp_replicate"]
+    n = step.size(step.replicas)
     unsharded = [weight for weight in step.share.trained if weight.shard_dim(n) is None]
     sharded = [weight for weight in step.share.trained if weight not in unsharded]
     times = 1 if step.cfg.parallel.data == "zero1" else step.num_microbatches
     num_dtypes = _num_dtypes(sharded)
     num_bytes = times * _float32_bytes(sharded, n)
-    yield Messages("reduce-scatter", "dp_replicate", times * num_dtypes, num_bytes)
-    yield Messages("all-gather", "dp_replicate", num_dtypes, _weight_bytes(sharded, n))
+    yield Messages("reduce-scatter", step.replicas, times * num_dtypes, num_bytes)
+    yield Messages("all-gather", step.replicas, num_dtypes, _weight_bytes(sharded, n))
     if unsharded:
-        yield Messages("all-reduce", "dp_replicate", 1, _float32_bytes(unsharded))
+        yield Messages("all-reduce", step.replicas, 1, _float32_bytes(unsharded))
 
 
 def _fsdp1(step: Step) -> Iterator[Messages]:
@@ -163,7 +193,7 @@ def _fsdp1(step: Step) -> Iterator[Messages]:
     A unit with nothing trained in it or below is not gathered for a backward, nor is the outer
     flat parameter of the root, which stays gathered.
     """
-    n, m = step.sizes["dp_shard"], step.num_microbatches
+    n, m = step.size(step.shards), step.num_microbatches
     (chunk,) = step.share.chunks
     has_backward = False
     for unit in units_of(chunk, "fsdp1"):
@@ -174,11 +204,11 @@ def _fsdp1(step: Step) -> Iterator[Messages]:
             gathers = 2 * m if has_backward and not is_kept else m
             numel = -(-flat_spans(weights)[-1][1] // n) * n
             num_bytes = numel * weights[0].itemsize
-            yield Messages("all-gather", "dp_shard", gathers, gathers * num_bytes)
+            yield Messages("all-gather", step.shards, gathers, gathers * num_bytes)
             if any(weight.is_trained for weight in weights):
-                yield Messages("reduce-scatter", "dp_shard", m, m * 4 * numel)
+                yield Messages("reduce-scatter", step.shards, m, m * 4 * numel)
     if trained := [weight for weight in left_whole(step.cfg, chunk, n) if weight.is_trained]:
-        yield Messages("all-reduce", "dp_shard", 1, _float32_bytes(trained))
+        yield Messages("all-reduce", step.shards, 1, _float32_bytes(trained))
 
 
 def _fsdp2(step: Step) -> Iterator[Messages]:
@@ -189,7 +219,7 @@ def _fsdp2(step: Step) -> Iterator[Messages]:
     ahead. In a pipeline gradients are reduce-scattered once a step, and a backward leaves the
     weights gathered for what comes next: they are gathered at first, and after every forward.
     """
-    n, m = step.sizes["dp_shard"], step.num_microbatches
+    n, m = step.size(step.shards), step.num_microbatches
     in_pipeline = step.sizes["pp"] > 1
     for chunk in step.share.chunks:
         unsharded = left_whole(step.cfg, chunk, n)
@@ -204,13 +234,13 @@ def _fsdp2(step: Step) -> Iterator[Messages]:
             gathers = (1 if stays_gathered else m) + backward_gathers
             sharded = [weight for weight in unit.weights if weight not in unsharded]
             num_bytes = _weight_bytes(sharded, n)
-            yield Messages("all-gather", "dp_shard", gathers, gathers * num_bytes)
+            yield Messages("all-gather", step.shards, gathers, gathers * num_bytes)
             if trained := [weight for weight in sharded if weight.is_trained]:
                 times, num_bytes = 1 if in_pipeline else m, _float32_bytes(trained, n)
-                yield Messages("reduce-scatter", "dp_shard", times, times * num_bytes)
-                yield Messages("all-reduce", "dp_replicate", 1, num_bytes // n)
+                yield Messages("reduce-scatter", step.shards, times, times * num_bytes)
+                yield Messages("all-reduce", step.replicas, 1, num_bytes // n)
         if trained := [weight for weight in unsharded if weight.is_trained]:
-            for axis in ("dp_replicate", "dp_shard"):
+            for axis in (step.replicas, step.shards):
                 yield Messages("all-reduce", axis, 1, _float32_bytes(trained))
 
 
@@ -222,7 +252,7 @@ def _tensor(step: Step) -> Iterator[Messages]:
     Once a step gradients are summed of which each rank has a partial sum, and those of rows that
     several ranks hold, segment by segment.
     """
-    m, n = step.num_microbatches, step.sizes["dp_shard"]
+    m, n = step.num_microbatches, step.size(step.shards)
     for chunk in step.share.chunks:
         moves = _moves_with_tokens if step.cfg.parallel.sequence_parallel else _moves
         for kind, number, itemsize in moves(chunk, hidden_dtype(step.cfg).itemsize):
@@ -232,7 +262,8 @@ def _tensor(step: Step) -> Iterator[Messages]:
             for num_bytes in block.bytes_within:
                 yield Messages("all-reduce", "tp", times, times * step.num_tokens * num_bytes)
         if chunk.spec.last:
-            yield Messages("all-reduce", "tp", 2 * m, step.num_targets * 3 * 4)
+            calls = 2 * sum(map(bool, step.num_targets))  # without a target there is no logit
+            yield Messages("all-reduce", "tp", calls, sum(step.num_targets) * 3 * 4)
     if partial := [weight for weight in step.share.trained if weight.has_partial_gradient]:
         yield Messages("all-reduce", "tp", 1, _float32_bytes(partial, n) // n)
     for weight in step.share.trained:
@@ -240,7 +271,7 @@ def _tensor(step: Step) -> Iterator[Messages]:
             yield Messages("all-reduce", "tp", 1, 4 * numel // n)
 
 
-Moves = Iterator[tuple[Kind, int, int]]
+Moves = Iterator[tuple[MessageKind, int, int]]
 """Kind and number of a micro-batch's messages [B, T, D], and bytes of an element."""
 
 
@@ -286,8 +317,24 @@ def _pipeline(step: Step) -> Iterator[Messages]:
     calls *= step.num_microbatches
     yield Messages("send", "pp", calls, calls * step.hidden_bytes)
     if step.share.tied is not None:
-        n = step.sizes["dp_shard"]
+        n = step.size(step.shards)
         yield Messages("send", "pp", 1, _weight_bytes([step.share.tied], n) // n)
+
+
+def _context(step: Step) -> Iterator[Messages]:
+    """Yield what layers and the router loss send along `cp` per micro-batch and, without a
+    data-parallel strategy, the sum of all trained gradients once a step.
+    """
+    if step.sizes["cp"] == 1:
+        return
+    cfg, run, m = step.cfg, step.run, step.num_microbatches
+    for chunk in step.share.chunks:
+        layers = sent_by_layers(cfg, run.hf, run.spec, chunk.mixers, step.share.context_rank)
+        for sent in (*layers, *sent_by_router_loss(cfg, chunk.router_experts)):
+            for kind, (calls, num_bytes) in sent.items():
+                yield Messages(kind, "cp", m * calls, m * num_bytes)
+    if cfg.parallel.data == "single":
+        yield Messages("all-reduce", "cp", 1, _float32_bytes(step.share.trained))
 
 
 DATA_FORMULAS: Mapping[str, Callable[[Step], Iterator[Messages]]] = {

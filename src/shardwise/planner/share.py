@@ -24,6 +24,7 @@ from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut, unwrapped
 from shardwise.models.tensor_plan import cuts_of, split_blocks
 from shardwise.parallel.place import shard_dim
+from shardwise.planner.context import Mixer, experts_of, mixers_of
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,10 @@ class Chunk:
     """Whether its input comes from another rank."""
     sends: bool = False
     """Whether its output goes to another rank."""
+    mixers: tuple[Mixer, ...] = ()
+    """What context parallelism makes send."""
+    router_experts: tuple[int, ...] = ()
+    """The experts of each of its routers that has a load-balancing loss."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,8 @@ class Share:
     chunks: tuple[Chunk, ...]
     tied: Weight | None
     """The trained tied weight, where the stage at the other end of the pipeline has it too."""
+    context_rank: int = 0
+    """The place of the rank along `cp`."""
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -141,7 +148,8 @@ def share_of(
     """
     weights, counts = _weights(cfg, run, coordinates["tp"]), count_model(run.hf, run.spec)
     if run.pipeline is None:
-        return Share((_chunk(cfg, run, counts, weights, 0, len(counts.units)),), tied=None)
+        model = _chunk(cfg, run, counts, weights, 0, len(counts.units))
+        return Share((model,), tied=None, context_rank=coordinates["cp"])
     assert boundaries is not None
     counts = with_gradients(counts, cfg.parallel.schedule)
     pipeline, rank = run.pipeline, coordinates["pp"]
@@ -154,7 +162,7 @@ def share_of(
         chunks.append(replace(chunk, receives=receives, sends=sends))
         taken = set(chunk.weights)
         weights = [weight for weight in weights if weight not in taken]
-    return Share(tuple(chunks), _tied(run.spec, chunks))
+    return Share(tuple(chunks), _tied(run.spec, chunks), coordinates["cp"])
 
 
 def _weights(cfg: RunConfig, run: Description, rank: int) -> list[Weight]:
@@ -214,16 +222,22 @@ def _chunk(
     spec = replace(model, layers=layers, first=is_first, last=is_last)
     foreign = tuple(f"{path}." for path in _foreign(model, spec))
     blocks: list[Block] = []
-    if cfg.parallel.tp > 1:
-        for layer in layers:
-            unit = counts.units[1 + model.layers.index(layer)]
+    mixers: list[Mixer] = []
+    shapes = {weight.name: weight.shape for weight in weights}
+    for layer in layers:
+        unit = counts.units[1 + model.layers.index(layer)]
+        if cfg.parallel.tp > 1:
             blocks += _blocks(cfg, run, layer, unit)
+        if cfg.parallel.cp > 1:
+            mixers += mixers_of(cfg, run.hf, layer, unit, shapes)
     return Chunk(
         spec=spec,
         weights=tuple(weight for weight in weights if not weight.name.startswith(foreign)),
         blocks=tuple(blocks),
         needs_input_gradient=counts.units[max(low - 1, 0)].backward,
         needs_head_gradient=is_last and all(weight.input_gradient for weight in head.weights),
+        mixers=tuple(mixers),
+        router_experts=experts_of(cfg, run.hf, layers) if cfg.parallel.cp > 1 else (),
     )
 
 

@@ -81,7 +81,8 @@ class AttentionShape:
         return queries + keys, per_head * self.num_heads * self.value_size
 
 
-Sent = dict[str, tuple[int, int]]
+MessageKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
+Sent = dict[MessageKind, tuple[int, int]]
 """Kind of message -> calls, and bytes of what they are given, as in planner/communication.py."""
 
 

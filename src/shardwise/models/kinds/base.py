@@ -51,6 +51,25 @@ def width_of_convolutions(block: nn.Module) -> int:
     return max(widths, default=1)
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of each parameter of a block by its name, as a rank of tensor parallelism has it."""
+
+
+class Carried(NamedTuple):
+    """What a block passes on to the tokens of another rank, for one row."""
+
+    channels: int = 0
+    """Channels of its convolution."""
+    transition_numel: int = 0
+    """Elements of its recurrence's transition, as its kernel's `summary` gives them."""
+    state_numel: int = 0
+
+
+def carries_nothing(config: PretrainedConfig, shapes: Shapes) -> Carried:
+    """Return what a kind without convolution or recurrence passes on."""
+    return Carried()
+
+
 CORE_STEP = (0, 0)
 """The place of the core among the steps of `Kind.step_of`."""
 
@@ -92,6 +111,8 @@ class Kind:
     width: Callable[[Any], int] = width_of_convolutions
     """Return over how many tokens the convolutions of a block reach: `parallel.cp` gives a rank
     those before its own."""
+    carries: Callable[[PretrainedConfig, Shapes], Carried] = carries_nothing
+    """Return what a block passes on under `parallel.cp`, whose bytes are counted from it."""
     backends: tuple[Backend, ...] = ()
     """What computes each of these functions."""
     split: SplitBlock | None = None

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from shardwise.kernels.gated_delta_rule import RECURRENCE, backend
 from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.models.kinds import short_convolution
-from shardwise.models.kinds.base import Backend, Core, Kind
+from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -110,6 +110,17 @@ def cores(config: PretrainedConfig) -> tuple[GatedDeltaNet]:
     return (GatedDeltaNet(heads, key_dim, config.linear_value_head_dim),)
 
 
+def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
+    """Return the channels of q, k and v, and a matrix S x S and a state S x V for each head."""
+    return rule_carries(cores(config)[0], shapes["A_log"][0], shapes["conv1d.weight"][0])
+
+
+def rule_carries(rule: DeltaRule, num_heads: int, channels: int) -> Carried:
+    """Return what any delta rule passes on, with so many heads on a rank."""
+    transition = num_heads * rule.key_dim * rule.key_dim
+    return Carried(channels, transition, num_heads * rule.key_dim * rule.value_dim)
+
+
 def delta_rule(core: Recurrence) -> Callable[..., tuple[torch.Tensor, None]]:
     """Return what mixers call as their rule: it gives no state, as parts train without a cache."""
 
@@ -178,6 +189,7 @@ BY_KEY_HEAD = Kind(
     after=(("norm",), ("out_proj",)),
     cores=cores,
     functions={"torch_chunk_gated_delta_rule": delta_rule(RECURRENCE), **CAUSAL_CONVOLUTION},
+    carries=carries,
     backends=(RULE_BACKEND, short_convolution.BACKEND),
     split=split_by_key_head,
     keeps_documents_apart=True,

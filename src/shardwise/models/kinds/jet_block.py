@@ -17,8 +17,8 @@ from shardwise.kernels.dynamic_conv import dynamic_conv
 from shardwise.kernels.gated_delta_rule import RECURRENCE
 from shardwise.kernels.recurrence import Tokens
 from shardwise.models.kinds import gated_delta_net
-from shardwise.models.kinds.base import Core, Kind
-from shardwise.models.kinds.gated_delta_net import GatedDeltaNet
+from shardwise.models.kinds.base import Carried, Core, Kind, Shapes
+from shardwise.models.kinds.gated_delta_net import GatedDeltaNet, rule_carries
 from shardwise.models.tensor_cuts import BlockSplit, Cut, even, evenly
 
 HEADS = "heads of JetBlock"
@@ -50,6 +50,12 @@ def cores(config: PretrainedConfig) -> tuple[DynamicConvolution, GatedDeltaNet]:
     (rule,) = gated_delta_net.cores(config)
     convolution = DynamicConvolution(rule.num_heads * rule.value_dim, config.jet["conv_size"])
     return convolution, rule
+
+
+def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
+    """Return the channels of the values, and what the gated delta rule passes on."""
+    (_, rule), num_heads = cores(config), shapes["A_log"][0]
+    return rule_carries(rule, num_heads, num_heads * rule.value_dim)
 
 
 def convolution(
@@ -94,6 +100,7 @@ JET_BLOCK = Kind(
     cores=cores,
     functions={"dynamic_conv": convolution, "gated_delta_rule": delta_rule},
     width=lambda block: block.dynamic_conv1d.width,
+    carries=carries,
     split=split,
     backends=(gated_delta_net.RULE_BACKEND,),
     keeps_documents_apart=True,

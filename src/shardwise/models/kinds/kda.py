@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 
 from shardwise.kernels.kimi_delta_attention import RECURRENCE, backend
 from shardwise.models.kinds import short_convolution
-from shardwise.models.kinds.base import Backend, Kind
-from shardwise.models.kinds.gated_delta_net import DeltaRule, delta_rule
+from shardwise.models.kinds.base import Backend, Carried, Kind, Shapes
+from shardwise.models.kinds.gated_delta_net import DeltaRule, delta_rule, rule_carries
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -64,6 +64,12 @@ def cores(config: PretrainedConfig) -> tuple[KimiDeltaAttention]:
     return (KimiDeltaAttention(config.linear_num_heads, size, size),)
 
 
+def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
+    """Return what the gated delta rule passes on: a decay by channels makes its map no larger."""
+    num_heads = shapes["forget_gate.A_log"][2]
+    return rule_carries(cores(config)[0], num_heads, shapes["conv1d.weight"][0])
+
+
 def split(block: Any, num_ranks: int) -> BlockSplit:
     """Shard by heads: q, k, v, the gate of the output and the decay have H features a head.
 
@@ -91,6 +97,7 @@ KDA = Kind(
     after=(("o_norm",), ("o_proj",)),
     cores=cores,
     functions={"chunk_kimi_delta_attention": delta_rule(RECURRENCE), **CAUSAL_CONVOLUTION},
+    carries=carries,
     backends=(Backend("Kimi Delta Attention", backend), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,

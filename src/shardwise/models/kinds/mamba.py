@@ -6,6 +6,7 @@ Tensor parallelism shards the channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import PretrainedConfig
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.selective_scan import RECURRENCE, backend
 from shardwise.models.kinds import short_convolution
-from shardwise.models.kinds.base import Backend, Core, Kind
+from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -57,6 +58,12 @@ class Mamba(Core):
 def cores(config: PretrainedConfig) -> tuple[Mamba]:
     """Return the core by the config."""
     return (Mamba(config.mamba_expand * config.hidden_size, config.mamba_d_state),)
+
+
+def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
+    """Return the channels of x, and a factor and a state for each channel and place of a state."""
+    states = prod(shapes["A_log"])
+    return Carried(shapes["conv1d.weight"][0], states, states)
 
 
 def scan(
@@ -110,6 +117,7 @@ MAMBA = Kind(
     after=(("out_proj",),),
     cores=cores,
     functions={"mamba_selective_scan": scan, **CAUSAL_CONVOLUTION},
+    carries=carries,
     backends=(Backend("selective scan", backend, takes_documents=False), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,

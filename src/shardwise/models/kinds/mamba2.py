@@ -19,7 +19,7 @@ from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.state_space_duality import RECURRENCE, backend
 from shardwise.kernels.state_space_duality.chunked import CHUNK
 from shardwise.models.kinds import short_convolution
-from shardwise.models.kinds.base import Backend, Core, Kind
+from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
 from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
 from shardwise.models.tensor_cuts import (
     BlockSplit,
@@ -89,6 +89,13 @@ def cores(config: PretrainedConfig) -> tuple[Mamba2]:
     else:
         names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups")
     return (Mamba2(*(getattr(config, name) for name in names)),)
+
+
+def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
+    """Return the channels of x, B and C, and one factor and a state P x S for each head."""
+    (core,), num_heads = cores(config), shapes["A_log"][0]
+    state = num_heads * core.head_dim * core.state_size
+    return Carried(shapes["conv1d.weight"][0], num_heads, state)
 
 
 def scan(
@@ -213,6 +220,7 @@ MAMBA2 = Kind(
         "mamba2_chunk_scan": scan,
         **CAUSAL_CONVOLUTION,
     },
+    carries=carries,
     backends=(Backend("Mamba2 scan", backend), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,

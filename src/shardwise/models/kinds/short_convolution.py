@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.short_conv import backend, short_conv
-from shardwise.models.kinds.base import Backend, Kind
+from shardwise.models.kinds.base import Backend, Carried, Kind, Shapes
 from shardwise.models.tensor_cuts import BlockSplit, blocked, depthwise, even, linear, unwrapped
 
 
@@ -31,6 +32,11 @@ CAUSAL_CONVOLUTION = {"causal_conv1d_fn": causal_convolution}
 BACKEND = Backend("short convolution", backend, is_slow_in_torch=False)
 
 
+def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
+    """Return the channels of the convolution."""
+    return Carried(shapes["conv.weight"][0])
+
+
 def split(block: Any, num_ranks: int) -> BlockSplit:
     """Shard by channels, each of which is gated and convolved by itself.
 
@@ -50,6 +56,7 @@ SHORT_CONVOLUTION = Kind(
     before=(("in_proj",), ("conv",)),  # a weight like any other, so there is no core
     after=(("out_proj",),),
     functions=CAUSAL_CONVOLUTION,
+    carries=carries,
     backends=(BACKEND,),
     split=split,
     keeps_documents_apart=True,
