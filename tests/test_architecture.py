@@ -224,7 +224,8 @@ SET_ELSEWHERE = {
         "what torch's autograd functions keep for their backward",
     ),
     **dict.fromkeys(
-        ("isolated", "router_loss", "loss_in_head"), "a field of CausalLM that a patch sets"
+        ("isolated", "router_loss", "loss_in_head", "experts"),
+        "a field of CausalLM that a patch sets",
     ),
     **dict.fromkeys(
         ("microbatches", "loss_scale", "router_total"), "a field of Stage, set before each step"
