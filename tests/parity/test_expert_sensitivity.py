@@ -30,18 +30,18 @@ def weights_of_the_router_not_multiplied():
 
 
 def rows_returned_as_the_experts_had_them():
-    permuted = expert_axis.permuted
+    take_rows = expert_axis.take_rows
     calls = []
 
     def only_before(x, order, back):
         calls.append(order)
-        return permuted(x, order, back) if len(calls) % 2 else x
+        return take_rows(x, order, back) if len(calls) % 2 else x
 
-    expert_axis.permuted = only_before
+    expert_axis.take_rows = only_before
 
 
 def rows_taken_for_sorted_by_expert():
-    expert_axis.permuted = lambda x, order, back: x
+    expert_axis.take_rows = lambda x, order, back: x
 
 
 def gradient_of_rows_not_sent_back():

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from shardwise.models.patches.experts import Compute, permuted
+from shardwise.kernels.grouped_linear import take_rows
+from shardwise.models.patches.experts import Compute
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class ExpertAxis:
         order = experts.argsort(stable=True)
         back = order.argsort()
         local_ends = arriving.sum(0).cumsum(0).to(ends.dtype)
-        y = _of_some_rows(local, permuted(rows, order, back), local_ends)
-        return _Exchanged.apply(permuted(y, back, order), received, sent, self.group)
+        y = _of_some_rows(local, take_rows(rows, order, back), local_ends)
+        return _Exchanged.apply(take_rows(y, back, order), received, sent, self.group)
 
 
 def _of_some_rows(local: Compute, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

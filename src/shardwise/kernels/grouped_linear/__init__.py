@@ -2,5 +2,6 @@
 
 from shardwise.kernels.grouped_linear.fused import Adapter, grouped_linear
 from shardwise.kernels.grouped_linear.grouped import ROW_BYTES, takes
+from shardwise.kernels.grouped_linear.rows import take_rows
 
-__all__ = ["ROW_BYTES", "Adapter", "grouped_linear", "takes"]
+__all__ = ["ROW_BYTES", "Adapter", "grouped_linear", "take_rows", "takes"]

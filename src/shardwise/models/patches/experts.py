@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft.tuners.lora import ParamWrapper
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import _default_apply_gate
 
 from shardwise.config import RunConfig
 from shardwise.kernels.gated_activation import gated_silu
-from shardwise.kernels.grouped_linear import Adapter, grouped_linear, takes
+from shardwise.kernels.grouped_linear import Adapter, grouped_linear, take_rows, takes
 from shardwise.kernels.lora_linear import BackwardHalf
 from shardwise.models.names import hf_name
 from shardwise.models.patches.gates import has_silu
@@ -93,8 +92,8 @@ class RoutedExperts:
         if torch.is_grad_enabled():
             counts = ends.diff(prepend=ends.new_zeros(1)).float()
             self._counts = counts if self._counts is None else self._counts + counts
-        y = self.compute(_Rows.apply(hidden, order, back, top_k), ends)
-        y = permuted(y, back, order).view(num_tokens, top_k, -1)
+        y = self.compute(take_rows(hidden, order, back, top_k), ends)
+        y = take_rows(y, back, order).view(num_tokens, top_k, -1)
         return (y * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
 
     def take_counts(self) -> torch.Tensor | None:
@@ -154,32 +153,3 @@ class RoutedExperts:
         widths = {width for stack in stacks for width in stack.shape[1:]}
         widths |= {rank for wrapper in self.adapters.values() for rank in wrapper.r.values()}
         return takes(device, stacks[0].dtype, widths)
-
-
-def permuted(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-    """Return the rows x[order]; `back` undoes `order`."""
-    return _Rows.apply(x, order, back, 1)
-
-
-class _Rows(torch.autograd.Function):
-    """Rows x[order // copies]; `back` undoes `order`, so that no gradient is scattered.
-
-    Sums over a token's copies are in the order of its experts, on every device.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor, copies: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(back)
-        ctx.copies = copies
-        return x.index_select(0, order // copies)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (back,) = ctx.saved_tensors
-        dx = dy.index_select(0, back)
-        if ctx.copies > 1:
-            dx = dx.unflatten(0, (-1, ctx.copies)).sum(dim=1)
-        return dx, None, None, None
