@@ -20,11 +20,13 @@ from typing import Any
 
 import yaml
 
+import shardwise.presets
 from shardwise.benchmark.paired import Results, command_line
 from shardwise.drawing.svg import drawing, svg_of
 from shardwise.metrics.hardware import environment
 from shardwise.records.record import write_atomically
 
+STARTER = Path(shardwise.presets.__file__).parent / "starter"
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
 MODEL = {
     "model_type": "qwen3_5_text",
@@ -61,19 +63,21 @@ def main() -> None:
     write_atomically(options.out.with_suffix(".svg"), figure_of(results.rows, options.ranks))
 
 
-def measured(ranks: int, length: int, limit: int) -> dict[str, Any]:
+def measured(ranks: int, length: int, way: str, packing: str, limit: int) -> dict[str, Any]:
     """Return what the fullest rank holds at the peak of a step, in bytes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-        text = "The quick brown fox jumps over the lazy dog. " * (length // 20)
-        (folder / "text.txt").write_text(text, encoding="utf-8")
+        document = json.dumps({"text": "The quick brown fox jumps over the lazy dog. " * 20})
+        lines = "\n".join([document] * (length // 400))
+        (folder / "documents.jsonl").write_text(lines, encoding="utf-8")
         run = {
-            "model": {"path": str(folder), "init": "random", "tokenizer": "bytes"},
-            "data": {"train": str(folder / "text.txt"), "sequence_length": length},
-            "parallel": {"data": "ddp", "cp": ranks},
+            "model": {"path": str(folder), "init": "random", "tokenizer": str(STARTER)},
+            "data": {"train": str(folder / "documents.jsonl"), "packing": packing},
+            "parallel": {"data": "ddp", "cp": ranks, "cp_attention": way},
             "training": {"output_dir": str(folder / "run"), "steps": 1, "global_batch_size": 1},
         }
+        run["data"]["sequence_length"] = length
         run["training"] |= {"micro_batch_size": 1, "device": "cpu"}
         (folder / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
         command = [sys.executable, "-m", "shardwise", "train", str(folder / "run.yaml")]
