@@ -6,8 +6,9 @@
 one of attention) on each number of ranks along `parallel.cp`, and its record says what each rank
 holds at its peak. Activations are what the fullest rank holds beside weights, gradients and states
 of the optimizer. `fit` says how many of their bytes come with a token of the rank, so fall to 1/n
-on n ranks, and how many with a token of the complete row, so do not. One length is measured with
-each way of attention and packing too. `--limit` is how many seconds a run may take.
+on n ranks, and how many with a token of the complete row, so do not. With `--ways` one
+length is measured with each way of attention and packing too. `--limit` is how many seconds a run
+may take.
 
 A figure beside the file draws the activations of a rank over the tokens of a row, and the longest
 row that a given memory holds.
@@ -60,10 +61,13 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--limit", type=int, default=900)
+    parser.add_argument("--ways", action="store_true")
     options = parser.parse_args()
     results = Results(options.out, {"environment": environment(), "model": MODEL})
     points = [(n, length, "ring", "concat") for n in options.ranks for length in LENGTHS]
-    for point in points + [(4, 16384, *choice) for choice in product(WAYS, PACKINGS)]:
+    if options.ways:
+        points += [(4, 16384, *choice) for choice in product(WAYS, PACKINGS)]
+    for point in points:
         results.add(name_of(*point), partial(measured, *point, options.limit))
     curves = {n: [activations(results.rows[name_of(n, t)]) for t in LENGTHS] for n in options.ranks}
     results.add("fit", partial(fit_of, curves))
