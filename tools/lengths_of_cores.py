@@ -3,9 +3,10 @@
     python tools/lengths_of_cores.py [--rounds 5] [--out results/cores/lengths.json]
 
 One layer of each kind, of the widths of `speed_of_cores.py`, in one process of one thread: forward
-and backward of 32,768 tokens, in rows of each length. A figure beside the file draws, over the
-length, the seconds of a token in relation to those in rows of 512, and the bytes that one row keeps
-for its backward. The lengths take turns.
+and backward of rows of each length, of at least 8,192 tokens in all. The lengths take turns, and
+time is that of the processor, so other load changes it little. A figure beside the file draws, over
+the length, the seconds of a token in relation to those in rows of 512, and the bytes that one row
+keeps for its backward, which are exact.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shardwise.models.patches.forget_gate import use_finite_gates
 from shardwise.records.record import write_atomically
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-TOKENS = max(LENGTHS)
+TOKENS = 8192
 WITH_MAMBA = MODELS | {
     "jamba": {"num_key_value_heads": 2, "mamba_d_state": 16, "mamba_dt_rank": 32, "num_experts": 1}
 }
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = {"tokens": TOKENS, "rounds": options.rounds}
+    sizes = {"lengths": LENGTHS, "tokens": TOKENS, "rounds": options.rounds}
     results = Results(options.out, {"environment": environment(), "sizes": sizes})
     for kind in KINDS:
         results.add(kind, partial(lengths_of, kind, options.rounds))
@@ -59,18 +60,15 @@ def lengths_of(kind: str, rounds: int) -> dict[str, Any]:
     mixer = mixer_of(kind)
 
     def run(length: int, number: int) -> dict[str, float]:
-        rows = torch.randn(TOKENS // length, length, COMMON["hidden_size"])
-        parts = rows.split(max(1, 4096 // length))
+        num_rows = max(1, TOKENS // length)
+        rows = torch.randn(num_rows, length, COMMON["hidden_size"], requires_grad=True)
+        seconds = timed(lambda: mixer(rows).sum().backward())[1]["cpu"]
+        return {"seconds_per_token": seconds / rows[..., 0].numel()}
 
-        def work() -> None:
-            for part in parts:
-                mixer(part.requires_grad_()).sum().backward()
-
-        return timed(work)[1]
-
-    taken = take_turns({str(n): partial(run, n) for n in LENGTHS}, rounds, warm_up=1)["cpu"]
+    sides = {str(n): partial(run, n) for n in LENGTHS}
+    taken = take_turns(sides, rounds, warm_up=1)["seconds_per_token"]
     return {
-        "seconds_per_token": {n: spread([s / TOKENS for s in taken[n]]) for n in taken},
+        "seconds_per_token": {n: spread(taken[n]) for n in taken},
         "relative": {n: ratios(taken[n], taken[str(LENGTHS[0])]) for n in taken},
         "kept_bytes": {str(n): kept_bytes(mixer, n) for n in LENGTHS},
     }

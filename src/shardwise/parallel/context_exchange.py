@@ -166,6 +166,10 @@ class Gather:
 
     def rounds(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Keys]:
         """See Exchange: one round with all keys, in the order of their places."""
+        all_k, all_v = self._of_all(k, v)
+        yield Keys((range(all_k.shape[2]),), all_k, all_v)
+
+    def _of_all(self, k: torch.Tensor, v: torch.Tensor) -> Pair:
         n, chunks_per_rank = self.cut.num_ranks, self.cut.chunks_per_rank
         message = _packed(k, v)
         gathered = message.new_empty(n * message.numel())
@@ -177,19 +181,20 @@ class Gather:
             of_rank = zip(*(x[rank].chunk(chunks_per_rank, 2) for x in both))
             chunks.update(zip(self.cut.chunks(rank), of_rank))
         all_k, all_v = (torch.cat(x, 2) for x in zip(*(chunks[i] for i in range(len(chunks)))))
-        yield Keys((range(all_k.shape[2]),), all_k, all_v)
+        return all_k, all_v
 
     def give_back(self, number: int, of_k: torch.Tensor, of_v: torch.Tensor) -> Message:
         """See Exchange."""
         n = self.cut.num_ranks
         chunks = [x.chunk(n * self.cut.chunks_per_rank, 2) for x in (of_k, of_v)]
-        own = [
-            [torch.cat([x[i] for i in self.cut.chunks(rank)], 2) for x in chunks]
-            for rank in range(n)
-        ]
-        message = torch.cat([_packed(*pair) for pair in own])
+        message = of_k.new_empty(n, (of_k.numel() + of_v.numel()) // n)
+        for rank, part in enumerate(message):
+            of_rank = (torch.cat([x[i] for i in self.cut.chunks(rank)], 2) for x in chunks)
+            part.copy_(_packed(*of_rank))
         summed, pair = _unpacked(of_k, of_v, of_k.shape[2] // n)
-        reduce_scatter(summed, message, group=self.group)  # (n-1)/n of its bytes leave each rank
+        reduce_scatter(
+            summed, message.flatten(), group=self.group
+        )  # (n-1)/n of its bytes leave each rank
         return Message(pair, slice(None))
 
 

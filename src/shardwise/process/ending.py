@@ -25,7 +25,8 @@ It is many times what a launcher takes to notice that a process has ended.
 MAKE_ROOM = "make room, then start again; a run that has saved resumes with --resume latest-good"
 """The way out of a full disk."""
 SMALLER_STEP = (
-    "lower training.micro_batch_size or data.sequence_length, or set training.checkpointing=full"
+    "lower training.micro_batch_size or data.sequence_length, set training.checkpointing=full, or "
+    "cut rows over more processes by parallel.cp"
 )
 """The way out where a step needs too much memory."""
 SMALLER_MODEL = (

@@ -17,6 +17,7 @@ from shardwise.kernels.attention import (
     naive,
     operators,
 )
+from shardwise.metrics.memory import PeakMemory
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
@@ -97,6 +98,31 @@ def test_more_queries_than_are_computed_together(window, apart):
     if apart:
         sight = with_documents(sight, num_tokens, num_tokens)
     check(*inputs(num_tokens, num_tokens, (2, 1)), sight, within=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("offset", [-20, 0, 40])
+@pytest.mark.parametrize("apart", [False, True])
+def test_more_keys_than_are_computed_together(monkeypatch, window, offset, apart):
+    monkeypatch.setattr(blocks, "QUERIES", 16)
+    monkeypatch.setattr(blocks, "KEYS", 24)
+    sight = Sight(0.3, offset, window)
+    if apart:
+        sight = with_documents(sight, 100, 110)
+    check(*inputs(100, 110, (2, 1)), sight, within=1e-12)
+
+
+def test_documents_take_no_memory_that_grows_with_the_keys():
+    def added_bytes(num_keys: int) -> int:
+        q, k, v, of_out = inputs(32, num_keys, (2, 1), dtype=torch.float32)
+        documents = torch.arange(num_keys).expand(2, -1) // 100
+        sight = Sight(0.3, num_keys - 32, None, documents[:, -32:], documents)
+        with PeakMemory(torch.device("cpu")) as peak:
+            out, lse = output(q, k, v, sight)
+            backward(of_out, q, k, v, out, lse, sight)
+        return peak.added_bytes() - 2 * k.nbytes  # the gradients of k and v
+
+    assert added_bytes(3 * blocks.KEYS) == added_bytes(2 * blocks.KEYS)
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 4e-2), (torch.float16, 5e-3)])

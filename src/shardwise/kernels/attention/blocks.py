@@ -1,7 +1,8 @@
 """Attention by fused operators, on no more keys and with no larger masks than needed.
 
 Keys that all queries see need no mask, nor does a square block on the diagonal. Windows and
-documents do: their queries are computed some at a time, on the keys that lie in their window.
+documents do: their queries are computed some at a time, on some of the keys that lie in their
+window. So no mask grows with the row.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from shardwise.kernels.attention import operators
 from shardwise.kernels.attention.naive import Sight
 from shardwise.kernels.attention.operators import Tensors
 
-QUERIES = 256
-"""Queries that are computed together where a mask is needed: it takes so many times T elements."""
+QUERIES, KEYS = 256, 8192
+"""Queries and keys that are computed together where a mask is needed: it has so many elements.
+
+As an operator's bias of 32 bits it takes 8 MiB.
+"""
 
 
 class Merged(NamedTuple):
@@ -136,8 +140,9 @@ def _pieces(num_queries: int, num_keys: int, sight: Sight) -> Iterator[_Piece]:
     for start in range(0, num_queries, QUERIES):
         queries = slice(start, min(start + QUERIES, num_queries))
         first = 0 if window is None else max(0, start + offset - window + 1)
-        keys = slice(first, min(num_keys, queries.stop + offset))
-        if keys.start < keys.stop:
+        end = min(num_keys, queries.stop + offset)
+        for key in range(first, end, KEYS):
+            keys = slice(key, min(key + KEYS, end))
             yield _Piece(queries, keys, sight=_part(sight, queries, keys))
 
 

@@ -25,10 +25,10 @@ class Sight(NamedTuple):
     def mask(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
         """Return whether a query sees a key: [T, T'], or [B, 1, T, T'] with documents."""
         queries = torch.arange(num_queries, device=device)[:, None] + self.offset
-        distance = queries - torch.arange(num_keys, device=device)
-        mask = distance >= 0
+        keys = torch.arange(num_keys, device=device)
+        mask = keys <= queries
         if self.window is not None:
-            mask &= distance < self.window
+            mask &= keys > queries - self.window
         if self.query_documents is None:
             return mask
         assert self.key_documents is not None
