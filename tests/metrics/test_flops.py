@@ -48,9 +48,8 @@ def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
         # Both have all T keys; the scores that a fused backward computes again are ours alone.
         return 0.5 * backward * 4 * core.num_heads * core.head_dim * LENGTH
     if isinstance(core, GatedDeltaNet):
-        # Solves of 64 and of 16 tokens, 8 + 16 columns, of 4 heads; a backward has two.
-        columns = 64 * 63 + 16 * 15
-        return (forwards + 2 * backward) * 4 * columns * (8 + 16) / LENGTH
+        # Inverses of matrices of 64 and of 16 tokens, of 4 heads; a backward has one.
+        return (forwards + backward) * 4 * (64 * 64 * 63 + 16 * 16 * 15) / LENGTH
     if isinstance(core, DynamicConvolution):
         # Elementwise: 4 taps of 4 heads of 16 channels.
         return (forwards + 2 * backward) * 2 * 4 * 4 * 16

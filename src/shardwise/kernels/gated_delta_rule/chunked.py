@@ -33,7 +33,7 @@ from shardwise.kernels.chunks import (
     zero_state,
 )
 from shardwise.kernels.gated_delta_rule.naive import State
-from shardwise.kernels.recurrence import Summary, begins, power_of_e, wide
+from shardwise.kernels.recurrence import LOG2_E, Summary, begins, wide
 
 CHUNK = 64
 """C: tokens of a chunk."""
@@ -208,7 +208,8 @@ def _chunks(
             x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k, q_factor, k_factor)
         )
     # In float64: the decay between two tokens is a difference of sums that may reach hundreds.
-    total = heads_first(g.double()[..., None], span).cumsum(-2)
+    # In powers of 2; see power_of_e.
+    total = heads_first(g.double()[..., None], span).cumsum(-2).mul_(LOG2_E)
     from_start, between, to_end = total, total - total.mT, total[..., -1:, :] - total
     apart = None
     if numbers is not None:
@@ -219,7 +220,7 @@ def _chunks(
         from_start = from_start.masked_fill(here != before, -torch.inf)
         between.masked_fill_(apart, -torch.inf)
         to_end.masked_fill_(here != here[..., -1:, :], -torch.inf)
-    from_start, between, to_end = (power_of_e(x.to(v.dtype)) for x in (from_start, between, to_end))
+    from_start, between, to_end = (x.to(v.dtype).exp2_() for x in (from_start, between, to_end))
     # Of later tokens the exponents are positive, and some powers infinite.
     between.tril_()
     shares = from_start, between, to_end, q * from_start, k * from_start, k * to_end
@@ -289,8 +290,9 @@ def _backward(
     # Through the system, whose right side is beta (v - k_from_start @ before). The gradient of its
     # matrix is minus that of the right side times the corrections.
     of_right = inverse.mT @ of_corrections
-    of_system = (of_right @ corrections.mT).neg_().tril_(-1)
-    of_k_from_start = (of_right @ before.mT).neg_()  # without beta
+    minus = -of_right
+    of_system = (minus @ corrections.mT).tril_(-1)
+    of_k_from_start = minus @ before.mT  # without beta
     of_alike = of_system * alike  # times the decay, without beta
     by_key = (of_k_from_start * chunks.k_from_start).sum(-1, keepdim=True)
 
