@@ -183,8 +183,8 @@ def test_model_flops_of_a_hybrid_core_do_not_depend_on_chunks():
     # 7 N K V = 7 * 4 * 8 * 16 against a chunked count by chunks.
     (core,) = counts.units[1].cores
     assert core.model_forward(LENGTH) == core.model_forward(64) == 7 * 4 * 8 * 16
-    # Per head: 2 C^2 (2K + V) + 6 C K V + C (C - 1)(K + V) with K = 8, V = 16, and C = 64, then 16.
-    chunks = [2 * c**2 * 32 + 6 * c * 128 + c * (c - 1) * 24 for c in (64, 16)]
+    # Per head: 2 C^2 (3K + 2V) + 6 C K V + C^2 (C - 1) with K = 8, V = 16; C = 64, then 16.
+    chunks = [2 * c**2 * 56 + 6 * c * 128 + c**2 * (c - 1) for c in (64, 16)]
     assert core.executed_forward(LENGTH) == 4 * sum(chunks) / LENGTH
 
 

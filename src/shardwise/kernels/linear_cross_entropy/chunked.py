@@ -25,7 +25,7 @@ CHUNK_BYTES = 256 * 2**20
 A product reads the weight once and multiplies each number as often as there are rows. From about
 300 rows on, a GPU spends more time on multiplying than on reading.
 """
-CPU_ROWS = 256
+CPU_ROWS = 128
 """Rows of a chunk on a CPU at most: its products are not faster with more."""
 TILE = 128
 """Rows of a tile of a product on a GPU: a part of a tile costs as much as a whole one."""
