@@ -4,10 +4,11 @@
 
 Each model has 8 layers, of which 2 are attention, and random weights. One process of one thread
 trains it with LoRA (r = 8 on all linears of the layers) on 2 rows of 512 tokens: by Trainer, by
-shardwise (`eager`), and by shardwise with `training.compile: inductor` (`compiled`). The sides have
-the same weights and rows, and take turns. A step is forward, backward, clipping, AdamW and zeroing
-gradients; what Trainer does around it is not timed. `speed` is the seconds of a step of Trainer
-over those of another side, in one round.
+shardwise (`eager`), and by shardwise with `training.compile: inductor` (`compiled`). A run of
+shardwise takes numbers below 1e-38 as zeros, which a CPU computes faster; `trainer_flushing` is
+Trainer with that setting of torch too. The sides have the same weights and rows, and take turns.
+A step is forward, backward, clipping, AdamW and zeroing gradients; what Trainer does around it is
+not timed. `speed` is the seconds of a step of Trainer over those of another side, in one round.
 
 `peak_bytes` are the weights, the optimizer's states and what a step adds at its most: exact, taken
 in a step of its own, that is not timed.
@@ -87,12 +88,16 @@ def compare(name: str, rounds: int) -> dict[str, Any]:
         sides |= {"eager": our_step(config(folder, "none"))}
         sides |= {"compiled": our_step(config(folder, "inductor"))}
 
+        sides |= {"trainer_flushing": trainer_step(config(folder, "none"))}
+
         def run(side: str, number: int) -> dict[str, float]:
+            torch.set_flush_denormal(side != "trainer")  # as launch/rank.py does for a run
             loss, seconds = timed(lambda: sides[side][0](batch_of(number)))
             return {"loss": loss, **seconds}
 
         taken = take_turns({side: partial(run, side) for side in sides}, rounds, WARM_UP)
         peaks = {side: peak_bytes(*sides[side]) for side in sides}
+    torch.set_flush_denormal(False)
     theirs, losses = taken["wall"]["trainer"], taken["loss"]
     return {
         "load_average": load_average,

@@ -322,6 +322,16 @@ def test_few_functions_lie_between_the_command_and_a_step(tmp_path):
     assert names == ["launch", "start_processes", "Group.run", "rank_process", "run_rank"]
 
 
+def report_smallest(cfg: RunConfig, mesh: Mesh) -> None:
+    smallest = torch.full((64,), 1e-30) * 1e-10
+    Path(cfg.training.output_dir, "smallest").write_text(str(float(smallest.sum())))
+
+
+def test_numbers_that_are_slow_on_a_cpu_are_zeros(tmp_path):
+    assert launch_in_a_fork(config(tmp_path), report_smallest) == 0
+    assert (tmp_path / "smallest").read_text() == "0.0"
+
+
 def launch_where_one_process_starts(folder: Path) -> None:
     fork, started = os.fork, []
 

@@ -82,9 +82,8 @@ def hidden_from_counter(core: Core, forwards: int, backward: bool) -> float:
         # Both have all T keys; the scores that a fused backward computes again are ours alone.
         return 0.5 * backward * 4 * core.num_heads * core.head_dim * LENGTH
     if isinstance(core, GatedDeltaNet):
-        # Solves of 64 and of 16 tokens, 8 + 16 columns, of 4 heads; a backward has two.
-        columns = 64 * 63 + 16 * 15
-        return (forwards + 2 * backward) * 4 * columns * (8 + 16) / LENGTH
+        # Inverses of matrices of 64 and of 16 tokens, of 4 heads; a backward has one.
+        return (forwards + backward) * 4 * (64 * 64 * 63 + 16 * 16 * 15) / LENGTH
     if isinstance(core, DynamicConvolution):
         # Elementwise: 4 taps of 4 heads of 16 channels.
         return (forwards + 2 * backward) * 2 * 4 * 4 * 16
@@ -211,8 +210,8 @@ def test_model_flops_of_a_hybrid_core_do_not_depend_on_chunks():
     # 7 N K V = 7 * 4 * 8 * 16 against a chunked count by chunks.
     (core,) = counts.units[1].cores
     assert core.model_forward(LENGTH) == core.model_forward(64) == 7 * 4 * 8 * 16
-    # Per head: 2 C^2 (2K + V) + 6 C K V + C (C - 1)(K + V) with K = 8, V = 16, and C = 64, then 16.
-    chunks = [2 * c**2 * 32 + 6 * c * 128 + c * (c - 1) * 24 for c in (64, 16)]
+    # Per head: 2 C^2 (3K + 2V) + 6 C K V + C^2 (C - 1) with K = 8, V = 16; C = 64, then 16.
+    chunks = [2 * c**2 * 56 + 6 * c * 128 + c**2 * (c - 1) for c in (64, 16)]
     assert core.executed_forward(LENGTH) == 4 * sum(chunks) / LENGTH
 
 

@@ -224,9 +224,11 @@ def test_sums_that_the_cores_are_made_of():
     # A window of two: pairs 1 + 2 + 2; one as long as the sequence is no window.
     assert SlidingAttention(2, 8, window=2).model_forward(3) * 3 == 5 * 64
     assert SlidingAttention(2, 8, window=9).model_forward(3) == Attention(2, 8, 8).model_forward(3)
-    # The second chunk has one token: 2 * (2 * 8 + 16) for itself, 6 * 8 * 16 with the state.
+    # The second chunk has one token: 2 * (3 * 8 + 2 * 16) for itself, 6 * 8 * 16 with the state.
     core = GatedDeltaNet(2, 8, 16)
-    assert core.executed_forward(65) * 65 == core.executed_forward(64) * 64 + 2 * (64 + 768)
+    assert core.executed_forward(65) * 65 == core.executed_forward(64) * 64 + 2 * (112 + 768)
+    # Backward: 2 * (6 * 8 + 5 * 16) for itself, 14 * 8 * 16 with the state.
+    assert core.executed_backward(65) * 65 == core.executed_backward(64) * 64 + 2 * (256 + 1792)
     # A chunk of four and one of two: 16 + 4 pairs, of one group of size 4 and two heads of size 8.
     scan = Mamba2(2, 8, 4, num_groups=1, chunk_size=4)
     assert scan.executed_forward(6) * 6 == 2 * (20 * (4 + 16) + 6 * 2 * 16 * 4)

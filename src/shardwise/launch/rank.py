@@ -51,8 +51,11 @@ def run_rank(
         # in a collective.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     train = import_all(train)
+    import torch
     import torch.distributed as dist
 
+    # A CPU takes a hundred cycles for a number between 0 and 1e-38, and strong decays make many.
+    torch.set_flush_denormal(True)
     stacks = Path(cfg.training.output_dir, f"stacks-rank-{world.rank}.txt")
     at_timeout = partial(_report_hang, cfg, world, stacks, report)
     try:

@@ -52,7 +52,9 @@ def test_the_backward_keeps_the_inputs():
     assert kept_elements(naive.gated_silu, [gate, up]) == 3 * gate.numel()
 
 
-def _without_the_slope(of_out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+def _without_the_slope(
+    of_out: torch.Tensor, gate: torch.Tensor, *, grad_input: torch.Tensor
+) -> torch.Tensor:
     return of_out * torch.sigmoid(gate)
 
 
@@ -62,7 +64,10 @@ def _of_the_gate_alone(gate: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("place", "name", "mistake"),
-    [(torch.ops.aten, "silu_backward", _without_the_slope), (fused.F, "silu", _of_the_gate_alone)],
+    [
+        (torch.ops.aten.silu_backward, "grad_input", _without_the_slope),
+        (fused.F, "silu", _of_the_gate_alone),
+    ],
 )
 def test_a_planted_mistake_shows(place, name, mistake, monkeypatch):
     tensors = inputs()

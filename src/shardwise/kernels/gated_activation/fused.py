@@ -37,5 +37,6 @@ class _GatedSilu(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_up = F.silu(gate).mul_(of_out)
         if ctx.needs_input_grad[0]:
-            of_gate = torch.ops.aten.silu_backward(of_out * up, gate)
+            of_silu = of_out * up
+            of_gate = torch.ops.aten.silu_backward.grad_input(of_silu, gate, grad_input=of_silu)
         return of_gate, of_up

@@ -32,8 +32,8 @@ from shardwise.kernels.chunks import (
     tokens_of,
     zero_state,
 )
-from shardwise.kernels.gated_delta_rule.naive import State, unit
-from shardwise.kernels.recurrence import Summary, begins, wide
+from shardwise.kernels.gated_delta_rule.naive import State
+from shardwise.kernels.recurrence import LOG2_E, Summary, begins, wide
 
 CHUNK = 64
 """C: tokens of a chunk."""
@@ -74,9 +74,9 @@ def summary(
     with torch.autocast(v.device.type, enabled=False):
         for span in spans(v, CHUNK):
             chunks = _chunks(k, k, v, g, beta, numbers, span)  # no query is read
-            values, reads = _solve(chunks, _alike(chunks))
+            values, reads = _solve(chunks, _inverse(chunks, _alike(chunks)))
             values = F.pad(values, (0, key_size))
-            *_, s = pass_on(values, reads, chunks.k * chunks.to_end, chunks.over, s)
+            *_, s = pass_on(values, reads, chunks.k_to_end, chunks.over, s)
     after, transition = s.split([value_size, key_size], -1)
     return Summary(transition.contiguous(), after.contiguous())
 
@@ -95,7 +95,7 @@ def of_before(
     with torch.autocast(v.device.type, enabled=False):
         for span in reversed(spans(v, CHUNK)):
             chunks = _chunks(q, k, v, g, beta, numbers, span)
-            _, reads = _solve(chunks, _alike(chunks))
+            _, reads = _solve(chunks, _inverse(chunks, _alike(chunks)))
             similar = (chunks.q @ chunks.k.mT).mul_(chunks.between)
             *_, of_state = _pass_back(chunks, reads, similar, heads_first(of_out, span), of_state)
     return of_state
@@ -119,12 +119,11 @@ class _GatedDeltaRule(torch.autograd.Function):
         with torch.autocast(v.device.type, enabled=False):
             for span in spans(v, CHUNK):
                 chunks = _chunks(q, k, v, g, beta, numbers, span)
-                values, reads = _solve(chunks, _alike(chunks))
-                k_to_end = chunks.k * chunks.to_end
-                before, corrections, s = pass_on(values, reads, k_to_end, chunks.over, s)
+                values, reads = _solve(chunks, _inverse(chunks, _alike(chunks)))
+                before, corrections, s = pass_on(values, reads, chunks.k_to_end, chunks.over, s)
                 states.append(before)
                 scores = (chunks.q @ chunks.k.mT) * chunks.between
-                outs = (chunks.q * chunks.from_start) @ before + scores @ corrections
+                outs = chunks.q_from_start @ before + scores @ corrections
                 tokens_of(out, span).copy_(tokens_first(outs))
         ctx.state_dtype = s.dtype if state is None else state.dtype
         ctx.save_for_backward(q, k, v, g, beta, documents, *states)
@@ -144,8 +143,9 @@ class _GatedDeltaRule(torch.autograd.Function):
                     chunks, states.pop(), heads_first(of_out, span), of_state
                 )
                 of_q, of_k, of_v, of_g, of_beta = of_chunks
-                of_q = _through_unit(of_q, q, span) * q.shape[-1] ** -0.5
-                of_k = _through_unit(of_k, k, span)
+                keys = k.shape[2]
+                of_q = _through_unit(of_q, chunks.q, chunks.q_factor, k.shape[-1] ** -0.5, keys)
+                of_k = _through_unit(of_k, chunks.k, chunks.k_factor, 1.0, keys)
                 of_slices = (of_q, of_k, of_v, of_g[..., 0], of_beta[..., 0])
                 for of_x, of_slice in zip(of_inputs, of_slices):
                     tokens_of(of_x, span).copy_(tokens_first(of_slice))
@@ -165,12 +165,22 @@ class _Chunks(NamedTuple):
     """[n, B, N, C, H]."""
     beta: torch.Tensor
     """[n, B, N, C, 1]."""
+    q_factor: torch.Tensor
+    """What each q was multiplied by: [n, B, N, C, 1]."""
+    k_factor: torch.Tensor
+    """What each k was multiplied by: [n, B, N, C, 1]."""
     from_start: torch.Tensor
     """The share of the state before a chunk that is left at each token: [n, B, N, C, 1]."""
     between: torch.Tensor
     """The share of what token j has written that is left at token i, [..., i, j]; 0 if j > i."""
     to_end: torch.Tensor
     """The share of what each token has written that is left after its chunk: [n, B, N, C, 1]."""
+    q_from_start: torch.Tensor
+    """[n, B, N, C, S]."""
+    k_from_start: torch.Tensor
+    """[n, B, N, C, S]."""
+    k_to_end: torch.Tensor
+    """[n, B, N, C, S]."""
     apart: torch.Tensor | None
     """Whether tokens i and j are of two documents: [n, B, 1, i, j]; None: they never are."""
 
@@ -191,11 +201,15 @@ def _chunks(
 ) -> _Chunks:
     """Prepare the inputs of `gated_delta_rule` of a span."""
     q, k, v, beta = (heads_first(x, span) for x in (q, k, v, beta[..., None]))
-    q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
+    q_factor, k_factor = _one_over_length(q) * q.shape[-1] ** -0.5, _one_over_length(k)
+    q, k = q * q_factor, k * k_factor
     if k.shape[2] < v.shape[2]:
-        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        q, k, q_factor, k_factor = (
+            x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k, q_factor, k_factor)
+        )
     # In float64: the decay between two tokens is a difference of sums that may reach hundreds.
-    total = heads_first(g.double()[..., None], span).cumsum(-2)
+    # In powers of 2; see power_of_e.
+    total = heads_first(g.double()[..., None], span).cumsum(-2).mul_(LOG2_E)
     from_start, between, to_end = total, total - total.mT, total[..., -1:, :] - total
     apart = None
     if numbers is not None:
@@ -206,9 +220,11 @@ def _chunks(
         from_start = from_start.masked_fill(here != before, -torch.inf)
         between.masked_fill_(apart, -torch.inf)
         to_end.masked_fill_(here != here[..., -1:, :], -torch.inf)
-    from_start, between, to_end = (x.to(v.dtype).exp_() for x in (from_start, between, to_end))
+    from_start, between, to_end = (x.to(v.dtype).exp2_() for x in (from_start, between, to_end))
     # Of later tokens the exponents are positive, and some powers infinite.
-    return _Chunks(q, k, v, beta, from_start, between.tril_(), to_end, apart)
+    between.tril_()
+    shares = from_start, between, to_end, q * from_start, k * from_start, k * to_end
+    return _Chunks(q, k, v, beta, q_factor, k_factor, *shares, apart)
 
 
 def _alike(chunks: _Chunks) -> torch.Tensor:
@@ -217,17 +233,23 @@ def _alike(chunks: _Chunks) -> torch.Tensor:
     return (chunks.k @ chunks.k.mT) * chunks.between
 
 
-def _solve(chunks: _Chunks, alike: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _inverse(chunks: _Chunks, alike: torch.Tensor) -> torch.Tensor:
+    """Return the inverse of the system's matrix, lower triangular: [n, B, N, C, C]."""
+    size = alike.shape[-1]
+    identity = torch.eye(size, dtype=alike.dtype, device=alike.device)
+    # Of the matrix, only what is below the diagonal is read.
+    return torch.linalg.solve_triangular(
+        alike * chunks.beta, identity.expand_as(alike), upper=False, unitriangular=True
+    )
+
+
+def _solve(chunks: _Chunks, inverse: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return values [n, B, N, C, H] and reads [n, B, N, C, S].
 
     The corrections of a chunk are values - reads @ s, with the state s before it.
     """
-    right_side = torch.cat([chunks.v, chunks.k * chunks.from_start], -1).mul_(chunks.beta)
-    # Of the matrix, only what is below the diagonal is read.
-    solution = torch.linalg.solve_triangular(
-        alike * chunks.beta, right_side, upper=False, unitriangular=True
-    )
-    return solution.split([chunks.v.shape[-1], chunks.k.shape[-1]], -1)
+    by_beta = inverse * chunks.beta.mT
+    return by_beta @ chunks.v, by_beta @ chunks.k_from_start
 
 
 def _pass_back(
@@ -241,9 +263,8 @@ def _pass_back(
 
     `of_state` [B, N, S, H] is that of the state after the last one.
     """
-    of_before, of_corrections = (chunks.q * chunks.from_start).mT @ of_out, similar.mT @ of_out
-    k_to_end = chunks.k * chunks.to_end
-    return pass_back(reads, k_to_end, chunks.over, of_before, of_corrections, of_state)
+    of_before, of_corrections = chunks.q_from_start.mT @ of_out, similar.mT @ of_out
+    return pass_back(reads, chunks.k_to_end, chunks.over, of_before, of_corrections, of_state)
 
 
 def _backward(
@@ -254,51 +275,51 @@ def _backward(
     `of_x` is the gradient of x. `before` [n, B, N, S, H]: the state before each chunk; `of_last`
     [B, N, S, H]: the gradient of the state after the last one.
     """
-    q, k, v, beta, from_start, between, to_end, apart = chunks
+    q, k, v, beta, between = chunks.q, chunks.k, chunks.v, chunks.beta, chunks.between
     similar, alike = (q @ k.mT).mul_(between), _alike(chunks)
-    values, reads = _solve(chunks, alike)
+    inverse = _inverse(chunks, alike)
+    values, reads = _solve(chunks, inverse)
     of_after, of_corrections, of_first = _pass_back(chunks, reads, similar, of_out, of_last)
     corrections = values - reads @ before
-    q_from_start, k_to_end = q * from_start, k * to_end
 
     # Through the outputs and the states after the chunks.
     of_q_from_start = of_out @ before.mT
     of_similar = of_out @ corrections.mT
     of_k_to_end = corrections @ of_after.mT
 
-    # Through the system. Its gradient is minus that of the right side times the corrections.
-    of_solution = torch.cat([of_corrections, -of_corrections @ before.mT], -1)
-    of_right = torch.linalg.solve_triangular(
-        (alike * beta).mT, of_solution, upper=True, unitriangular=True
-    )
-    of_system = -(of_right @ torch.cat([values, reads], -1).mT).tril_(-1)
-    of_right_v, of_right_k = of_right.split([v.shape[-1], k.shape[-1]], -1)
-    of_right_k = of_right_k * from_start
+    # Through the system, whose right side is beta (v - k_from_start @ before). The gradient of its
+    # matrix is minus that of the right side times the corrections.
+    of_right = inverse.mT @ of_corrections
+    minus = -of_right
+    of_system = (minus @ corrections.mT).tril_(-1)
+    of_k_from_start = minus @ before.mT  # without beta
     of_alike = of_system * alike  # times the decay, without beta
-    by_key = (of_right_k * k).sum(-1, keepdim=True)
+    by_key = (of_k_from_start * chunks.k_from_start).sum(-1, keepdim=True)
 
-    of_beta = (of_right_v * v).sum(-1, keepdim=True) + by_key + of_alike.sum(-1, keepdim=True)
+    of_beta = (of_right * v).sum(-1, keepdim=True) + by_key + of_alike.sum(-1, keepdim=True)
     # Sums of g: each decay e^{G_i - G_j} adds its gradient times itself to i and takes it from j.
     # In float64, so that what both ends of a later pair give to the gradient of g cancels.
-    of_pairs = of_alike.mul_(beta) + of_similar * similar
+    of_pairs = of_alike.mul_(beta).addcmul_(of_similar, similar)
     of_total = of_pairs.sum(-1, keepdim=True, dtype=torch.float64)
     of_total -= of_pairs.sum(-2, dtype=torch.float64)[..., None]
-    at_end = (of_k_to_end * k_to_end).sum(-1, keepdim=True).double()
-    of_total += (of_q_from_start * q_from_start).sum(-1, keepdim=True) + by_key * beta - at_end
+    at_end = (of_k_to_end * chunks.k_to_end).sum(-1, keepdim=True).double()
+    of_total += (of_q_from_start * chunks.q_from_start).sum(-1, keepdim=True)
+    of_total += by_key * beta - at_end
     over = (of_after * before).sum((-2, -1), keepdim=True) * chunks.over
     of_total[..., -1:, :] += at_end.sum(-2, keepdim=True) + over
-    if apart is None:
+    if chunks.apart is None:
         of_g = of_total.flip(-2).cumsum(-2).flip(-2)
     else:
         # Within each document, so that not even a rounding error reaches the one before.
-        of_g = (~apart).double().triu_() @ of_total
+        of_g = (~chunks.apart).double().triu_() @ of_total
 
     of_system.mul_(between).mul_(beta)
     of_similar.mul_(between)
-    of_q = of_q_from_start * from_start + of_similar @ k
-    of_k = of_right_k * beta + of_k_to_end * to_end + of_similar.mT @ q
+    of_q = of_q_from_start.mul_(chunks.from_start) + of_similar @ k
+    of_k = of_k_from_start.mul_(chunks.from_start * beta).addcmul_(of_k_to_end, chunks.to_end)
+    of_k += of_similar.mT @ q
     of_k += (of_system + of_system.mT) @ k
-    return (of_q, of_k, of_right_v * beta, of_g, of_beta), of_first
+    return (of_q, of_k, of_right * beta, of_g, of_beta), of_first
 
 
 def _numbers(documents: torch.Tensor | None) -> torch.Tensor | None:
@@ -306,10 +327,20 @@ def _numbers(documents: torch.Tensor | None) -> torch.Tensor | None:
     return None if documents is None else begins(documents).cumsum(1)
 
 
-def _through_unit(of_unit: torch.Tensor, x: torch.Tensor, span: Span) -> torch.Tensor:
-    """Return the gradient of a span of x [B, T, K, S], given that of its `unit`, per head N."""
-    x = heads_first(x, span)
-    of_unit = of_unit.unflatten(2, (x.shape[2], -1)).sum(3)  # heads that share a key
-    shrunk = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-    direction = x * shrunk
-    return (of_unit - direction * (of_unit * direction).sum(-1, keepdim=True)) * shrunk
+def _one_over_length(x: torch.Tensor) -> torch.Tensor:
+    """Return what `unit` multiplies the vectors of x [..., S] by: [..., 1]."""
+    return torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _through_unit(
+    of_y: torch.Tensor, y: torch.Tensor, factor: torch.Tensor, length: float, num_heads: int
+) -> torch.Tensor:
+    """Return the gradient of x [n, B, K, C, S], given that of y = x * factor, per head N.
+
+    The factor is `length` over the length of x.
+    """
+    along = (of_y * y).sum(-1, keepdim=True).div_(length**2)
+    of_x = torch.addcmul(of_y, y, along, value=-1).mul_(factor)
+    if num_heads == of_x.shape[2]:
+        return of_x
+    return of_x.unflatten(2, (num_heads, -1)).sum(3)  # heads that share a key

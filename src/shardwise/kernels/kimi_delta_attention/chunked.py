@@ -41,7 +41,7 @@ from shardwise.kernels.chunks import (
     zero_state,
 )
 from shardwise.kernels.gated_delta_rule.naive import State, unit
-from shardwise.kernels.recurrence import Summary, begins, wide
+from shardwise.kernels.recurrence import Summary, begins, power_of_e, wide
 
 CHUNK = 64
 """C: tokens of a chunk, a power of 2. The last chunk is padded with tokens that do nothing."""
@@ -205,7 +205,7 @@ def _chunks(
     """Prepare the inputs of `kimi_delta_attention` of a span."""
     q, k, v, g, beta = (_padded(x, span) for x in (q, k, v, g, beta[..., None]))
     q, k = unit(q) * q.shape[-1] ** -0.5, unit(k)
-    to_token = g.exp()  # from the start of a block up to each token, that one too
+    to_token = power_of_e(g)  # from the start of a block up to each token, that one too
     apart = None
     if starts is not None:
         is_start = _padded(starts, span)

@@ -25,6 +25,8 @@ CHUNK_BYTES = 256 * 2**20
 A product reads the weight once and multiplies each number as often as there are rows. From about
 300 rows on, a GPU spends more time on multiplying than on reading.
 """
+CPU_ROWS = 128
+"""Rows of a chunk on a CPU at most: its products are not faster with more."""
 TILE = 128
 """Rows of a tile of a product on a GPU: a part of a tile costs as much as a whole one."""
 
@@ -138,6 +140,8 @@ def _loss_and_gradients(
     itemsize = (wide if widens else hidden.dtype).itemsize
     num_logits = vocabulary.max_tokens if vocabulary else len(weight)
     size = _rows_per_chunk(len(hidden), num_logits * itemsize)
+    if hidden.device.type == "cpu":
+        size = min(size, CPU_ROWS)
     buffer = _buffer(hidden, size, len(weight))
     with torch.autocast(device, enabled=False):
         for start in range(0, len(hidden), max(size, 1)):

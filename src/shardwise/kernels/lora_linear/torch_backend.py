@@ -61,9 +61,9 @@ def input_gradient(
     """Return dx = sum over i of dy_i weight_i + drop_i(g_i a_i) [rows, in]."""
     dx = dys[0] @ weights[0]
     for dy, weight in zip(dys[1:], weights[1:]):
-        dx = torch.addmm(dx, dy, weight)
+        dx.addmm_(dy, weight)
     if drop is None:
-        return torch.addmm(dx.to(g.dtype), g, a).to(dx.dtype)
+        return dx.to(g.dtype).addmm_(g, a).to(dx.dtype)
     total = dx.to(g.dtype)
     num_linears = len(drop.seeds)
     factors = zip((g / (1.0 - drop.p)).chunk(num_linears, 1), a.chunk(num_linears))

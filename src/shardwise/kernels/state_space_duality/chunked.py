@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from shardwise.kernels.gated_delta_rule.naive import begins, wide
-from shardwise.kernels.recurrence import Summary
+from shardwise.kernels.recurrence import Summary, begins, power_of_e, wide
 
 CHUNK = 64
 """C: tokens of a chunk."""
@@ -212,7 +211,7 @@ def _chunk(
         before = numbers[:, max((tokens.start or 0) - 1, 0), None, None, None, None]
         from_start = from_start.masked_fill(here != before, -torch.inf)
         to_end.masked_fill_(here != here[:, :, -1:], -torch.inf)
-    from_start, to_end = (y.to(x.dtype).exp() for y in (from_start, to_end))
+    from_start, to_end = (power_of_e(y.to(x.dtype)) for y in (from_start, to_end))
     return _Chunk(x, dt, a, b, c, x * dt, total, from_start, to_end)
 
 
@@ -231,7 +230,7 @@ def _between(
         here = numbers[:, None, None, tokens, None]
         apart = here != here.mT
         between.masked_fill_(apart, -torch.inf)
-    return between.to(chunk.x.dtype).exp_(), apart
+    return power_of_e(between.to(chunk.x.dtype)), apart
 
 
 def _backward(

@@ -80,28 +80,28 @@ class GatedDeltaNet(DeltaRule):
     """The gated delta rule (arXiv 2412.06464), whose decay is one number per head.
 
     Executed by `kernels/gated_delta_rule/chunked.py`, per head and chunk. The forward: products k
-    k^T and q k^T (2 C^2 K each), weights times new values (2 C^2 V), the state read by keys and by
-    queries and then updated (2 C K V each); and a unit-triangular solve of a C x C system with K
-    and with V columns, C (C - 1) per column, which torch's FLOP counter counts as 0.
+    k^T and q k^T (2 C^2 K each), the inverse of the system times keys (2 C^2 K) and values (2 C^2
+    V), weights times new values (2 C^2 V), the state read by keys and by queries and then updated
+    (2 C K V each); and the inverse of a unit-triangular C x C matrix, C (C - 1) per column, which
+    torch's FLOP counter counts as 0.
 
     The backward computes a chunk's forward again, without the output: seven products with the state
     or its gradient, of which one is of the forward; C x C matrices times K columns six times and
-    times V columns three times, of which two and none are of the forward; and the solve again and
-    transposed.
+    times V columns five times, of which three and one are of the forward; and the inverse again.
     """
 
     def chunk_forward(self) -> int:
         """See DeltaRule."""
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        return 2 * c * c * (2 * k + v) + 6 * c * k * v + self._solve()
+        return 6 * c * k * v + 2 * c * c * (3 * k + 2 * v) + self._inverse()
 
     def chunk_backward(self) -> int:
         """See DeltaRule."""
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
-        return 14 * c * k * v + 2 * c * c * (6 * k + 3 * v) + 2 * self._solve()
+        return 14 * c * k * v + 2 * c * c * (6 * k + 5 * v) + self._inverse()
 
-    def _solve(self) -> int:
-        return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)
+    def _inverse(self) -> int:
+        return self.chunk_size**2 * (self.chunk_size - 1)
 
 
 def cores(config: PretrainedConfig) -> tuple[GatedDeltaNet]:
