@@ -186,7 +186,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 3_500
+    assert lines <= 3_550
 
 
 def every_source() -> list[Path]:
@@ -220,7 +220,7 @@ SET_ELSEWHERE = {
     "buffer": "the receive buffer of torch's pipeline stage",
     "_attn_implementation": "transformers makes no mask for attention that it does not know",
     **dict.fromkeys(
-        ("move", "group", "neighbours", "num_others", "places", "exchange", "sizes", "copies"),
+        ("move", "group", "neighbours", "num_others", "places", "exchange", "sizes"),
         "what torch's autograd functions keep for their backward",
     ),
     **dict.fromkeys(
