@@ -187,16 +187,6 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"parallel": {"cp": 2}, "data": {"sequence_length": 31}},
         2,
     ),
-    "cp with training.compile": (
-        "llama",
-        {"parallel": {"cp": 2}, "training": {"compile": "inductor"}},
-        2,
-    ),
-    "cp with parallel.offload": (
-        "llama",
-        {"parallel": {"data": "fsdp2", "cp": 2, "offload": "all"}},
-        4,
-    ),
     "cp with training.precision": (
         "llama",
         {"parallel": {"cp": 2}, "training": {"precision": "float16"}},
@@ -206,11 +196,6 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         "llama",
         {"parallel": {"cp": 2}, "model": {"sdpa_backend": "math"}},
         2,
-    ),
-    "cp with a memory limit": (
-        "llama",
-        {"parallel": {"cp": 2, "pp": 2, "memory_limit_gib": 8.0}},
-        4,
     ),
     "cp_attention without its strategy": ("llama", {"parallel": {"cp_attention": "ring"}}, 1),
     "pp with offload": ("llama", {"parallel": {**PIPELINE, "data": "fsdp2", "offload": "all"}}, 4),

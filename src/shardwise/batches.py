@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -16,17 +17,30 @@ IGNORED = -100
 
 
 class OnHost(NamedTuple):
-    """What the host found in a batch before its tensors went to the device, so that it never waits.
+    """What the host knows of a batch whose tensors are on the device, so that it never waits.
 
-    It holds for a batch whose tensors are these very ones, not for a share of them.
+    It holds for a batch whose tensors are these very ones, not for a share of them. Arrays are in
+    the host's memory.
     """
 
     labels: torch.Tensor
+    labels_array: np.ndarray
     target_places: torch.Tensor
     """[targets] int64, on the device: the places of `labels.flatten()` that have a target."""
     document_ids: torch.Tensor
-    documents_on_host: torch.Tensor
-    """`document_ids` in the host's memory."""
+    documents_array: np.ndarray
+
+    @staticmethod
+    def of(
+        labels: torch.Tensor,
+        labels_array: np.ndarray,
+        document_ids: torch.Tensor,
+        documents_array: np.ndarray,
+    ) -> OnHost:
+        """Return what the host finds in arrays that equal these tensors."""
+        places = torch.from_numpy(np.flatnonzero(labels_array != IGNORED))
+        places = places.to(labels.device, non_blocking=True)
+        return OnHost(labels, labels_array, places, document_ids, documents_array)
 
 
 @dataclass(frozen=True)
@@ -66,18 +80,18 @@ class Batch:
         return self.on_host.target_places if self.on_host and is_known else None
 
     @property
-    def documents_on_host(self) -> torch.Tensor:
-        """`document_ids`, in the host's memory if they are known there."""
-        is_known = self.on_host is not None and self.on_host.document_ids is self.document_ids
-        return self.on_host.documents_on_host if self.on_host and is_known else self.document_ids
+    def documents_on_host(self) -> np.ndarray:
+        """`document_ids`, in the host's memory; the host waits if they are not known there."""
+        if self.on_host is not None and self.on_host.document_ids is self.document_ids:
+            return self.on_host.documents_array
+        return self.document_ids.numpy(force=True)
 
     def to(self, device: torch.device) -> Batch:
         """Return the same batch with its tensors on `device`."""
         tensors = {n: t for n, t in vars(self).items() if isinstance(t, torch.Tensor)}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
-        places = (self.labels != IGNORED).flatten().nonzero().squeeze(1)
-        places = places.to(device, non_blocking=True)
-        on_host = OnHost(moved["labels"], places, moved["document_ids"], self.document_ids)
+        arrays = self.labels.numpy(force=True), self.document_ids.numpy(force=True)
+        on_host = OnHost.of(moved["labels"], arrays[0], moved["document_ids"], arrays[1])
         return replace(self, **moved, on_host=on_host)
 
     def rows(self) -> list[dict[str, Any]]:

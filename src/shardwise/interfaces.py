@@ -115,10 +115,17 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along an axis, also along those of `experts`."""
-        if axis in EXPERT_AXES:
-            return self.experts.get_group(axis)
-        mesh = self.dense if axis in self.AXES else self.along(axis)
-        return mesh.get_group(axis)
+        if axis in self.AXES:
+            return self.dense.get_group(axis)
+        if axis not in self._groups:  # to make a mesh again would read its ranks from tensors
+            mesh = self.experts if axis in EXPERT_AXES else self.along(axis)
+            self._groups[axis] = mesh.get_group(axis)
+        return self._groups[axis]
+
+    @cached_property
+    def _groups(self) -> dict[str, dist.ProcessGroup]:
+        """The groups of other axes that were asked for."""
+        return {}
 
     def rank(self, axis: str) -> int:
         """Return the place of this rank along an axis."""

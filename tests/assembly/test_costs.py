@@ -73,6 +73,15 @@ def test_flops_of_the_units_are_those_of_the_model(model, adapters, checkpointin
     assert costs_of(cfg, hf, spec, None, 2, flops_per_second=10.0)[0] == units
 
 
+def test_a_rank_of_cp_has_its_share_of_the_tokens():
+    whole, share = (costs(config(tiny("qwen3_next"), cp=cp)) for cp in (1, 2))
+    for unit, half in zip(whole[:-1], share[:-1], strict=True):
+        assert half.forward_seconds == unit.forward_seconds / 2
+        assert half.activation_bytes == unit.activation_bytes / 2
+        assert half.output_bytes == unit.output_bytes / 2
+        assert half.weight_bytes == unit.weight_bytes
+
+
 def test_a_frozen_weight_has_no_gradient_and_the_chunked_loss_takes_its_own_in_the_forward():
     full, frozen = costs(config(tiny("llama"))), costs(config(tiny("llama"), Lora(r=1)))
     linears = 2 * (2 * 64 * 128 + 2 * 64 * 64 + 3 * 64 * 172) * 2 * LENGTH  # q, o, k, v, MLP

@@ -70,6 +70,9 @@ def of_two_steps(cell: Cell) -> tuple[Counter[str], int]:
         Cell("qwen3_5_text", "fsdp2", "full", 2),
         Cell("llama", "pp-ddp", "lora", 4),
         Cell("nemotron_h", "ddp-tp", "lora", 4),
+        Cell("qwen3_5_text", "cp", "lora", 2),
+        Cell("qwen3_5_text", "cp", "lora", 2, "isolated"),
+        Cell("qwen3_5_text", "single", "lora", variant="isolated"),
     ],
     ids=lambda cell: cell.id,
 )

@@ -40,8 +40,11 @@ def _all() -> Iterator[Cell]:
             if schedule != "1f1b":
                 yield Cell("qwen3_5_text", "pp-cp", mode, 4, schedule=schedule)
     yield Cell("llama", "cp", "lora", 4, "isolated-ring")
-    for variant in ("checkpointing", "dropout", "ring", "gather"):
+    for variant in ("checkpointing", "dropout", "ring", "gather", "compile"):
         yield Cell("qwen3_5_text", "cp", "lora", 2, variant)
+    yield Cell("llama", "cp", "lora", 2, "compile")
+    for variant in ("offload-optimizer", "offload-all"):
+        yield Cell("llama", "fsdp2-cp", "full", 4, variant)
 
 
 CONTEXTS = tuple(_all())

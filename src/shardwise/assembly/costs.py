@@ -114,14 +114,15 @@ def _cost(
     flops_per_second: float,
 ) -> Cost:
     """Return the cost of a unit with these parameters by formula."""
-    length, rows = cfg.data.sequence_length, cfg.training.micro_batch_size
+    # A token's attention is on its complete row, whichever ranks have that.
+    length = cfg.data.sequence_length
     flops = unit_flops_per_token(unit, length, cfg.training.checkpointing)
     forward, weights = flops.forward, flops.weight_gradient
     inputs = flops.input_gradient + flops.recomputed
     if unit.kind == "head" and cfg.training.loss != "plain":
         # The chunked loss takes the gradients in its forward; its backward only scales them.
         forward, inputs, weights = forward + inputs + weights, 0.0, 0.0
-    tokens_per_second = flops_per_second / (length * rows)
+    tokens_per_second = flops_per_second / _tokens_of_a_rank(cfg)
     held_weights, held_gradients, states = _state_bytes(cfg, parameters, num_shards)
     return Cost(
         name=unit.name,
@@ -138,9 +139,14 @@ def _cost(
     )
 
 
+def _tokens_of_a_rank(cfg: RunConfig) -> int:
+    """Return the tokens of a micro-batch that a rank computes: 1/cp of each row."""
+    return cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
+
+
 def _hidden_bytes(cfg: RunConfig, hf: PreTrainedModel) -> int:
     """Return the bytes of a micro-batch's hidden states [B, T, D] between layers."""
-    tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
+    tokens = _tokens_of_a_rank(cfg)
     return tokens * hf.config.hidden_size * hidden_dtype(cfg).itemsize
 
 
@@ -188,7 +194,7 @@ def _kept_bytes(cfg: RunConfig, hf: PreTrainedModel, unit: Unit) -> int:
     """
     if not unit.backward or unit.kind == "embed":
         return 0
-    tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
+    tokens = _tokens_of_a_rank(cfg)
     hidden = _hidden_bytes(cfg, hf)
     if unit.kind == "head":
         weight = unit.weights[0]

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.batches import AnyBatch, Batch
+from shardwise.batches import AnyBatch, Batch, OnHost
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
@@ -25,6 +26,7 @@ from shardwise.models.facts import context_facts
 from shardwise.models.patches.cores import use_attention
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.context_attention import ContextAttention
+from shardwise.parallel.context_exchange import ranges_of
 from shardwise.parallel.neighbours import ContextNeighbours
 from shardwise.parallel.reduce import sum_over_copies
 from shardwise.schedule.context import Cut
@@ -62,16 +64,22 @@ def tokens_of(batch: Batch, group: dist.ProcessGroup, cut: Cut, isolated: bool) 
     num_chunks = cut.num_ranks * cut.chunks_per_rank
     assert length % num_chunks == 0, f"a rule refuses rows of {length} tokens in {num_chunks} parts"
     places = torch.arange(length, device=batch.device).expand(num_rows, -1)
+    stretches = ranges_of(cut.chunks(dist.get_rank(group)), length // num_chunks)
 
     def share(x: torch.Tensor) -> torch.Tensor:
-        chunks = x.chunk(num_chunks, 1)
-        return torch.cat([chunks[i] for i in cut.chunks(dist.get_rank(group))], 1)
+        return torch.cat([x[:, part.start : part.stop] for part in stretches], 1)
 
+    labels, document_ids, on_host = share(batch.labels), share(batch.document_ids), None
+    if batch.on_host is not None:  # so the host does not wait to find this rank's targets
+        columns = np.concatenate(stretches)
+        arrays = batch.on_host.labels_array, batch.on_host.documents_array
+        on_host = OnHost.of(labels, arrays[0][:, columns], document_ids, arrays[1][:, columns])
     return replace(
         batch,
+        on_host=on_host,
         input_ids=share(batch.input_ids),
-        labels=share(batch.labels),
-        document_ids=share(batch.document_ids),
+        labels=labels,
+        document_ids=document_ids,
         positions=share(places),
         neighbours=ContextNeighbours(group, batch.document_ids, isolated),
     )

@@ -97,6 +97,8 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
     peak = peak_flops(device, torch.bfloat16 if in_16_bits else torch.float32)
     rate, num_shards = peak.flops_per_second, facts.sizes["dp_shard"]
+    if cfg.parallel.data == "fsdp2":
+        num_shards *= cfg.parallel.cp  # as Mesh.shards
     units, source = costs_of(cfg, facts.hf, facts.spec, None, num_ranks, num_shards, rate)
     if not source.is_measured:
         source = replace(source, rate=f"{rate / 1e12:.3g} TFLOP/s ({peak.source})")

@@ -2,20 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from shardwise.rules.rule import Case, Rule, multiples
-
-
-def _without_context(key: str, is_set: Callable[[Case], bool], way_out: str) -> Rule:
-    """Return the rule that context parallelism is not offered together with a key."""
-    return Rule(
-        f"cp with {key}",
-        applies=lambda case: case.parallel.cp > 1 and is_set(case),
-        problem=f"{key} is {{cfg.{key}}}, which is not proven with context parallelism",
-        way_out=f"{way_out}, or set parallel.cp to 1",
-        why="no cell of the parity matrix runs both",
-    )
 
 
 def _tokens_of_a_rank(case: Case) -> int:
@@ -43,26 +30,20 @@ def _has_odd_chunks(case: Case) -> bool:
 
 
 RULES = (
-    _without_context(
-        "training.compile", lambda case: case.training.compile != "none", "set it to none"
-    ),
-    _without_context(
-        "parallel.offload", lambda case: case.parallel.offload != "none", "set it to none"
-    ),
-    _without_context(
-        "training.precision", lambda case: case.training.precision == "float16", "use bfloat16"
-    ),
-    _without_context(
-        "model.sdpa_backend", lambda case: case.cfg.model.sdpa_backend != "auto", "set it to auto"
+    Rule(
+        "cp with training.precision",
+        applies=lambda case: case.parallel.cp > 1 and case.training.precision == "float16",
+        problem="training.precision is float16, which is not proven with context parallelism",
+        way_out="use bfloat16, or set parallel.cp to 1",
+        why="attention on blocks rounds otherwise than on complete rows: 1e-2 of a gradient",
     ),
     Rule(
-        "cp with a memory limit",
-        applies=lambda case: case.parallel.cp > 1 and case.parallel.memory_limit_gib is not None,
-        problem=(
-            "parallel.memory_limit_gib counts complete rows, not a context-parallel rank's part"
-        ),
-        way_out="leave it out, or set parallel.cp to 1",
-        why="costs of units are those of complete rows",
+        "cp with model.sdpa_backend",
+        applies=lambda case: case.parallel.cp > 1 and case.cfg.model.sdpa_backend != "auto",
+        problem="model.sdpa_backend is {cfg.model.sdpa_backend}, a kernel that parallel.cp > 1 "
+        "does not use",
+        way_out="set it to auto, or set parallel.cp to 1",
+        why="shardwise.kernels.attention computes the blocks of a row that lies on several ranks",
     ),
 )
 """On the run file alone."""
@@ -96,7 +77,7 @@ MODEL_RULES = (
             case.parallel.cp > 1 and _tokens_of_a_rank(case) < case.model.most_earlier_tokens
         ),
         problem=lambda case: (
-            f"parallel.cp leaves a rank {_tokens_of_a_rank(case)} tokens of a row, and "
+            f"with parallel.cp a rank has {_tokens_of_a_rank(case)} of the tokens of a row, and "
             f"convolutions read {case.model.most_earlier_tokens} before their own"
         ),
         way_out=lambda case: (

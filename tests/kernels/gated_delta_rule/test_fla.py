@@ -200,7 +200,7 @@ def test_generation_goes_on_from_the_kernels_own_states(calls, monkeypatch):
 def test_isolated_documents_are_rows_of_their_own(calls):
     """No kernel is told where a document ends: each begins a row, and padding comes after it."""
     batch = packed(LENGTHS)
-    documents = documents_of(batch.document_ids, batch.device)
+    documents = documents_of(batch.documents_on_host, batch.device)
     assert documents is not None
     block = model().model.layers[0].self_attn
     hidden = torch.randn(*batch.input_ids.shape, 64, dtype=torch.bfloat16)

@@ -138,7 +138,7 @@ def logits_error(lm: CausalLM, batch: Batch) -> float:
 @given(rows_of_lengths)
 def test_every_document_has_a_row_of_its_own(lengths):
     batch = packed(lengths)
-    documents = documents_of(batch.document_ids, batch.device)
+    documents = documents_of(batch.documents_on_host, batch.device)
     if documents is None:
         assert all(len(row) == 1 for row in lengths)
         return
@@ -260,7 +260,7 @@ def test_dropout_masks_belong_to_the_row_and_its_places_in_it():
     state = DropoutState(0)
     module, x = SlotDropout(0.5, "x", state), torch.randn(*batch.input_ids.shape, 8)
     state.start(batch)
-    documents = documents_of(batch.document_ids, batch.device)
+    documents = documents_of(batch.documents_on_host, batch.device)
     expected = module(x)
     found = []
     for group, rows in enumerate(documents.unpack(x)):

@@ -60,11 +60,15 @@ def use_attention(
     # transformers makes masks for the implementations that it knows.
     hf.config._attn_implementation = "shardwise"
     registry = _Registry(_with_tokens(attention, tokens))
+    # Compiled code of a class is kept in the globals of one forward, so its layers share that.
+    forwards: dict[type, Callable[..., Any]] = {}
     for layer in spec.layers:
         for path in layer.attention:
             mixer = in_use(hf.get_submodule(f"{layer.name}.{path}"))
-            forward = _with_names(type(mixer), {"ALL_ATTENTION_FUNCTIONS": registry})
-            mixer.forward = MethodType(forward, mixer)
+            if type(mixer) not in forwards:
+                new = {"ALL_ATTENTION_FUNCTIONS": registry}
+                forwards[type(mixer)] = _with_names(type(mixer), new)
+            mixer.forward = MethodType(forwards[type(mixer)], mixer)
 
 
 class _Registry:

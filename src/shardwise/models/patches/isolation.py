@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from shardwise.batches import Batch
@@ -68,17 +68,18 @@ class IsolatedBatch(Batch):
     documents: Documents | None
 
 
-def documents_of(document_ids: torch.Tensor, device: torch.device) -> Documents | None:
+def documents_of(document_ids: np.ndarray, device: torch.device) -> Documents | None:
     """Return the documents of rows [B, T] for `device`; None where every row is one document.
 
     What fills a row up counts as a document.
     """
     # The host must know where documents begin, to give tensors their shapes.
-    begins_here = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
-    begins = begins_here.flatten().nonzero().flatten().tolist()
+    begins_here = np.ones(document_ids.shape, bool)
+    begins_here[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    begins = [int(place) for place in np.flatnonzero(begins_here)]
     if len(begins) == len(document_ids):
         return None
-    lengths = [end - begin for begin, end in pairwise([*begins, document_ids.numel()])]
+    lengths = [end - begin for begin, end in pairwise([*begins, document_ids.size])]
     groups: dict[int, list[int]] = {}
     for document, length in enumerate(lengths):
         groups.setdefault((length - 1).bit_length(), []).append(document)
@@ -89,8 +90,7 @@ def documents_of(document_ids: torch.Tensor, device: torch.device) -> Documents 
         for document in members:
             shifts[document] = taken - begins[document]
             taken += longest
-    shift_of_token = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths))
-    places = torch.arange(document_ids.numel()) + shift_of_token
+    places = torch.from_numpy(np.arange(document_ids.size) + np.repeat(shifts, lengths))
     return Documents(places.to(device, non_blocking=True), tuple(shapes))
 
 

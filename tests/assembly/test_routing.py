@@ -1,0 +1,98 @@
+"""What routers give to experts, and biases that even it out: the same under every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardwise.assembly.build import build
+from shardwise.assembly.routing import STATISTICS
+from shardwise.config import RunConfig
+from shardwise.models.expert_plan import biases_of
+from shardwise.parallel.mesh import build_mesh
+from shardwise.training.step import training_step
+from tests.distributed import run_ranks
+from tests.parity.harness import Cell, microbatches, run_config
+
+RATE, STEPS = 0.02, 3
+Outcome = tuple[dict, list[dict[str, float]], dict[str, torch.Tensor]]
+
+
+def outcome(cfg: RunConfig) -> Outcome:
+    """The record's summary, the numbers of each step, and the biases by the paths of experts."""
+    mesh = build_mesh(cfg, torch.device("cpu"))
+    job = build(cfg, mesh)
+    steps = [
+        training_step(job, microbatches(cfg, mesh, step), mesh, cfg.optimizer.max_grad_norm)
+        for step in range(1, STEPS + 1)
+    ]
+    assert job.routing is not None
+    parts = [*job.pm.parts]
+    biases = {path: bias for part in parts for path, bias in biases_of(part.hf, part.spec)}
+    return job.routing.summary(), [step.routing for step in steps], biases
+
+
+def balanced(cell: Cell) -> RunConfig:
+    cfg = run_config(cell)
+    return replace(cfg, model=replace(cfg.model, router_bias_rate=RATE, router_aux_loss_coef=0.0))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Outcome:
+    return run_ranks(1, outcome, balanced(Cell("nemotron_h", "single", "full")))[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "schedule"),
+    [("fsdp2-ep", 2, ""), ("pp-ddp", 4, "1f1b"), ("tp", 2, ""), ("cp", 2, "")],
+)
+def test_loads_and_biases_equal_one_process(alone, layout, num_ranks, schedule):
+    cell = Cell("nemotron_h", layout, "full", num_ranks, schedule=schedule)
+    summary, steps, biases = alone
+    for other_summary, other_steps, other_biases in run_ranks(num_ranks, outcome, balanced(cell)):
+        assert other_summary["layers"] == summary["layers"]
+        for key in ("max_over_mean", "entropy", "share"):
+            assert torch.allclose(
+                torch.tensor(other_summary[key]), torch.tensor(summary[key]), atol=1e-6
+            )
+        assert [step.keys() for step in other_steps] == [{*STATISTICS}] * STEPS
+        for step, other in zip(steps, other_steps, strict=True):
+            assert other == pytest.approx(step, abs=1e-5)
+        assert other_biases
+        assert all(torch.equal(bias, biases[path]) for path, bias in other_biases.items())
+
+
+def test_a_bias_moves_by_its_rate_towards_equal_loads(alone):
+    summary, _, biases = alone
+    for path, bias in biases.items():
+        steps = bias / RATE
+        assert torch.allclose(steps, steps.round(), atol=1e-4)
+        assert 0 < steps.abs().max() <= STEPS
+        share = torch.tensor(summary["share"][summary["layers"].index(path)])
+        # Which expert got most in all steps has not gained, which got least has not lost.
+        assert bias[share.argmax()] <= 0 <= bias[share.argmin()]
+
+
+def test_statistics_of_known_loads(alone):
+    summary, steps, _ = alone
+    for shares, largest, entropy in zip(
+        summary["share"], summary["max_over_mean"], summary["entropy"], strict=True
+    ):
+        share = torch.tensor(shares)
+        assert share.sum() == pytest.approx(1, abs=1e-5)
+        assert largest == pytest.approx(float(share.max() / share.mean()), rel=1e-5)
+        expected = torch.distributions.Categorical(share).entropy() / torch.tensor(len(share)).log()
+        assert entropy == pytest.approx(float(expected), rel=1e-4)
+    assert all(step["router_max_over_mean"] >= 1 for step in steps)
+    assert all(0 < step["router_entropy"] <= 1 + 1e-6 for step in steps)
+
+
+def test_a_model_without_experts_has_none():
+    cfg = run_config(Cell("llama", "single", "lora"))
+    assert run_ranks(1, _has_routing, cfg) == [False]
+
+
+def _has_routing(cfg: RunConfig) -> bool:
+    return build(cfg, build_mesh(cfg, torch.device("cpu"))).routing is not None
