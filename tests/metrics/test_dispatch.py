@@ -10,7 +10,7 @@ import torch
 
 from shardwise.assembly.build import build
 from shardwise.batches import Batch
-from shardwise.kernels import chunks
+from shardwise.kernels import chunks, linear_cross_entropy
 from shardwise.kernels.short_conv import shifted
 from shardwise.metrics.dispatch import Dispatches
 from shardwise.models.causal_lm import CausalLM
@@ -84,9 +84,10 @@ def test_the_host_waits_twice_a_step(cell):
 
 
 def test_a_hybrid_with_lora_launches_fewer_operators_than_with_peft(monkeypatch):
-    """As on a GPU: all chunks of a row at once, a convolution in one block."""
+    """As on a GPU: all chunks of a row at once, a convolution in one block, logits in one chunk."""
     monkeypatch.setitem(chunks.AT_ONCE, "cpu", chunks.AT_ONCE["cuda"])
     monkeypatch.setattr(shifted, "BLOCK", 512)
+    monkeypatch.setattr(linear_cross_entropy.chunked, "CPU_ROWS", 1024)
     cfg = run_config(Cell("qwen3_5_text", "single", "lora"))
     assert cfg.lora is not None
     ours, _ = with_adapters(cfg.model, replace(cfg.lora, targets="all-linear"))

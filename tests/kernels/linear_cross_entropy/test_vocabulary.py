@@ -177,7 +177,7 @@ def peak(frozen: bool, chunk_bytes: int) -> tuple[int, int, int]:
 def test_no_rank_ever_has_all_logits(frozen, capsys):
     full = N * LARGE * 4  # 8.2 MB
     share = -(-LARGE // 3)
-    # 32 rows of a rank's logits are 171 KB, 48 times less than all; then as many as a CPU takes.
+    # 32 rows of a rank's logits, 171 KB, 48 times less than all logits; then the most on a CPU.
     for rows_in_chunk in (32, chunked.CPU_ROWS):
         chunk = rows_in_chunk * share * 4
         for rank, (taken, weight, hidden) in enumerate(run_ranks(3, peak, frozen, chunk)):
