@@ -43,7 +43,7 @@ ALONE = {
 TOGETHER = tuple(
     name
     for name in offered_layouts()
-    if name not in (*ALONE, "single") and "cp" not in name.split("-")
+    if name not in (*ALONE, "single") and not {"cp", "ep"} & set(name.split("-"))
 )
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "send")
 PAPER = {"ddp": 2, "zero1": 2, "zero2": 2, "fsdp2": 3}

@@ -85,7 +85,7 @@ def test_one_model_layer_by_layer() -> None:
     assert re.search(rf"^ 0-3 .* yes +{parameters:,}", alike, re.M)
     assert "tied embeddings" in printed(model_table(Model(str(CONFIGS / "tiny-gpt2"))), 100)
     assert "not proven" not in alike
-    assert "pp-fsdp2-tp-sp" in alike
+    assert "pp-fsdp2, pp-hsdp [-cp][-tp[-sp]]" in alike
 
 
 def test_a_family_is_shown_as_transformers_makes_it_unless_a_folder_has_its_name(

@@ -31,13 +31,15 @@ SHAPES = (
 def _sums(bucket_bytes: int) -> bool:
     zero.BUCKET_BYTES = bucket_bytes
     mesh = Mesh(
-        init_device_mesh("cpu", (1, 3, 1, 1, 1), mesh_dim_names=Mesh.AXES), torch.device("cpu")
+        init_device_mesh("cpu", (1, 3, 1, 1, 1), mesh_dim_names=Mesh.AXES),
+        torch.device("cpu"),
+        context_joins="dp_replicate",
     )
     rank = mesh.dense.get_local_rank("dp_replicate")
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
     wholes = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in zip(SHAPES, dtypes)]
     trained = [zero._trained(whole, shard_dim(whole.shape, 3), mesh) for whole in wholes]
-    shards = zero.Shards(zero._buckets(trained, mesh.dense.get_group("dp_replicate")))
+    shards = zero.Shards(zero._buckets(trained, mesh))
     right = True
     for repeat in (1, 2):  # the second time gradients are added to those of the first
         for whole in wholes:

@@ -142,7 +142,7 @@ def pairs(cell: Cell) -> set[tuple[str, ...]]:
     with weights whole on every rank, and those that shard them.
     """
     kinds = [f"kind {KINDS.index(block.kind)}" for block in FAMILY_FACTS[cell.family].blocks]
-    if cell.variant or cell.split or cell.cp > 1:
+    if cell.variant or cell.split or cell.cp > 1 or cell.ep > 1:
         return set()
     if cell.tp > 1:
         shared = "tokens shared" if cell.layout.endswith("-sp") else "tokens whole"

@@ -132,6 +132,9 @@ def build(
     # By the shapes of full parameters.
     decayed = {n for n, p in hf.named_parameters() if is_decayed(n, p, facts.family)}
 
+    # By the model on meta: what the strategies make of its weights has other sizes.
+    routing = None if own else Routing.of(hf, spec, mesh.device)
+
     def load(pm: ParallelModel) -> None:
         materialise(nn.ModuleList(pm.parts), mesh.device)
         load_initial_weights(pm, cfg, state)
@@ -169,7 +172,7 @@ def build(
         positions=facts.positions,
         cut=cut,
         router_bias_rate=cfg.model.router_bias_rate,
-        routing=None if own else Routing.of(hf, spec, mesh.device),
+        routing=routing,
         kernels=facts.kernels,
         notes=notes,
     )

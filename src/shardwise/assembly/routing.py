@@ -15,11 +15,9 @@ from torch import nn
 
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
-from shardwise.models.expert_plan import biases_of, experts_of, num_experts
+from shardwise.models.expert_plan import biases_of, experts_by_layer
 from shardwise.models.names import hf_name
-from shardwise.models.patches.experts import is_routed
 from shardwise.models.spec import ModelSpec
-from shardwise.models.tensor_cuts import unwrapped
 from shardwise.parallel.reduce import sum_over
 
 STATISTICS = ("router_max_over_mean", "router_entropy")
@@ -43,12 +41,8 @@ class Routing:
 
     @classmethod
     def of(cls, hf: nn.Module, spec: ModelSpec, device: torch.device) -> Routing | None:
-        """Return the routing of a whole model, on any device; None where it has no experts."""
-        sizes = {
-            hf_name(path): num_experts(experts)
-            for path, experts in experts_of(hf, spec)
-            if is_routed(unwrapped(experts))
-        }
+        """Return the routing of a whole model on meta; None where it has no experts."""
+        sizes = experts_by_layer(hf, spec)
         if not sizes:
             return None
         given = torch.zeros(len(sizes), max(sizes.values()), device=device)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shardwise.models.names import in_use
+from shardwise.models.names import hf_name, in_use
+from shardwise.models.patches.experts import is_routed
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import Cut, blocked, even, unwrapped
 
@@ -32,6 +33,15 @@ def experts_of(hf: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]
 def num_experts(experts: nn.Module) -> int:
     """Return how many experts a module that `experts_of` yields has on this rank."""
     return len(next(iter(unwrapped(experts).parameters())))
+
+
+def experts_by_layer(hf: nn.Module, spec: ModelSpec) -> dict[str, int]:
+    """Return the number of experts by the path of what `RoutedExperts` computes in each layer."""
+    return {
+        hf_name(path): num_experts(experts)
+        for path, experts in experts_of(hf, spec)
+        if is_routed(unwrapped(experts))
+    }
 
 
 def biases_of(hf: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:

@@ -22,6 +22,7 @@ from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import num_microbatches
 from shardwise.models.dtypes import hidden_dtype
+from shardwise.models.expert_plan import experts_by_layer
 from shardwise.parallel.mesh import context_joins_of
 from shardwise.planner.context import sent_by_layers, sent_by_router_loss
 from shardwise.planner.share import Chunk, Share, Weight
@@ -90,6 +91,7 @@ def messages_of_step(
     `num_targets`: tokens with a label in each micro-batch, on the rank; by default all tokens.
     """
     knows_loss = cfg.parallel.tp == 1 or cfg.training.loss != "plain"
+    assert cfg.parallel.ep == 1, "what expert parallelism sends is not among the formulas"
     assert knows_loss, "what gathering all logits sends is not among the formulas"
     m = num_microbatches(cfg, prod(run.sizes.values()))
     num_tokens = cfg.training.micro_batch_size * cfg.data.sequence_length // cfg.parallel.cp
@@ -143,7 +145,8 @@ def _numbers(step: Step) -> Iterator[Messages]:
 
     The number of targets (int64) is summed over the data axes, the loss over these and stages, and
     the squares of the gradient norm over each set of axes that trained weights are sharded over,
-    then over stages.
+    then over stages. The tokens of each expert [L, E], of all layers that have some, are summed
+    over data axes and stages.
     """
     data = step.replicas if shard_axis(step.cfg) == "dp_replicate" else step.shards
     axis_sets: set[tuple[str, ...]] = set()
@@ -160,6 +163,10 @@ def _numbers(step: Step) -> Iterator[Messages]:
     for axes in (("pp", step.replicas, step.shards), ("pp",), *axis_sets):
         for axis in axes:
             yield Messages("all-reduce", axis, 1, 4)
+    if sizes := experts_by_layer(step.run.hf, step.run.spec):
+        num_bytes = 4 * len(sizes) * max(sizes.values())
+        for axis in ("pp", step.replicas, step.shards):
+            yield Messages("all-reduce", axis, 1, num_bytes)
 
 
 def _ddp(step: Step) -> Iterator[Messages]:

@@ -25,7 +25,7 @@ from shardwise.models.save import save_model
 from tests.kernels.lora_linear.cases import worst
 from tests.models.patches.test_lora_kernel import CPU, EXACT, SMALL, gradients
 from tests.models.tiny import (
-    PLAIN,
+    TINY_OF,
     loaded_by_transformers,
     logits,
     relative_error,
@@ -35,9 +35,7 @@ from tests.models.tiny import (
     with_adapters,
 )
 
-MIXTURES = tuple(
-    name for name in PLAIN if FAMILIES[name.replace("tiny-", "").replace("3_5", "3_5_text")].experts
-)
+MIXTURES = tuple(TINY_OF[name] for name, family in FAMILIES.items() if family.experts)
 EXPERTS = Lora(r=4, rslora=True, targets=["experts"])
 
 
