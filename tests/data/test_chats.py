@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jinja2
 import jinja2.ext
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardwise.data.chats import Message, Refused, Render, Undecidable, find_turns
@@ -295,6 +295,7 @@ words = st.text(st.sampled_from("ab <>/|\n.*_é1"), min_size=1, max_size=12).fil
 
 
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=3), st.booleans())
+@example([("1", "1<1"), ("1", "1")], False)
 def test_any_words_are_found(pairs, system):
     messages: list[Message] = [SYSTEM] if system else []
     for question, answer in pairs:

@@ -135,13 +135,17 @@ class _Dialogue:
     def written_after(self, number: int) -> int:
         """Return how many characters after its last marked word a message has written."""
         _, last = self.places[number]
-        lengths = [0]
+        lengths, complete = [0], []
         for string in _strings(self.marked[number]):
             for word in _MARKED_WORD.finditer(string):
                 if self.text.endswith(word[2], 0, last):
                     suffix = _MARK.sub("", string[word.end() :])
-                    lengths.append(_num_common(suffix, self.text[last:]))
-        return max(lengths)
+                    length = _num_common(suffix, self.text[last:])
+                    lengths.append(length)
+                    if length >= len(suffix.rstrip()):
+                        complete.append(length)
+        # A word may stand several times in a message: only what follows the last of them is here.
+        return max(complete or lengths)
 
 
 # Marks around words.
