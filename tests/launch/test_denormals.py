@@ -1,0 +1,16 @@
+"""Numbers that a CPU is slow with, in a rank and after it."""
+
+import numpy as np
+
+from shardwise.launch.rank import _without_denormals
+
+
+def test_denormal_numbers_are_zeros_in_a_rank_alone():
+    small = np.float32(1e-39)
+    assert small * np.float32(1) != 0
+    with _without_denormals():
+        assert small * np.float32(1) == 0
+        with _without_denormals():
+            pass
+        assert small * np.float32(1) == 0
+    assert small * np.float32(1) != 0
