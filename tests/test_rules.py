@@ -361,6 +361,7 @@ OLD_TORCH = {
         "lora": LORA,
     },
     "pp on an old torch": {"parallel": PIPELINE},
+    "ep on an old torch": {"parallel": {"data": "ddp", "ep": 2}},
 }
 """Rules that the installed torch does not break."""
 

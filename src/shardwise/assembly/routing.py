@@ -37,7 +37,7 @@ class Routing:
     """The share of its tokens that each expert got in the step just done, [L, E], on this rank's
     device; layers with fewer experts than E have zeros behind their own."""
     total: torch.Tensor
-    """The sum of `given` over all steps."""
+    """The sum of `given` over the steps since the start or a resume."""
 
     @classmethod
     def of(cls, hf: nn.Module, spec: ModelSpec, device: torch.device) -> Routing | None:
@@ -84,7 +84,7 @@ class Routing:
                 bias.add_(rate * (1 / len(bias) - share).sign())
 
     def summary(self) -> dict[str, list]:
-        """Return plain data for the record: of all steps, by layer."""
+        """Return plain data for the record: of the steps in `total`, by layer."""
         share = self.total / self.total.sum(1, keepdim=True).clamp(min=1e-30)
         sizes = self.num_experts.tolist()
         return {

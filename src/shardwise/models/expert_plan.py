@@ -7,14 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from shardwise.models.kinds.mixture import BIASES
 from shardwise.models.names import hf_name, in_use
 from shardwise.models.patches.experts import is_routed
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import Cut, blocked, even, unwrapped
 
 WHAT = "routed experts"
-BIASES = ("e_score_correction_bias", "expert_bias")
-"""What families call the bias on a router's scores that balances its load: a buffer."""
 
 
 def experts_of(hf: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]]:
@@ -31,7 +30,7 @@ def experts_of(hf: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, nn.Module]
 
 
 def num_experts(experts: nn.Module) -> int:
-    """Return how many experts a module that `experts_of` yields has on this rank."""
+    """Return how many experts a module that `experts_of` yields has, over all ranks."""
     return len(next(iter(unwrapped(experts).parameters())))
 
 
@@ -68,9 +67,7 @@ def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
                 rank = parameter.shape[1] // total
                 cut = Cut(1, blocked(num_ranks, (total,) * rank, WHAT))
             else:
-                per_expert = parameter.shape[0] // total
-                assert parameter.shape[0] == per_expert * total, name
-                even(num_ranks, total, WHAT)
+                even(num_ranks, total, WHAT)  # all R rows of an expert stay on one rank
                 cut = Cut(0, even(num_ranks, parameter.shape[0], WHAT))
             cuts[f"{path}.{name}"] = cut
     return cuts

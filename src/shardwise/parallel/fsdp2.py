@@ -18,11 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    ShardPlacementResult,
-)
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.config import RunConfig
@@ -125,14 +120,17 @@ def _axes(weight_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     return (replicas, shards) if mesh.size(replicas) > 1 else (shards,)
 
 
-def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard | ShardPlacementResult]:
+def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Any]:
     """Return what fully_shard asks for the placement of a parameter.
 
     Experts are sharded over the ranks that have the same ones. torch gathers and reduces them in a
     group of their own, in the same unit.
     """
-    over_experts: FSDPMeshInfo | None = None
+    over_experts: Any = None
     if mesh.ep > 1 and mesh.size("dp_expert") > 1:
+        # Here, as older versions of torch do not have them; a rule refuses ep there.
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
         axes = _axes(("ep",), mesh)
         mesh_of_experts, shards = mesh.along(*axes), len(axes) - 1
         over_experts = (
@@ -141,13 +139,15 @@ def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard | ShardPlacementRes
             else FSDPMeshInfo(mesh_of_experts, shard_mesh_dim=shards)
         )
 
-    def of(parameter: nn.Parameter) -> Shard | ShardPlacementResult:
+    def of(parameter: nn.Parameter) -> Any:
         axis = mesh.data_axis(axes_of(parameter))
         dim = free_dim(parameter, mesh.size(axis))
         assert dim is not None, "fully_shard ignores it"
         if axis != "dp_expert":
             return Shard(dim)
         assert over_experts is not None, "fully_shard ignores it"
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+
         return ShardPlacementResult(Shard(dim), over_experts)
 
     return of

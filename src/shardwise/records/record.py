@@ -89,8 +89,8 @@ class RunRecord:
     flops: dict[str, Any] | None = None
     """Model and hardware FLOPs per token, their convention, and the peak with its source."""
     routing: dict[str, Any] | None = None
-    """layers, and of each, over all steps: the share of its tokens that each expert got, the
-    busiest one's over the mean, and the entropy of the shares over that of equal ones."""
+    """layers, and of each, over the steps since a resume: the share of its tokens that each expert
+    got, the busiest one's over the mean, and the entropy of the shares over that of equal ones."""
     pipeline: dict[str, Any] | None = None  # PipelineRecord as plain data
     stopped_early: dict[str, Any] | None = None
     """step, best_step and best_loss, where `training.patience` ended the run."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from shardwise.layouts import axis_sizes
-from shardwise.rules.rule import Case, Rule, either
+from shardwise.rules.rule import Case, Rule, dotted, either
+
+EXPERTS_TORCH = (2, 13)
+"""The version of torch that `parallel.ep` is proven with."""
 
 
 def _is_spread(case: Case) -> bool:
@@ -44,6 +47,16 @@ RULES = (
         problem="{layout} is not offered: fsdp1's flat parameters hold no DTensors",
         way_out="use fsdp2",
         why="torch's FullyShardedDataParallel flattens plain tensors only",
+    ),
+    Rule(
+        "ep on an old torch",
+        applies=lambda case: _is_spread(case) and case.facts.torch_version < EXPERTS_TORCH,
+        problem=lambda case: (
+            f"parallel.ep needs torch {dotted(EXPERTS_TORCH)} or later, and this is torch "
+            f"{dotted(case.facts.torch_version)}"
+        ),
+        way_out="install it, or set parallel.ep to 1",
+        why="fully_shard takes another mesh for a parameter since then, and no older one was tried",
     ),
     Rule(
         "ep with training.compile",

@@ -22,6 +22,9 @@ from shardwise.models.tensor_cuts import (
     unwrapped,
 )
 
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""What families call the bias on a router's scores that evens out the loads: a buffer."""
+
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
     """Shard routed experts, stacked [E, out, in], and one that is shared by all tokens.
