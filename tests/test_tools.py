@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,22 @@ def test_the_page_of_communication_is_what_the_formulas_say(tool: ModuleType) ->
     assert result == tool.compute(), "run python tools/communication.py"
     assert tool.PAGE.read_text(encoding="utf-8") == tool.page(result)
     assert {row["layout"] for row in result["rows"]} == set(PROVEN) - {"single"}
+
+
+def test_the_page_of_cores_says_what_was_measured() -> None:
+    root = TOOLS.parent
+    page = (root / "docs" / "concepts" / "cores.md").read_text(encoding="utf-8")
+    for name in ("cpu", "cpu-mamba2-kda"):
+        file = root / "results" / "cores" / f"{name}.json"
+        for family, row in json.loads(file.read_text(encoding="utf-8"))["rows"].items():
+            cells = []
+            for side in ("eager", "compiled"):
+                speeds = row["speed"][side]["rounds"]
+                flushing = row["speed"]["trainer_flushing"]["rounds"]
+                ratio = statistics.median(a / b for a, b in zip(speeds, flushing, strict=True))
+                cells.append(f"{row['speed'][side]['median']:.2f} ({ratio:.2f})")
+            cells += [f"{row['peak_ratio'][side]:.2f}" for side in ("eager", "compiled")]
+            assert f"`{family}` | {' | '.join(cells)} |" in page
 
 
 @pytest.mark.parametrize("tool", ["study_table"], indirect=True)

@@ -2,15 +2,18 @@
 
     python tools/lengths_of_cores.py [--rounds 5] [--out results/cores/lengths.json]
 
-One layer of each kind, of the widths of `speed_of_cores.py`, in one process of one thread: forward
-and backward of rows of each length, of at least 8,192 tokens in all. The lengths take turns, and
-time is that of the processor, so other load changes it little. A figure beside the file draws, over
-the length, the seconds of a token in relation to those in rows of 512, and the bytes that one row
-keeps for its backward, which are exact.
+One layer of each kind, of the widths of `speed_of_cores.py` and with frozen weights, in one process
+of one thread: forward and backward of one row after the other, of 32,768 tokens in all. The lengths
+take turns, and time is that of the processor, so other load changes it little. Memory that was
+freed stays with the process, as it does on a GPU: otherwise the long rows alone would ask the
+system for pages. A figure beside the file draws, over the length, the seconds of a token in
+relation to those in rows of 512, and the bytes that one row keeps for its backward, which are
+exact.
 """
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +32,8 @@ from shardwise.models.patches.cores import use_cores
 from shardwise.models.patches.forget_gate import use_finite_gates
 from shardwise.records.record import write_atomically
 
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-TOKENS = 8192
+LENGTHS = (512, 2048, 8192, 32768)
+TOKENS = LENGTHS[-1]
 WITH_MAMBA = MODELS | {
     "jamba": {"num_key_value_heads": 2, "mamba_d_state": 16, "mamba_dt_rank": 32, "num_experts": 1}
 }
@@ -47,6 +50,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # as launch/rank.py does for a run
+    keep_freed_memory()
     sizes = {"lengths": LENGTHS, "tokens": TOKENS, "rounds": options.rounds}
     results = Results(options.out, {"environment": environment(), "sizes": sizes})
     for kind in KINDS:
@@ -55,15 +60,26 @@ def main() -> None:
     write_atomically(options.out.with_suffix(".svg"), figure_of(results.rows))
 
 
+def keep_freed_memory() -> None:
+    """Make glibc neither map a large tensor on its own nor give freed memory back."""
+    libc = ctypes.CDLL("libc.so.6")
+    mmap_max, trim_threshold = -4, -1  # of malloc.h
+    assert libc.mallopt(mmap_max, 0)
+    assert libc.mallopt(trim_threshold, -1)
+
+
 def lengths_of(kind: str, rounds: int) -> dict[str, Any]:
     """Return what a layer costs in rows of each length."""
     mixer = mixer_of(kind)
 
     def run(length: int, number: int) -> dict[str, float]:
-        num_rows = max(1, TOKENS // length)
-        rows = torch.randn(num_rows, length, COMMON["hidden_size"], requires_grad=True)
-        seconds = timed(lambda: mixer(rows).sum().backward())[1]["cpu"]
-        return {"seconds_per_token": seconds / rows[..., 0].numel()}
+        row = torch.randn(1, length, COMMON["hidden_size"], requires_grad=True)
+
+        def step() -> None:
+            for _ in range(TOKENS // length):
+                mixer(row).sum().backward()
+
+        return {"seconds_per_token": timed(step)[1]["cpu"] / TOKENS}
 
     sides = {str(n): partial(run, n) for n in LENGTHS}
     taken = take_turns(sides, rounds, warm_up=1)["seconds_per_token"]
@@ -88,7 +104,7 @@ def mixer_of(kind: str) -> Any:
     (layer,) = spec.layers
     (block,) = layer.mixers
     assert block.kind.name == kind, block.kind.name
-    return model.get_submodule(f"{layer.name}.{block.path}")
+    return model.get_submodule(f"{layer.name}.{block.path}").requires_grad_(False)
 
 
 def kept_bytes(mixer: Any, length: int) -> int:
@@ -127,6 +143,9 @@ def figure_of(rows: dict[str, Any]) -> str:
         memory.set(title="Kept for the backward by one row", ylabel="MiB")
         for axes in (time, memory):
             axes.set_xlabel("tokens of a row")
+            axes.set_xticks(LENGTHS, [f"{n:,}" for n in LENGTHS])
+        time.minorticks_off()
+        memory.set_xticks(LENGTHS[1:], [f"{n:,}" for n in LENGTHS[1:]])
         time.legend()
         return svg_of(figure, "lengths", "Recurrent layers in rows of 512 to 32,768 tokens")
 
