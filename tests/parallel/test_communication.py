@@ -76,8 +76,8 @@ WITH_EXPERTS = [
     *(cell("qwen3_moe", "fsdp2-ep", "lora", 4, variant) for variant in ("experts", "")),
     cell("deepseek_v3", "fsdp2-ep", "full", 4),
     replace(cell("qwen3_moe", "zero1-ep", "lora", 4, "experts"), spread=4),
-    # With adapters in the upper layers only, the backward ends there.
-    cell("qwen3_next", "fsdp2-ep", "lora", 4, "upper"),
+    # The backward ends at a dense layer, above one with experts.
+    cell("qwen3_moe", "fsdp2-ep", "lora", 4, "upper"),
     cell("qwen3_moe", "hsdp-ep", "lora", 4, "experts"),
     # Beside other axes. Routers choose the same experts on every rank of `tp`.
     cell("qwen3_moe", "cp-ep", "full", 4),
