@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from itertools import product
+from math import gcd
 from typing import TYPE_CHECKING
 
 from shardwise.config import Parallel, RunConfig
@@ -230,6 +231,14 @@ def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
         sizes["dp_replicate"] = parallel.dp_replicate
         sizes["dp_shard"] = ranks_for_data // parallel.dp_replicate
     return sizes
+
+
+def fewest_ranks(parallel: Parallel) -> int:
+    """Return the fewest ranks of a run: of each replica those that hold all experts once."""
+    if parallel.data == "single":
+        return parallel.ranks_of_a_model
+    num_shards = parallel.ep // gcd(parallel.ep, parallel.cp)
+    return parallel.ranks_of_a_model * parallel.dp_replicate * num_shards
 
 
 def context_joins_of(cfg: RunConfig) -> str:

@@ -50,8 +50,7 @@ def most_state_bytes(cfg: RunConfig, num_ranks: int) -> int:
     """
     run, boundaries = describe(cfg, num_ranks), None
     if run.pipeline is not None:
-        num_shards = run.sizes["dp_shard"] * (cfg.parallel.cp if _is_fsdp(cfg) else 1)
-        units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks, num_shards)
+        units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks)
         boundaries = choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
     most = 0
     for place in itertools.product(*map(range, run.sizes.values())):
@@ -114,7 +113,3 @@ def _add(
         total["optimizer"] += state * weight.itemsize
     total["gradients"] += gradient_bytes(cfg, gradient, weight.itemsize)
     total["optimizer"] += optimizer_bytes(cfg, state * weight.itemsize)
-
-
-def _is_fsdp(cfg: RunConfig) -> bool:
-    return cfg.parallel.data in ("fsdp1", "fsdp2")
