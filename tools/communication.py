@@ -69,7 +69,7 @@ most, with a target at every position.
 
 `tools/communication.py` has written this page and [`communication.json`](communication.json) with
 the formulas of `shardwise.planner.communication`. `tests/parallel/test_communication.py` counts the
-calls and bytes of real steps, on gloo, under every layout, and they are equal.
+calls and bytes of real steps, on gloo, of every strategy and of compositions, and they are equal.
 
 ## One strategy
 
