@@ -26,7 +26,7 @@ from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut, unwrapped
 from shardwise.models.tensor_plan import cuts_of, split_blocks
 from shardwise.parallel.place import shard_dim
-from shardwise.planner.context import Mixer, experts_of, mixers_of
+from shardwise.planner.context import Mixer, experts_of_routers, mixers_of
 from shardwise.planner.experts import Mixture, mixtures_of
 
 
@@ -269,7 +269,7 @@ def _chunk(
         needs_head_gradient=is_last and all(weight.input_gradient for weight in head.weights),
         mixers=tuple(mixers),
         mixtures=tuple(mixtures),
-        router_experts=experts_of(cfg, run.hf, layers) if cfg.parallel.cp > 1 else (),
+        router_experts=experts_of_routers(cfg, run.hf, layers) if cfg.parallel.cp > 1 else (),
     )
 
 
