@@ -7,6 +7,7 @@ all-reduce inside).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,8 +19,13 @@ from shardwise.assembly.build import build
 from shardwise.assembly.describe import describe
 from shardwise.batches import AnyBatch
 from shardwise.interfaces import Mesh, ParallelModel
+from shardwise.layouts import EXPERT_AXES
+from shardwise.models.causal_lm import CausalLM
+from shardwise.models.patches.experts import Compute
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner.communication import Messages, Total, add_up, messages_of_step
+from shardwise.parallel.reduce import of_every_rank
+from shardwise.planner.communication import messages_of_step
+from shardwise.planner.messages import Messages, Total, add_up
 from shardwise.planner.share import share_of
 from shardwise.training.step import training_step
 from tests.parity.harness import Cell, microbatches, run_config
@@ -46,13 +52,23 @@ class Collectives(TorchDispatchMode):
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.messages: list[Messages] = []
-        groups = {axis: mesh.dense.get_group(axis) for axis in mesh.AXES if mesh.size(axis) > 1}
-        # Where `cp` joins an axis of one rank, the group of both has the ranks of `cp`.
-        joined = {axis: mesh.group(axis) for axis in mesh.gradient_axes if mesh.size(axis) > 1}
-        self.axes = {
-            tuple(dist.get_process_group_ranks(group)): axis
-            for axis, group in (joined | groups).items()
-        }
+        self.mesh = mesh
+        # Axes may have the same ranks: `ep` all of `cp`, for one. The last one here gives the name.
+        axes = (*EXPERT_AXES, *mesh.gradient_axes, *mesh.AXES)
+        used = [axis for axis in axes if mesh.size(axis) > 1]
+        self.names = {self.ranks(mesh.group(axis)): axis for axis in used}
+
+    @staticmethod
+    def ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+        """Return the ranks of a group, by which axes are told apart."""
+        return tuple(dist.get_process_group_ranks(group))
+
+    def by_name(self, total: Total) -> Total:
+        """Return the same messages under the names of axes that this counts under."""
+        return add_up(
+            Messages(kind, self.names[self.ranks(self.mesh.group(axis))], calls, num_bytes)  # ty: ignore[invalid-argument-type]
+            for (kind, axis), (calls, num_bytes) in total.items()
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
@@ -60,9 +76,10 @@ class Collectives(TorchDispatchMode):
             kind, place = _KINDS[name]
             objects = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
             group = next(arg for arg in objects if "ProcessGroup" in str(arg._type()))
-            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+            ranks = self.ranks(dist.ProcessGroup.unbox(group))
             num_bytes = sum(tensor.nbytes for tensor in tree_leaves(args[place]))
-            self.messages.append(Messages(kind, self.axes[tuple(ranks)], 1, num_bytes))
+            if len(ranks) > 1:
+                self.messages.append(Messages(kind, self.names[ranks], 1, num_bytes))
         assert func.namespace != "_c10d_functional", f"{func} is not counted"
         return func(*args, **(kwargs or {}))
 
@@ -85,14 +102,45 @@ def count(cell: Cell, dtype: Literal["float32", "bfloat16"] = "float32") -> Coun
     for step in (1, 2) if "ddp" in cell.layout.split("-") else (1,):
         training_step(job, microbatches(cfg, mesh, step), mesh, 1.0)
     batches = microbatches(cfg, mesh, 3)
+    routed = count_routed(job.pm)
     with Collectives(mesh) as collectives:
         training_step(job, batches, mesh, 1.0)
     run = describe(cfg, mesh.dense.size())
     boundaries = None if job.cut is None else job.cut.split.boundaries
     share = share_of(cfg, run, coordinates(mesh), boundaries)
     num_targets = [num_targets_on_rank(job.pm, batch) for batch in batches]
-    predicted = messages_of_step(cfg, run, share, num_targets)
-    return Counted(add_up(collectives.messages), predicted)
+    received = {path: rows_received(counts, len(batches), mesh) for path, counts in routed.items()}
+    predicted = messages_of_step(cfg, run, share, num_targets, received)
+    return Counted(add_up(collectives.messages), collectives.by_name(predicted))
+
+
+def count_routed(pm: ParallelModel) -> dict[str, list[torch.Tensor]]:
+    """Return lists to which each forward of a layer adds the rows that it has for each expert."""
+    routed: dict[str, list[torch.Tensor]] = {}
+    for part in pm.parts:
+        assert isinstance(part, CausalLM)
+        for path, experts in part.experts.items():
+            experts.compute = partial(_noting, experts.compute, routed.setdefault(path, []))
+    return routed
+
+
+def _noting(
+    compute: Compute, counts: list[torch.Tensor], x: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    counts.append(ends.diff(prepend=ends.new_zeros(1)))
+    return compute(x, ends)
+
+
+def rows_received(counts: list[torch.Tensor], num_microbatches: int, mesh: Mesh) -> int:
+    """Return the rows that this rank's experts got in a step from all ranks of `ep`.
+
+    A forward that a backward runs again has counted them twice.
+    """
+    if mesh.ep == 1:
+        return 0
+    routed = torch.stack(counts).sum(0) * num_microbatches // len(counts)  # [E]
+    from_each = torch.stack(of_every_rank(routed, mesh.group("ep")))
+    return int(from_each.sum(0).view(mesh.ep, -1)[mesh.rank("ep")].sum())
 
 
 def num_targets_on_rank(pm: ParallelModel, batch: AnyBatch) -> int:

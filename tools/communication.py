@@ -10,23 +10,25 @@ and bytes. docs/concepts/communication.md explains the numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from shardwise.assembly.costs import choose_split, costs_of
-from shardwise.assembly.describe import describe
+from shardwise.assembly.describe import Description, describe
 from shardwise.config import Data, Lora, Model, RunConfig, Training
 from shardwise.layouts import AXES, num_microbatches, parallel_of
 from shardwise.planner.communication import bytes_leaving, messages_of_step
+from shardwise.planner.messages import sizes_of
 from shardwise.planner.share import Share, share_of
 from shardwise.rules import offered_layouts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "communication.json"
 PAGE = ROOT / "results" / "communication.md"
-MODEL = "configs/models/tiny-llama"
+MODEL, EXPERT_MODEL = "configs/models/tiny-llama", "configs/models/tiny-qwen3_moe"
 NUM_RANKS, ROWS, MICRO_ROWS, SEQUENCE = 4, 8, 2, 24
 ALONE = {
     "ddp": ("2 r Φt", "1 + 2"),
@@ -40,12 +42,18 @@ ALONE = {
     "pp": ("2 m BTD", "2 m + 2"),
 }
 """What leaves a rank, and by how many calls, as the page has it."""
-TOGETHER = tuple(
+AXES_OF = {name: set(name.split("-")) - {"sp"} for name in offered_layouts()}
+CONTEXT = [
+    name for name, axes in AXES_OF.items() if "cp" in axes and "ep" not in axes and len(axes) <= 2
+]
+EXPERTS = [name for name, axes in AXES_OF.items() if "ep" in axes and len(axes) <= 3]
+TOGETHER = [
     name
-    for name in offered_layouts()
-    if name not in (*ALONE, "single") and not {"cp", "ep"} & set(name.split("-"))
-)
-KINDS = ("all-reduce", "reduce-scatter", "all-gather", "send")
+    for name, axes in AXES_OF.items()
+    if name not in (*ALONE, "single") and not {"cp", "ep"} & axes
+]
+"""All compositions without `cp` and `ep`. With these, those of two axes, beside `ep`, at most."""
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "send", "all-to-all")
 PAPER = {"ddp": 2, "zero1": 2, "zero2": 2, "fsdp2": 3}
 """Multiples of the model's size per step, of one micro-batch: Rajbhandari et al., arXiv 1910.02054,
 section 7."""
@@ -61,7 +69,7 @@ most, with a target at every position.
 
 `tools/communication.py` has written this page and [`communication.json`](communication.json) with
 the formulas of `shardwise.planner.communication`. `tests/parallel/test_communication.py` counts the
-calls and bytes of real steps, on gloo, under every layout, and they are equal.
+calls and bytes of real steps, on gloo, of every strategy and of compositions, and they are equal.
 
 ## One strategy
 
@@ -77,9 +85,22 @@ calls and bytes of real steps, on gloo, under every layout, and they are equal.
 1 row per micro-batch. Calls: all-reduces + reduce-scatters + all-gathers + sends. Of 8 processes
 pp-hsdp-tp makes 2 replicas of one shard.
 
-| layout | processes | full: bytes | calls | LoRA: bytes | calls |
-|---|---:|---:|---:|---:|---:|
 {together}
+
+## With context parallelism
+
+The same model and rows; the tokens of each row lie on 2 ranks, or under `cp` alone on 4. The last
+number of calls are all-to-alls.
+
+{context}
+
+## With expert parallelism
+
+{expert_model}, three of whose layers have 8 experts, of which a token
+goes to 2. Every 2 ranks that have tokens of their own share the experts, each of which is given as
+many tokens. The last number of calls are all-to-alls.
+
+{experts}
 
 ## Beside the table of ZeRO's authors
 
@@ -97,10 +118,12 @@ The last unit's backward follows its forward at once, so fsdp2 gathers it once: 
 
 def compute() -> dict[str, Any]:
     """Return the sizes of the model, and what every layout sends in each mode."""
-    rows = [row_of(layout, mode) for layout in (*ALONE, *TOGETHER) for mode in ("full", "lora")]
+    layouts = (*ALONE, *TOGETHER, *CONTEXT, *EXPERTS)
+    rows = [row_of(layout, mode) for layout in layouts for mode in ("full", "lora")]
     sizes = {mode: trained_bytes(config("ddp", mode)) for mode in ("full", "lora")}
     return {
         "model": MODEL,
+        "expert_model": EXPERT_MODEL,
         "num_ranks": NUM_RANKS,
         "global_batch_size": ROWS,
         "micro_batch_size": MICRO_ROWS,
@@ -115,28 +138,29 @@ def row_of(layout: str, mode: str) -> dict[str, Any]:
     """Return what the rank that sends most sends in a step."""
     cfg, num_ranks = config(layout, mode), processes(layout)
     run = describe(cfg, num_ranks)
-    totals = [messages_of_step(cfg, run, share) for share in shares(cfg, num_ranks)]
-    most = max(totals, key=lambda total: bytes_leaving(total, run.sizes))
+    totals = [messages_of_step(cfg, run, share) for share in shares(cfg, run, num_ranks)]
+    sizes = sizes_of(cfg, run)
+    most = max(totals, key=lambda total: bytes_leaving(total, sizes))
     return {
         "layout": layout,
         "mode": mode,
         "processes": num_ranks,
         "micro_batches": num_microbatches(cfg, num_ranks),
-        "bytes": bytes_leaving(most, run.sizes),
+        "bytes": bytes_leaving(most, sizes),
         "whole_bytes": {" ".join(key): num_bytes for key, (_, num_bytes) in sorted(most.items())},
         "calls": {" ".join(key): calls for key, (calls, _) in sorted(most.items())},
     }
 
 
-def shares(cfg: RunConfig, num_ranks: int) -> list[Share]:
-    """Return the share of one rank of each stage; the others of a stage send as much."""
-    run = describe(cfg, num_ranks)
+def shares(cfg: RunConfig, run: Description, num_ranks: int) -> list[Share]:
+    """Return the shares of ranks with other stages or tokens; all others send as much as these."""
     boundaries = None
     if run.pipeline is not None:
-        units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks, run.sizes["dp_shard"])
+        units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks)
         boundaries = choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
     first = dict.fromkeys(AXES, 0)
-    return [share_of(cfg, run, first | {"pp": pp}, boundaries) for pp in range(run.sizes["pp"])]
+    places = product(range(run.sizes["pp"]), range(run.sizes["cp"]))
+    return [share_of(cfg, run, first | {"pp": pp, "cp": cp}, boundaries) for pp, cp in places]
 
 
 def config(layout: str, mode: str) -> RunConfig:
@@ -144,6 +168,8 @@ def config(layout: str, mode: str) -> RunConfig:
     parallel = parallel_of(layout)
     if layout in ("tp", "tp-sp"):
         parallel = replace(parallel, tp=NUM_RANKS)
+    if layout in ("cp", "cp-ep"):
+        parallel = replace(parallel, cp=NUM_RANKS)
     if parallel.pp > 1:
         parallel = replace(parallel, pp=NUM_RANKS if layout == "pp" else 2, split="uniform")
     training = Training(
@@ -152,37 +178,33 @@ def config(layout: str, mode: str) -> RunConfig:
         micro_batch_size=MICRO_ROWS if layout in ALONE else 1,
         device="cpu",
     )
-    model = Model(str(ROOT / MODEL), init="random")
+    model = Model(str(ROOT / (EXPERT_MODEL if parallel.ep > 1 else MODEL)), init="random")
     lora = Lora(r=4, alpha=8) if mode == "lora" else None
     return RunConfig(model, Data("unused", sequence_length=SEQUENCE), training, lora, parallel)
 
 
 def processes(layout: str) -> int:
     """Return the processes of a layout: in a composition 2 along each axis, 8 at most."""
-    parts = layout.removesuffix("-sp").split("-")
+    parts = set(layout.split("-")) - {"sp", "ep"}
     return 8 if len(parts) == 3 or ("hsdp" in parts and layout not in ALONE) else NUM_RANKS
 
 
 def trained_bytes(cfg: RunConfig) -> int:
     """Return the bytes of what a run trains."""
-    (share,) = shares(cfg, NUM_RANKS)
+    (share,) = shares(cfg, describe(cfg, NUM_RANKS), NUM_RANKS)
     return sum(weight.itemsize * weight.numel for weight in share.trained)
 
 
 def page(result: Mapping[str, Any]) -> str:
     """Return the page of these results."""
     rows = {(row["layout"], row["mode"]): row for row in result["rows"]}
-    alone, together = [], []
+    alone = []
     for layout, formulas in ALONE.items():
         cells = [
             f"{rows[layout, mode]['bytes']:,} | {sum(rows[layout, mode]['calls'].values())}"
             for mode in ("full", "lora")
         ]
         alone.append(f"| {' | '.join((layout, *formulas, *cells))} |")
-    for layout in TOGETHER:
-        both = [rows[layout, mode] for mode in ("full", "lora")]
-        cells = [f"{row['bytes']:,} | {' + '.join(map(str, _by_kind(row)))}" for row in both]
-        together.append(f"| {layout} | {both[0]['processes']} | {' | '.join(cells)} |")
     unit = result["all_bytes"] * (result["num_ranks"] - 1) / result["num_ranks"]
     return PAGE_TEMPLATE.format(
         model=result["model"],
@@ -194,7 +216,10 @@ def page(result: Mapping[str, Any]) -> str:
         lora=result["adapter_bytes"],
         with_lora=result["all_bytes"] + result["adapter_bytes"],
         alone="\n".join(alone),
-        together="\n".join(together),
+        together=_table(TOGETHER, rows, KINDS[:-1]),
+        context=_table(CONTEXT, rows, KINDS),
+        experts=_table(EXPERTS, rows, KINDS),
+        expert_model=result["expert_model"],
         names=" | ".join(PAPER),
         rule="---:|" * len(PAPER),
         published=" | ".join(map(str, PAPER.values())),
@@ -202,10 +227,22 @@ def page(result: Mapping[str, Any]) -> str:
     )
 
 
-def _by_kind(row: Mapping[str, Any]) -> list[int]:
-    """Return the calls of each of KINDS, over all axes."""
-    calls = row["calls"].items()
-    return [sum(number for key, number in calls if key.startswith(kind)) for kind in KINDS]
+def _table(
+    layouts: Sequence[str], rows: Mapping[tuple[str, str], Any], kinds: Sequence[str]
+) -> str:
+    """Return the table of compositions, with the calls of each kind over all axes."""
+    lines = [
+        "| layout | processes | full: bytes | calls | LoRA: bytes | calls |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for layout in layouts:
+        cells = [layout, str(rows[layout, "full"]["processes"])]
+        for row in (rows[layout, mode] for mode in ("full", "lora")):
+            calls = row["calls"].items()
+            numbers = [sum(n for key, n in calls if key.startswith(kind)) for kind in kinds]
+            cells += [f"{row['bytes']:,}", " + ".join(map(str, numbers))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ Everything here is plain data, computed without torch or transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from itertools import product
+from math import gcd
 from typing import TYPE_CHECKING
 
 from shardwise.config import Parallel, RunConfig
@@ -230,6 +231,24 @@ def axis_sizes(cfg: RunConfig, num_ranks: int) -> dict[str, int]:
         sizes["dp_replicate"] = parallel.dp_replicate
         sizes["dp_shard"] = ranks_for_data // parallel.dp_replicate
     return sizes
+
+
+def fewest_ranks(parallel: Parallel) -> int:
+    """Return the fewest ranks of a run: of each replica those that hold all experts once."""
+    if parallel.data == "single":
+        return parallel.ranks_of_a_model
+    num_shards = parallel.ep // gcd(parallel.ep, parallel.cp)
+    return parallel.ranks_of_a_model * parallel.dp_replicate * num_shards
+
+
+def context_joins_of(cfg: RunConfig) -> str:
+    """Return the axis that the data-parallel strategy works over, which `cp` is flattened into."""
+    return "dp_shard" if cfg.parallel.data in ("fsdp1", "fsdp2") else "dp_replicate"
+
+
+def num_strategy_ranks(cfg: RunConfig, sizes: Mapping[str, int]) -> int:
+    """Return the ranks that the data-parallel strategy works over, with those of `cp`."""
+    return sizes[context_joins_of(cfg)] * sizes["cp"]
 
 
 def num_data_ranks(cfg: RunConfig, num_ranks: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
 from shardwise.assembly.costs import choose_split, costs_of
 from shardwise.assembly.optimizer import make_optimizer
@@ -53,9 +53,11 @@ def build(cfg: RunConfig) -> tuple[PreTrainedModel, ModelSpec]:
     return hf, spec
 
 
-def costs(cfg: RunConfig, **options: Any) -> tuple[Cost, ...]:
+def costs(cfg: RunConfig, num_copies: int = 1) -> tuple[Cost, ...]:
+    """Return the costs of the units with so many data-parallel ranks."""
     hf, spec = build(cfg)
-    return costs_of(cfg, hf, spec, count_model(hf, spec), cfg.parallel.pp, **options)[0]
+    num_ranks = cfg.parallel.ranks_of_a_model * num_copies
+    return costs_of(cfg, hf, spec, count_model(hf, spec), num_ranks)[0]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
@@ -213,11 +215,63 @@ def test_a_tied_weight_counts_once_where_both_ends_are_on_one_rank(schedule):
 
 
 def test_fsdp2_shares_optimizer_states_but_no_gradients():
-    whole, shared = (costs(config(tiny("llama"), data="fsdp2"), num_shards=n)[1] for n in (1, 4))
+    whole, shared = (costs(config(tiny("llama"), data="fsdp2"), n)[1] for n in (1, 4))
     assert shared.weight_bytes == whole.weight_bytes * 5 // 4  # gathered, beside the shard
     assert shared.gradient_bytes == whole.gradient_bytes
     count = 4 * 9  # a float32 for each of a layer's parameters
     assert 4 * (shared.optimizer_bytes - count) == whole.optimizer_bytes - count
+
+
+def test_a_rank_of_ep_holds_its_experts_and_computes_as_many_rows():
+    """qwen3_moe: 8 experts of 3 matrices of 64 x 32 in every layer but the second."""
+    cfg = config(tiny("qwen3_moe"), data="fsdp2")
+    spread_cfg = config(tiny("qwen3_moe"), data="fsdp2", ep=4)
+    experts = 4 * 8 * 3 * 64 * 32
+    for copies, kept, kept_of_spread in (
+        (1, 1, 1 / 4),
+        (4, 1 + 1 / 4, 1 / 4),  # 4 ranks share them, or each has other ones
+        (8, 1 + 1 / 8, 1 / 4 + 1 / 8),
+    ):
+        whole, spread = costs(cfg, copies), costs(spread_cfg, copies)
+        for place, (one, other) in enumerate(zip(whole, spread, strict=True)):
+            assert (one.forward_seconds, one.seconds) == (other.forward_seconds, other.seconds)
+            assert one.activation_bytes == other.activation_bytes
+            off = experts if place in (1, 3, 4) else 0
+            assert one.weight_bytes - other.weight_bytes == off * (kept - kept_of_spread)
+            assert one.gradient_bytes - other.gradient_bytes == off * 3 / 4
+
+
+def test_a_split_goes_by_the_experts_of_a_token_and_memory_by_all(tmp_path):
+    """A layer with 16 experts, of which a token meets one, computes as much as a dense one.
+
+    Its weights are 16 times as large.
+    """
+    width, ffn = 64, 1024
+    Qwen3MoeConfig(
+        hidden_size=width,
+        intermediate_size=ffn,
+        moe_intermediate_size=ffn,
+        num_hidden_layers=8,
+        mlp_only_layers=[0, 1, 2, 3],
+        num_experts=16,
+        num_experts_per_tok=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        vocab_size=8,
+    ).save_pretrained(tmp_path)
+
+    def layers(split: str, limit: float | None = None, **parallel: Any) -> tuple[int, ...]:
+        cfg = config(str(tmp_path), split=split, memory_limit_gib=limit, **parallel)
+        return tuple(choose_split(cfg, costs(cfg, cfg.parallel.ep), 4).layers)
+
+    assert layers("balanced") == (4, 4)
+    assert layers("parameters") == (6, 2)
+    state = 4 * 4 * 3 * width * ffn  # of one expert, weights, gradients and AdamW's two states
+    # Two stages of whole layers with experts, of which one has three.
+    limit = 3.2 * 16 * state / 2**30
+    assert layers("balanced", limit) == (5, 3)
+    assert layers("balanced", limit, data="ddp", ep=2) == (4, 4)
 
 
 def test_adapters_on_the_upper_half_are_worth_a_third(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from tests.communication import Counted, count
 from tests.distributed import run_ranks
 from tests.parity.cells import FAST
 from tests.parity.harness import Cell
-from tests.parity.layouts import CONTEXT, PROVEN
+from tests.parity.layouts import CONTEXT, EXPERTS, PROVEN
 
 ALONE = {
     "ddp": 2,
@@ -53,6 +54,41 @@ def processes(layout: str) -> int:
     parts = set(layout.removesuffix("-sp").split("-"))
     return 8 if len(parts) == 3 or "hsdp" in parts else 4
 
+
+WITH_EXPERTS = [
+    # All data ranks have different experts; those of fsdp2 are then not sharded.
+    *(cell("qwen3_moe", layout, "full", 2) for layout in ("ddp-ep", "zero2-ep", "fsdp2-ep")),
+    cell("qwen3_moe", "cp-ep", "lora", 2, "experts"),
+    # The backward sends what a recomputed forward does once more. Experts' products have the dtype
+    # of their weights, under autocast too.
+    *(
+        cell("qwen3_moe", "ddp-ep", mode, 2, variant)
+        for mode, variant in (
+            ("lora", "checkpointing"),
+            ("full", "operators"),
+            ("lora", "bfloat16"),
+        )
+    ),
+    # Two ranks have the same experts.
+    cell("qwen3_moe", "ddp-ep", "lora", 4, "experts"),
+    cell("qwen3_moe", "zero1-ep", "full", 4),
+    cell("qwen3_moe", "zero2-ep", "lora", 4),
+    *(cell("qwen3_moe", "fsdp2-ep", "lora", 4, variant) for variant in ("experts", "")),
+    cell("deepseek_v3", "fsdp2-ep", "full", 4),
+    replace(cell("qwen3_moe", "zero1-ep", "lora", 4, "experts"), spread=4),
+    # The backward ends at a dense layer, above one with experts.
+    cell("qwen3_moe", "fsdp2-ep", "lora", 4, "upper"),
+    cell("qwen3_moe", "hsdp-ep", "lora", 4, "experts"),
+    # Beside other axes. Routers choose the same experts on every rank of `tp`.
+    cell("qwen3_moe", "cp-ep", "full", 4),
+    cell("jamba", "ddp-cp-ep", "lora", 4),
+    cell("qwen3_moe", "fsdp2-cp-ep", "full", 4),
+    cell("nemotron_h", "ddp-ep-tp", "full", 4),
+    cell("granitemoehybrid", "fsdp2-ep-tp", "lora", 4, "experts"),
+    cell("qwen3_moe", "ddp-ep-tp-sp", "lora", 4, "experts"),
+    cell("qwen3_moe", "pp-ddp-ep", "lora", 4, "experts"),
+    cell("qwen3_moe", "pp-fsdp2-ep", "full", 4),
+]
 
 CELLS = [
     *(
@@ -110,6 +146,7 @@ CELLS = [
     *(cell("qwen3_5_text", "fsdp2-cp", mode, 4) for mode in ("lora", "full")),
     *(cell("llama", layout, "full", 4) for layout in ("zero2-cp", "fsdp1-cp")),
     *(cell("llama", layout, "full", 8) for layout in ("fsdp2-cp-tp", "pp-fsdp2-cp", "pp-cp-tp-sp")),
+    *WITH_EXPERTS,
 ]
 
 
@@ -128,7 +165,8 @@ def is_slow(cell: Cell) -> bool:
 
 def together(cell: Cell) -> tuple[str, bool, int]:
     """Return what cells have in common that the same processes count, as start-up takes longest."""
-    return cell.layout.removesuffix("-sp"), is_slow(cell), cell.nproc
+    layout = "ep" if cell.ep > 1 else cell.layout.removesuffix("-sp")
+    return layout, is_slow(cell), cell.nproc
 
 
 @cache
@@ -165,10 +203,10 @@ def test_float32_adapters_beside_a_bfloat16_head(layout):
 
 def test_every_layout_is_counted():
     layouts = {cell.layout for cell in CELLS}
-    assert layouts - set(CONTEXT) == set(PROVEN) - {"single"}
+    assert layouts - {*CONTEXT, *EXPERTS} == set(PROVEN) - {"single"}
     # Of compositions with `cp` those are counted that join another formula with it.
     assert {"cp", "cp-tp", "cp-tp-sp", "pp-cp", "ddp-cp", "zero1-cp", "fsdp1-cp"} <= layouts
-    assert {"fsdp2-cp", "hsdp-cp"} <= layouts <= {*PROVEN, *CONTEXT}
+    assert {"fsdp2-cp", "hsdp-cp"} <= layouts <= {*PROVEN, *CONTEXT, *EXPERTS}
     # What is left to `make parity` here is compared with one process in `make test`.
     assert {cell.layout for cell in filter(is_slow, CELLS)} <= {
         cell.layout for cell in FAST if cell.family == "llama"

@@ -82,6 +82,25 @@ def measure(
     )
 
 
+WITH_EXPERTS = (
+    # Every rank has other experts, which no data rank shares.
+    *(Cell("qwen3_moe", layout, "full", 2) for layout in ("ddp-ep", "zero2-ep", "fsdp2-ep")),
+    Cell("qwen3_moe", "cp-ep", "lora", 2, "experts"),
+    *(Cell("qwen3_moe", layout, "full", 4, spread=4) for layout in ("zero1-ep", "fsdp2-ep")),
+    Cell("qwen3_moe", "ddp-ep", "lora", 4, "experts", spread=4),
+    # Two ranks have the same ones.
+    Cell("qwen3_moe", "zero1-ep", "full", 4),
+    Cell("qwen3_moe", "zero2-ep", "lora", 4, "experts"),
+    *(Cell("jamba", "fsdp2-ep", "lora", 4, variant) for variant in ("", "experts")),
+    Cell("deepseek_v3", "fsdp2-ep", "full", 4),
+    Cell("qwen3_moe", "hsdp-ep", "lora", 4, "experts"),
+    Cell("qwen3_moe", "fsdp2-cp-ep", "full", 4),
+    Cell("granitemoe", "zero1-cp-ep", "lora", 4, "experts"),
+    # Beside other axes.
+    Cell("nemotron_h", "ddp-ep-tp", "full", 4),
+    Cell("qwen3_moe", "fsdp2-ep-tp", "lora", 4, "experts"),
+    Cell("qwen3_moe", "pp-fsdp2-ep", "full", 4, schedule="1f1b"),
+)
 CELLS = [
     *(Cell("llama", layout, "lora", 4) for layout in ("fsdp2-cp", "zero1-cp", "cp")),
     *(
@@ -113,6 +132,7 @@ CELLS = [
     Cell("qwen3_5_text", "tp-sp", "lora", 2),
     Cell("qwen3_5_text", "pp-tp", "full", 4, schedule="1f1b"),
     Cell("jamba", "tp", "lora", 4),
+    *WITH_EXPERTS,
 ]
 PIPELINES = [
     Cell("qwen3_5_text", "pp", "lora", 2, schedule="1f1b"),

@@ -71,6 +71,10 @@ SOME_LAYERS = {
         ],
         "qwen3_next": [f"layers.2.linear_attn.{name}" for name in ("in_proj_qkvz", "out_proj")]
         + [f"layers.3.self_attn.{name}" for name in ("v_proj", "o_proj")],
+        # Layer 1 is dense; those below and above have experts.
+        "qwen3_moe": [
+            f"layers.{i}.self_attn.{name}" for i in (1, 2) for name in ("q_proj", "v_proj")
+        ],
     },
     "lower": {  # layers 0 and 1
         "llama": [

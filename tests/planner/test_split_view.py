@@ -80,6 +80,23 @@ def test_what_is_written_says_that_layers_are_whole_where_ranks_share_them(folde
     assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == titles
 
 
+def test_experts_are_spread_over_the_fewest_processes(folder, capsys):
+    """Of deepseek_v3's 4 layers the first is dense; each other one has 8 experts of 24 KiB."""
+    (folder / "moe.yaml").write_text(RUN.replace("MODEL", tiny("deepseek_v3")))
+    weights = {}
+    for ep, arguments in ((1, ["--nproc=8"]), (4, [])):
+        split = ["split", "moe.yaml", "-o", "cut", "--parallel.data=ddp", f"--parallel.ep={ep}"]
+        assert cli.main([*split, *arguments]) == 0
+        told = capsys.readouterr().out
+        assert "1 x full_attention + moe " in told
+        assert ("with 1/4 of each layer's experts" in told) == (ep == 4)
+        written = json.loads((folder / "cut" / "split.json").read_text())
+        assert written["num_microbatches"] == 4
+        chunks = written["splits"]["uniform"]["chunks"]
+        weights[ep] = sum(chunk["weight_bytes"] for chunk in chunks)
+    assert weights[1] - weights[4] == 3 * 6 * 24 * 2**10
+
+
 def test_other_splits_that_break_the_limit_are_marked(folder, capsys):
     """Of three ranks the first keeps most micro-batches in flight, too many for two layers."""
     arguments = ["split", "tiny.yaml", "-o", "cut", "--parallel.pp=3"]

@@ -182,8 +182,7 @@ Costs = tuple[tuple[Cost, ...], CostSource]
 
 
 def _costs(cfg: RunConfig, mesh: Mesh, facts: Description, counts: ModelCounts | None) -> Costs:
-    num_ranks, num_shards = mesh.dense.size(), mesh.size(mesh.shards)
-    return costs_of(cfg, facts.hf, facts.spec, counts, num_ranks, num_shards)
+    return costs_of(cfg, facts.hf, facts.spec, counts, mesh.dense.size())
 
 
 def _cut(cfg: RunConfig, pipeline: Pipeline, costs: Costs) -> Cut:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 from shardwise.assembly.optimizer import STATES
 from shardwise.assembly.profiles import path_of, read, unit_keys, with_measured
 from shardwise.config import RunConfig
-from shardwise.layouts import HALVING, V_SHAPED
+from shardwise.layouts import HALVING, V_SHAPED, axis_sizes, num_strategy_ranks
 from shardwise.metrics.flops import is_rerun, unit_flops_per_token
 from shardwise.models.counts import ModelCounts, Unit, Weight, count_model, unit_modules
 from shardwise.models.dtypes import hidden_dtype
+from shardwise.models.expert_plan import experts_of
 from shardwise.models.spec import ModelSpec
 from shardwise.schedule.costs import COUNTED, Cost, CostSource
 from shardwise.schedule.orders import Pipeline
@@ -27,15 +28,15 @@ def costs_of(
     spec: ModelSpec,
     counts: ModelCounts | None,
     num_processes: int,
-    num_shards: int = 1,
     flops_per_second: float = 1.0,
 ) -> tuple[tuple[Cost, ...], CostSource]:
     """Return what one micro-batch costs in each unit of a model, bottom up, and the source of that.
 
     `hf`: the whole model with its adapters, on any device (`meta` too). `counts`: its counts, where
-    the run has any. `num_processes`: of the run. `num_shards`: ranks over which fsdp2 shards a
-    stage. With tensor parallelism costs are those of whole layers: the ranks of a stage have equal
-    shares of them, so that units compare as their shares do.
+    the run has any. `num_processes`: of the run. With tensor parallelism costs are those of whole
+    layers: the ranks of a stage have equal shares of them, so that units compare as their shares
+    do. With expert parallelism a rank holds its experts alone, and multiplies as many rows as its
+    own tokens have experts, as if every expert were given as many.
 
     Seconds and activations are those of a profile of this model, run and machine, where the cache
     has one; UserError if it is damaged. Otherwise seconds are the FLOPs that the hardware runs over
@@ -44,15 +45,15 @@ def costs_of(
     states are exact. A tied weight counts at either end, unless both ends are on one rank.
     """
     units = with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
-    costs = []
+    ranks, costs = _Ranks.of(cfg, hf, spec, num_processes), []
     for unit, paths in zip(units, unit_modules(spec), strict=True):
         parameters = {p for path in paths for p in hf.get_submodule(path).parameters()}
-        costs.append(_cost(cfg, hf, unit, list(parameters), num_shards, flops_per_second))
+        costs.append(_cost(cfg, hf, unit, list(parameters), ranks, flops_per_second))
     if spec.tied and cfg.parallel.schedule in V_SHAPED:
         tied = hf.get_parameter(f"{spec.embed}.weight")
         ends = [hf.get_submodule(path) for path in unit_modules(spec)[-1]]
         untied = [p for module in ends for p in module.parameters() if p is not tied]
-        weights, gradients, optimizer = _state_bytes(cfg, untied, num_shards)
+        weights, gradients, optimizer = _state_bytes(cfg, untied, ranks)
         costs[-1] = replace(
             costs[-1], weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer
         )
@@ -110,7 +111,7 @@ def _cost(
     hf: PreTrainedModel,
     unit: Unit,
     parameters: list[nn.Parameter],
-    num_shards: int,
+    ranks: _Ranks,
     flops_per_second: float,
 ) -> Cost:
     """Return the cost of a unit with these parameters by formula."""
@@ -123,7 +124,7 @@ def _cost(
         # The chunked loss takes the gradients in its forward; its backward only scales them.
         forward, inputs, weights = forward + inputs + weights, 0.0, 0.0
     tokens_per_second = flops_per_second / _tokens_of_a_rank(cfg)
-    held_weights, held_gradients, states = _state_bytes(cfg, parameters, num_shards)
+    held_weights, held_gradients, states = _state_bytes(cfg, parameters, ranks)
     return Cost(
         name=unit.name,
         forward_seconds=forward / tokens_per_second,
@@ -166,20 +167,50 @@ def optimizer_bytes(cfg: RunConfig, weight_bytes: int, num_weights: int = 1) -> 
     return len(moments) * weight_bytes + counter * num_weights
 
 
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks that share the weights of a stage."""
+
+    num_shards: int
+    """Those over which fsdp2 shards them."""
+    ep: int
+    experts: frozenset[nn.Parameter]
+    """The weights that `ep` spreads."""
+
+    @classmethod
+    def of(cls, cfg: RunConfig, hf: nn.Module, spec: ModelSpec, num_processes: int) -> _Ranks:
+        is_sharded = cfg.parallel.data == "fsdp2"
+        num_shards = num_strategy_ranks(cfg, axis_sizes(cfg, num_processes)) if is_sharded else 1
+        modules = [module for _, module in experts_of(hf, spec)] if cfg.parallel.ep > 1 else []
+        experts = frozenset(p for module in modules for p in module.parameters())
+        return cls(num_shards, cfg.parallel.ep, experts)
+
+    def shares(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Return into how many parts `ep` cuts a weight, and fsdp2 each of these."""
+        if parameter not in self.experts:
+            return 1, self.num_shards
+        return self.ep, max(1, self.num_shards // self.ep)
+
+
 def _state_bytes(
-    cfg: RunConfig, parameters: list[nn.Parameter], num_shards: int
+    cfg: RunConfig, parameters: list[nn.Parameter], ranks: _Ranks
 ) -> tuple[int, int, int]:
     """Return the bytes of weights, gradients and optimizer states on a rank with this unit.
 
     With fsdp2 torch's stages keep weights gathered from a backward to the next forward, beside the
     shards, and gradients whole until the last backward.
     """
-    trained = [p for p in parameters if p.requires_grad]
-    weights = sum(p.nbytes for p in parameters)
-    gathered = weights if num_shards > 1 else 0
-    gradients = sum(gradient_bytes(cfg, p.numel(), p.itemsize) for p in trained)
-    states = optimizer_bytes(cfg, sum(p.nbytes for p in trained) // num_shards, len(trained))
-    return weights // num_shards + gathered, gradients, states
+    weights = gradients = states = 0
+    for parameter in parameters:
+        num_parts, num_shards = ranks.shares(parameter)
+        num_bytes = parameter.nbytes // num_parts
+        weights += num_bytes // num_shards
+        if num_shards > 1:
+            weights += num_bytes
+        if parameter.requires_grad:
+            gradients += gradient_bytes(cfg, parameter.numel() // num_parts, parameter.itemsize)
+            states += optimizer_bytes(cfg, num_bytes // num_shards)
+    return weights, gradients, states
 
 
 def _kept_bytes(cfg: RunConfig, hf: PreTrainedModel, unit: Unit) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwise.commands.command import Command, add_run_file
 from shardwise.launch.local import start_processes
+from shardwise.layouts import fewest_ranks
 from shardwise.run_file import load_config
 
 
@@ -34,7 +35,7 @@ def run(args: Namespace) -> int:
     if args.profile:
         # A limit that the guessed costs exceed may be met by the measured ones.
         plan(replace(cfg, parallel=replace(cfg.parallel, memory_limit_gib=None)), args.nproc)
-        nproc = args.nproc or cfg.parallel.ranks_of_a_model
+        nproc = args.nproc or fewest_ranks(cfg.parallel)
         if code := measure(cfg, nproc, start_processes):
             return code
     planned = plan(cfg, args.nproc)
@@ -57,7 +58,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         help="first measure this model on this machine; later runs use the measurement too",
     )
     parser.add_argument(
-        "--nproc", type=int, metavar="N", help="processes of the run (default pp x tp)"
+        "--nproc", type=int, metavar="N", help="processes of the run (default: the fewest)"
     )
     parser.add_argument(
         "-o", "--out", metavar="DIR", help="write split.json, split.svg and trace.json there"

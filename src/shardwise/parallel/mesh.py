@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import rules
 from shardwise.config import RunConfig
 from shardwise.interfaces import Mesh
-from shardwise.layouts import EXPERT_AXES, Facts, axis_sizes
+from shardwise.layouts import EXPERT_AXES, Facts, axis_sizes, context_joins_of
 
 
 def build_mesh(cfg: RunConfig, device: torch.device) -> Mesh:
@@ -26,8 +26,3 @@ def build_mesh(cfg: RunConfig, device: torch.device) -> Mesh:
     for axis in (*mesh.gradient_axes, *(EXPERT_AXES if mesh.ep > 1 else ())):
         mesh.group(axis)  # All ranks make the group of a flattened axis here, in the same order.
     return mesh
-
-
-def context_joins_of(cfg: RunConfig) -> str:
-    """Return the axis that the data-parallel strategy works over, which `cp` is flattened into."""
-    return "dp_shard" if cfg.parallel.data in ("fsdp1", "fsdp2") else "dp_replicate"

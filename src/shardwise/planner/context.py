@@ -73,7 +73,7 @@ def mixers_of(
         )
 
 
-def experts_of(cfg: RunConfig, hf: Any, layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
+def experts_of_routers(cfg: RunConfig, hf: Any, layers: tuple[LayerSpec, ...]) -> tuple[int, ...]:
     """Return the experts of each router of these layers that has a load-balancing loss."""
     if not cfg.model.router_aux_loss_coef:
         return ()

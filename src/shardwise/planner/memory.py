@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from shardwise.assembly.costs import choose_split, costs_of, gradient_bytes, optimizer_bytes
 from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig
+from shardwise.layouts import context_joins_of, num_strategy_ranks
 from shardwise.planner.share import Chunk, Share, Weight, share_of
-from shardwise.planner.units import flat_parameters, flat_spans, left_whole, shard_axis, units_of
+from shardwise.planner.units import flat_parameters, flat_spans, left_whole, units_of
 
 
 def state_bytes(
@@ -27,19 +28,18 @@ def state_bytes(
     `sizes`: ranks along each axis of the mesh; `coordinates`: of the rank along each of them.
     """
     # Weights are sharded over data and context together (docs/decisions/040-mesh-by-role.md).
-    axis, cp = shard_axis(cfg), sizes["cp"] if cfg.parallel.data != "single" else 1
-    num_shards, rank = sizes[axis] * cp, coordinates[axis] * cp + coordinates["cp"] % cp
+    rank = coordinates[context_joins_of(cfg)] * sizes["cp"] + coordinates["cp"]
     total = Counter[str]({"weights": 0, "gradients": 0, "optimizer": 0})
     for chunk in share.chunks:
-        unsharded = left_whole(cfg, chunk, num_shards)
+        unsharded = left_whole(cfg, chunk)
         for weight in unsharded:
             _add(total, cfg, weight, weight.numel, weight.numel, weight.numel)
         if cfg.parallel.data == "fsdp1":
-            _add_flat(total, cfg, chunk, num_shards, rank)
+            _add_flat(total, cfg, chunk, num_strategy_ranks(cfg, sizes), rank)
         else:
             for weight in chunk.weights:
                 if weight not in unsharded:
-                    _add_sharded(total, cfg, weight, num_shards, rank)
+                    _add_sharded(total, cfg, weight, rank)
     return dict(total)
 
 
@@ -50,8 +50,7 @@ def most_state_bytes(cfg: RunConfig, num_ranks: int) -> int:
     """
     run, boundaries = describe(cfg, num_ranks), None
     if run.pipeline is not None:
-        num_shards = run.sizes["dp_shard"] * (cfg.parallel.cp if _is_fsdp(cfg) else 1)
-        units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks, num_shards)
+        units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks)
         boundaries = choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
     most = 0
     for place in itertools.product(*map(range, run.sizes.values())):
@@ -61,17 +60,16 @@ def most_state_bytes(cfg: RunConfig, num_ranks: int) -> int:
     return most
 
 
-def _add_sharded(
-    total: Counter[str], cfg: RunConfig, weight: Weight, num_shards: int, rank: int
-) -> None:
+def _add_sharded(total: Counter[str], cfg: RunConfig, weight: Weight, rank: int) -> None:
     """Add the bytes of a weight of which data ranks have shards.
 
     zero1 and zero2 keep all of the weight, and the gradient and states of a shard. fsdp2 keeps a
     shard of all three; weight and gradient have as many rows on each rank, the last ones padding.
+    Neighbours along `ep` have other experts, so each of them has the same shard of its own.
     """
-    shard = weight.shard_numel(num_shards, rank)
+    shard = weight.shard_numel(rank if weight.ep_dim is None else rank // cfg.parallel.ep)
     if cfg.parallel.data == "fsdp2":
-        padded = weight.padded_numel(num_shards) // num_shards
+        padded = weight.padded_numel // weight.num_shards
         _add(total, cfg, weight, padded, padded, shard)
     else:
         _add(total, cfg, weight, weight.numel, shard, shard)
@@ -115,7 +113,3 @@ def _add(
         total["optimizer"] += state * weight.itemsize
     total["gradients"] += gradient_bytes(cfg, gradient, weight.itemsize)
     total["optimizer"] += optimizer_bytes(cfg, state * weight.itemsize)
-
-
-def _is_fsdp(cfg: RunConfig) -> bool:
-    return cfg.parallel.data in ("fsdp1", "fsdp2")

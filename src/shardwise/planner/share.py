@@ -1,8 +1,8 @@
-"""The share of a model that one rank holds along `pp` and `tp`, read off a model on meta.
+"""The share of a model that one rank holds along `pp`, `tp` and `ep`, read off a model on meta.
 
-A pipeline gives a rank its chunks, tensor parallelism gives it its rows of each weight. What data
-parallelism then does with the share is in `communication.py` and `memory.py`. Nothing here needs a
-process group or memory for weights.
+A pipeline gives a rank its chunks, tensor parallelism its rows of each weight, expert parallelism
+its experts. What data parallelism then does with the share is in `communication.py` and
+`memory.py`. Nothing here needs a process group or memory for weights.
 """
 
 from __future__ import annotations
@@ -16,27 +16,34 @@ from torch import nn
 from shardwise.assembly.costs import with_gradients
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
+from shardwise.layouts import num_strategy_ranks
 from shardwise.metrics.flops import is_rerun
 from shardwise.models.counts import ModelCounts, count_model
 from shardwise.models.counts import Unit as CountedUnit
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.expert_plan import cuts_of as expert_cuts_of
 from shardwise.models.spec import LayerSpec, ModelSpec
 from shardwise.models.tensor_cuts import BlockSplit, Cut, unwrapped
 from shardwise.models.tensor_plan import cuts_of, split_blocks
 from shardwise.parallel.place import shard_dim
-from shardwise.planner.context import Mixer, experts_of, mixers_of
+from shardwise.planner.context import Mixer, experts_of_routers, mixers_of
+from shardwise.planner.experts import Mixture, mixtures_of
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as a rank of tensor parallelism holds it, before data parallelism shards it."""
+    """A parameter as a rank of `tp` and `ep` holds it, before data parallelism shards it."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     is_trained: bool
+    num_shards: int
+    """The data ranks that hold copies of it, or shards: of a routed expert 1/ep of them."""
     tp_dim: int | None = None
     """The dim along which `tp` shards it; None: every rank of `tp` holds all of it."""
+    ep_dim: int | None = None
+    """The dim along which `ep` shards it; None: it belongs to no routed expert."""
     has_partial_gradient: bool = False
     """Whether each rank of `tp` computes a partial sum of the gradient of all of it."""
     shared_numels: tuple[int, ...] = ()
@@ -44,33 +51,36 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """Elements on a rank of `tp`."""
+        """Elements on a rank of `tp` and `ep`."""
         return prod(self.shape)
 
-    def shard_dim(self, num_shards: int) -> int | None:
-        """Return the dim that data parallelism shards, as `place.free_dim` chooses it.
+    @property
+    def shard_dim(self) -> int | None:
+        """The dim that data parallelism shards, as `place.free_dim` chooses it.
 
-        None: no dim other than `tp_dim` divides evenly, so that each data rank holds all of it.
+        None: no dim that is not sharded divides evenly, so that each data rank holds all of it.
         """
-        if self.tp_dim is None:
-            return shard_dim(self.shape, num_shards)
-        dims = (dim for dim in range(len(self.shape)) if dim != self.tp_dim)
-        return next((dim for dim in dims if self.shape[dim] % num_shards == 0), None)
+        taken = {self.tp_dim, self.ep_dim} - {None}
+        if not taken:
+            return shard_dim(self.shape, self.num_shards)
+        dims = (dim for dim in range(len(self.shape)) if dim not in taken)
+        return next((dim for dim in dims if self.shape[dim] % self.num_shards == 0), None)
 
-    def padded_numel(self, num_shards: int) -> int:
-        """Return the elements of `num_shards` equal shards, of which the last may be padded."""
-        dim = self.shard_dim(num_shards)
+    @property
+    def padded_numel(self) -> int:
+        """The elements of all shards, which are equal; the last ones may be padded."""
+        dim = self.shard_dim
         if dim is None:
             return self.numel
-        rows = -(-self.shape[dim] // num_shards) * num_shards
+        rows = -(-self.shape[dim] // self.num_shards) * self.num_shards
         return self.numel // self.shape[dim] * rows
 
-    def shard_numel(self, num_shards: int, rank: int) -> int:
-        """Return the elements that data rank `rank` holds, without padding."""
-        dim = self.shard_dim(num_shards)
+    def shard_numel(self, rank: int) -> int:
+        """Return the elements that the rank `rank` of its shards holds, without padding."""
+        dim = self.shard_dim
         if dim is None:
             return self.numel
-        rows = -(-self.shape[dim] // num_shards)
+        rows = -(-self.shape[dim] // self.num_shards)
         return self.numel // self.shape[dim] * max(0, min(rows, self.shape[dim] - rank * rows))
 
 
@@ -110,6 +120,8 @@ class Chunk:
     """Whether its output goes to another rank."""
     mixers: tuple[Mixer, ...] = ()
     """What context parallelism makes send."""
+    mixtures: tuple[Mixture, ...] = ()
+    """What expert parallelism makes send."""
     router_experts: tuple[int, ...] = ()
     """The experts of each of its routers that has a load-balancing loss."""
 
@@ -166,12 +178,16 @@ def share_of(
 
 
 def _weights(cfg: RunConfig, run: Description, rank: int) -> list[Weight]:
-    """Return all weights of the model, as rank `rank` of `tp` holds them."""
+    """Return all weights of the model, as rank `rank` of `tp` and any of `ep` hold them."""
     hf, spec, num_ranks = run.hf, run.spec, cfg.parallel.tp
+    num_shards = num_strategy_ranks(cfg, run.sizes)
     weights = [
-        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad)
+        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad, num_shards)
         for name, p in hf.named_parameters()
     ]
+    if cfg.parallel.ep > 1:
+        expert_cuts = expert_cuts_of(hf, spec, cfg.parallel.ep)
+        weights = [_of_experts(cfg, weight, expert_cuts.get(weight.name)) for weight in weights]
     if num_ranks == 1:
         return weights
     cuts = cuts_of(hf, spec, num_ranks)
@@ -199,12 +215,24 @@ def _weights(cfg: RunConfig, run: Description, rank: int) -> list[Weight]:
     return [of_rank(weight) for weight in weights]
 
 
+def _of_experts(cfg: RunConfig, weight: Weight, cut: Cut | None) -> Weight:
+    """Return a weight of which a rank of `ep` has some experts, if it belongs to experts."""
+    if cut is None:
+        return weight
+    shape = _with_size(weight.shape, cut.dim, cut.rows.local_size)
+    num_copies = weight.num_shards // cfg.parallel.ep
+    return replace(weight, shape=shape, ep_dim=cut.dim, num_shards=num_copies)
+
+
+def _with_size(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
 def _cut(weight: Weight, cut: Cut, rank: int) -> Weight:
-    shape = list(weight.shape)
-    shape[cut.dim] = cut.rows.local_size
     per_row = weight.numel // weight.shape[cut.dim]
     shared = tuple(segment.size * per_row for segment, *_ in cut.rows.shared_segments(rank))
-    return replace(weight, shape=tuple(shape), tp_dim=cut.dim, shared_numels=shared)
+    shape = _with_size(weight.shape, cut.dim, cut.rows.local_size)
+    return replace(weight, shape=shape, tp_dim=cut.dim, shared_numels=shared)
 
 
 def _chunk(
@@ -223,6 +251,7 @@ def _chunk(
     foreign = tuple(f"{path}." for path in _foreign(model, spec))
     blocks: list[Block] = []
     mixers: list[Mixer] = []
+    mixtures: list[Mixture] = []
     shapes = {weight.name: weight.shape for weight in weights}
     for layer in layers:
         unit = counts.units[1 + model.layers.index(layer)]
@@ -230,6 +259,8 @@ def _chunk(
             blocks += _blocks(cfg, run, layer, unit)
         if cfg.parallel.cp > 1:
             mixers += mixers_of(cfg, run.hf, layer, unit, shapes)
+        if cfg.parallel.ep > 1:
+            mixtures += mixtures_of(cfg, run, layer, unit)
     return Chunk(
         spec=spec,
         weights=tuple(weight for weight in weights if not weight.name.startswith(foreign)),
@@ -237,7 +268,8 @@ def _chunk(
         needs_input_gradient=counts.units[max(low - 1, 0)].backward,
         needs_head_gradient=is_last and all(weight.input_gradient for weight in head.weights),
         mixers=tuple(mixers),
-        router_experts=experts_of(cfg, run.hf, layers) if cfg.parallel.cp > 1 else (),
+        mixtures=tuple(mixtures),
+        router_experts=experts_of_routers(cfg, run.hf, layers) if cfg.parallel.cp > 1 else (),
     )
 
 

@@ -19,6 +19,7 @@ from shardwise.config import RunConfig, UserError
 from shardwise.drawing.gantt import gantt_file
 from shardwise.drawing.perfetto import perfetto_trace
 from shardwise.drawing.svg import require_matplotlib
+from shardwise.layouts import fewest_ranks
 from shardwise.metrics.hardware import peak_flops
 from shardwise.models.spec import ModelSpec
 from shardwise.process.world import device_type, threads_each
@@ -72,6 +73,11 @@ class Plan:
                 "seconds and memory are those of whole layers, before "
                 f"{self.cfg.parallel.tp} tensor-parallel ranks shard them"
             )
+        if self.cfg.parallel.ep > 1:
+            notes.append(
+                f"memory is that of a rank with 1/{self.cfg.parallel.ep} of each layer's experts; "
+                "seconds are those of equally loaded experts, without sending tokens to them"
+            )
         if caveat := memory_caveat(self.spec, self.source):
             notes.append(caveat)
         return notes
@@ -80,7 +86,7 @@ class Plan:
 def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     """Cut a run's model as `shardwise train` would on so many processes.
 
-    By default there are as many as one copy of the model takes. UserError as from training, and
+    By default there are `fewest_ranks`. UserError as from training, and
     where there is no pipeline. Sets torch's threads of this process to those of a rank, for which
     costs are measured and looked up.
     """
@@ -88,7 +94,7 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
         raise UserError(
             "parallel.pp is 1, so there is nothing to split; set it to 2 or more (--parallel.pp=2)"
         )
-    num_ranks = num_processes or cfg.parallel.ranks_of_a_model
+    num_ranks = num_processes or fewest_ranks(cfg.parallel)
     device = torch.device(device_type(cfg))
     facts = describe(cfg, num_ranks, device)
     pipeline = facts.pipeline
@@ -96,10 +102,8 @@ def plan(cfg: RunConfig, num_processes: int | None = None) -> Plan:
     torch.set_num_threads(threads_each(num_ranks))
     in_16_bits = cfg.training.precision != "float32" or cfg.model.dtype != "float32"
     peak = peak_flops(device, torch.bfloat16 if in_16_bits else torch.float32)
-    rate, num_shards = peak.flops_per_second, facts.sizes["dp_shard"]
-    if cfg.parallel.data == "fsdp2":
-        num_shards *= cfg.parallel.cp  # as Mesh.shards
-    units, source = costs_of(cfg, facts.hf, facts.spec, None, num_ranks, num_shards, rate)
+    rate = peak.flops_per_second
+    units, source = costs_of(cfg, facts.hf, facts.spec, None, num_ranks, rate)
     if not source.is_measured:
         source = replace(source, rate=f"{rate / 1e12:.3g} TFLOP/s ({peak.source})")
 
@@ -216,7 +220,10 @@ def _as_data(split: Split) -> dict[str, Any]:
 def _kinds(planned: Plan, chunk: int) -> str:
     """Return how many layers of each kind a chunk has, a kind per line."""
     low, high = planned.chosen.boundaries[chunk : chunk + 2]
-    numbers = Counter(layer.kind for layer in planned.spec.layers[max(low - 1, 0) : high - 1])
+    layers = planned.spec.layers[max(low - 1, 0) : high - 1]
+    numbers = Counter(
+        f"{layer.kind} + moe" if layer.feed_forward == "moe" else layer.kind for layer in layers
+    )
     return "\n".join(f"{number} x {kind}" for kind, number in numbers.items()) or "-"
 
 

@@ -51,16 +51,12 @@ def units_of(chunk: Chunk, data: Literal["fsdp1", "fsdp2"]) -> list[Unit]:
     return [unit for unit in units if unit.weights]
 
 
-def shard_axis(cfg: RunConfig) -> str:
-    """Return the mesh axis over which weights, or only their optimizer states, are sharded."""
-    return "dp_replicate" if cfg.parallel.data in ("zero1", "zero2") else "dp_shard"
-
-
-def left_whole(cfg: RunConfig, chunk: Chunk, num_shards: int) -> frozenset[Weight]:
+def left_whole(cfg: RunConfig, chunk: Chunk) -> frozenset[Weight]:
     """Return the weights of which every data rank holds all, with their gradients and states.
 
-    Where weights are sharded at all, they are those that have no dim to shard (see
-    fsdp2.left_whole) and, as a collective has one dtype, those of an odd one.
+    Where weights are sharded at all, they are those that have no dim to shard, experts of which
+    each data rank has others (see fsdp2.left_replicated) and, as a collective has one dtype, those
+    of an odd one.
     """
     if cfg.parallel.data in ("single", "ddp"):
         return frozenset(chunk.weights)
@@ -68,8 +64,9 @@ def left_whole(cfg: RunConfig, chunk: Chunk, num_shards: int) -> frozenset[Weigh
         units = units_of(chunk, "fsdp1")
         flat = [f for unit in units for f in flat_parameters(unit, cfg.parallel.fsdp1_wrap)]
         return frozenset(chunk.weights).difference(*flat)
-    undivided = {weight for weight in chunk.weights if weight.shard_dim(num_shards) is None}
+    undivided = {weight for weight in chunk.weights if weight.shard_dim is None}
     if cfg.parallel.data == "fsdp2":
+        undivided |= {w for w in chunk.weights if w.ep_dim is not None and w.num_shards == 1}
         undivided |= _odd_dtype([weight for weight in chunk.weights if weight.is_trained])
     return frozenset(undivided)
 

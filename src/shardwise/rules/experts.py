@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.layouts import axis_sizes
+from shardwise.layouts import axis_sizes, num_strategy_ranks
 from shardwise.rules.rule import Case, Rule, dotted, either
 
 EXPERTS_TORCH = (2, 13)
@@ -15,9 +15,7 @@ def _is_spread(case: Case) -> bool:
 
 def _ranks_that_join(case: Case) -> int:
     """Return the ranks among which experts may be spread: the sharding axis with `cp`."""
-    sizes = axis_sizes(case.cfg, case.facts.num_ranks)
-    axis = "dp_shard" if case.parallel.data == "fsdp2" else "dp_replicate"
-    return sizes[axis] * sizes["cp"]
+    return num_strategy_ranks(case.cfg, axis_sizes(case.cfg, case.facts.num_ranks))
 
 
 def _uneven(case: Case) -> list[int]:

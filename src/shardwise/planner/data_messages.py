@@ -1,0 +1,140 @@
+"""What each data-parallel strategy sends in a training step, by closed formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from shardwise.planner.messages import Messages, Step
+from shardwise.planner.share import Weight
+from shardwise.planner.units import flat_parameters, flat_spans, left_whole, units_of
+
+
+def _ddp(step: Step) -> Iterator[Messages]:
+    """Yield the sums of all trained gradients, once a step: one for each dtype of weights, unless a
+    pipeline, tensor or expert parallelism sums them after the last backward.
+    """
+    if step.sizes["pp"] > 1 or step.sizes["tp"] > 1 or step.sizes["ep"] > 1:
+        yield from sums_over_copies(step, step.share.trained)
+        return
+    num_bytes = sum(4 * weight.numel for weight in step.share.trained)
+    yield Messages("all-reduce", step.replicas, _num_dtypes(step.share.trained), num_bytes)
+
+
+def _zero(step: Step) -> Iterator[Messages]:
+    """Yield the reduce-scatter of trained gradients, once a step or, in stage 2, a micro-batch, and
+    the all-gather of the updated weights, one of each for each dtype of weights.
+    """
+    times = 1 if step.cfg.parallel.data == "zero1" else step.num_microbatches
+    sharded = [weight for weight in step.share.trained if weight.shard_dim is not None]
+    for weights in _dense_and_experts(sharded):
+        axis, num_dtypes = step.data_axis(weights[0]), _num_dtypes(weights)
+        num_bytes = times * _float32_bytes(weights)
+        yield Messages("reduce-scatter", axis, times * num_dtypes, num_bytes)
+        yield Messages("all-gather", axis, num_dtypes, _weight_bytes(weights))
+    unsharded = [weight for weight in step.share.trained if weight.shard_dim is None]
+    yield from sums_over_copies(step, unsharded)
+
+
+def _fsdp1(step: Step) -> Iterator[Messages]:
+    """Yield, per micro-batch, what fsdp2 sends, of flat parameters.
+
+    A unit with nothing trained in it or below is not gathered for a backward, nor is the outer
+    flat parameter of the root, which stays gathered.
+    """
+    n, m = step.size(step.shards), step.num_microbatches
+    (chunk,) = step.share.chunks
+    has_backward = False
+    for unit in units_of(chunk, "fsdp1"):
+        has_backward = has_backward or bool(unit.trained)
+        flat = flat_parameters(unit, step.cfg.parallel.fsdp1_wrap)
+        for weights in flat:
+            is_kept = unit.is_kept and weights is flat[-1]
+            gathers = 2 * m if has_backward and not is_kept else m
+            numel = -(-flat_spans(weights)[-1][1] // n) * n
+            num_bytes = numel * weights[0].itemsize
+            yield Messages("all-gather", step.shards, gathers, gathers * num_bytes)
+            if any(weight.is_trained for weight in weights):
+                yield Messages("reduce-scatter", step.shards, m, m * 4 * numel)
+    yield from sums_over_copies(step, left_whole(step.cfg, chunk))
+
+
+def _fsdp2(step: Step) -> Iterator[Messages]:
+    """Yield, per micro-batch and unit, an all-gather for the forward, another one for the backward,
+    and the reduce-scatter of trained gradients, whose shards are summed over replicas once a step.
+    Experts that `ep` spreads have messages of their own, in the same unit.
+
+    The backward ends at the lowest unit with something trained, and has gathered the unit below it
+    ahead: where the lowest unit has one message, only the last one of the unit below. In a pipeline
+    gradients are reduce-scattered once a step, and a backward leaves the weights gathered for what
+    comes next: they are gathered at first, and after every forward.
+    """
+    m, in_pipeline = step.num_microbatches, step.sizes["pp"] > 1
+    for chunk in step.share.chunks:
+        unsharded = left_whole(step.cfg, chunk)
+        units = units_of(chunk, "fsdp2")
+        groups = [
+            _dense_and_experts(weight for weight in unit.weights if weight not in unsharded)
+            for unit in units
+        ]
+        lowest = 0
+        if not chunk.needs_input_gradient:
+            lowest = next((i for i, unit in enumerate(units) if unit.trained), len(units) + 1)
+        for i, unit in enumerate(units):
+            is_freed = step.cfg.parallel.reshard_after_forward and not unit.is_kept
+            for weights in groups[i]:
+                is_ahead = i == lowest - 1 and (len(groups[lowest]) > 1 or weights is groups[i][-1])
+                backward_gathers = m if is_freed and (i >= lowest or is_ahead) else 0
+                stays_gathered = in_pipeline and (backward_gathers or not is_freed)
+                gathers = (1 if stays_gathered else m) + backward_gathers
+                axis = step.data_axis(weights[0])
+                yield Messages("all-gather", axis, gathers, gathers * _weight_bytes(weights))
+                if trained := [weight for weight in weights if weight.is_trained]:
+                    times, num_bytes = 1 if in_pipeline else m, _float32_bytes(trained)
+                    yield Messages("reduce-scatter", axis, times, times * num_bytes)
+                    yield Messages("all-reduce", step.replicas, 1, num_bytes // step.size(axis))
+        yield from sums_over_copies(step, unsharded)
+
+
+DATA_FORMULAS: Mapping[str, Callable[[Step], Iterator[Messages]]] = {
+    "ddp": _ddp,
+    "zero1": _zero,
+    "zero2": _zero,
+    "fsdp1": _fsdp1,
+    "fsdp2": _fsdp2,
+}
+
+
+def sums_over_copies(step: Step, weights: Iterable[Weight]) -> Iterator[Messages]:
+    """Yield the sums of trained gradients over all ranks with the same part of them, once a step.
+
+    Those of dense weights have one message for each axis, those of experts another.
+    """
+    for trained in _dense_and_experts(weight for weight in weights if weight.is_trained):
+        for axis in step.copy_axes(trained[0]):
+            yield Messages("all-reduce", axis, 1, sum(4 * weight.numel for weight in trained))
+
+
+def _dense_and_experts(weights: Iterable[Weight]) -> list[list[Weight]]:
+    """Return the weights that `ep` leaves whole, and those of experts, which go by themselves.
+
+    The first weight's group comes first, as where torch gathers a unit.
+    """
+    groups: dict[bool, list[Weight]] = {}
+    for weight in weights:
+        groups.setdefault(weight.ep_dim is None, []).append(weight)
+    return [*groups.values()]
+
+
+def _num_dtypes(weights: Iterable[Weight]) -> int:
+    """Return how many dtypes weights have; those of two dtypes share no bucket."""
+    return len({weight.itemsize for weight in weights})
+
+
+def _weight_bytes(weights: Iterable[Weight]) -> int:
+    """Return the bytes of weights, each padded to equal shards, in its dtype."""
+    return sum(weight.itemsize * weight.padded_numel for weight in weights)
+
+
+def _float32_bytes(weights: Iterable[Weight]) -> int:
+    """Return the bytes of the weights' gradients in float32, each padded to equal shards."""
+    return sum(4 * weight.padded_numel for weight in weights)

@@ -1,0 +1,93 @@
+"""What mixtures of experts send under `parallel.ep`, by closed formulas.
+
+A rank has N tokens of a micro-batch, each of which goes to k experts: N k rows leave for the ranks
+of their experts, and R rows arrive from all ranks. R depends on the routing; all else does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shardwise.assembly.describe import Description
+from shardwise.config import RunConfig
+from shardwise.metrics.flops import is_rerun
+from shardwise.models.counts import Unit
+from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.expert_plan import experts_of, num_experts
+from shardwise.models.names import hf_name
+from shardwise.models.spec import LayerSpec
+from shardwise.models.tensor_cuts import unwrapped
+
+COUNT_BYTES = 8
+"""Of the number of rows for an expert, an int64."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The routed experts of a layer."""
+
+    path: str
+    """Of the experts in the transformers model."""
+    num_experts: int
+    """E, on all ranks."""
+    top_k: int
+    """Experts of a token."""
+    row_bytes: int
+    """Bytes of a token on its way to an expert."""
+    output_bytes: int
+    """Bytes of what an expert makes of it."""
+    has_backward: bool
+    """Whether outputs have gradients, which go the way of the rows."""
+    needs_input_gradient: bool
+    """Whether rows have gradients, which go the way of the outputs."""
+    is_rerun: bool
+    """Whether the backward runs the forward again."""
+
+    def sent(self, num_tokens: int, num_received: int, num_microbatches: int) -> tuple[int, int]:
+        """Return the calls and bytes of a step's all-to-alls.
+
+        `num_tokens`: N; `num_received`: R, of all micro-batches of the step together.
+        """
+        m, rows = num_microbatches, num_microbatches * num_tokens * self.top_k
+        counts = m * COUNT_BYTES * self.num_experts
+        times = 1 + self.is_rerun
+        calls = 3 * m * times
+        num_bytes = times * (counts + rows * self.row_bytes + num_received * self.output_bytes)
+        if self.has_backward:
+            calls += m
+            num_bytes += rows * self.output_bytes
+        if self.needs_input_gradient:
+            calls += m
+            num_bytes += num_received * self.row_bytes
+        return calls, num_bytes
+
+
+def mixtures_of(
+    cfg: RunConfig, run: Description, layer: LayerSpec, unit: Unit
+) -> Iterator[Mixture]:
+    """Yield the routed experts of a layer."""
+    # `operators` saves what comes out of products, but nothing of a collective.
+    mode = "full" if cfg.training.checkpointing == "operators" else cfg.training.checkpointing
+    for path, experts in experts_of(run.hf, replace(run.spec, layers=(layer,))):
+        module = unwrapped(experts)
+        first = module.gate_up_proj if module.has_gate else module.up_proj
+        ins, outs = (1, 2) if module.is_transposed else (2, 1)
+        # A linear may lead from hidden states into narrower experts.
+        is_narrower = first.shape[ins] != run.spec.hidden_size
+        product_dtype = autocast_dtype(cfg.training.precision) or hidden_dtype(cfg)
+        row_dtype = product_dtype if is_narrower else hidden_dtype(cfg)
+        products = [weight for weight in unit.weights if weight.name.startswith(f"{path}.")]
+        needs_input_gradient = all(weight.input_gradient for weight in products)
+        is_trained = any(parameter.requires_grad for parameter in experts.parameters())
+        yield Mixture(
+            path=hf_name(path),
+            num_experts=num_experts(experts),
+            top_k=run.hf.config.num_experts_per_tok,
+            row_bytes=first.shape[ins] * row_dtype.itemsize,
+            # Autocast leaves experts' products in the dtype of their weights.
+            output_bytes=module.down_proj.shape[outs] * module.down_proj.itemsize,
+            has_backward=needs_input_gradient or is_trained,
+            needs_input_gradient=needs_input_gradient,
+            is_rerun=is_rerun(unit, mode),
+        )
