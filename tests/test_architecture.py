@@ -104,7 +104,7 @@ MOST_LINES = {
     "kernels": 6_900,
     "planner schedule metrics": 4_150,
     "proof": 1_100,
-    "benchmark report drawing records": 5_100,
+    "benchmark report drawing records": 5_150,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}

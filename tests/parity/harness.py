@@ -91,6 +91,8 @@ CONTEXT_WAYS = ("ring", "gather")
 """Variants, which may follow another one: `parallel.cp_attention`."""
 STILL = "still"
 """Variant of a control: float32, at the learning rate of the bfloat16 cells."""
+CAPACITY = 0.75
+"""`model.expert_capacity` of cells with a capacity: experts drop a good part of the tokens."""
 OVERFLOWING_SCALE = 2.0**22
 """Of the llama's loss: the first step's float16 gradients overflow, the last one's do not."""
 
@@ -181,7 +183,7 @@ class Cell:
             *CONTEXT_WAYS,
         )
         variant = "" if self.variant in same else self.variant.removeprefix("checkpointing-")
-        variant = variant.removesuffix("-ring")
+        variant = variant.removesuffix("-ring").removesuffix("-compile")
         # A micro-batch of another size rounds otherwise: on one process too it moves the smallest
         # gradients of full training, those of A_log (3.5e-5), by 1e-5 of them. Adapters have none
         # so small, and show that size is free.
@@ -209,6 +211,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             router_aux_loss_coef=0.01
             if getattr(families.FAMILIES.get(cell.family), "router", None)
             else 0.0,
+            expert_capacity=CAPACITY if "capacity" in cell.variant else None,
         ),
         lora=None if cell.mode == "full" else _lora(cell),
         data=Data(
@@ -235,7 +238,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             checkpointing={"checkpointing": "full", "operators": "operators"}.get(
                 cell.variant.partition("-")[0], "none"
             ),
-            compile="aot_eager" if cell.variant == "compile" else "none",
+            compile="aot_eager" if cell.variant.endswith("compile") else "none",
             precision=cell.variant if cell.variant in ("float16", "bfloat16") else "float32",
             device="cpu",
         ),

@@ -29,6 +29,9 @@ class Model(Section):
     than the mean and down where it got more (arXiv 2408.15664); 0 leaves it as it is."""
     router_aux_loss_coef: float = 0.0
     """Weight of the mixture-of-experts load-balancing loss (0: off)."""
+    expert_capacity: float | None = None
+    """The most tokens that an expert takes of a row in training, as a multiple of its equal share
+    T k / E of them, rounded up; later ones are dropped. null: none is dropped."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
     sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
