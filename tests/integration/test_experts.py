@@ -75,6 +75,7 @@ def evaluated(model: Any, run_file: Path) -> float:
     return total / tokens
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
 def test_plain_peft_and_transformers_compute_what_the_run_evaluated(trained, run_file, tmp_path):
     base, adapter = run_file.parent / "base", trained / "adapter"
     first, last = (e["loss"] for e in RunRecord.read(trained / "record.json").eval)

@@ -135,8 +135,10 @@ def routing(groups: Groups, look: dict[str, Look]) -> Drawn:
     for (title, cells), of_group in zip(shown, panels, strict=True):
         for panel, (name, quantity) in zip(of_group, ROUTING_PANELS, strict=True):
             set_title(panel, quantity, title if panel is of_group[0] else "")
-            _draw_steps(panel, cells, look, partial(_routing_steps, name))
-            panel.set_ylim(bottom=0)
+            read = partial(_routing_steps, name)
+            _draw_steps(panel, cells, look, read)
+            highest = max((max(read(row), default=0.0) for row in cells), default=0.0)
+            panel.set_ylim(0, 1.1 * highest or 1.0)
     legend(figure, [row for _, cells in shown for row in cells], look, {})
     return Drawn("routing", "Loads of experts", ROUTING_CAPTION, figure)
 
