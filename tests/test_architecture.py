@@ -94,7 +94,7 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_100,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_150,
     "cli commands library __main__ __init__": 1_000,
     "presets": 300,
     "assembly training checkpoint process launch": 5_900,
@@ -180,7 +180,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 91
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 92
 
 
 def test_programs_that_measure_stay_few():

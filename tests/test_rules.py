@@ -265,6 +265,12 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"lora": {"r": 4, "targets": ["q_proj", "up_proj"], "modules_to_save": ["self_attn"]}},
         1,
     ),
+    "shared adapters without experts": ("qwen3_moe", {"lora": {"r": 4, "experts": "shared"}}, 1),
+    "shared adapters on experts that PEFT folds": (
+        "llama4_text",
+        {"lora": {**EXPERTS, "experts": "shared"}},
+        1,
+    ),
     "dropout on adapters of experts": ("qwen3_moe", {"lora": {**EXPERTS, "dropout": 0.1}}, 1),
     "LoRA kernel without plain adapters": (
         "qwen3_moe",

@@ -277,6 +277,7 @@ def _lora(cell: Cell) -> Lora:
         alpha=64 if cell.variant in SOME_LAYERS else 8,  # so few adapters have small gradients
         dropout=0.2 * ("dropout" in cell.variant),
         targets=_targets(cell),
+        experts="shared" if cell.variant == "shared" else "each",
         modules_to_save=["lm_head"] if cell.variant == "head" else [],
     )
 
@@ -284,7 +285,7 @@ def _lora(cell: Cell) -> Lora:
 def _targets(cell: Cell) -> Any:
     if cell.variant in SOME_LAYERS:
         return SOME_LAYERS[cell.variant][cell.family]
-    return "all-linear" if cell.variant == "experts" else "auto"
+    return "all-linear" if cell.variant in ("experts", "shared") else "auto"
 
 
 def run_cell(cell: Cell) -> Outcome:

@@ -23,6 +23,9 @@ MODES = (("lora", ""), ("lora", "experts"), ("full", ""))
 LIMITED = {"ddp": 2, "fsdp2-ep": 2, "tp": 2, "tp-sp": 2, "pp": 2, "ddp-ep-tp": 4}
 """Layouts, with the numbers of processes, in which experts have a capacity."""
 
+SHARED = {"zero1-ep": 2, "fsdp2-ep": 2, "tp": 2, "pp": 2, "ddp-ep-tp": 4, "cp-ep": 2}
+"""Layouts, with the numbers of processes, in which experts share an adapter."""
+
 
 def _all() -> Iterator[Cell]:
     for family in WITH_EXPERTS:
@@ -30,6 +33,9 @@ def _all() -> Iterator[Cell]:
             schedule = "1f1b" if layout == "pp" else ""
             yield Cell(family, layout, "full", num_ranks, "capacity", schedule=schedule)
         yield Cell(family, "fsdp2-ep", "full", 2, "capacity-compile")
+        for layout, num_ranks in SHARED.items():
+            schedule = "1f1b" if layout == "pp" else ""
+            yield Cell(family, layout, "lora", num_ranks, "shared", schedule=schedule)
     for mode, variant in MODES:
         for family in WITH_EXPERTS:
             for layout, sizes in COMPOSED.items():
@@ -50,5 +56,6 @@ FIXED = (
     Cell("qwen3_moe", "fsdp2-ep", "lora", 4, "experts"),
     Cell("qwen3_moe", "fsdp2-ep", "full", 2, "capacity"),
     Cell("qwen3_moe", "fsdp2-ep", "full", 2, "capacity-compile"),
+    Cell("qwen3_moe", "fsdp2-ep", "lora", 2, "shared"),
 )
 """What `make test` runs."""

@@ -60,6 +60,9 @@ class Lora(Section):
     targets: Literal["auto", "attention", "all-linear"] | list[str] = "auto"
     """The linears that get an adapter; `auto` includes the projections of recurrent layers. A list
     names modules."""
+    experts: Literal["each", "shared"] = "each"
+    """Adapters on routed experts: factors of its own for each expert, or one pair for all experts
+    of a stack, which the saved adapter repeats for each."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
     modules_to_save: list[str] = field(default_factory=list)

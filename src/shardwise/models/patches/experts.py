@@ -170,15 +170,19 @@ class RoutedExperts:
         return stack.mT if self.module.is_transposed else stack
 
     def _adapter(self, name: str) -> Adapter | None:
-        """Return views of PEFT's factors: A [E R, in], by expert, and B [out, R E], by rank."""
+        """Return views of PEFT's factors: A [E R, in], by expert, and B [out, R E], by rank.
+
+        One pair that experts share is A [R, in] and B [out, R].
+        """
         wrapper = self.adapters.get(name)
         if wrapper is None or wrapper.disable_adapters or wrapper.merged:
             return None
         (adapter,) = wrapper.active_adapters
         factors: Any = (wrapper.lora_A[adapter], wrapper.lora_B[adapter])
         a, b = (factor.weight for factor in factors)
-        rank = wrapper.r[adapter]
+        rank, num_experts = wrapper.r[adapter], len(self._stack(name))
         a, b = a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
+        a, b = (factor.expand(num_experts, -1, -1) for factor in (a, b))
         return Adapter(a, b, wrapper.scaling[adapter])
 
     def _are_grouped(self, device: torch.device, names: tuple[str, ...]) -> bool:
