@@ -203,6 +203,7 @@ TIMED: dict[str, Any] = {
     "model.trust_remote_code": True,  # another class may have the same config
     "model.sdpa_backend": "math",
     "lora.dropout": 0.1,
+    "lora.experts": "shared",
     "lora.kernel": "peft",
     "data.sequence_length": 25,
     "data.packing": "isolated",
