@@ -94,7 +94,7 @@ EVERYONE = {
     "rules",
 }
 MOST_LINES = {
-    "config keys run_file ranges batches interfaces layouts rules words": 3_100,
+    "config keys run_file ranges batches interfaces layouts rules words": 3_150,
     "cli commands library __main__ __init__": 1_000,
     "presets": 300,
     "assembly training checkpoint process launch": 5_900,
@@ -104,7 +104,7 @@ MOST_LINES = {
     "kernels": 6_900,
     "planner schedule metrics": 4_400,
     "proof": 1_100,
-    "benchmark report drawing records": 5_100,
+    "benchmark report drawing records": 5_150,
 }
 """The lines that each room may have, everything counted (docs/decisions/019-size.md)."""
 FREE = {"cli", "commands", "library", "__main__", "__init__"}
@@ -180,7 +180,7 @@ def test_budgets():
     )
     assert train.end_lineno is not None
     assert train.end_lineno - train.lineno + 1 <= 60
-    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 90
+    assert sum(len(dataclasses.fields(section)) for section in sections()) <= 92
 
 
 def test_programs_that_measure_stay_few():

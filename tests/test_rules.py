@@ -265,6 +265,12 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         {"lora": {"r": 4, "targets": ["q_proj", "up_proj"], "modules_to_save": ["self_attn"]}},
         1,
     ),
+    "shared adapters without experts": ("qwen3_moe", {"lora": {"r": 4, "experts": "shared"}}, 1),
+    "shared adapters on experts that PEFT folds": (
+        "llama4_text",
+        {"lora": {**EXPERTS, "experts": "shared"}},
+        1,
+    ),
     "dropout on adapters of experts": ("qwen3_moe", {"lora": {**EXPERTS, "dropout": 0.1}}, 1),
     "LoRA kernel without plain adapters": (
         "qwen3_moe",
@@ -285,6 +291,12 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
         2,
     ),
     "sizes over tp": ("llama", {"parallel": {"tp": 3}}, 3),
+    "capacity of experts with cp": (
+        "qwen3_moe",
+        {"model": {"expert_capacity": 1.5}, "parallel": {"cp": 2}},
+        2,
+    ),
+    "capacity without experts": ("llama", {"model": {"expert_capacity": 1.5}}, 1),
     "biases of routers with LoRA": (
         "nemotron_h",
         {"model": {"router_bias_rate": 0.001}, "lora": {"r": 4}},
@@ -292,11 +304,6 @@ EXAMPLES: dict[str, tuple[str, Sections, int]] = {
     ),
     "biases of routers without any": ("qwen3_moe", {"model": {"router_bias_rate": 0.001}}, 1),
     "ep with fsdp1": ("qwen3_moe", {"parallel": {"data": "fsdp1", "ep": 2}}, 2),
-    "ep with training.compile": (
-        "qwen3_moe",
-        {"parallel": {"data": "ddp", "ep": 2}, "training": {"compile": "inductor"}},
-        2,
-    ),
     "ep divides the data ranks": ("qwen3_moe", {"parallel": {"ep": 2}}, 1),
     "ep on a model without experts": ("llama", {"parallel": {"data": "ddp", "ep": 2}}, 2),
     "ep divides the experts": (
@@ -579,6 +586,7 @@ def choices() -> dict[str, list[Any]]:
         "parallel.dp_replicate": [1, 2],
         "parallel.memory_limit_gib": [None, 1.0],
         "model.router_aux_loss_coef": [0.0, 0.01],
+        "model.expert_capacity": [None, 1.5],
         "lora": [None, "lora"],
         "family": [*FAMILIES, "mistral"],
         "copies": [1, 2],

@@ -7,6 +7,7 @@ import reprlib
 RANGES = {
     "model.router_bias_rate": (0, 1),
     "model.router_aux_loss_coef": (0, 1_000_000),
+    "model.expert_capacity": (0.001, 1_000_000),
     "lora.r": (1, 65_536),
     "lora.alpha": (-1_000_000, 1_000_000),
     "data.sequence_length": (1, 16_777_216),

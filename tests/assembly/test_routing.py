@@ -56,7 +56,7 @@ def test_loads_and_biases_equal_one_process(alone, layout, num_ranks, schedule):
     outcomes = run_ranks(num_ranks, outcome, balanced(cell))
     for other_summary, other_steps, other_biases, _ in outcomes:
         assert other_summary["layers"] == summary["layers"]
-        for key in ("max_over_mean", "entropy", "share"):
+        for key in ("max_over_mean", "entropy", "dropped", "share"):
             assert torch.allclose(
                 torch.tensor(other_summary[key]), torch.tensor(summary[key]), atol=1e-6
             )
@@ -88,6 +88,7 @@ def test_statistics_of_known_loads(alone):
         assert entropy == pytest.approx(float(expected), rel=1e-4)
     assert all(step["router_max_over_mean"] >= 1 for step in steps)
     assert all(0 < step["router_entropy"] <= 1 + 1e-6 for step in steps)
+    assert all(step["router_dropped"] == step["router_dropped_most"] == 0 for step in steps)
 
 
 def test_a_model_without_experts_has_none():

@@ -95,6 +95,8 @@ CONTEXT_WAYS = ("ring", "gather")
 """Variants, which may follow another one: `parallel.cp_attention`."""
 STILL = "still"
 """Variant of a control: float32, at the learning rate of the bfloat16 cells."""
+CAPACITY = 0.75
+"""`model.expert_capacity` of cells with a capacity: experts drop a good part of the tokens."""
 OVERFLOWING_SCALE = 2.0**22
 """Of the llama's loss: the first step's float16 gradients overflow, the last one's do not."""
 
@@ -185,7 +187,7 @@ class Cell:
             *CONTEXT_WAYS,
         )
         variant = "" if self.variant in same else self.variant.removeprefix("checkpointing-")
-        variant = variant.removesuffix("-ring")
+        variant = variant.removesuffix("-ring").removesuffix("-compile")
         # A micro-batch of another size rounds otherwise: on one process too it moves the smallest
         # gradients of full training, those of A_log (3.5e-5), by 1e-5 of them. Adapters have none
         # so small, and show that size is free.
@@ -213,6 +215,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             router_aux_loss_coef=0.01
             if getattr(families.FAMILIES.get(cell.family), "router", None)
             else 0.0,
+            expert_capacity=CAPACITY if "capacity" in cell.variant else None,
         ),
         lora=None if cell.mode == "full" else _lora(cell),
         data=Data(
@@ -239,7 +242,7 @@ def run_config(cell: Cell, optimizer: Literal["sgd", "adamw"] = "sgd") -> RunCon
             checkpointing={"checkpointing": "full", "operators": "operators"}.get(
                 cell.variant.partition("-")[0], "none"
             ),
-            compile="aot_eager" if cell.variant == "compile" else "none",
+            compile="aot_eager" if cell.variant.endswith("compile") else "none",
             precision=cell.variant if cell.variant in ("float16", "bfloat16") else "float32",
             device="cpu",
         ),
@@ -278,6 +281,7 @@ def _lora(cell: Cell) -> Lora:
         alpha=64 if cell.variant in SOME_LAYERS else 8,  # so few adapters have small gradients
         dropout=0.2 * ("dropout" in cell.variant),
         targets=_targets(cell),
+        experts="shared" if cell.variant == "shared" else "each",
         modules_to_save=["lm_head"] if cell.variant == "head" else [],
     )
 
@@ -285,7 +289,7 @@ def _lora(cell: Cell) -> Lora:
 def _targets(cell: Cell) -> Any:
     if cell.variant in SOME_LAYERS:
         return SOME_LAYERS[cell.variant][cell.family]
-    return "all-linear" if cell.variant == "experts" else "auto"
+    return "all-linear" if cell.variant in ("experts", "shared") else "auto"
 
 
 def run_cell(cell: Cell) -> Outcome:

@@ -20,9 +20,22 @@ COMPOSED = {
 WIDE = (("ddp-ep", 4), ("fsdp2-ep", 8))
 """Layouts whose experts are shared by 4 ranks."""
 MODES = (("lora", ""), ("lora", "experts"), ("full", ""))
+LIMITED = {"ddp": 2, "fsdp2-ep": 2, "tp": 2, "tp-sp": 2, "pp": 2, "ddp-ep-tp": 4}
+"""Layouts, with the numbers of processes, in which experts have a capacity."""
+
+SHARED = {"zero1-ep": 2, "fsdp2-ep": 2, "tp": 2, "pp": 2, "ddp-ep-tp": 4, "cp-ep": 2}
+"""Layouts, with the numbers of processes, in which experts share an adapter."""
 
 
 def _all() -> Iterator[Cell]:
+    for family in WITH_EXPERTS:
+        for layout, num_ranks in LIMITED.items():
+            schedule = "1f1b" if layout == "pp" else ""
+            yield Cell(family, layout, "full", num_ranks, "capacity", schedule=schedule)
+        yield Cell(family, "fsdp2-ep", "full", 2, "capacity-compile")
+        for layout, num_ranks in SHARED.items():
+            schedule = "1f1b" if layout == "pp" else ""
+            yield Cell(family, layout, "lora", num_ranks, "shared", schedule=schedule)
     for mode, variant in MODES:
         for family in WITH_EXPERTS:
             for layout, sizes in COMPOSED.items():
@@ -41,5 +54,8 @@ EXPERTS = tuple(_all())
 FIXED = (
     Cell("qwen3_moe", "ddp-ep", "full", 4),
     Cell("qwen3_moe", "fsdp2-ep", "lora", 4, "experts"),
+    Cell("qwen3_moe", "fsdp2-ep", "full", 2, "capacity"),
+    Cell("qwen3_moe", "fsdp2-ep", "full", 2, "capacity-compile"),
+    Cell("qwen3_moe", "fsdp2-ep", "lora", 2, "shared"),
 )
 """What `make test` runs."""

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from shardwise.interfaces import Mesh
+from shardwise.kernels.grouped_linear import Adapter
 from shardwise.models import expert_plan
 from shardwise.models.patches import experts
+from shardwise.models.patches.capacity import Capacity
 from shardwise.models.tensor_cuts import Cut, even
 from shardwise.parallel import ddp, expert_axis, expert_parallel, fsdp2
 from shardwise.parallel.place import axes_of, local
@@ -17,7 +19,7 @@ from shardwise.training import gradients
 from tests.parity.spread_experts import FIXED
 from tests.parity.test_sensitivity import check_caught
 
-FULL, ADAPTERS = FIXED
+FULL, ADAPTERS, LIMITED, _, SHARED = FIXED
 
 
 def weights_of_the_router_not_multiplied():
@@ -111,6 +113,50 @@ def shards_of_experts_not_reduced():
     fsdp2.trained_replicated = lambda pm, mesh: []
 
 
+def shared_factors_of_the_first_expert_alone():
+    adapter_of = experts.RoutedExperts._adapter
+
+    def first_alone(self, name):
+        a, b, scale = adapter_of(self, name)
+        is_first = torch.arange(len(b)).view(-1, 1, 1) == 0
+        return Adapter(a, b.where(is_first, b.detach()), scale)
+
+    experts.RoutedExperts._adapter = first_alone
+
+
+def shared_factors_not_added_up():
+    fsdp2.left_replicated = lambda part, mesh: [p for p in part.parameters() if p.requires_grad]
+    fsdp2.trained_replicated = lambda pm, mesh: []
+
+
+def limit_of_the_micro_batch():
+    rows = Capacity._documents_of_tokens
+
+    def together(self):
+        numbers, lengths = rows(self)
+        return torch.zeros_like(numbers), torch.full_like(lengths, len(lengths))
+
+    Capacity._documents_of_tokens = together
+
+
+def last_tokens_kept():
+    drop = Capacity.drop
+
+    def backwards(self, chosen, order, top_k, num_experts):
+        return drop(self, chosen.flip(0), order.flip(0), top_k, num_experts)
+
+    Capacity.drop = backwards
+
+
+def dropped_rows_given_to_the_last_expert():
+    compute = experts.RoutedExperts._of_kept
+
+    def all_of_them(self, rows, ends):
+        return compute(self, rows, torch.cat([ends[:-1], ends.new_tensor([len(rows)])]))
+
+    experts.RoutedExperts._of_kept = all_of_them
+
+
 BUGS = (
     (weights_of_the_router_not_multiplied, FULL),
     (rows_returned_as_the_experts_had_them, FULL),
@@ -124,6 +170,11 @@ BUGS = (
     (factors_cut_as_if_experts_came_first, ADAPTERS),
     (factors_saved_as_ranks_hold_them, ADAPTERS),
     (shards_of_experts_not_reduced, ADAPTERS),
+    (shared_factors_of_the_first_expert_alone, SHARED),
+    (shared_factors_not_added_up, SHARED),
+    (limit_of_the_micro_batch, LIMITED),
+    (last_tokens_kept, LIMITED),
+    (dropped_rows_given_to_the_last_expert, LIMITED),
 )
 
 

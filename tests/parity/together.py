@@ -16,7 +16,7 @@ def groups(cells: Iterable[Cell], most: int) -> list[tuple[Cell, ...]]:
     """
     by_number: dict[tuple[int, str], list[Cell]] = {}
     for cell in sorted(cells, key=lambda cell: cell.layout):
-        alone = cell.id if cell.variant == "compile" else ""
+        alone = cell.id if cell.variant.endswith("compile") else ""
         by_number.setdefault((cell.nproc, alone), []).append(cell)
     return [
         tuple(alike[i : i + most])

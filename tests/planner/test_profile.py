@@ -199,9 +199,11 @@ def test_a_run_finds_its_profile_and_another_does_not(tmp_path, monkeypatch):
 
 TIMED: dict[str, Any] = {
     "model.router_aux_loss_coef": 0.01,
+    "model.expert_capacity": 1.5,
     "model.trust_remote_code": True,  # another class may have the same config
     "model.sdpa_backend": "math",
     "lora.dropout": 0.1,
+    "lora.experts": "shared",
     "lora.kernel": "peft",
     "data.sequence_length": 25,
     "data.packing": "isolated",

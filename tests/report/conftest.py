@@ -266,6 +266,40 @@ def pipelines() -> tuple[SweepRecord, dict[str, CellRecord]]:
     return sweep_of(axes, plans, "Splits of a pipeline"), made
 
 
+def mixtures() -> tuple[SweepRecord, dict[str, CellRecord]]:
+    """A model with two layers of experts in two layouts, and with a capacity that drops tokens."""
+    names = ("single", "fsdp2-ep", "fsdp2-ep-capacity")
+    axis = Axis("strategy", names, ("nproc", "parallel.ep", "model.expert_capacity"), True)
+    plans, made = [], {}
+    for name in names:
+        reference = None if name == "single" else "single"
+        group = "capacity" if name.endswith("capacity") else "all"
+        if group == "capacity":
+            reference = None
+        nproc = 1 if name == "single" else 2
+        plan = CellPlan(name, {"strategy": name}, nproc, group, reference, baseline=reference)
+        plans.append(plan)
+        dropped = [0.05, 0.15] if group == "capacity" else [0.0, 0.0]
+        steps = {
+            "router_max_over_mean": [2.0 - 0.05 * step for step in range(STEPS)],
+            "router_entropy": [0.9 + 0.005 * step for step in range(STEPS)],
+            "router_dropped": [sum(dropped) / 2] * STEPS,
+        }
+        routing = {
+            "layers": ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
+            "share": [[0.5, 0.3, 0.1, 0.1], [0.4, 0.2, 0.2, 0.2]],
+            "max_over_mean": [2.0, 1.6],
+            "entropy": [0.843, 0.961],
+            "dropped": dropped,
+            "steps": steps,
+        }
+        made[name] = record(plan, routing=routing)
+    control = CellPlan("control", {"strategy": "single"}, 1, "all", "single", control=True)
+    plans.append(control)
+    made[control.id] = record(control, losses=shifted(NOISE, step=3))
+    return sweep_of((axis,), plans, "A mixture of experts"), made
+
+
 def slower(timeline: Timeline, times: float) -> Timeline:
     """The same timeline, `times` as slow."""
     events = (

@@ -14,7 +14,7 @@ from shardwise.report.figures import draw_all
 from shardwise.report.folder import read_bench
 from shardwise.report.panels import Drawn
 from shardwise.report.tables import make_rows
-from tests.report.conftest import LOSSES, processes, strategies, write
+from tests.report.conftest import LOSSES, STEPS, mixtures, processes, strategies, write
 
 
 def figures(folder: Path, bench: tuple[SweepRecord, dict[str, CellRecord]]) -> dict[str, Drawn]:
@@ -36,6 +36,20 @@ def test_every_axis_of_sizes_begins_at_zero(tmp_path):
         assert all(panel.get_xlim()[0] == 0 for panel in drawn[name].figure.axes), name
     for name in ("plane", "against-nproc"):
         assert all(panel.get_ylim()[0] == 0 for panel in drawn[name].figure.axes), name
+
+
+def test_loads_of_experts_are_drawn_over_the_steps(tmp_path):
+    panels = figures(tmp_path, mixtures())["routing"].figure.axes
+    assert len(panels) == 6  # two groups of cells, three numbers
+    for panel in panels:
+        assert panel.get_ylim()[0] == 0
+    assert [len(panel.lines) for panel in panels] == [2] * 3 + [1] * 3
+    assert list(panels[0].lines[0].get_xdata()) == [*range(1, STEPS + 1)]
+    assert list(panels[5].lines[0].get_ydata()) == pytest.approx([0.1] * STEPS)
+
+
+def test_models_without_experts_have_no_such_figure(tmp_path):
+    assert "routing" not in figures(tmp_path, strategies())
 
 
 def test_the_plane_has_filled_marks_on_the_front_and_a_list_of_cells(tmp_path):

@@ -87,6 +87,7 @@ def test_a_broken_cell_is_a_row_with_its_reason(strategies_folder):
         {"mfu": "x"},
         {"reason": None},
         {"memory_parts": [{"weights": "x"}]},
+        {"routing": {"layers": ["a"], "share": [[1.0]], "max_over_mean": "x", "entropy": [1.0]}},
         {"largest_round_difference": None},
         {"no such field": 1},
     ],

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from shardwise.records.cell import Axis, CellPlan
+from shardwise.report.columns import ROUTING
 from shardwise.report.folder import Bench
 from shardwise.report.summary import caveats
 from shardwise.report.tables import (
@@ -17,11 +18,19 @@ from shardwise.report.tables import (
     run_settings,
     scaling_kind,
 )
-from tests.report.conftest import MIB, large, processes, record, strategies, sweep_of
+from tests.report.conftest import MIB, large, mixtures, processes, record, strategies, sweep_of
 
 
 def rows_of(sweep, records):
     return {row.plan.id: row for row in make_rows(Bench(sweep, records))}
+
+
+def test_loads_of_experts_are_columns_of_cells_that_have_some():
+    rows = rows_of(*mixtures())
+    read = {name: [column.text(row) for column in ROUTING] for name, row in rows.items()}
+    assert read["fsdp2-ep"] == ["2.00×", "90.2%", "0.0%", "0.0%"]
+    assert read["fsdp2-ep-capacity"] == ["2.00×", "90.2%", "10.0%", "15.0%"]
+    assert read["control"] == ["–"] * 4  # it runs for its losses
 
 
 def test_every_cell_has_a_row_and_a_state():

@@ -205,6 +205,11 @@ def _notes(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> t
             f"data.packing {cfg.data.packed}: no FLOPs are counted (mfu and hfu are null), since "
             "attention's depend on where the documents end"
         )
+    if cfg.model.expert_capacity is not None:
+        notes.append(
+            "model.expert_capacity: FLOPs (mfu and hfu) are counted as if no token were dropped; "
+            "routing.dropped is the share that was"
+        )
     if cfg.parallel.tp > 1:
         units = tensor_plan.replicated_weights(facts.hf, facts.spec, cfg.parallel.tp)
         if any(units):

@@ -1,4 +1,4 @@
-"""How evenly routers give tokens to experts, and the biases of routers that even it out.
+"""How evenly routers give tokens to experts, what experts drop, and biases that even it out.
 
 A bias on a router's scores changes which experts are chosen, not how their outputs are weighed.
 After each step it grows by `model.router_bias_rate` where an expert got fewer tokens than the mean
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from shardwise.interfaces import Mesh, ParallelModel
 from shardwise.models.causal_lm import CausalLM
@@ -20,9 +21,10 @@ from shardwise.models.names import hf_name
 from shardwise.models.spec import ModelSpec
 from shardwise.parallel.reduce import sum_over
 
-STATISTICS = ("router_max_over_mean", "router_entropy")
+STATISTICS = ("router_max_over_mean", "router_entropy", "router_dropped", "router_dropped_most")
 """What each line of `metrics.jsonl` has: the busiest expert's tokens over the mean, in the layer
-where that is most, and the mean entropy of layers' loads over that of equal loads."""
+where that is most; the mean entropy of layers' loads over that of equal loads; and the share of
+tokens that `model.expert_capacity` dropped, of all layers and of the one where that is most."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,13 @@ class Routing:
     num_experts: torch.Tensor
     """Experts of each, [L]."""
     given: torch.Tensor
-    """The share of its tokens that each expert got in the step just done, [L, E], on this rank's
-    device; layers with fewer experts than E have zeros behind their own."""
+    """The share of its tokens that each expert was given in the step just done, [L, E], on this
+    rank's device; layers with fewer experts than E have zeros behind their own."""
+    dropped: torch.Tensor
+    """The share of its tokens that each layer then dropped, [L]."""
     total: torch.Tensor
-    """The sum of `given` over the steps since the start or a resume."""
+    """The sums of `given` and, behind it, `dropped` over the steps since the start or a resume,
+    [L, E + 1]."""
 
     @classmethod
     def of(cls, hf: nn.Module, spec: ModelSpec, device: torch.device) -> Routing | None:
@@ -47,20 +52,23 @@ class Routing:
             return None
         given = torch.zeros(len(sizes), max(sizes.values()), device=device)
         numbers = torch.tensor([*sizes.values()], device=device)
-        return cls((*sizes,), numbers, given, torch.zeros_like(given))
+        return cls((*sizes,), numbers, given, given.new_zeros(len(sizes)), F.pad(given, (0, 1)))
 
     def take(self, pm: ParallelModel, mesh: Mesh) -> None:
-        """Set `given` to the shares of the step just done, of all ranks: 4 L E bytes are summed."""
-        self.given.zero_()
+        """Set the shares of the step just done, of all ranks: 4 L (E + 1) bytes are summed."""
+        counts = torch.zeros_like(self.total)
         for part in pm.parts:
             assert isinstance(part, CausalLM)
             for path, routed in part.experts.items():
                 # A layer that its backward computes again counts twice, which changes no share.
-                if (counts := routed.take_counts()) is not None:
-                    self.given[self.paths.index(path), : len(counts)] = counts
-        sum_over(self.given, mesh, ("pp", *mesh.gradient_axes))
-        self.given.div_(self.given.sum(1, keepdim=True).clamp(min=1))
-        self.total.add_(self.given)
+                if (of_layer := routed.take_counts()) is not None:
+                    row = counts[self.paths.index(path)]
+                    row[: len(of_layer) - 1], row[-1] = of_layer[:-1], of_layer[-1]
+        sum_over(counts, mesh, ("pp", *mesh.gradient_axes))
+        shares = counts / counts[:, :-1].sum(1, keepdim=True).clamp(min=1)
+        self.given.copy_(shares[:, :-1])
+        self.dropped.copy_(shares[:, -1])
+        self.total.add_(shares)
 
     def largest_over_mean(self, share: torch.Tensor) -> torch.Tensor:
         """Return for each layer how many times the mean the busiest expert got, [L]."""
@@ -71,9 +79,10 @@ class Routing:
         return torch.special.entr(share).sum(1) / self.num_experts.log().clamp(min=1e-9)
 
     def statistics(self) -> torch.Tensor:
-        """Return STATISTICS of the step just done, [2]."""
+        """Return STATISTICS of the step just done, [4]."""
         largest, entropy = self.largest_over_mean(self.given), self.entropy(self.given)
-        return torch.stack([largest.amax(), entropy.mean()])
+        dropped = self.dropped.mean(), self.dropped.amax()
+        return torch.stack([largest.amax(), entropy.mean(), *dropped])
 
     def balance(self, pm: ParallelModel, rate: float) -> None:
         """Change the biases of this rank's routers by the shares of the step just done."""
@@ -85,11 +94,13 @@ class Routing:
 
     def summary(self) -> dict[str, list]:
         """Return plain data for the record: of the steps in `total`, by layer."""
-        share = self.total / self.total.sum(1, keepdim=True).clamp(min=1e-30)
+        num_steps = self.total[:, :-1].sum(1, keepdim=True).clamp(min=1e-30)
+        share, dropped = (self.total / num_steps).tensor_split([-1], dim=1)
         sizes = self.num_experts.tolist()
         return {
             "layers": [*self.paths],
             "max_over_mean": self.largest_over_mean(share).tolist(),
             "entropy": self.entropy(share).tolist(),
+            "dropped": dropped.flatten().tolist(),
             "share": [row[:size] for row, size in zip(share.tolist(), sizes, strict=True)],
         }

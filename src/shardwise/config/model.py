@@ -29,6 +29,9 @@ class Model(Section):
     than the mean and down where it got more (arXiv 2408.15664); 0 leaves it as it is."""
     router_aux_loss_coef: float = 0.0
     """Weight of the mixture-of-experts load-balancing loss (0: off)."""
+    expert_capacity: float | None = None
+    """The most tokens that an expert takes of a row in training, as a multiple of its equal share
+    T k / E of them, rounded up; later ones are dropped. null: none is dropped."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder."""
     sdpa_backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
@@ -57,6 +60,9 @@ class Lora(Section):
     targets: Literal["auto", "attention", "all-linear"] | list[str] = "auto"
     """The linears that get an adapter; `auto` includes the projections of recurrent layers. A list
     names modules."""
+    experts: Literal["each", "shared"] = "each"
+    """Adapters on routed experts: factors of its own for each expert, or one pair for all experts
+    of a stack, which the saved adapter repeats for each."""
     rslora: bool = False
     """Rank-stabilised scaling (arXiv 2312.03732)."""
     modules_to_save: list[str] = field(default_factory=list)

@@ -24,7 +24,7 @@ from shardwise.config import Lora, Model, UserError
 from shardwise.models.adapter_folder import PREFIX, AdapterFolder, read_adapter
 from shardwise.models.families import family_of
 from shardwise.models.load import load_whole, other_weights, read_config
-from shardwise.models.lora import adapter_layers, peft_config
+from shardwise.models.lora import adapter_layers, num_sharing, peft_config
 from shardwise.models.multimodal import Multimodal, multimodal_of
 from shardwise.models.names import hf_name, is_adapter, is_saved_copy
 from shardwise.models.save import checkpoint_entries, save_for_generation, save_model
@@ -92,8 +92,20 @@ def save_adapter(
             setattr(config, key, sorted(value))
     folder = Path(folder)
     config.save_pretrained(str(folder))
-    tensors = {_file_key(renamed(name)): tensor.contiguous() for name, tensor in state.items()}
+    tensors = {
+        _file_key(renamed(name)): _for_each_expert(model, name, tensor).contiguous()
+        for name, tensor in state.items()
+    }
     save_file(tensors, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def _for_each_expert(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a factor as PEFT has it, which knows none that experts share: repeated for each."""
+    layer = model.get_submodule(name.partition(".lora_")[0]) if is_adapter(name) else None
+    num_copies = num_sharing(layer)
+    if ".lora_A." in name:
+        return tensor.repeat(num_copies, 1)  # [E R, in], by expert
+    return tensor.repeat_interleave(num_copies, dim=-1)  # [out, R E], by rank
 
 
 def _renamed_by_peft(model_type: str) -> Collection[str]:

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from shardwise.models.kinds import RATES
 from shardwise.models.kinds.base import Core
+from shardwise.models.lora import num_sharing
 from shardwise.models.spec import CORE_STAGE, LayerSpec, ModelSpec
 
 
@@ -31,7 +32,8 @@ class Weight:
     input_gradient: bool
     """The backward needs the gradient of what this weight multiplies."""
     active: float = 1.0
-    """Share of the weight that one token meets: top_k / E in a stack of experts."""
+    """Share of the weight that one token meets: top_k / E in a stack of experts, top_k of a factor
+    that they share."""
     rerun: bool = True
     """Full activation checkpointing runs the product again; see `Kind.ends`."""
     on_stack: bool = False
@@ -128,7 +130,7 @@ def _count_unit(
             numel=p.numel(),
             trainable=p.requires_grad,
             input_gradient=below or lowest < stages[name],
-            active=active if name in stacks else 1.0,
+            active=active * num_sharing(_adapter_of(model, name)) if name in stacks else 1.0,
             rerun=name != last,
             on_stack=".lora_" in name and name in stacks,
             by_elements=isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d),
@@ -152,12 +154,17 @@ def _cores(layer: LayerSpec, config: PretrainedConfig) -> tuple[Core, ...]:
     return tuple(core for block in layer.mixers for core in block.kind.cores(config))
 
 
+def _adapter_of(model: nn.Module, name: str) -> nn.Module | None:
+    """Return PEFT's module that has this parameter as a LoRA factor."""
+    module, _, factor = name.partition(".lora_")
+    return model.get_submodule(module) if factor else None
+
+
 def _site(model: nn.Module, name: str) -> str:
     """Return where in the transformers model a parameter acts; a LoRA factor acts on its base."""
-    module, _, factor = name.partition(".lora_")
-    wrapper = model.get_submodule(module) if factor else None
+    wrapper = _adapter_of(model, name)
     if isinstance(wrapper, ParamWrapper):
-        name = f"{module}.{wrapper.parameter_name}"
+        name = f"{name.partition('.lora_')[0]}.{wrapper.parameter_name}"
     return _WRAPPING.sub("", name)
 
 

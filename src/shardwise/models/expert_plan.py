@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from shardwise.models.kinds.mixture import BIASES
-from shardwise.models.names import hf_name, in_use
+from shardwise.models.lora import num_sharing
+from shardwise.models.names import hf_name, in_use, is_adapter
 from shardwise.models.patches.experts import is_routed
 from shardwise.models.spec import ModelSpec
 from shardwise.models.tensor_cuts import Cut, blocked, even, unwrapped
@@ -56,13 +57,17 @@ def cuts_of(hf: nn.Module, spec: ModelSpec, num_ranks: int) -> dict[str, Cut]:
     """Return how the weights of experts are cut, by their names in `hf`: a rank has some experts.
 
     PEFT puts the factors of a stack [E, out, in] side by side: A is [E R, in], with the R rows of
-    an expert one after the other, B is [out, R E], with E columns for each of the R rows.
-    Raises Indivisible.
+    an expert one after the other, B is [out, R E], with E columns for each of the R rows. A pair
+    that all experts share is not cut. Raises Indivisible.
     """
     cuts: dict[str, Cut] = {}
     for path, experts in experts_of(hf, spec):
         total = num_experts(experts)
         for name, parameter in experts.named_parameters():
+            is_factor = is_adapter(f".{name}")
+            owner = f".{name}".partition(".lora_")[0].removeprefix(".")
+            if is_factor and num_sharing(experts.get_submodule(owner)) > 1:
+                continue
             if ".lora_B." in f".{name}":
                 rank = parameter.shape[1] // total
                 cut = Cut(1, blocked(num_ranks, (total,) * rank, WHAT))

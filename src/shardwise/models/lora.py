@@ -106,6 +106,9 @@ def inject(model: PreTrainedModel, lora: Lora, spec: ModelSpec) -> Coverage:
     assert chosen, "a rule refuses adapters on nothing"
     _put_adapters(model, lora, chosen, saved)
     layers = adapter_layers(model)
+    for layer in layers.values():
+        if isinstance(layer, ParamWrapper) and lora.experts == "shared":
+            _share_factors(layer)
     paths = {weight.path for weight in chosen}
     assert layers.keys() == paths, f"PEFT adapted others: {sorted(layers.keys() ^ paths)[:5]}"
     for layer in layers.values():
@@ -183,6 +186,23 @@ def adapter_layers(model: nn.Module) -> dict[str, LoraLayer]:
         elif isinstance(module, LoraLayer):
             layers[hf_name(name)] = module
     return layers
+
+
+def num_sharing(layer: nn.Module | None) -> int:
+    """Return how many experts have the factors of an adapter in common: 1, or all of a stack."""
+    if not isinstance(layer, ParamWrapper):
+        return 1
+    (name,) = layer.lora_A
+    factor: Any = layer.lora_A[name]  # A [E R, in], or [R, in]
+    return layer.num_experts * layer.r[name] // factor.out_features
+
+
+def _share_factors(layer: Any) -> None:
+    """Give an adapter on a stack one pair of factors, A [R, in] and B [out, R], on meta."""
+    for name, rank in layer.r.items():
+        num_in, num_out = layer.lora_A[name].in_features, layer.lora_B[name].out_features
+        layer.lora_A[name] = nn.Linear(num_in, rank, bias=False, device="meta")
+        layer.lora_B[name] = nn.Linear(rank, num_out, bias=False, device="meta")
 
 
 def peft_config(

@@ -38,6 +38,14 @@ class ModelPart(Part):
             return Tokens()
         return Tokens(batch.document_ids if self.isolated else None, batch.neighbours)
 
+    def rows_or_documents(self) -> torch.Tensor:
+        """Return [B, T] of the micro-batch that is being computed: the documents of its tokens
+        where they are isolated, and equal numbers in a row where they are not.
+        """
+        batch = self.dropout.batch
+        assert isinstance(batch, Batch)
+        return batch.document_ids if self.isolated else torch.zeros_like(batch.document_ids)
+
     def autocast(self, batch: AnyBatch) -> torch.autocast:
         """Return the context in which matrix products have the dtype of `training.precision`."""
         is_enabled = self.autocast_dtype is not None

@@ -30,7 +30,8 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     """Compile the forward of every decoder layer, and with it its backward.
 
     A layer's forward is replaced rather than the layer wrapped, so names stay. It lies within
-    activation checkpointing, so that a recomputation runs compiled too.
+    activation checkpointing, so that a recomputation runs compiled too. Experts run as they are
+    where tokens are sent or dropped, and what is around them is compiled.
     """
     # The import takes seconds, which only a compiled run has to wait.
     dynamo: Any = importlib.import_module("torch._dynamo")
@@ -41,6 +42,10 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
     backend = BACKENDS[cfg.training.compile]
     for part in pm.parts:
         assert isinstance(part, CausalLM)
+        if cfg.parallel.ep > 1 or cfg.model.expert_capacity is not None:
+            # A number of rows that the step alone knows would be another version at every step.
+            for routed in part.experts.values():
+                routed.module.forward = torch.compiler.disable(routed.forward)
         for layer in part.spec.layers:
             module = part.get_submodule(f"hf.{layer.name}")
             module.forward = torch.compile(module.forward, backend=backend, dynamic=False)

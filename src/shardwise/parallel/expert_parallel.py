@@ -41,6 +41,8 @@ def apply(pm: ParallelModel, mesh: Mesh, cfg: RunConfig, spec: ModelSpec) -> Par
         cuts = cuts_of(part.hf, part.spec, mesh.ep)
         for path, experts in experts_of(part.hf, part.spec):
             for name, parameter in list(experts.named_parameters()):
+                if f"{path}.{name}" not in cuts:
+                    continue  # factors that all experts share, whole on every rank as in ddp
                 owner, _, attribute = f"{path}.{name}".rpartition(".")
                 share = _share(parameter, cuts[f"{path}.{name}"], mesh)
                 part.hf.get_submodule(owner)._parameters[attribute] = share

@@ -79,8 +79,8 @@ def _numbers(step: Step) -> Iterator[Messages]:
 
     The number of targets (int64) is summed over the data axes, the loss over these and stages, and
     the squares of the gradient norm over each set of axes that trained weights are sharded over,
-    then over stages. The tokens of each expert [L, E], of all layers that have some, are summed
-    over data axes and stages.
+    then over stages. The tokens of each expert and those dropped [L, E + 1], of all layers that
+    have experts, are summed over data axes and stages.
     """
     axis_sets: set[tuple[str, ...]] = set()
     for chunk in step.share.chunks:
@@ -99,7 +99,7 @@ def _numbers(step: Step) -> Iterator[Messages]:
         for axis in axes:
             yield Messages("all-reduce", axis, 1, 4)
     if sizes := experts_by_layer(step.run.hf, step.run.spec):
-        num_bytes = 4 * len(sizes) * max(sizes.values())
+        num_bytes = 4 * len(sizes) * (max(sizes.values()) + 1)
         for axis in ("pp", step.replicas, step.shards):
             yield Messages("all-reduce", axis, 1, num_bytes)
 

@@ -51,6 +51,19 @@ class PipelineRecord:
 
 
 @dataclass(frozen=True)
+class RoutingRecord:
+    """How evenly routers gave tokens to experts: lists by layer, over the steps since a resume."""
+
+    layers: list[str]  # paths of their experts
+    share: list[list[float]]  # of its tokens that each expert was given
+    max_over_mean: list[float]  # the busiest expert's tokens over the mean
+    entropy: list[float]  # of the shares, over that of equal ones
+    dropped: list[float] = field(default_factory=list)  # share of its tokens
+    steps: dict[str, list[float]] = field(default_factory=dict)
+    """The `router_...` numbers of `metrics.jsonl`, after each step."""
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """One run: its config, its machine, and what was measured.
 
@@ -88,9 +101,7 @@ class RunRecord:
     hfu: float | None = None
     flops: dict[str, Any] | None = None
     """Model and hardware FLOPs per token, their convention, and the peak with its source."""
-    routing: dict[str, Any] | None = None
-    """layers, and of each, over the steps since a resume: the share of its tokens that each expert
-    got, the busiest one's over the mean, and the entropy of the shares over that of equal ones."""
+    routing: dict[str, Any] | None = None  # RoutingRecord as plain data
     pipeline: dict[str, Any] | None = None  # PipelineRecord as plain data
     stopped_early: dict[str, Any] | None = None
     """step, best_step and best_loss, where `training.patience` ended the run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from shardwise.report.tables import Row
@@ -50,6 +51,16 @@ def _between_rounds(row: Row) -> float | None:
     return row.record.largest_round_difference
 
 
+def _of_layers(field: str, reduce: Callable[[list[float]], float]) -> Callable[[Row], float | None]:
+    """Return a function that gives one number for all layers with routers."""
+
+    def read(row: Row) -> float | None:
+        by_layer = getattr(row.routing, field, [])
+        return reduce(by_layer) if by_layer else None
+
+    return read
+
+
 PROCESSES = Column("Processes", lambda row: row.plan.nproc, str)
 SPEED = Column("Tokens/s", lambda row: row.tokens_per_second, number)
 SPEED_RANGE = Column("Min – max", lambda row: row.tokens_range, span)
@@ -69,8 +80,17 @@ DIFFERENCE = Column("Largest difference", lambda row: row.difference, scientific
 TOLERANCE = Column("Tolerance", lambda row: row.tolerance, scientific)
 BETWEEN_ROUNDS = Column("Between rounds", _between_rounds, scientific)
 
+BUSIEST = Column("Busiest expert over mean", _of_layers("max_over_mean", max), ratio)
+ENTROPY = Column("Entropy", _of_layers("entropy", fmean), lambda share: percent(share, 1))
+DROPPED = Column("Dropped", _of_layers("dropped", fmean), lambda share: percent(share, 1))
+MOST_DROPPED = Column(
+    "Dropped in one layer", _of_layers("dropped", max), lambda share: percent(share, 1)
+)
+
 DIFFERENCES = (LAST_LOSS, DIFFERENCE, TOLERANCE, BETWEEN_ROUNDS)
 """How the losses of a cell compare with those of its reference."""
+ROUTING = (BUSIEST, ENTROPY, DROPPED, MOST_DROPPED)
+"""How evenly routers gave tokens to experts: the mean or the largest number of all layers."""
 RATIOS = (PROCESSES, SPEEDUP, OVER_SLOWEST, EFFICIENCY, SAVING)
 """How a cell compares with others of its group."""
 FIGURES = (PROCESSES, SPEED, SPEED_RANGE, STEP, PEAK, MFU)

@@ -1,9 +1,10 @@
-"""The figures with lines: losses over the steps, and speed and memory along an axis of numbers."""
+"""The figures with lines: losses and routing over the steps, speed and memory along an axis."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.records.cell import Axis
@@ -37,6 +38,16 @@ LOSSES_CAPTION = (
     "reference with its micro-batches in reverse and its weights moved by one rounding, and the "
     "tolerance is ten times its difference. A reference with other numerics is compared with the "
     "baseline, as closely as its number format allows."
+)
+ROUTING_PANELS = (
+    ("router_max_over_mean", "Busiest expert ÷ mean"),
+    ("router_entropy", "Entropy ÷ that of equal loads"),
+    ("router_dropped", "Share of tokens dropped"),
+)
+ROUTING_CAPTION = (
+    "How evenly routers gave tokens to experts in every step: the tokens of the busiest expert "
+    "over the mean, in the layer where that is most; the entropy of the loads over that of equal "
+    "loads, as the mean of the layers; and the share of tokens that model.expert_capacity dropped."
 )
 AGAINST_CAPTION = (
     "Cells without a figure are left out of the lines; the table of all cells has the reason. "
@@ -92,18 +103,48 @@ def losses(groups: Groups, look: dict[str, Look]) -> Drawn:
 
 
 def _draw_losses(panel: Axes, cells: Sequence[Row], look: dict[str, Look]) -> None:
-    """Draw the loss curves, each with about six markers, shifted so that none covers another."""
+    """Draw the loss curves."""
+    _draw_steps(panel, cells, look, lambda row: row.record.losses if row.record else [])
+
+
+def _draw_steps(
+    panel: Axes, cells: Sequence[Row], look: dict[str, Look], read: Callable[[Row], Sequence[float]]
+) -> None:
+    """Draw a number of each step. Each curve has about six markers, so that none covers another."""
     from matplotlib.ticker import MaxNLocator
 
     for index, row in enumerate(cells):
-        assert row.record is not None
-        steps = range(1, len(row.record.losses) + 1)
+        numbers = read(row)
+        steps = range(1, len(numbers) + 1)
         marker_distance = max(1, len(steps) // 6)
         first_marker = index % marker_distance
         style = _line_style(row, look[row.plan.id])
-        panel.plot(steps, row.record.losses, markevery=(first_marker, marker_distance), **style)
+        panel.plot(steps, numbers, markevery=(first_marker, marker_distance), **style)
     panel.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     panel.set_xlabel("step")
+
+
+def routing(groups: Groups, look: dict[str, Look]) -> Drawn:
+    """Draw over the steps how evenly the routers of each group's cells gave tokens to experts."""
+    shown = [
+        (title, with_routers)
+        for title, cells in groups
+        if (with_routers := [row for row in cells if row.routing and row.routing.steps])
+    ]
+    figure, panels = grid(len(shown), len(ROUTING_PANELS), [2.0] * len(shown))
+    for (title, cells), of_group in zip(shown, panels, strict=True):
+        for panel, (name, quantity) in zip(of_group, ROUTING_PANELS, strict=True):
+            set_title(panel, quantity, title if panel is of_group[0] else "")
+            read = partial(_routing_steps, name)
+            _draw_steps(panel, cells, look, read)
+            highest = max((max(read(row), default=0.0) for row in cells), default=0.0)
+            panel.set_ylim(0, 1.1 * highest or 1.0)
+    legend(figure, [row for _, cells in shown for row in cells], look, {})
+    return Drawn("routing", "Loads of experts", ROUTING_CAPTION, figure)
+
+
+def _routing_steps(name: str, row: Row) -> Sequence[float]:
+    return row.routing.steps.get(name, []) if row.routing else []
 
 
 def _line_style(row: Row, look: Look) -> dict[str, Any]:

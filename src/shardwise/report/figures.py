@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.drawing.svg import colour
-from shardwise.report.curves import against, losses
+from shardwise.report.curves import against, losses, routing
 from shardwise.report.folder import Bench
 from shardwise.report.names import group_title
 from shardwise.report.panels import (
@@ -33,7 +33,7 @@ from shardwise.words import number, one_line, second_unit, size
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NAMES = ("losses", "throughput-memory", "memory-parts", "plane", "steps")
+NAMES = ("losses", "throughput-memory", "memory-parts", "plane", "steps", "routing")
 """The names of all figures but those along axes of numbers."""
 PERCENTILES = ("p10", "p50", "p90", "max")
 MOST_LISTED = 12
@@ -66,6 +66,8 @@ def draw_all(bench: Bench, rows: Sequence[Row]) -> list[Drawn]:
         drawn.append(plane(without_controls, look))
     if _timed(rows):
         drawn.append(steps(without_controls, look))
+    if any(row.routing and row.routing.steps for row in rows):
+        drawn.append(routing(without_controls, look))
     return drawn
 
 

@@ -13,7 +13,7 @@ import pydantic
 
 from shardwise.config import UserError
 from shardwise.records.cell import RECORD, RUN_FILE, SWEEP, CellRecord, Round, SweepRecord
-from shardwise.records.record import PipelineRecord
+from shardwise.records.record import PipelineRecord, RoutingRecord
 from shardwise.schedule.timeline import unpack
 
 T = TypeVar("T")
@@ -67,6 +67,8 @@ def _read_record(path: Path) -> CellRecord:
             raise UserError(
                 f"{path}: pipeline.events: {error}; run shardwise bench again"
             ) from None
+    if checked.routing is not None:
+        _typed(RoutingRecord, json.dumps(checked.routing), path, "routing.")
     _typed(dict[str, tuple[float, float]], json.dumps(checked.spread), path, "spread.")
     return checked
 

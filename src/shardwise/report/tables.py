@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from shardwise.keys import flat
 from shardwise.records.cell import Axis, CellPlan, CellRecord, SweepRecord
-from shardwise.records.record import Status
+from shardwise.records.record import RoutingRecord, Status
 from shardwise.report.folder import Bench
 from shardwise.report.names import label_of
 from shardwise.report.verdict import Verdict, setting, verdicts
@@ -97,6 +97,12 @@ class Row:
         ranks = self.figures.memory_parts if self.figures else None
         parts = [{part: rank.get(part, 0) for part in MEMORY_PARTS} for rank in ranks or []]
         return max(parts, key=lambda rank: sum(rank.values()), default=None)
+
+    @property
+    def routing(self) -> RoutingRecord | None:
+        """Return how evenly its routers gave tokens to experts, if it has any."""
+        routing = self.figures.routing if self.figures else None
+        return RoutingRecord(**routing) if routing else None
 
     @property
     def difference(self) -> float | None:

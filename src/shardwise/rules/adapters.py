@@ -39,6 +39,13 @@ RULES = (
         why="what is trained in full gets no adapter",
     ),
     Rule(
+        "shared adapters without experts",
+        applies=lambda case: _lora(case).experts == "shared" and not case.adapters.has_experts,
+        problem="lora.experts is shared, but lora.targets has no routed experts",
+        way_out="leave it out, or set lora.targets to all-linear or [experts]",
+        why="nothing would be shared",
+    ),
+    Rule(
         "dropout on adapters of experts",
         applies=lambda case: _lora(case).dropout > 0 and case.adapters.has_experts,
         problem=(

@@ -1,4 +1,4 @@
-"""Rules on routed experts: over which ranks they may be spread, and how their loads are evened."""
+"""Rules on routed experts: over which ranks they are spread; how loads are evened or limited."""
 
 from __future__ import annotations
 
@@ -31,7 +31,18 @@ def _balances(case: Case) -> bool:
     return case.cfg.model.router_bias_rate > 0
 
 
+def _drops(case: Case) -> bool:
+    return case.cfg.model.expert_capacity is not None
+
+
 RULES = (
+    Rule(
+        "capacity of experts with cp",
+        applies=lambda case: _drops(case) and case.parallel.cp > 1,
+        problem="model.expert_capacity limits the tokens of complete rows, which parallel.cp cuts",
+        way_out="leave it out, or set parallel.cp to 1",
+        why="which tokens of a row come first is not known on a rank that has some of them",
+    ),
     Rule(
         "biases of routers with LoRA",
         applies=lambda case: _balances(case) and case.cfg.lora is not None,
@@ -56,13 +67,6 @@ RULES = (
         way_out="install it, or set parallel.ep to 1",
         why="fully_shard takes another mesh for a parameter since then, and no older one was tried",
     ),
-    Rule(
-        "ep with training.compile",
-        applies=lambda case: _is_spread(case) and case.training.compile != "none",
-        problem="training.compile cannot trace how expert parallelism sends tokens to experts",
-        way_out="set it to none, or parallel.ep to 1",
-        why="how many tokens are sent is known only while the step runs",
-    ),
 )
 """On the run file alone."""
 
@@ -86,6 +90,16 @@ GRID_RULES = (
 """On the number of processes."""
 
 MODEL_RULES = (
+    Rule(
+        "capacity without experts",
+        applies=lambda case: _drops(case) and not case.model.num_experts,
+        problem=(
+            "model.expert_capacity is {cfg.model.expert_capacity}, but {model.family} has no "
+            "routed experts here"
+        ),
+        way_out="leave it out",
+        why="nothing would be dropped",
+    ),
     Rule(
         "biases of routers without any",
         applies=lambda case: _balances(case) and not case.model.has_router_bias,

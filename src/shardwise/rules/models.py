@@ -238,6 +238,17 @@ RULES = (
         why="a rank computes whole heads or channels",
     ),
     Rule(
+        "shared adapters on experts that PEFT folds",
+        applies=lambda case: (
+            case.cfg.lora is not None
+            and case.cfg.lora.experts == "shared"
+            and case.model.folds_adapters
+        ),
+        problem="lora.experts is shared, but PEFT computes the adapters on these experts",
+        way_out="leave it out, or leave the experts out of lora.targets",
+        why="PEFT knows no factors that experts share",
+    ),
+    Rule(
         "fsdp1 with adapters on experts that PEFT folds",
         applies=lambda case: case.parallel.data == "fsdp1" and case.model.folds_adapters,
         problem=(

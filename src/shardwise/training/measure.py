@@ -150,7 +150,7 @@ def _record(cfg: RunConfig, mesh: Mesh, job: Job, reporter: Reporter, meter: Met
         tokens_per_second=meter.tokens_per_second(),
         step_seconds=seconds,
         kernels=dict(job.kernels),
-        routing=job.routing.summary() if job.routing else None,
+        routing=job.routing.summary() | {"steps": reporter.routing} if job.routing else None,
         notes=list(reporter.notes),
         stopped_early=dataclasses.asdict(early_stop) if early_stop else None,
         resumed_from={"folder": str(start.folder), "step": start.step} if start.folder else None,

@@ -45,6 +45,8 @@ class Reporter:
         self.start = start
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
+        self.routing: dict[str, list[float]] = {}
+        """What STATISTICS were after each step; empty in a model without experts."""
         self.skipped_steps = 0
         self.evaluations: list[Evaluation] = []
         self.documents: Mapping[str, Counts] = {}
@@ -100,6 +102,7 @@ class Reporter:
         self._last_step = step
         self.losses.append(result.loss)
         self.grad_norms.append(result.grad_norm)
+        self._keep_routing(result.routing)
         rate = meter.tokens_per_second()
         self._progress.update(step, result.loss, rate, memory_in_use(self.mesh.device))
         self.skipped_steps += result.skipped
@@ -199,11 +202,16 @@ class Reporter:
                 self.losses.append(float(row["loss"]))  # "nan" and "inf" are strings there
                 self.grad_norms.append(float(row["grad_norm"]))
                 self.skipped_steps = row["skipped_steps"]
+                self._keep_routing({name: row[name] for name in STATISTICS if name in row})
             if "eval_loss" in row:
                 loss, perplexity = float(row["eval_loss"]), float(row["eval_perplexity"])
                 self.evaluations.append(
                     Evaluation(row["step"], loss, perplexity, row["eval_tokens"])
                 )
+
+    def _keep_routing(self, statistics: Mapping[str, float]) -> None:
+        for name, value in statistics.items():
+            self.routing.setdefault(name, []).append(value)
 
     def _write(self, step: int, values: Mapping[str, float], **counts: int) -> None:
         if self._metrics is not None:

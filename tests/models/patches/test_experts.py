@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ from tests.models.tiny import (
 
 MIXTURES = tuple(TINY_OF[name] for name, family in FAMILIES.items() if family.experts)
 EXPERTS = Lora(r=4, rslora=True, targets=["experts"])
+SHARED = replace(EXPERTS, experts="shared")
 
 
 @pytest.mark.parametrize("trains", ["adapters", "all"])
@@ -153,13 +155,16 @@ def test_an_adapter_that_is_off_or_merged_adds_nothing(is_merged):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
-@pytest.mark.parametrize("name", ["tiny-qwen3_next", "tiny-nemotron_h"])
-def test_peft_alone_reads_what_is_saved_and_merges_the_same(name, tmp_path):
-    model, _ = with_adapters(tiny(name), EXPERTS)
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [("tiny-qwen3_next", EXPERTS), ("tiny-nemotron_h", EXPERTS), ("tiny-nemotron_h", SHARED)],
+)
+def test_peft_alone_reads_what_is_saved_and_merges_the_same(name, lora, tmp_path):
+    model, _ = with_adapters(tiny(name), lora)
     use_routed_experts(model)
     expected = logits(model)
     save_model(model, weights(model, tiny(name), seed=0), tmp_path / "base")
-    save_adapter(model, EXPERTS, trained(model), tmp_path / "adapter", base_name="base")
+    save_adapter(model, lora, trained(model), tmp_path / "adapter", base_name="base")
     base = loaded_by_transformers(tmp_path / "base")
     theirs: Any = PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert relative_error(logits(theirs), expected) < EXACT
@@ -168,6 +173,33 @@ def test_peft_alone_reads_what_is_saved_and_merges_the_same(name, tmp_path):
     by_peft = theirs.merge_and_unload().state_dict()
     assert merged.keys() == by_peft.keys()
     assert all(torch.allclose(by_peft[key], merged[key], rtol=1e-6, atol=1e-7) for key in merged)
+
+
+def test_an_adapter_that_experts_share_is_one_pair_of_factors():
+    each, _ = with_adapters(tiny("tiny-qwen3_moe"), EXPERTS)
+    shared, _ = with_adapters(tiny("tiny-qwen3_moe"), SHARED)
+    sizes = {name: p.shape for name, p in each.named_parameters() if p.requires_grad}
+    pairs = {name: p for name, p in shared.named_parameters() if p.requires_grad}
+    assert pairs.keys() == sizes.keys()
+    num_experts = each.config.num_experts
+    assert all(sizes[name].numel() == num_experts * p.numel() for name, p in pairs.items())
+    # Factors of each expert that are equal: their gradients add up to that of the pair.
+    for name, p in each.named_parameters():
+        if name in pairs:
+            is_a = ".lora_A." in name
+            pair = pairs[name].detach()
+            p.data = pair.repeat(num_experts, 1) if is_a else pair.repeat_interleave(num_experts, 1)
+    expected = gradients(each)
+    use_routed_experts(shared)
+    assert relative_error(logits(shared), logits(each)) < EXACT
+    for gradient, other, name in zip(gradients(shared)[1:], expected[1:], pairs, strict=True):
+        dims = (num_experts, -1) if ".lora_A." in name else (-1, num_experts)
+        summed = (
+            other.unflatten(0, dims).sum(0)
+            if ".lora_A." in name
+            else other.unflatten(1, dims).sum(2)
+        )
+        assert relative_error(gradient, summed) < SMALL
 
 
 def test_no_copy_of_the_stack_is_alive():

@@ -111,7 +111,7 @@ def gradients(
     ends: torch.Tensor,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    """Return the gradients as new tensors, empty where one is not needed."""
+    """Return the gradients as new, contiguous tensors, empty where one is not needed."""
     path = grouped if ends.is_cuda else loop
     dx, dw, da, db = path.backward(dy, x, weight, a, b, scale, ends, Needs(*needs))
     return [dy.new_empty(0) if grad is None else grad for grad in (dx, dw, da, db)]
@@ -130,6 +130,6 @@ def _(
 ) -> list[torch.Tensor]:
     inputs = zip((x, weight, a, b), (needs[0], needs[1], needs[2], needs[2]))
     return [
-        torch.empty_like(tensor) if tensor is not None and needed else dy.new_empty(0)
+        tensor.new_empty(tensor.shape) if tensor is not None and needed else dy.new_empty(0)
         for tensor, needed in inputs
     ]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft.tuners.lora import ParamWrapper
 from torch import nn
+from torch.nn import functional as F
 from transformers.integrations.moe import _default_apply_gate
 
 from shardwise.config import RunConfig
@@ -21,6 +22,7 @@ from shardwise.kernels.gated_activation import gated_silu
 from shardwise.kernels.grouped_linear import Adapter, grouped_linear, take_rows, takes
 from shardwise.kernels.lora_linear import BackwardHalf
 from shardwise.models.names import hf_name
+from shardwise.models.patches.capacity import Capacity
 from shardwise.models.patches.gates import has_silu
 
 if TYPE_CHECKING:
@@ -33,15 +35,18 @@ experts' outputs [S, D]."""
 
 def apply(part: CausalLM, cfg: RunConfig, device: torch.device) -> None:
     """Let the stacked experts of a part, and the adapters on them, compute as `RoutedExperts`."""
-    part.experts = use_routed_experts(part.hf, part.backward_half)
+    factor = cfg.model.expert_capacity
+    capacity = None if factor is None else Capacity(factor, part.rows_or_documents)
+    part.experts = use_routed_experts(part.hf, part.backward_half, capacity)
 
 
 def use_routed_experts(
-    model: nn.Module, half: BackwardHalf | None = None
+    model: nn.Module, half: BackwardHalf | None = None, capacity: Capacity | None = None
 ) -> dict[str, RoutedExperts]:
     """Replace the forwards of a model's stacked experts; return what does, by the modules' paths.
 
-    `half` says which half of a backward runs, in a pipeline whose schedule has two.
+    `half` says which half of a backward runs, in a pipeline whose schedule has two. `capacity`
+    limits the tokens of each expert in training; evaluation drops none, as servers don't.
     """
     adapters: dict[nn.Module, dict[str, ParamWrapper]] = {}
     for module in model.modules():
@@ -51,7 +56,7 @@ def use_routed_experts(
     for path, module in model.named_modules():
         # What a copy in `modules_to_save` replaces is never called.
         if is_routed(module) and ".original_module" not in path:
-            routed = RoutedExperts(module, adapters.get(module, {}), half)
+            routed = RoutedExperts(module, adapters.get(module, {}), half, capacity)
             module.forward = routed.forward
             for wrapper in routed.adapters.values():
                 wrapper.forward = wrapper.base_layer.__call__
@@ -68,11 +73,16 @@ class RoutedExperts:
     """The forward of a module of stacked experts, with PEFT's adapters on its stacks by name."""
 
     def __init__(
-        self, module: Any, adapters: dict[str, ParamWrapper], half: BackwardHalf | None = None
+        self,
+        module: Any,
+        adapters: dict[str, ParamWrapper],
+        half: BackwardHalf | None = None,
+        capacity: Capacity | None = None,
     ) -> None:
         self.module = module
         self.adapters = adapters
         self.half = half
+        self.capacity = capacity
         self.compute: Compute = self.outputs
         """What the sorted rows go through. A strategy that sends rows to other ranks wraps it."""
         self._counts: torch.Tensor | None = None
@@ -86,23 +96,46 @@ class RoutedExperts:
         """
         num_tokens, top_k = indices.shape
         experts, order = indices.flatten().sort(stable=True)
-        back = order.argsort()
-        numbers = torch.arange(self.module.num_experts, device=experts.device)
-        ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+        ends = chosen_ends = self._ends(experts)
+        capacity = self.capacity if self.module.training else None
+        if capacity is not None:
+            experts, order = capacity.drop(experts, order, top_k, self.module.num_experts)
+            ends = self._ends(experts)
         if torch.is_grad_enabled():
-            counts = ends.diff(prepend=ends.new_zeros(1)).float()
-            self._counts = counts if self._counts is None else self._counts + counts
-        y = self.compute(take_rows(hidden, order, back, top_k), ends)
+            self._count(chosen_ends, ends)
+        back = order.argsort()
+        rows = take_rows(hidden, order, back, top_k)
+        y = self.compute(rows, ends) if capacity is None else self._of_kept(rows, ends)
         y = take_rows(y, back, order).view(num_tokens, top_k, -1)
         return (y * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
 
     def take_counts(self) -> torch.Tensor | None:
-        """Return the tokens that each expert was given in training since this was asked last [E].
+        """Return the tokens of training since this was asked last: those that chose each expert,
+        and the number that were dropped, [E + 1].
 
         None: no forward ran.
         """
         counts, self._counts = self._counts, None
         return counts
+
+    def _count(self, chosen_ends: torch.Tensor, ends: torch.Tensor) -> None:
+        chosen = chosen_ends.diff(prepend=ends.new_zeros(1))
+        counts = torch.cat([chosen, chosen_ends[-1:] - ends[-1:]]).float()
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def _ends(self, experts: torch.Tensor) -> torch.Tensor:
+        """Return where the rows of each expert end, [E] int32, of sorted numbers of experts."""
+        numbers = torch.arange(self.module.num_experts, device=experts.device)
+        return torch.searchsorted(experts, numbers, right=True, out_int32=True)
+
+    def _of_kept(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Return the experts' outputs, and zeros for the rows behind those of the last expert.
+
+        The host waits for the number of rows that are kept.
+        """
+        num_kept = int(ends[-1])
+        y = self.compute(rows[:num_kept], ends)
+        return F.pad(y, (0, 0, 0, len(rows) - num_kept))
 
     def outputs(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Return the experts' outputs [S, D] for rows [S, D] sorted by expert.
@@ -137,15 +170,19 @@ class RoutedExperts:
         return stack.mT if self.module.is_transposed else stack
 
     def _adapter(self, name: str) -> Adapter | None:
-        """Return views of PEFT's factors: A [E R, in], by expert, and B [out, R E], by rank."""
+        """Return views of PEFT's factors: A [E R, in], by expert, and B [out, R E], by rank.
+
+        One pair that experts share is A [R, in] and B [out, R].
+        """
         wrapper = self.adapters.get(name)
         if wrapper is None or wrapper.disable_adapters or wrapper.merged:
             return None
         (adapter,) = wrapper.active_adapters
         factors: Any = (wrapper.lora_A[adapter], wrapper.lora_B[adapter])
         a, b = (factor.weight for factor in factors)
-        rank = wrapper.r[adapter]
+        rank, num_experts = wrapper.r[adapter], len(self._stack(name))
         a, b = a.unflatten(0, (-1, rank)), b.unflatten(1, (rank, -1)).permute(2, 0, 1)
+        a, b = (factor.expand(num_experts, -1, -1) for factor in (a, b))
         return Adapter(a, b, wrapper.scaling[adapter])
 
     def _are_grouped(self, device: torch.device, names: tuple[str, ...]) -> bool:
