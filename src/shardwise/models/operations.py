@@ -116,8 +116,6 @@ class Block:
         """Return the experts that a token is sent to."""
         return self.config.num_experts_per_tok
 
-    # --------------------------------------------------------------------------- element by element
-
     def as_dtype(self, x: Tensor, itemsize: int) -> Tensor:
         """Return x in a dtype: x itself where it has that one."""
         if x.itemsize == itemsize:
@@ -298,7 +296,7 @@ class Block:
     # ------------------------------------------------------------------------------------ attention
 
     def copied(self, x: Tensor) -> Tensor:
-        """Return a copy of x, as of a view that a product needs in one piece."""
+        """Return a copy of x."""
         return self.pointwise(x)
 
     def viewed(self, x: Tensor) -> Tensor:

@@ -137,17 +137,17 @@ def activations_of_latent(block: Block, x: Tensor) -> Tensor:
     config = block.config
     nope, rope, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     is_rotated = rotary_size(config, rope) > 0
-    if "q_proj.weight" in block.parameters:
-        q = block.linear("q_proj", x)
-    else:
-        latent = block.rms_norm("q_a_layernorm.weight", block.linear("q_a_proj", x), 0)
+    first = "q_proj" if "q_proj.weight" in block.parameters else "q_a_proj"
+    q, joined = block.linears((first, "kv_a_proj_with_mqa"), x)
+    if first == "q_a_proj":
+        latent = block.rms_norm("q_a_layernorm.weight", q, block.num_out(first))
         q = block.linear("q_b_proj", latent)
     num_heads = q.numel // block.tokens // (nope + rope)
     q = block.viewed(q)
     if is_rotated:
         q = block.rotated(q, rope / (nope + rope))
     rank = config.kv_lora_rank
-    compressed, k_rot = block.split(block.linear("kv_a_proj_with_mqa", x), (rank, rope))
+    compressed, k_rot = block.split(joined, (rank, rope))
     compressed = block.rms_norm("kv_a_layernorm.weight", compressed, rank)
     if is_rotated:
         k_rot = block.rotated(k_rot, 1)
