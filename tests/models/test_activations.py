@@ -243,7 +243,6 @@ def test_what_is_below_the_adapters_keeps_nothing():
     inject(hf, adapters, spec)
     kept = [unit_memory(cfg, hf, spec, place).kept for place in range(len(spec.layers) + 2)]
     assert [num > 0 for num in kept] == [False, False, False, True, True, True]
-    assert kept[3] < kept[4]
 
 
 def test_every_kind_has_a_formula():
