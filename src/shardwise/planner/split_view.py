@@ -13,7 +13,7 @@ import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
-from shardwise.assembly.costs import choose_split, costs_of, memory_caveat
+from shardwise.assembly.costs import choose_split, costs_of
 from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig, UserError
 from shardwise.drawing.gantt import gantt_file
@@ -78,8 +78,6 @@ class Plan:
                 f"memory is that of a rank with 1/{self.cfg.parallel.ep} of each layer's experts; "
                 "seconds are those of equally loaded experts, without sending tokens to them"
             )
-        if caveat := memory_caveat(self.spec, self.source):
-            notes.append(caveat)
         return notes
 
 
