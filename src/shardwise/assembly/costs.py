@@ -43,6 +43,24 @@ def costs_of(
     compare with one another, which is all that a split needs. Weights, gradients and optimizer
     states are exact. A tied weight counts at either end, unless both ends are on one rank.
     """
+    costs = counted_costs(cfg, hf, spec, counts, num_shards, flops_per_second)
+    keys = unit_keys(hf, spec, cfg.parallel.schedule)
+    path = path_of(cfg, hf, keys, num_processes)
+    profile = read(path)
+    if profile is None:
+        return costs, COUNTED
+    return with_measured(costs, keys, profile), CostSource(path.stem, profile.num_processes)
+
+
+def counted_costs(
+    cfg: RunConfig,
+    hf: PreTrainedModel,
+    spec: ModelSpec,
+    counts: ModelCounts | None = None,
+    num_shards: int = 1,
+    flops_per_second: float = 1.0,
+) -> tuple[Cost, ...]:
+    """Return the costs of a model's units by formulas alone, as `costs_of` without a profile."""
     units = with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
     costs = []
     for unit, paths in zip(units, unit_modules(spec), strict=True):
@@ -56,12 +74,7 @@ def costs_of(
         costs[-1] = replace(
             costs[-1], weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer
         )
-    keys = unit_keys(hf, spec, cfg.parallel.schedule)
-    path = path_of(cfg, hf, keys, num_processes)
-    profile = read(path)
-    if profile is None:
-        return tuple(costs), COUNTED
-    return with_measured(costs, keys, profile), CostSource(path.stem, profile.num_processes)
+    return tuple(costs)
 
 
 def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int) -> Split:

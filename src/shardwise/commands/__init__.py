@@ -9,6 +9,7 @@ from shardwise.commands import (
     export,
     init,
     models,
+    plan,
     prove,
     report,
     schema,
@@ -17,7 +18,7 @@ from shardwise.commands import (
 )
 
 _MODULES = (
-    *(init, train, prove, bench, split),
+    *(init, plan, train, prove, bench, split),
     *(models, report, check, export, schema, completion),
 )
 COMMANDS = tuple(module.COMMAND for module in _MODULES)

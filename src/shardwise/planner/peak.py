@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 
-from shardwise.assembly.costs import choose_split, costs_of
+from shardwise.assembly.costs import choose_split, counted_costs
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.planner.units import shard_axis
@@ -34,7 +33,7 @@ class Memory:
 
 def memory_of_run(cfg: RunConfig, run: Description) -> Memory:
     """Return the memory of the rank with the most."""
-    units, _ = costs_of(cfg, run.hf, run.spec, None, prod(run.sizes.values()))
+    units = counted_costs(cfg, run.hf, run.spec)
     boundaries = None
     if run.pipeline is not None:
         boundaries = choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
@@ -51,7 +50,7 @@ def memory_of_rank(
     boundaries: Sequence[int] | None = None,
 ) -> Memory:
     """Return the memory of the rank at these coordinates."""
-    units, _ = costs_of(cfg, run.hf, run.spec, None, prod(run.sizes.values()))
+    units = counted_costs(cfg, run.hf, run.spec)
     mine, most = list(units), 1
     if run.pipeline is not None:
         assert boundaries is not None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 
-from shardwise.assembly.costs import costs_of
+from shardwise.assembly.costs import counted_costs
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import num_microbatches
@@ -38,7 +38,7 @@ def time_of_step(
     """Return the seconds of a step."""
     num_ranks = prod(run.sizes.values())
     rate = 0.4 * cluster.device.flops["bfloat16"]
-    units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks, 1, rate)
+    units = counted_costs(cfg, run.hf, run.spec, None, 1, rate)
     m, pp, tp = num_microbatches(cfg, num_ranks), run.sizes["pp"], run.sizes["tp"]
     each = m / (pp * tp)
     layers = each * sum(u.seconds for u in units[:-1])

@@ -1,0 +1,390 @@
+"""Search the layouts of a run for those that fit and train fastest, and the reasons for them.
+
+Estimates put the candidates in order. Of the first of them memory and time are computed exactly,
+and from the best one the search goes on, one change at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from time import perf_counter
+from typing import NamedTuple
+
+from shardwise import rules
+from shardwise.assembly.costs import choose_split
+from shardwise.config import RunConfig, UserError
+from shardwise.layouts import Facts, axis_sizes, num_microbatches
+from shardwise.metrics.flops import model_flops_per_token, utilization
+from shardwise.parallel.pipeline_parallel import pipeline_of
+from shardwise.planner.candidates import (
+    RECOMPUTATION,
+    SCHEDULES,
+    Candidate,
+    Division,
+    Question,
+    Space,
+    Subject,
+    division_of,
+    layout_name,
+    subject_of,
+    title,
+)
+from shardwise.planner.estimate import Estimates
+from shardwise.planner.peak import Memory, memory_of_rank
+from shardwise.planner.step_time import StepTime, time_of_step
+
+USABLE = 0.95
+"""The share of a device's memory that a plan may use; the rest is for an allocator's fragments and
+the errors of formulas."""
+NUM_EXACT = 40
+"""Candidates whose memory and time are computed exactly, unless too few of them fit."""
+MOST_EXACT = 200
+PER_DIVISION = 3
+"""Candidates of one division of the devices that are computed exactly at first."""
+MOST_ROUNDS = 4
+"""Rounds of changes to the best choice."""
+
+
+class Choice(NamedTuple):
+    """A candidate with its memory and time."""
+
+    candidate: Candidate
+    cfg: RunConfig
+    memory: Memory
+    """Of the fullest rank."""
+    time: StepTime
+    tokens_per_second: float
+    mfu: float
+    fits: bool
+
+    @property
+    def title(self) -> str:
+        """The layout with its sizes."""
+        return title(self.candidate.division)
+
+    @property
+    def details(self) -> str:
+        """How a rank works, in words."""
+        candidate, words = self.candidate, []
+        if candidate.division.pp > 1:
+            stages = f" x{candidate.num_virtual}" if candidate.num_virtual > 1 else ""
+            words.append(f"{candidate.schedule}{stages}")
+        words.append(f"micro-batch {candidate.micro_batch_size}")
+        if candidate.recomputation != "none":
+            words.append(f"recompute {candidate.recomputation}")
+        if not candidate.is_resharded:
+            words.append("keeps gathered weights")
+        if candidate.offload != "none":
+            words.append(f"offload {candidate.offload}")
+        return ", ".join(words)
+
+
+@dataclass
+class Answer:
+    """What a search has found."""
+
+    question: Question
+    subject: Subject
+    choices: list[Choice] = field(default_factory=list)
+    """The fastest choice of each division that fits, best first."""
+    computed: list[Choice] = field(default_factory=list)
+    """Every choice that was computed exactly."""
+    simpler: dict[str, Choice] = field(default_factory=dict)
+    """Of other layouts, by name: the best choice, or the one that needs least if none fits."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Layouts and sizes with the message of the rule that refuses them."""
+    changes: dict[str, Choice] = field(default_factory=dict)
+    """The best choice with one thing changed."""
+    num_divisions: int = 0
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> Choice:
+        """The fastest choice that fits."""
+        return self.choices[0]
+
+    @property
+    def limit_bytes(self) -> int:
+        """The memory of a device that may be used."""
+        return usable_bytes(self.question)
+
+
+def usable_bytes(question: Question) -> int:
+    """Return the memory of a device that a plan may use."""
+    return int(USABLE * question.cluster.device.memory_bytes)
+
+
+class Exact:
+    """Memory and time of candidates, each computed once."""
+
+    def __init__(self, question: Question, subject: Subject) -> None:
+        self.question, self.subject = question, subject
+        self.choices: dict[Candidate, Choice | None] = {}
+        self.refused: dict[str, str] = {}
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """FLOPs that the model needs per token."""
+        return model_flops_per_token(self.subject.counts, self.question.cfg.data.sequence_length)
+
+    def of(self, candidate: Candidate) -> Choice | None:
+        """Return a candidate's choice; None where a rule refuses it."""
+        if candidate not in self.choices:
+            self.choices[candidate] = self._choice(candidate)
+        return self.choices[candidate]
+
+    def _choice(self, candidate: Candidate) -> Choice | None:
+        cfg = with_split(candidate.run_file(self.question), self.question, self.subject)
+        facts = Facts(self.question.num_ranks, self.subject.facts)
+        message = next((message for _, message in rules.refusals(cfg, facts)), None)
+        if message is not None:
+            self.refused[title(candidate.division)] = message
+            return None
+        return self.of_run(cfg, candidate)
+
+    def of_run(self, cfg: RunConfig, candidate: Candidate) -> Choice:
+        """Return the memory and time of a run that the rules allow."""
+        question, num_ranks = self.question, self.question.num_ranks
+        cluster, subject = question.cluster, self.subject
+        is_cpu = cluster.device.name.startswith("cpu")
+        priced = replace(cfg, training=replace(cfg.training, device="cpu" if is_cpu else "cuda"))
+        pipeline = pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None
+        run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
+        boundaries = boundaries_of(cfg, subject, num_ranks)
+        # Ranks of a pipeline differ: the first has most in flight, the last has the head.
+        first = dict.fromkeys(run.sizes, 0)
+        stages = sorted({0, min(1, cfg.parallel.pp - 1), cfg.parallel.pp - 1})
+        memories = [
+            memory_of_rank(priced, run, first | {"pp": stage}, boundaries) for stage in stages
+        ]
+        memory = max(memories, key=lambda memory: memory.total)
+        time = time_of_step(priced, run, cluster, boundaries)
+        tokens = cfg.training.global_batch_size * cfg.data.sequence_length / time.total
+        mfu = utilization(self.flops_per_token, tokens, peak_of(question), num_ranks)
+        fits = memory.total <= usable_bytes(question)
+        return Choice(candidate, cfg, memory, time, tokens, mfu, fits)
+
+
+def peak_of(question: Question) -> float:
+    """Return the peak FLOP/s of a device in the dtype of the run's products."""
+    cfg, flops = question.cfg, question.cluster.device.flops
+    is_half = cfg.training.precision != "float32" or cfg.model.dtype == "bfloat16"
+    return flops["bfloat16" if is_half and "bfloat16" in flops else "float32"]
+
+
+def search(question: Question, top: int = 5) -> Answer:
+    """Return the best layouts of a run on its devices, and why others are not among them.
+
+    UserError where the rules allow none. `Answer.choices` is empty where none fits.
+    """
+    start = perf_counter()
+    subject = subject_of(question)
+    space, estimates = Space(question, subject), Estimates(question, subject)
+    exact = Exact(question, subject)
+    divisions = sorted(space.divisions(), key=estimates.least_seconds)
+    _require_any(divisions, space)
+    _compute_first(exact, _promising(space, estimates, divisions), top)
+    choices = _best_of_each(exact)
+    answer = Answer(question, subject, num_divisions=len(divisions))
+    if choices:
+        best = _climb(exact, space, choices[0])
+        answer.changes = _changes(exact, space, best)
+    answer.simpler = _simpler(exact, space, estimates, divisions)
+    answer.choices = _best_of_each(exact)[:top]
+    answer.computed = [choice for choice in exact.choices.values() if choice is not None]
+    answer.refused = space.refused | exact.refused
+    answer.seconds = perf_counter() - start
+    return answer
+
+
+def explain(question: Question) -> tuple[Choice, Subject]:
+    """Return a run as it stands, without a search; UserError where a rule refuses it."""
+    cfg, num_ranks = question.cfg, question.num_ranks
+    subject = subject_of(question)
+    rules.check(cfg, Facts(num_ranks, subject.facts))
+    parallel = cfg.parallel
+    candidate = Candidate(
+        division_of(cfg, num_ranks),
+        parallel.schedule,
+        parallel.num_virtual,
+        parallel.reshard_after_forward,
+        parallel.offload,
+        cfg.training.micro_batch_size,
+        cfg.training.checkpointing,
+    )
+    return Exact(question, subject).of_run(cfg, candidate), subject
+
+
+def _require_any(divisions: Sequence[Division], space: Space) -> None:
+    if divisions:
+        return
+    question = space.question
+    for message in space.refused.values():
+        raise UserError(message)
+    rows, num_ranks = question.cfg.training.global_batch_size, question.num_ranks
+    raise UserError(
+        f"no layout divides {rows} rows in a step over {num_ranks} devices; give "
+        "--tokens-per-step so that the rows are a multiple of the data-parallel devices, or other "
+        "--devices"
+    )
+
+
+def _promising(
+    space: Space, estimates: Estimates, divisions: Sequence[Division]
+) -> list[Candidate]:
+    """Return the candidates with the lowest estimates among those that may fit.
+
+    Divisions come in the order of their lower bounds, so that most are never looked into.
+    """
+    limit = usable_bytes(space.question)
+    best: list[tuple[float, int, Candidate]] = []
+    number = 0
+    for division in divisions:
+        bound = estimates.least_seconds(division)
+        if len(best) == MOST_EXACT and bound > -best[0][0]:
+            break
+        if estimates.state_bytes(division, "all") > limit:
+            continue
+        may_fit = (c for c in space.candidates(division) if estimates.least_bytes(c) <= limit)
+        in_order = sorted(may_fit, key=estimates.seconds)
+        for candidate in islice(filter(space.is_allowed, in_order), PER_DIVISION):
+            number += 1
+            entry = (-estimates.seconds(candidate), number, candidate)
+            push = heapq.heappush if len(best) < MOST_EXACT else heapq.heappushpop
+            push(best, entry)
+    return [candidate for _, _, candidate in sorted(best, reverse=True)]
+
+
+def _compute_first(exact: Exact, candidates: Iterable[Candidate], top: int) -> None:
+    """Compute candidates in turn, until enough are computed and enough divisions fit."""
+    fitting = set()
+    for number, candidate in enumerate(candidates):
+        if number >= NUM_EXACT and len(fitting) >= top:
+            break
+        choice = exact.of(candidate)
+        if choice is not None and choice.fits:
+            fitting.add(candidate.division)
+
+
+def _best_of_each(exact: Exact) -> list[Choice]:
+    """Return the fastest choice of each division that fits, best first."""
+    best: dict[Division, Choice] = {}
+    for choice in exact.choices.values():
+        if choice is not None and choice.fits:
+            division = choice.candidate.division
+            if division not in best or choice.time.total < best[division].time.total:
+                best[division] = choice
+    return sorted(best.values(), key=lambda choice: choice.time.total)
+
+
+def _climb(exact: Exact, space: Space, best: Choice) -> Choice:
+    """Follow single changes from a choice as long as they make it faster."""
+    for _ in range(MOST_ROUNDS):
+        options = [exact.of(candidate) for _, candidate in changed(space, best.candidate)]
+        fitting = [choice for choice in options if choice is not None and choice.fits]
+        faster = min([best, *fitting], key=lambda choice: choice.time.total)
+        if faster is best:
+            break
+        best = faster
+    return best
+
+
+def changed(space: Space, candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """Yield candidates that differ from one in a single key of the run file, and the change."""
+    question = space.question
+    if "training.checkpointing" not in question.fixed:
+        for choice in RECOMPUTATION:
+            if choice != candidate.recomputation:
+                yield f"checkpointing {choice}", candidate._replace(recomputation=choice)
+    rows = question.cfg.training.global_batch_size // candidate.division.num_data
+    size = candidate.micro_batch_size
+    if "training.micro_batch_size" not in question.fixed:
+        if rows % (2 * size) == 0:
+            yield f"micro-batch {2 * size}", candidate._replace(micro_batch_size=2 * size)
+        if size % 2 == 0:
+            yield f"micro-batch {size // 2}", candidate._replace(micro_batch_size=size // 2)
+    is_open = "parallel.reshard_after_forward" not in question.fixed
+    if candidate.division.data == "fsdp2" and is_open:
+        resharded = not candidate.is_resharded
+        word = "frees" if resharded else "keeps"
+        yield f"{word} gathered weights", candidate._replace(is_resharded=resharded)
+    if candidate.division.pp > 1 and "parallel.schedule" not in question.fixed:
+        most = space.subject.facts.num_layers // candidate.division.pp
+        for schedule, num_virtual in SCHEDULES:
+            other = candidate._replace(schedule=schedule, num_virtual=num_virtual)
+            if other != candidate and num_virtual <= most:
+                yield f"{schedule} x{num_virtual}", other
+
+
+def _changes(exact: Exact, space: Space, best: Choice) -> dict[str, Choice]:
+    options = {change: exact.of(c) for change, c in changed(space, best.candidate)}
+    return {change: choice for change, choice in options.items() if choice is not None}
+
+
+def _simpler(
+    exact: Exact, space: Space, estimates: Estimates, divisions: Sequence[Division]
+) -> dict[str, Choice]:
+    """Return for each layout of few parts its best choice, or the one that needs least memory."""
+    by_name: dict[str, Division] = {}
+    for division in divisions:  # in the order of their lower bounds
+        by_name.setdefault(layout_name(division), division)
+    limit = usable_bytes(space.question)
+    answer = {}
+    for name, division in by_name.items():
+        num_parts = len([part for part in name.split("-") if part != "sp"])
+        if num_parts > 2 or "ep" in name or ("tp" in name and not division.is_sequence):
+            continue
+        candidates = [*filter(space.is_allowed, space.candidates(division))]
+        if not candidates:
+            continue
+        least = min(candidates, key=estimates.least_bytes)
+        fitting = [c for c in candidates if estimates.least_bytes(c) <= limit]
+        for candidate in (min(fitting, key=estimates.seconds, default=least), least):
+            choice = exact.of(candidate)
+            if choice is not None:
+                answer[name] = choice
+                if choice.fits:
+                    break
+    return answer
+
+
+def with_split(cfg: RunConfig, question: Question, subject: Subject) -> RunConfig:
+    """Return a pipeline with the even split of its layers whose fullest stage computes least.
+
+    Either every stage has as many layers, or the ends have one less, for the embedding and head.
+    """
+    if cfg.parallel.pp == 1 or "parallel.split" in question.fixed:
+        return cfg
+    num_chunks, num_layers = cfg.parallel.pp * cfg.parallel.num_virtual, len(subject.units) - 2
+    each, rest = divmod(num_layers + 2, num_chunks)
+    numbers = [each + (chunk < rest) for chunk in range(num_chunks)]
+    numbers[0] -= 1
+    numbers[-1] -= 1
+    layers = max(unit.seconds for unit in subject.units[1:-1])
+    head = subject.units[-1].seconds
+    slowest = max(*numbers[:-1], numbers[-1] + head / layers)
+    uniform = -(-num_layers // num_chunks)
+    of_uniform = max(uniform, num_layers // num_chunks + head / layers)
+    if slowest >= of_uniform or 0 in numbers[1:-1]:
+        return cfg
+    return replace(cfg, parallel=replace(cfg.parallel, split=numbers))
+
+
+def boundaries_of(cfg: RunConfig, subject: Subject, num_ranks: int) -> tuple[int, ...] | None:
+    """Return the boundaries of a pipeline's split; None without a pipeline."""
+    if cfg.parallel.pp == 1:
+        return None
+    split, num_layers = cfg.parallel.split, len(subject.units) - 2
+    if split == "uniform":
+        num_chunks = cfg.parallel.pp * cfg.parallel.num_virtual
+        each, rest = divmod(num_layers, num_chunks)
+        split = [each + (chunk < rest) for chunk in range(num_chunks)]
+    if isinstance(split, str):
+        number = num_microbatches(cfg, num_ranks)
+        return choose_split(cfg, subject.units, number).boundaries
+    ends = [1 + sum(split[:chunk]) for chunk in range(1, len(split))]
+    return (0, *ends, num_layers + 2)
