@@ -14,7 +14,8 @@ from shardwise.config import UserError, require
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shardwise.planner.search import Answer
+    from shardwise.planner.candidates import Question, Subject
+    from shardwise.planner.search import Answer, Choice
 
 
 def run(args: Namespace) -> int:
@@ -50,7 +51,7 @@ def run(args: Namespace) -> int:
 
         print(dumps(plan_page.as_data(answer), indent=1))
     elif args.explain is not None:
-        show_one(console, answer)
+        show_one(console, plan_page.explained(answer), question, answer.subject)
     else:
         show(console, answer)
     if not answer.choices:
@@ -89,16 +90,15 @@ def show(console: Console, answer: Answer) -> None:
     lines(console, [*plan_page.refusal_lines(answer), plan_page.footer(answer)])
 
 
-def show_one(console: Console, answer: Answer) -> None:
-    """Print the arithmetic of the best choice of the layout in question."""
+def show_one(console: Console, choice: Choice, question: Question, subject: Subject) -> None:
+    """Print the arithmetic of one layout."""
     from shardwise.planner import plan_page
 
-    choice = plan_page.explained(answer)
-    lines(console, plan_page.heading(answer.question, answer.subject))
+    lines(console, plan_page.heading(question, subject))
     lines(console, [f"{choice.title}: {choice.details}"])
     console.print(plan_page.memory_table(choice))
     console.print(plan_page.time_table(choice))
-    lines(console, plan_page.arithmetic(choice, answer.question, answer.subject))
+    lines(console, plan_page.arithmetic(choice, question, subject))
 
 
 def simulate(console: Console, answer: Answer) -> None:

@@ -229,7 +229,9 @@ class Space:
     def _sizes(self, axis: str) -> list[int]:
         """Return the sizes of an axis that divide the devices and that no rule refuses alone."""
         num_ranks, offered = self.question.num_ranks, []
-        for size in self.question.values(f"parallel.{axis}", divisors(num_ranks)):
+        is_dense = axis == "ep" and not self.subject.facts.num_experts
+        all_sizes = (1,) if is_dense else divisors(num_ranks)
+        for size in self.question.values(f"parallel.{axis}", all_sizes):
             alone = Parallel(data="ddp" if axis == "ep" else "single")
             if axis == "pp" and size > 1:
                 alone = replace(alone, schedule="gpipe")

@@ -11,6 +11,18 @@ from shardwise.config import RunConfig
 from shardwise.planner.units import shard_axis
 from shardwise.schedule.simulate import in_flight
 
+_COSTS: dict[object, object] = {}
+
+
+def stand_in_costs(cfg: RunConfig, run: Description):
+    """Return counted costs, kept by what they depend on."""
+    training = cfg.training
+    key = (id(run.hf), training.micro_batch_size, str(training.checkpointing), cfg.parallel.cp)
+    key += (cfg.parallel.schedule, cfg.data.sequence_length, training.precision)
+    if key not in _COSTS:
+        _COSTS[key] = run.hf, counted_costs(cfg, run.hf, run.spec)
+    return _COSTS[key][1]
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -33,7 +45,7 @@ class Memory:
 
 def memory_of_run(cfg: RunConfig, run: Description) -> Memory:
     """Return the memory of the rank with the most."""
-    units = counted_costs(cfg, run.hf, run.spec)
+    units = stand_in_costs(cfg, run)
     boundaries = None
     if run.pipeline is not None:
         boundaries = choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
@@ -50,7 +62,7 @@ def memory_of_rank(
     boundaries: Sequence[int] | None = None,
 ) -> Memory:
     """Return the memory of the rank at these coordinates."""
-    units = counted_costs(cfg, run.hf, run.spec)
+    units = stand_in_costs(cfg, run)
     mine, most = list(units), 1
     if run.pipeline is not None:
         assert boundaries is not None

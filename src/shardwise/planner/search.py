@@ -45,6 +45,10 @@ NUM_EXACT = 40
 MOST_EXACT = 200
 PER_DIVISION = 3
 """Candidates of one division of the devices that are computed exactly at first."""
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "fsdp1", "fsdp2", "hsdp")
+"""From the simplest."""
+MOST_SIMPLER = 12
+"""Other layouts that are shown."""
 MOST_ROUNDS = 4
 """Rounds of changes to the best choice."""
 
@@ -276,9 +280,22 @@ def _best_of_each(exact: Exact) -> list[Choice]:
     for choice in exact.choices.values():
         if choice is not None and choice.fits:
             division = choice.candidate.division
-            if division not in best or choice.time.total < best[division].time.total:
+            if division not in best or _order(choice) < _order(best[division]):
                 best[division] = choice
-    return sorted(best.values(), key=lambda choice: choice.time.total)
+    return sorted(best.values(), key=_order)
+
+
+def _order(choice: Choice) -> tuple[float, int, int, bool, int]:
+    """Return by what choices are ordered: time in three digits, then how simple they are."""
+    division = choice.candidate.division
+    parts = layout_name(division).split("-")
+    return (
+        float(f"{choice.time.total:.2e}"),
+        len(parts) + (choice.candidate.offload != "none"),
+        next((STRATEGIES.index(part) for part in parts if part in STRATEGIES), len(STRATEGIES)),
+        choice.candidate.recomputation != "none",
+        choice.memory.total,
+    )
 
 
 def _climb(exact: Exact, space: Space, best: Choice) -> Choice:
@@ -286,7 +303,7 @@ def _climb(exact: Exact, space: Space, best: Choice) -> Choice:
     for _ in range(MOST_ROUNDS):
         options = [exact.of(candidate) for _, candidate in changed(space, best.candidate)]
         fitting = [choice for choice in options if choice is not None and choice.fits]
-        faster = min([best, *fitting], key=lambda choice: choice.time.total)
+        faster = min([best, *fitting], key=_order)
         if faster is best:
             break
         best = faster
@@ -334,9 +351,11 @@ def _simpler(
         by_name.setdefault(layout_name(division), division)
     limit = usable_bytes(space.question)
     answer = {}
-    for name, division in by_name.items():
+    for name in sorted(by_name, key=lambda name: len(name.split("-"))):
+        division = by_name[name]
         num_parts = len([part for part in name.split("-") if part != "sp"])
-        if num_parts > 2 or "ep" in name or ("tp" in name and not division.is_sequence):
+        is_other = num_parts <= 2 and division.ep == 1 and division.is_sequence == (division.tp > 1)
+        if not is_other or len(answer) == MOST_SIMPLER:
             continue
         candidates = [*filter(space.is_allowed, space.candidates(division))]
         if not candidates:

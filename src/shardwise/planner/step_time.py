@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 
-from shardwise.assembly.costs import counted_costs
 from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import num_microbatches
 from shardwise.planner.cluster import Cluster
+from shardwise.planner.peak import stand_in_costs
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,15 @@ def time_of_step(
     """Return the seconds of a step."""
     num_ranks = prod(run.sizes.values())
     rate = 0.4 * cluster.device.flops["bfloat16"]
-    units = counted_costs(cfg, run.hf, run.spec, None, 1, rate)
+    units = [
+        replace(
+            u,
+            forward_seconds=u.forward_seconds / rate,
+            input_seconds=u.input_seconds / rate,
+            weight_seconds=u.weight_seconds / rate,
+        )
+        for u in stand_in_costs(cfg, run)
+    ]
     m, pp, tp = num_microbatches(cfg, num_ranks), run.sizes["pp"], run.sizes["tp"]
     each = m / (pp * tp)
     layers = each * sum(u.seconds for u in units[:-1])
