@@ -227,8 +227,11 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
     if divisions:
         return
     question = space.question
-    for message in space.refused.values():
-        raise UserError(message)
+    if question.wanted is not None or question.fixed:
+        name = "-".join(question.wanted or ())
+        for message in (space.refused.get(name), *space.refused.values()):
+            if message is not None:
+                raise UserError(message)
     rows, num_ranks = question.cfg.training.global_batch_size, question.num_ranks
     raise UserError(
         f"no layout divides {rows} rows in a step over {num_ranks} devices; give "
