@@ -17,8 +17,9 @@ import yaml
 from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training, UserError
 from shardwise.planner.candidates import Question
 from shardwise.planner.cluster import cluster_of
+from shardwise.planner.exact import explain
 from shardwise.planner.plan_page import OVERHEADS, time_parts, why_not_fitting
-from shardwise.planner.search import explain, search
+from shardwise.planner.search import search
 from shardwise.presets import MODELS
 from shardwise.words import percent, seconds, size
 

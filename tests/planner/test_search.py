@@ -21,7 +21,8 @@ from shardwise.planner.candidates import (
 )
 from shardwise.planner.cluster import cluster_of
 from shardwise.planner.estimate import Estimates
-from shardwise.planner.search import Answer, explain, search
+from shardwise.planner.exact import explain
+from shardwise.planner.search import Answer, search
 from shardwise.presets import MODELS
 
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from shardwise.planner.candidates import Question, Subject
-    from shardwise.planner.search import Answer, Choice
+    from shardwise.planner.exact import Choice
+    from shardwise.planner.search import Answer
 
 
 def run(args: Namespace) -> int:
@@ -25,7 +26,8 @@ def run(args: Namespace) -> int:
 
     from shardwise.planner import plan_page
     from shardwise.planner.cluster import cluster_of
-    from shardwise.planner.search import search, usable_bytes
+    from shardwise.planner.exact import usable_bytes
+    from shardwise.planner.search import search
 
     require(args.top >= 1, f"--top is {args.top}; give at least 1")
     for option in ("write", "html"):

@@ -83,7 +83,7 @@ def sections_of(
         sections["lora"] = {**(sections.get("lora") or {}), "r": int(match[1])}
     if is_full:
         sections.pop("lora", None)
-    changes = {"training": {"precision": precision}} if precision else {}
+    changes: dict[str, dict[str, Any]] = {"training": {"precision": precision}} if precision else {}
     if sequence is not None:
         changes["data"] = {"sequence_length": count(sequence, "--sequence")}
     for section, keys in changes.items():

@@ -34,7 +34,7 @@ def dry_run(cfg: RunConfig, devices: str, nodes: int) -> int:
     from shardwise.commands.plan import show_one
     from shardwise.planner.candidates import Question
     from shardwise.planner.cluster import cluster_of
-    from shardwise.planner.search import explain
+    from shardwise.planner.exact import explain
 
     logging.set_verbosity_error()
     question = Question(cfg, cluster_of(devices, nodes, None))

@@ -81,7 +81,7 @@ class Division(NamedTuple):
         """Return the section of a run file."""
         return replace(
             base,
-            data=self.data,  # ty: ignore[invalid-argument-type]
+            data=self.data,
             dp_replicate=self.replicas if self.data == "fsdp2" else 1,
             **{axis: getattr(self, axis) for axis in ("pp", "cp", "ep", "tp")},
             sequence_parallel=self.is_sequence,
@@ -104,11 +104,11 @@ class Candidate(NamedTuple):
         cfg, is_pipeline = question.cfg, self.division.pp > 1
         parallel = replace(
             self.division.parallel(replace(cfg.parallel, memory_limit_gib=None)),
-            schedule=self.schedule,  # ty: ignore[invalid-argument-type]
+            schedule=self.schedule,
             virtual_stages=self.num_virtual if is_pipeline and self.num_virtual > 1 else None,
             split=question.values("parallel.split", ["uniform" if is_pipeline else "balanced"])[0],
             reshard_after_forward=self.is_resharded,
-            offload=self.offload,  # ty: ignore[invalid-argument-type]
+            offload=self.offload,
         )
         training = replace(
             cfg.training, micro_batch_size=self.micro_batch_size, checkpointing=self.recomputation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from shardwise.assembly.costs import choose_split, counted_costs
 from shardwise.assembly.describe import Description
@@ -11,7 +12,7 @@ from shardwise.config import RunConfig
 from shardwise.planner.units import shard_axis
 from shardwise.schedule.simulate import in_flight
 
-_COSTS: dict[object, object] = {}
+_COSTS: dict[object, Any] = {}
 
 
 def stand_in_costs(cfg: RunConfig, run: Description):

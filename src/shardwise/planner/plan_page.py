@@ -11,8 +11,9 @@ from rich.table import Table
 
 from shardwise.metrics.flops import model_flops_per_token
 from shardwise.planner.candidates import Question, Subject, layout_name
+from shardwise.planner.exact import Choice, usable_bytes
 from shardwise.planner.peak import Memory
-from shardwise.planner.search import Answer, Choice, usable_bytes
+from shardwise.planner.search import Answer
 from shardwise.planner.step_time import StepTime
 from shardwise.words import counted, number, percent, size
 from shardwise.words import seconds as seconds_text

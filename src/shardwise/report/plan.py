@@ -26,7 +26,9 @@ def page(plan: dict[str, Any]) -> str:
     shown = [*plan["choices"], *(other for other in plan["simpler"] if not other["fits"])]
     content = {
         "plan": plan,
-        "style": importlib.resources.files(__package__).joinpath("style.css").read_text("utf-8"),
+        "style": importlib.resources.files("shardwise.report")
+        .joinpath("style.css")
+        .read_text("utf-8"),
         "memory": [
             bar(choice, "memory", MEMORY_PARTS, _largest(shown, "memory", limit))
             for choice in shown
