@@ -27,7 +27,7 @@ def test_it_prints_the_best_and_the_reasons(capsys):
     assert "8 rows of 128 tokens, 1,024 in all" in out
     assert re.search(r"ddp:2 +micro-batch", out)
     assert "memory does not bind" in out
-    assert "refused: " in out
+    assert "layouts computed exactly" in out
 
 
 def test_what_it_writes_is_what_train_takes(folder, capsys):
@@ -45,7 +45,7 @@ def test_what_it_writes_is_what_train_takes(folder, capsys):
     assert not (folder / "runs").exists()
     html = (folder / "page.html").read_text(encoding="utf-8")
     assert "fsdp2:2" in html
-    assert "http" not in html
+    assert not re.search("https?:", html)
 
 
 def test_a_run_file_keeps_what_is_not_searched(folder):
@@ -88,12 +88,15 @@ def test_a_dry_run_that_does_not_fit_is_out_of_memory(capsys):
         (["tiny-qwen3_5", *DEVICES, "--top", "0"], "--top is 0"),
         (["tiny-qwen3_5", *DEVICES, "--explain", "fsdp3"], "no layout is called fsdp3"),
         (["tiny-qwen3_5", *DEVICES, "--explain", "tp:2x2"], "only hsdp has two sizes"),
-        (["tiny-qwen3_5", *DEVICES, "--explain", "zero2-tp"], "zero2-tp is not offered"),
+        (
+            ["tiny-qwen3_5", *DEVICES, "--explain=zero2-tp", "--devices=4xL40S"],
+            "zero2-tp is not offered",
+        ),
         (["tiny-qwen3_5", *DEVICES, "--write", "none/run.yaml"], "no folder none"),
         (["tiny-qwen3_5", *DEVICES, "--html", "."], "is a folder"),
         (["tiny-qwen3_5", *DEVICES, "--parallel.tp=3"], "parallel.tp is 3"),
         (["folder", *DEVICES], "folder"),
-        (["unknown", *DEVICES], "gemma2 is not a family that shardwise knows"),
+        (["unknown", *DEVICES], "qwen2 is not a family that shardwise knows"),
         (["quantised", *DEVICES], "the weights are quantised"),
         (["llama-3.1-8b", "--devices", "1xRTX-4090", "--full"], "nothing fits on 1 x RTX-4090"),
     ],
@@ -104,9 +107,10 @@ def test_a_mistake_is_one_line_with_a_way_out(arguments, fragment, folder, capsy
         (folder / name).mkdir()
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 9, "intermediate_size": 8}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
-    gemma = {"model_type": "gemma2", **sizes, **heads}
-    (folder / "unknown" / "config.json").write_text(json.dumps(gemma))
-    llama = {"model_type": "llama", **sizes, "quantization_config": {"quant_method": "fp8"}}
+    qwen = {"model_type": "qwen2", **sizes, **heads}
+    (folder / "unknown" / "config.json").write_text(json.dumps(qwen))
+    llama = {"model_type": "llama", **sizes, **heads}
+    llama["quantization_config"] = {"quant_method": "fp8"}
     (folder / "quantised" / "config.json").write_text(json.dumps(llama))
     assert cli.main(["plan", *arguments]) == 2
     error = capsys.readouterr().err

@@ -100,10 +100,12 @@ def _require_any(divisions: Sequence[Division], space: Space) -> None:
         return
     question = space.question
     if question.wanted is not None or question.fixed:
-        name = "-".join(question.wanted or ())
-        for message in (space.refused.get(name), *space.refused.values()):
-            if message is not None:
-                raise UserError(message)
+        sizes = {axis: getattr(question.cfg.parallel, axis) for axis in ("pp", "cp", "tp", "ep")}
+        names = [f"{axis}:{size}" for axis, size in sizes.items()]
+        names = ["-".join(question.wanted or ()), *names, *space.refused]
+        for name in names:
+            if name in space.refused:
+                raise UserError(space.refused[name])
     rows, num_ranks = question.cfg.training.global_batch_size, question.num_ranks
     raise UserError(
         f"no layout divides {rows} rows in a step over {num_ranks} devices; give "
