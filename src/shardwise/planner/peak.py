@@ -1,0 +1,302 @@
+"""The most memory that a rank needs in a step, as a sum of parts, by formulas.
+
+A step is a list of moments: each unit's forward and backward, each reduction of gradients, the
+clipping, and the update of the largest weight. The peak is the moment with the most bytes alive.
+What a unit keeps and computes is in `models/activations.py`, what data parallelism holds beside it
+in `holding.py`, and the weights, gradients and optimizer states between steps in `memory.py`.
+`tools/plan_grid.py` compares the peaks with measured ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+
+from shardwise.assembly.costs import choose_split, costs_of
+from shardwise.assembly.describe import Description
+from shardwise.config import RunConfig
+from shardwise.layouts import num_microbatches
+from shardwise.models.activations import UnitMemory, unit_memory
+from shardwise.models.dtypes import hidden_dtype
+from shardwise.parallel.reduce import BUCKET_ELEMENTS
+from shardwise.planner.holding import HOLDING, Held, Unit, Whole, buckets
+from shardwise.planner.memory import state_bytes
+from shardwise.planner.share import Chunk, Share, Weight, share_of
+from shardwise.planner.units import shard_axis
+
+NORM_ELEMENTS = 2**16
+"""Elements of a gradient that are squared together for the norm, on a CPU."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes that are alive on a rank at the peak of a step."""
+
+    weights: int = 0
+    """The weights that the rank keeps between steps."""
+    gradients: int = 0
+    """Gradients, or the shards of them."""
+    optimizer: int = 0
+    """The states of the optimizer."""
+    activations: int = 0
+    """What forwards have kept for backwards."""
+    buffers: int = 0
+    """Gathered weights, buckets, summands and messages: what is there to be communicated."""
+    temporary: int = 0
+    """What a unit or the optimizer needs while it runs, the rows of the step, and constants."""
+    overhead: int = 0
+    """What the device's runtime and libraries take; 0 on a CPU."""
+    moment: str = ""
+    """When the peak is, such as "backward of the head"."""
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(size for part, size in asdict(self).items() if part != "moment")
+
+    def plus(self, **sizes: int) -> Memory:
+        """Return this memory with more bytes of some parts."""
+        return replace(self, **{part: getattr(self, part) + size for part, size in sizes.items()})
+
+
+def memory_of_run(cfg: RunConfig, run: Description) -> Memory:
+    """Return the memory of the rank with the most.
+
+    Ranks of a pipeline differ. Along the other axes the first rank has most: the last ones have
+    fewer rows where a weight does not divide evenly.
+    """
+    boundaries = None
+    if run.pipeline is not None:
+        num_ranks, num_shards = prod(run.sizes.values()), run.sizes["dp_shard"]
+        units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks, num_shards)
+        boundaries = choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
+    first = dict.fromkeys(run.sizes, 0)
+    ranks = [first | {"pp": stage} for stage in range(run.sizes["pp"])]
+    return max(
+        (memory_of_rank(cfg, run, rank, boundaries) for rank in ranks),
+        key=lambda memory: memory.total,
+    )
+
+
+def memory_of_rank(
+    cfg: RunConfig,
+    run: Description,
+    coordinates: Mapping[str, int],
+    boundaries: Sequence[int] | None = None,
+) -> Memory:
+    """Return the memory of the rank at these coordinates of the mesh, at the peak of a step.
+
+    It is that of any step after the first, which has no states of the optimizer yet. `boundaries`:
+    those of a pipeline's split (see `share_of`).
+    """
+    share = share_of(cfg, run, coordinates, boundaries)
+    rank = _Rank(cfg, run, share, coordinates)
+    return max(rank.moments(), key=lambda memory: memory.total)
+
+
+class _Rank:
+    """A rank and the moments of its step."""
+
+    def __init__(
+        self, cfg: RunConfig, run: Description, share: Share, coordinates: Mapping[str, int]
+    ) -> None:
+        self.cfg, self.run, self.share, self.coordinates = cfg, run, share, coordinates
+        self.is_gloo = cfg.training.device != "cuda"
+        cp = run.sizes["cp"] if cfg.parallel.data != "single" else 1
+        self.num_shards = run.sizes[shard_axis(cfg)] * cp
+        self.shard = coordinates[shard_axis(cfg)] * cp + coordinates["cp"] % cp
+        self.num_microbatches = num_microbatches(cfg, prod(run.sizes.values()))
+        tokens = cfg.training.micro_batch_size * cfg.data.sequence_length
+        width = run.spec.hidden_size * hidden_dtype(cfg).itemsize
+        between = run.sizes["tp"] if cfg.parallel.sequence_parallel else 1
+        self.hidden = tokens // cfg.parallel.cp * width // between
+        """The bytes of hidden states between layers, as large as their gradient."""
+        self.states = state_bytes(cfg, share, run.sizes, coordinates)
+        # Ids, labels, documents, and the places of targets: int64.
+        rows = 4 * 8 * tokens * self.num_microbatches
+        constants = sum(buffer.nbytes for buffer in run.hf.buffers())
+        self.base = Memory(
+            weights=self.states["weights"],
+            optimizer=self.states["optimizer"],
+            temporary=rows + constants,
+            overhead=0,
+        )
+        self.memories: dict[object, UnitMemory] = {}
+        self.chunks = [self._units(chunk) for chunk in share.chunks]
+
+    def _units(self, chunk: Chunk) -> list[Unit]:
+        """Return the units of a chunk; those that are alike are computed once."""
+        model, stage = self.run.spec, chunk.spec
+        places = {f"{layer.name}.": 1 + i for i, layer in enumerate(model.layers)}
+        depth = model.layers[0].name.count(".") + 1
+        weights: dict[int, list[Weight]] = {}
+        last = len(model.layers) + 1
+        for weight in chunk.weights:
+            prefix = ".".join(weight.name.split(".")[:depth]) + "."
+            is_end = weight.name.startswith((f"{model.norm}.", f"{model.head}."))
+            place = places.get(prefix, last if is_end or not stage.first else 0)
+            weights.setdefault(place, []).append(weight)
+        first = places[f"{stage.layers[0].name}."] if stage.layers else last
+        numbers = [0] if stage.first else []
+        numbers += [first + i for i in range(len(stage.layers))]
+        numbers += [last] if stage.last else []
+        units, is_trained = [], False
+        for number in numbers:
+            of_unit = tuple(weights.get(number, ()))
+            layer = model.layers[number - 1] if 0 < number < last else None
+            kind = (layer.kind, layer.feed_forward) if layer else number
+            facts = tuple((w.shape, w.itemsize, w.is_trained) for w in of_unit)
+            key = (kind, is_trained or chunk.needs_input_gradient, facts)
+            if key not in self.memories:
+                self.memories[key] = unit_memory(
+                    self.cfg, self.run.hf, model, number, self.coordinates["tp"]
+                )
+            ends = {0: "the embedding", last: "the head"}
+            name = layer.name if layer else ends[number]
+            units.append(Unit(name, self.memories[key], of_unit))
+            is_trained |= any(weight.is_trained for weight in of_unit)
+        return units
+
+    def moments(self) -> Iterator[Memory]:
+        """Yield every moment that may be the peak of a step."""
+        if self.run.pipeline is None:
+            yield from self._in_turn()
+        else:
+            yield from self._pipeline()
+        yield from self._after()
+
+    def _holding(self, units: Sequence[Unit]) -> Whole:
+        data = self.cfg.parallel.data
+        if data == "ddp" and not self._is_wrapped:
+            data = "single"
+        return HOLDING[data](self.cfg, units, self.num_shards, self.is_gloo)
+
+    @property
+    def _is_wrapped(self) -> bool:
+        """Whether ddp's wrapper reduces gradients in the backward (parallel/ddp.py)."""
+        parallel = self.cfg.parallel
+        return parallel.data == "ddp" and parallel.pp * parallel.tp * parallel.ep == 1
+
+    def _in_turn(self) -> Iterator[Memory]:
+        """Yield the moments of the first, a middle and the last micro-batch of a model in one
+        part.
+        """
+        (units,) = self.chunks
+        holding = self._holding(units)
+        last = self.num_microbatches - 1
+        for number in sorted({0, min(1, last), last}):
+            holding.begin(number == 0, number == last)
+            yield from self._forward(units, holding)
+            yield from self._backward(units, holding)
+        for held in holding.last_reduction():
+            yield self._moment(held, "gradients")
+
+    def _forward(self, units: Sequence[Unit], holding: Whole) -> Iterator[Memory]:
+        kept = 0
+        for place, unit in enumerate(units):
+            for held in holding.forward(place):
+                alive = unit.memory.forward if held.runs else self.hidden
+                yield self._moment(held, unit.name, kept, alive)
+            kept += unit.memory.kept
+
+    def _backward(self, units: Sequence[Unit], holding: Whole) -> Iterator[Memory]:
+        kept = sum(unit.memory.kept for unit in units)
+        for place, unit in reversed(list(enumerate(units))):
+            # The gradient of its output. The loss's is a number.
+            output = 0 if unit.name == "the head" else self.hidden
+            new = max(0, unit.memory.backward - holding.gradients[place])
+            for held in holding.backward(place):
+                yield self._moment(held, unit.name, kept, output + (new if held.runs else 0))
+            kept -= unit.memory.kept
+            for held in holding.reduction(place):
+                yield self._moment(held, unit.name, kept, self.hidden)
+
+    def _moment(self, held: Held, name: str, kept: int = 0, temporary: int = 0) -> Memory:
+        moment = replace(self.base, moment=f"{held.moment} of {name}")
+        return moment.plus(
+            gradients=held.gradients, buffers=held.buffers, activations=kept, temporary=temporary
+        )
+
+    def _pipeline(self) -> Iterator[Memory]:
+        """Yield the moments of a rank's actions in the order of its schedule.
+
+        A micro-batch in flight keeps the activations of a chunk, and its output until its backward.
+        """
+        assert self.run.pipeline is not None
+        rank = self.coordinates["pp"]
+        chunks = self.run.pipeline.chunks_of(rank)
+        holdings = [self._holding(units) for units in self.chunks]
+        kept = [
+            sum(unit.memory.kept for unit in units) + (0 if chunk.spec.last else self.hidden)
+            for units, chunk in zip(self.chunks, self.share.chunks, strict=True)
+        ]
+        in_flight = [0] * len(chunks)
+        seen: set[object] = set()
+        for action in self.run.pipeline.order(rank):
+            place = chunks.index(action.chunk)
+            units, holding = self.chunks[place], holdings[place]
+            if action.kind != "F":
+                in_flight[place] -= 1 if action.kind != "I" else 0
+            state = (action.kind, place, tuple(in_flight), tuple(h.is_first for h in holdings))
+            if state not in seen and action.kind != "W":
+                seen.add(state)
+                others = [h.total for h in holdings if h is not holding and not h.is_first]
+                flying = list(in_flight)
+                if action.kind == "I":
+                    flying[place] -= 1
+                activations = sum(n * size for n, size in zip(flying, kept, strict=True))
+                run = self._forward if action.kind == "F" else self._backward
+                for moment in run(units, holding):
+                    yield moment.plus(gradients=sum(others), activations=activations)
+            if action.kind == "F":
+                in_flight[place] += 1
+            elif action.kind != "I":
+                holding.is_first = False
+
+    def _after(self) -> Iterator[Memory]:
+        """Yield the moments after the last backward: sums of gradients, clipping, the update."""
+        yield from ()
+        base = self.base.plus(gradients=self.states["gradients"])
+        trained = self.share.trained
+        if self.cfg.parallel.data == "ddp" and not self._is_wrapped:
+            yield self._summed(base, trained, "reduction of gradients")
+        partial = [weight for weight in trained if weight.has_partial_gradient]
+        yield self._summed(base, partial, "sum of gradients over tp")
+        if self.share.tied is not None:
+            size = self.share.tied.numel * self.share.tied.itemsize
+            yield replace(base.plus(buffers=size), moment="sum of the tied weight's gradients")
+        sizes = [(self._local_numel(weight), weight.itemsize) for weight in trained]
+        if not sizes:
+            return
+        squares = min(NORM_ELEMENTS, max(numel for numel, _ in sizes))
+        yield replace(base.plus(temporary=4 * squares), moment="clipping")
+        largest = max(numel * itemsize for numel, itemsize in sizes)
+        every = sum(numel * itemsize for numel, itemsize in sizes)
+        is_adamw = self.cfg.optimizer.name == "adamw"
+        # torch updates one weight after the other on a CPU, and all together on a GPU.
+        update = (2 if is_adamw else 1) * largest if self.is_gloo else every
+        yield replace(base.plus(temporary=update), moment="update of the largest weight")
+        if self.cfg.parallel.data in ("zero1", "zero2"):
+            for bucket in buckets(trained[::-1]):
+                size = sum(w.padded_numel(self.num_shards) * w.itemsize for w in bucket)
+                copy = size if self.is_gloo else 0
+                gathered = size // self.num_shards + size + copy
+                yield replace(base.plus(buffers=gathered), moment="gathering of updated weights")
+
+    def _local_numel(self, weight: Weight) -> int:
+        if self.cfg.parallel.data in ("single", "ddp"):
+            return weight.numel
+        return weight.shard_numel(self.num_shards, self.shard)
+
+    def _summed(self, base: Memory, weights: Iterable[Weight], moment: str) -> Memory:
+        """Return the moment with the most of `reduce.sum_gradients`, which joins gradients."""
+        most = joined = 0
+        for weight in weights:
+            joined += weight.numel
+            # Gradients in 16 bits are copied to float32 before they are joined.
+            copies = 4 if weight.itemsize == 4 else 8
+            most = max(most, joined * copies)
+            if joined >= BUCKET_ELEMENTS:
+                joined = 0
+        return replace(base.plus(buffers=most), moment=moment)
