@@ -180,7 +180,6 @@ class Sharded(Whole):
         super().__init__(cfg, units, num_shards, is_gloo)
         self.gathered = [self._gathered(unit.weights) for unit in units]
         self.sent = [self._sent(unit.trained) for unit in units]
-        self.root = 0
         self.shards = 0
         """Bytes of the shards' gradients."""
 
@@ -263,17 +262,27 @@ class Fsdp1(Sharded):
     def _sent(self, weights: Sequence[Weight]) -> int:
         return self._flat(weights)
 
+    def __init__(
+        self, cfg: RunConfig, units: Sequence[Unit], num_shards: int, is_gloo: bool
+    ) -> None:
+        super().__init__(cfg, units, num_shards, is_gloo)
+        self.root, self.gathered[-1] = self.gathered[-1], 0
+
+    def _root(self, place: int) -> int:
+        """Return the bytes of the gathered root in a backward: a trained one is freed first."""
+        return 0 if self.sent[-1] and place < len(self.units) - 1 else self.root
+
     def forward(self, place: int) -> Iterator[Held]:
         """See Whole."""
         own = self.gathered[place]
         copy = own if self.is_gloo else 0
-        yield Held("gather", self.shards, own + copy, runs=False)
-        yield Held("forward", self.shards, own)
+        yield Held("gather", self.shards, self.root + own + copy, runs=False)
+        yield Held("forward", self.shards, self.root + own)
 
     def backward(self, place: int) -> Iterator[Held]:
         """See Whole."""
         below = self._below(place)
-        buffers = self.gathered[place] + below
+        buffers = self._root(place) + self.gathered[place] + below
         copy = below if self.is_gloo else 0
         yield Held("gather", self.shards, buffers + copy, runs=False)
         yield Held("backward", self.shards + self.gradients[place], buffers)
@@ -283,7 +292,8 @@ class Fsdp1(Sharded):
         sent, below = self.sent[place], self._below(place)
         if sent:
             part = sent // self.num_shards
-            gathered = self.gathered[place] + below
+            gathered = self._root(place) + self.gathered[place] + below
+            below += self._root(max(0, place - 1))
             copy = sent if self.is_gloo else 0
             yield Held(
                 "reduction", self.shards + self.gradients[place] + sent, gathered, runs=False

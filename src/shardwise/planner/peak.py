@@ -9,6 +9,7 @@ in `holding.py`, and the weights, gradients and optimizer states between steps i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
@@ -18,12 +19,13 @@ from shardwise.assembly.describe import Description
 from shardwise.config import RunConfig
 from shardwise.layouts import num_microbatches
 from shardwise.models.activations import UnitMemory, unit_memory
-from shardwise.models.dtypes import hidden_dtype
+from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
 from shardwise.planner.holding import HOLDING, Held, Unit, Whole, buckets
 from shardwise.planner.memory import state_bytes
 from shardwise.planner.share import Chunk, Share, Weight, share_of
 from shardwise.planner.units import shard_axis
+from shardwise.schedule.simulate import kept_messages
 
 NORM_ELEMENTS = 2**16
 """Elements of a gradient that are squared together for the norm, on a CPU."""
@@ -134,7 +136,9 @@ class _Rank:
         last = len(model.layers) + 1
         for weight in chunk.weights:
             prefix = ".".join(weight.name.split(".")[:depth]) + "."
+            # The gradient of a tied weight is made by the head first.
             is_end = weight.name.startswith((f"{model.norm}.", f"{model.head}."))
+            is_end |= stage.last and model.tied and weight.name == f"{model.embed}.weight"
             place = places.get(prefix, last if is_end or not stage.first else 0)
             weights.setdefault(place, []).append(weight)
         first = places[f"{stage.layers[0].name}."] if stage.layers else last
@@ -227,39 +231,78 @@ class _Rank:
         rank = self.coordinates["pp"]
         chunks = self.run.pipeline.chunks_of(rank)
         holdings = [self._holding(units) for units in self.chunks]
-        kept = [
-            sum(unit.memory.kept for unit in units) + (0 if chunk.spec.last else self.hidden)
-            for units, chunk in zip(self.chunks, self.share.chunks, strict=True)
-        ]
-        in_flight = [0] * len(chunks)
+        kept = [sum(unit.memory.kept for unit in units) for units in self.chunks]
+        late = [sum(map(self._late, units)) for units in self.chunks]
+        forwards, backwards, in_flight = Counter[int](), Counter[int](), Counter[int]()
+        halved = Counter[int]()
         seen: set[object] = set()
         for action in self.run.pipeline.order(rank):
             place = chunks.index(action.chunk)
             units, holding = self.chunks[place], holdings[place]
-            if action.kind != "F":
-                in_flight[place] -= 1 if action.kind != "I" else 0
-            state = (action.kind, place, tuple(in_flight), tuple(h.is_first for h in holdings))
-            if state not in seen and action.kind != "W":
+            if action.kind in "BI":
+                in_flight[place] -= 1
+            # A half of a backward frees nothing until the other half.
+            messages = self._messages(action.kind, forwards, backwards, in_flight)
+            activations = sum(number * kept[chunk] for chunk, number in in_flight.items())
+            activations += sum(number * late[chunk] for chunk, number in halved.items())
+            others = sum(h.total for h in holdings if h is not holding and not h.is_first)
+            state = action.kind, place, messages, activations, others, holding.is_first
+            if action.kind != "W" and state not in seen:
                 seen.add(state)
-                others = [h.total for h in holdings if h is not holding and not h.is_first]
-                flying = list(in_flight)
-                if action.kind == "I":
-                    flying[place] -= 1
-                activations = sum(n * size for n, size in zip(flying, kept, strict=True))
                 run = self._forward if action.kind == "F" else self._backward
                 for moment in run(units, holding):
-                    yield moment.plus(gradients=sum(others), activations=activations)
+                    yield moment.plus(gradients=others, activations=activations, buffers=messages)
             if action.kind == "F":
+                forwards[place] += 1
                 in_flight[place] += 1
-            elif action.kind != "I":
+            if action.kind == "I":
+                in_flight[place] += 1
+                halved[place] += 1
+            if action.kind in "BI":
+                backwards[place] += 1
+            if action.kind == "W":
+                in_flight[place] -= 1
+                halved[place] -= 1
+            if action.kind in "BW":
                 holding.is_first = False
+
+    def _late(self, unit: Unit) -> int:
+        """Return the bytes that the first half of a backward leaves for the second, beside what is
+        kept: the gradient of what comes out of each product with a trained weight.
+        """
+        tokens = self.cfg.training.micro_batch_size * self.cfg.data.sequence_length
+        widths = [weight.shape[0] for weight in unit.trained if len(weight.shape) == 2]
+        dtype = autocast_dtype(self.cfg.training.precision) or hidden_dtype(self.cfg)
+        return tokens // self.cfg.parallel.cp * dtype.itemsize * sum(widths)
+
+    def _messages(
+        self, kind: str, forwards: Counter[int], backwards: Counter[int], in_flight: Counter[int]
+    ) -> int:
+        """Return the bytes of hidden states and their gradients that torch keeps around an action.
+
+        A chunk's output stays until its backward. gpipe and 1f1b drop what they have sent with the
+        next message of its kind. The other schedules keep all that they have sent.
+        """
+        assert self.run.pipeline is not None
+        keeps_all, number = kept_messages(self.run.pipeline) > 0, 0
+        for place, chunk in enumerate(self.share.chunks):
+            if not chunk.spec.last:
+                is_kept = keeps_all and chunk.sends
+                number += forwards[place] if is_kept else in_flight[place]
+            if chunk.receives and chunk.needs_input_gradient:
+                number += backwards[place] if keeps_all else min(1, backwards[place])
+            if kind == "F" and chunk.sends and not keeps_all:
+                number += min(1, backwards[place])
+        return number * self.hidden
 
     def _after(self) -> Iterator[Memory]:
         """Yield the moments after the last backward: sums of gradients, clipping, the update."""
         yield from ()
         base = self.base.plus(gradients=self.states["gradients"])
         trained = self.share.trained
-        if self.cfg.parallel.data == "ddp" and not self._is_wrapped:
+        parallel = self.cfg.parallel
+        is_summed_over_cp = parallel.data == "single" and parallel.cp > 1
+        if is_summed_over_cp or (parallel.data == "ddp" and not self._is_wrapped):
             yield self._summed(base, trained, "reduction of gradients")
         partial = [weight for weight in trained if weight.has_partial_gradient]
         yield self._summed(base, partial, "sum of gradients over tp")
