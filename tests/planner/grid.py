@@ -7,6 +7,7 @@ the constants of a process would decide. `tools/plan_grid.py` runs all cells.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, product
 from pathlib import Path
@@ -22,10 +23,11 @@ from shardwise.config import Data, Lora, Model, Optimizer, Parallel, RunConfig, 
 from shardwise.interfaces import Mesh
 from shardwise.metrics.memory import PeakMemory
 from shardwise.parallel.mesh import build_mesh
-from shardwise.planner.peak import Memory, memory_of_rank
+from shardwise.planner.memory import state_bytes
+from shardwise.planner.peak import Memory, boundaries_of, memory_of_run
+from shardwise.planner.share import share_of
 from shardwise.training.measure import measure_memory
 from shardwise.training.step import training_step
-from tests.communication import coordinates
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 WIDER: dict[str, dict[str, Any]] = {
@@ -86,7 +88,7 @@ def cells() -> list[Cell]:
     """Return the grid: families, layouts and modes in full, and the rest in turn."""
     hybrids = ("llama", "qwen3_5", "falcon_h1", "kimi_linear")
     of_layouts = {
-        1: [("single", family) for family in WIDER] * 3,
+        1: [("single", family) for family in WIDER] * 4,
         2: [*product(list(LAYOUTS)[1:13], hybrids[:3]), *product(("ddp", "fsdp2"), hybrids[3:])],
         4: [*product(("fsdp2", *list(LAYOUTS)[13:]), hybrids[:2])],
     }
@@ -161,19 +163,19 @@ def microbatches(cfg: RunConfig, mesh: Mesh) -> list[Batch]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A rank of a cell: bytes measured and predicted."""
+    """The bytes of a rank of a cell."""
 
     peak: int
     parts: dict[str, int]
+    """What the peak consists of, without what other cells have left behind."""
     states: dict[str, int]
-    predicted: Memory
 
 
 def measure(cell: Cell, folder: Path) -> Measured:
     """Run two steps on this rank and measure the second one."""
-    with PeakMemory(torch.device("cpu")) as inherited:
+    with PeakMemory(torch.device("cpu")) as before:
         pass
-    assert inherited.entry_bytes is not None
+    assert before.entry_bytes is not None
     cfg = config_of(cell, folder)
     mesh = build_mesh(cfg, torch.device("cpu"))
     job = build(cfg, mesh)
@@ -181,13 +183,24 @@ def measure(cell: Cell, folder: Path) -> Measured:
     training_step(job, batches, mesh, cfg.optimizer.max_grad_norm)
     rank = dist.get_rank()
     memory = measure_memory(job, batches, mesh, cfg)
-    boundaries = None if job.cut is None else job.cut.split.boundaries
-    predicted = memory_of_rank(
-        cfg, describe(cfg, dist.get_world_size()), coordinates(mesh), boundaries
-    )
-    return Measured(
-        peak=memory.peak_bytes[rank] - inherited.entry_bytes,
-        parts=memory.parts[rank],
-        states=memory.state_bytes[rank],
-        predicted=predicted,
-    )
+    parts = dict(memory.parts[rank])
+    parts["temporary"] -= before.entry_bytes
+    return Measured(sum(parts.values()), parts, memory.state_bytes[rank])
+
+
+def measure_each(cells: Sequence[Cell], folder: Path) -> list[Measured]:
+    """Measure cells of as many ranks in the same processes."""
+    return [measure(cell, folder) for cell in cells]
+
+
+def predict(cell: Cell, folder: Path) -> tuple[list[dict[str, int]], Memory]:
+    """Return the states of each rank, and the memory of the rank with the most."""
+    cfg = config_of(cell, folder)
+    run = describe(cfg, cell.num_ranks)
+    boundaries = boundaries_of(cfg, run)
+    states = []
+    for place in product(*map(range, run.sizes.values())):
+        coordinates = dict(zip(run.sizes, place, strict=True))
+        share = share_of(cfg, run, coordinates, boundaries)
+        states.append(state_bytes(cfg, share, run.sizes, coordinates))
+    return states, memory_of_run(cfg, run)

@@ -72,15 +72,20 @@ class Whole:
         yield Held("forward", 0 if self.is_first else self.total)
 
     def backward(self, place: int) -> Iterator[Held]:
-        """Yield what is held before and while a unit runs backward, its new gradients included."""
+        """Yield what is held before and while a unit runs backward.
+
+        Of its new gradients, those that are added to older ones are part of what the unit needs.
+        New ones stay. While activations are large, in the first products of the backward, one of
+        them is there.
+        """
         if self.is_first:
-            yield Held("backward", sum(self.gradients[place:]))
+            yield Held("backward", sum(self.gradients[place + 1 :]) + self.largest[place])
         else:
-            yield Held("backward", self.total + self.largest[place])
+            yield Held("backward", self.total)
 
     def reduction(self, place: int) -> Iterator[Held]:
-        """Yield what is held while the gradients of a unit are reduced, after its backward."""
-        yield from ()
+        """Yield what is held after the backward of a unit, while its gradients are reduced."""
+        yield Held("end", sum(self.gradients[place:]) if self.is_first else self.total, runs=False)
 
     def last_reduction(self) -> Iterator[Held]:
         """Yield what is held after the last backward of a step."""
@@ -102,9 +107,15 @@ class Ddp(Whole):
         """See Whole."""
         if not self.is_last:
             yield from (held._replace(buffers=self.total) for held in super().backward(place))
-            return
-        left = 0 if self.is_first else sum(self.gradients[: place + 1])
-        yield Held("backward", left + self.largest[place], self.total)
+        elif self.is_first:
+            yield Held("backward", 0, self.total)
+        else:
+            yield Held("backward", sum(self.gradients[: place + 1]), self.total)
+
+    def reduction(self, place: int) -> Iterator[Held]:
+        """See Whole."""
+        if not self.is_last:
+            yield from (held._replace(buffers=self.total) for held in super().reduction(place))
 
 
 class Zero1(Whole):
@@ -150,7 +161,7 @@ class Zero2(Zero1):
 
     def backward(self, place: int) -> Iterator[Held]:
         """See Whole."""
-        yield Held("backward", self.shards + self.pending + self.gradients[place])
+        yield Held("backward", self.shards + self.pending + self.largest[place])
 
     def reduction(self, place: int) -> Iterator[Held]:
         """See Whole."""
@@ -228,7 +239,7 @@ class Fsdp2(Sharded):
         buffers = self.gathered[place] + below + self.summands
         copy = below if self.is_gloo else 0
         yield Held("gather", self.shards, buffers + copy, runs=False)
-        yield Held("backward", self.shards + self.gradients[place], buffers)
+        yield Held("backward", self.shards + self.largest[place], buffers)
 
     def reduction(self, place: int) -> Iterator[Held]:
         """See Whole."""
@@ -285,7 +296,7 @@ class Fsdp1(Sharded):
         buffers = self._root(place) + self.gathered[place] + below
         copy = below if self.is_gloo else 0
         yield Held("gather", self.shards, buffers + copy, runs=False)
-        yield Held("backward", self.shards + self.gradients[place], buffers)
+        yield Held("backward", self.shards + self.largest[place], buffers)
 
     def reduction(self, place: int) -> Iterator[Held]:
         """Yield the joining of a unit's gradients into a flat one, and its reduction."""

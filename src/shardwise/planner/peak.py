@@ -68,17 +68,22 @@ def memory_of_run(cfg: RunConfig, run: Description) -> Memory:
     Ranks of a pipeline differ. Along the other axes the first rank has most: the last ones have
     fewer rows where a weight does not divide evenly.
     """
-    boundaries = None
-    if run.pipeline is not None:
-        num_ranks, num_shards = prod(run.sizes.values()), run.sizes["dp_shard"]
-        units, _ = costs_of(cfg, run.hf, run.spec, None, num_ranks, num_shards)
-        boundaries = choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
+    boundaries = boundaries_of(cfg, run)
     first = dict.fromkeys(run.sizes, 0)
     ranks = [first | {"pp": stage} for stage in range(run.sizes["pp"])]
     return max(
         (memory_of_rank(cfg, run, rank, boundaries) for rank in ranks),
         key=lambda memory: memory.total,
     )
+
+
+def boundaries_of(cfg: RunConfig, run: Description) -> tuple[int, ...] | None:
+    """Return the boundaries of a pipeline's chunks by counted costs; None without a pipeline."""
+    if run.pipeline is None:
+        return None
+    num_shards = run.sizes["dp_shard"] * (run.sizes["cp"] if cfg.parallel.data == "fsdp2" else 1)
+    units, _ = costs_of(cfg, run.hf, run.spec, None, prod(run.sizes.values()), num_shards)
+    return choose_split(cfg, units, run.pipeline.num_microbatches).boundaries
 
 
 def memory_of_rank(
@@ -200,7 +205,9 @@ class _Rank:
         kept = 0
         for place, unit in enumerate(units):
             for held in holding.forward(place):
-                alive = unit.memory.forward if held.runs else self.hidden
+                # What a unit needs does not include its input.
+                alive = self.hidden if place else 0
+                alive += unit.memory.forward if held.runs else 0
                 yield self._moment(held, unit.name, kept, alive)
             kept += unit.memory.kept
 
@@ -209,9 +216,10 @@ class _Rank:
         for place, unit in reversed(list(enumerate(units))):
             # The gradient of its output. The loss's is a number.
             output = 0 if unit.name == "the head" else self.hidden
-            new = max(0, unit.memory.backward - holding.gradients[place])
             for held in holding.backward(place):
-                yield self._moment(held, unit.name, kept, output + (new if held.runs else 0))
+                yield self._moment(
+                    held, unit.name, kept, output + (unit.memory.backward if held.runs else 0)
+                )
             kept -= unit.memory.kept
             for held in holding.reduction(place):
                 yield self._moment(held, unit.name, kept, self.hidden)
