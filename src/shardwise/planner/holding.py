@@ -6,7 +6,7 @@ Where the file says "copy", gloo copies what a collective gathers or scatters, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -181,16 +181,33 @@ class Zero2(Zero1):
 class Sharded(Whole):
     """What fsdp1 and fsdp2 share: a unit's weights are gathered around its forward and backward.
 
-    In a backward the weights of the next unit come while one runs. Its gradients are
-    reduce-scattered when it has ended. The root's weights stay gathered.
+    In a backward the weights of the next unit come while one runs, and its gradients are
+    reduce-scattered when it has ended. The root has the weights that are no unit's (`rest`). They
+    are gathered for the complete forward, and until their gradients are reduced.
     """
 
     def __init__(
-        self, cfg: RunConfig, units: Sequence[Unit], num_shards: int, is_gloo: bool
+        self,
+        cfg: RunConfig,
+        units: Sequence[Unit],
+        num_shards: int,
+        is_gloo: bool,
+        rest: Collection[Weight] = (),
     ) -> None:
         super().__init__(cfg, units, num_shards, is_gloo)
-        self.gathered = [self._gathered(unit.weights) for unit in units]
-        self.sent = [self._sent(unit.trained) for unit in units]
+        of_root = [weight for unit in units for weight in unit.weights if weight in rest]
+        of_units = [[w for w in unit.weights if w not in rest] for unit in units]
+        self.gathered = [self._gathered(weights) for weights in of_units]
+        self.sent = [self._sent([w for w in weights if w.is_trained]) for weights in of_units]
+        self.root = self._gathered(of_root)
+        # A tied weight is in the root, and its gradient complete when the embedding has run.
+        self.is_tied = not units[0].weights or units[0].weights[0] in rest
+        self.last = 0 if self.is_tied else len(units) - 1
+        """The unit after whose backward the gradients of the root are complete."""
+        trained = [weight for weight in of_root if weight.is_trained]
+        self.root_gradients = sum(map(self._gradient, trained)) if self.is_tied else 0
+        self.sent[self.last] += self._sent(trained)
+        self.is_root_trained = bool(trained)
         self.shards = 0
         """Bytes of the shards' gradients."""
 
@@ -202,9 +219,29 @@ class Sharded(Whole):
         """Return the bytes of these weights' gradients as they are reduce-scattered."""
         raise NotImplementedError
 
-    def _below(self, place: int) -> int:
-        """Return the bytes of the gathered weights of the unit below."""
-        return self.gathered[place - 1] if place else 0
+    def _in_backward(self, place: int) -> tuple[int, int]:
+        """Return the gathered bytes of a unit and the root, and those of the unit below."""
+        is_freed = self.is_root_trained and place < self.last
+        root = 0 if is_freed else self.root
+        return root + self.gathered[place], self.gathered[place - 1] if place else 0
+
+    def _complete(self, place: int) -> int:
+        """Return the bytes of complete gradients after the backward of a unit."""
+        is_above = self.is_tied and place < len(self.units) - 1
+        return self.gradients[place] + (self.root_gradients if is_above else 0)
+
+    def backward(self, place: int) -> Iterator[Held]:
+        """See Whole."""
+        own, below = self._in_backward(place)
+        copy = below if self.is_gloo else 0
+        gradients = self.shards + self._complete(place) - self.gradients[place]
+        summands = self._summands()
+        yield Held("gather", gradients, own + below + copy + summands, runs=False)
+        yield Held("backward", gradients + self.largest[place], own + below + summands)
+
+    def _summands(self) -> int:
+        """Return the bytes of what was reduce-scattered last, where it is kept."""
+        return 0
 
 
 class Fsdp2(Sharded):
@@ -214,11 +251,7 @@ class Fsdp2(Sharded):
     of the next unit comes early. The summands of a reduce-scatter stay until the next one.
     """
 
-    def __init__(
-        self, cfg: RunConfig, units: Sequence[Unit], num_shards: int, is_gloo: bool
-    ) -> None:
-        super().__init__(cfg, units, num_shards, is_gloo)
-        self.summands = 0
+    sent_last = 0
 
     def _gathered(self, weights: Sequence[Weight]) -> int:
         return sum(w.padded_numel(self.num_shards) * w.itemsize for w in weights)
@@ -226,92 +259,91 @@ class Fsdp2(Sharded):
     def _sent(self, weights: Sequence[Weight]) -> int:
         return sum(4 * weight.padded_numel(self.num_shards) for weight in weights)
 
+    def _summands(self) -> int:
+        return self.sent_last
+
     def forward(self, place: int) -> Iterator[Held]:
         """See Whole."""
-        own = self.gathered[place]
+        own, before = self.gathered[place], self.gathered[place - 1] if place else 0
         copy = own if self.is_gloo else 0
-        yield Held("gather", self.shards, self._below(place) + own + copy, runs=False)
-        yield Held("forward", self.shards, 2 * own)
-
-    def backward(self, place: int) -> Iterator[Held]:
-        """See Whole."""
-        below = self._below(place)
-        buffers = self.gathered[place] + below + self.summands
-        copy = below if self.is_gloo else 0
-        yield Held("gather", self.shards, buffers + copy, runs=False)
-        yield Held("backward", self.shards + self.largest[place], buffers)
+        yield Held("gather", self.shards, self.root + before + own + copy, runs=False)
+        yield Held("forward", self.shards, self.root + 2 * own)
 
     def reduction(self, place: int) -> Iterator[Held]:
-        """See Whole."""
-        sent, below = self.sent[place], self._below(place)
+        """Yield what is held while gradients are copied and sent, and their sums come back."""
+        sent = self.sent[place]
+        _, below = self._in_backward(place)
         if sent:
-            self.summands = sent
-            gradients = self.gradients[place]
-            part = sent // self.num_shards
-            copy = sent if self.is_gloo else 0
-            yield Held("reduction", self.shards + gradients, below + sent, runs=False)
+            copy, part = sent if self.is_gloo else 0, sent // self.num_shards
+            gradients = self.shards + self._complete(place)
+            yield Held("reduction", gradients, below + sent, runs=False)
             yield Held("reduction", self.shards + part, below + sent + copy, runs=False)
-            if self.is_first:
-                self.shards += gradients // self.num_shards
+            self.shards += part if self.is_first else 0
+            self.sent_last = sent
         if place == 0:
-            self.summands = 0
+            self.sent_last = 0
 
 
 class Fsdp1(Sharded):
     """parallel/fsdp1.py: the weights of a unit are views into a flat parameter."""
 
-    def _flat(self, weights: Sequence[Weight]) -> int:
-        size = 0
-        for flat in flat_parameters(Gathered(tuple(weights), False), self.cfg.parallel.fsdp1_wrap):
-            end = flat_spans(flat)[-1][1]
-            size += -(-end // self.num_shards) * self.num_shards * flat[0].itemsize
+    def _gathered(self, weights: Sequence[Weight]) -> int:
+        size, wrap = 0, self.cfg.parallel.fsdp1_wrap
+        for flat in flat_parameters(Gathered(tuple(weights), False), wrap):
+            numel = -(-flat_spans(flat)[-1][1] // self.num_shards) * self.num_shards
+            size += numel * flat[0].itemsize
         return size
 
-    def _gathered(self, weights: Sequence[Weight]) -> int:
-        return self._flat(weights)
-
-    def _sent(self, weights: Sequence[Weight]) -> int:
-        return self._flat(weights)
-
-    def __init__(
-        self, cfg: RunConfig, units: Sequence[Unit], num_shards: int, is_gloo: bool
-    ) -> None:
-        super().__init__(cfg, units, num_shards, is_gloo)
-        self.root, self.gathered[-1] = self.gathered[-1], 0
-
-    def _root(self, place: int) -> int:
-        """Return the bytes of the gathered root in a backward: a trained one is freed first."""
-        return 0 if self.sent[-1] and place < len(self.units) - 1 else self.root
+    _sent = _gathered
 
     def forward(self, place: int) -> Iterator[Held]:
         """See Whole."""
-        own = self.gathered[place]
-        copy = own if self.is_gloo else 0
-        yield Held("gather", self.shards, self.root + own + copy, runs=False)
-        yield Held("forward", self.shards, self.root + own)
-
-    def backward(self, place: int) -> Iterator[Held]:
-        """See Whole."""
-        below = self._below(place)
-        buffers = self._root(place) + self.gathered[place] + below
-        copy = below if self.is_gloo else 0
-        yield Held("gather", self.shards, buffers + copy, runs=False)
-        yield Held("backward", self.shards + self.largest[place], buffers)
+        own = self.root + self.gathered[place]
+        copy = self.gathered[place] if self.is_gloo else 0
+        yield Held("gather", self.shards, own + copy, runs=False)
+        yield Held("forward", self.shards, own)
 
     def reduction(self, place: int) -> Iterator[Held]:
         """Yield the joining of a unit's gradients into a flat one, and its reduction."""
-        sent, below = self.sent[place], self._below(place)
+        sent = self.sent[place]
         if sent:
-            part = sent // self.num_shards
-            gathered = self._root(place) + self.gathered[place] + below
-            below += self._root(max(0, place - 1))
-            copy = sent if self.is_gloo else 0
-            yield Held(
-                "reduction", self.shards + self.gradients[place] + sent, gathered, runs=False
-            )
-            yield Held("reduction", self.shards + sent + part, below + copy, runs=False)
-            if self.is_first:
-                self.shards += part
+            own, below = self._in_backward(place)
+            copy, part = sent if self.is_gloo else 0, sent // self.num_shards
+            joined = self.shards + self._complete(place) + sent
+            yield Held("reduction", joined, own + below, runs=False)
+            root = own - self.gathered[place]
+            yield Held("reduction", self.shards + sent + part, root + below + copy, runs=False)
+            self.shards += part if self.is_first else 0
+
+
+class Fsdp2Stage(Fsdp2):
+    """fsdp2 in a pipeline: torch's stage keeps a step's gathered weights and complete gradients."""
+
+    def forward(self, place: int) -> Iterator[Held]:
+        """See Whole."""
+        gathered = self.root + sum(self.gathered) + self.gathered[place]
+        yield Held("forward", 0 if self.is_first else self.total, gathered)
+
+    def backward(self, place: int) -> Iterator[Held]:
+        """See Whole."""
+        gathered = self.root + sum(self.gathered)
+        for held in Whole.backward(self, place):
+            yield held._replace(buffers=gathered)
+
+    def reduction(self, place: int) -> Iterator[Held]:
+        """See Whole."""
+        yield from ()
+
+    def last_reduction(self) -> Iterator[Held]:
+        """Yield what is held while one unit after the other is reduced."""
+        left, gathered = self.total, self.root + sum(self.gathered)
+        for place in reversed(range(len(self.units))):
+            sent = self.sent[place]
+            copy, part = sent if self.is_gloo else 0, sent // self.num_shards
+            yield Held("reduction", left, gathered + sent, runs=False)
+            left -= self.gradients[place]
+            yield Held("reduction", left + part, gathered + sent + copy, runs=False)
+            left += part
 
 
 def buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
@@ -325,13 +357,3 @@ def buckets(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
         bucket.append(weight)
     if bucket:
         yield bucket
-
-
-HOLDING: dict[str, type[Whole]] = {
-    "single": Whole,
-    "ddp": Ddp,
-    "zero1": Zero1,
-    "zero2": Zero2,
-    "fsdp1": Fsdp1,
-    "fsdp2": Fsdp2,
-}

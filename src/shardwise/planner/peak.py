@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
+
+from torch import nn
 
 from shardwise.assembly.costs import choose_split, costs_of
 from shardwise.assembly.describe import Description
@@ -21,7 +24,18 @@ from shardwise.layouts import num_microbatches
 from shardwise.models.activations import UnitMemory, unit_memory
 from shardwise.models.dtypes import autocast_dtype, hidden_dtype
 from shardwise.parallel.reduce import BUCKET_ELEMENTS
-from shardwise.planner.holding import HOLDING, Held, Unit, Whole, buckets
+from shardwise.planner.holding import (
+    Ddp,
+    Fsdp1,
+    Fsdp2,
+    Fsdp2Stage,
+    Held,
+    Unit,
+    Whole,
+    Zero1,
+    Zero2,
+    buckets,
+)
 from shardwise.planner.memory import state_bytes
 from shardwise.planner.share import Chunk, Share, Weight, share_of
 from shardwise.planner.units import shard_axis
@@ -55,7 +69,8 @@ class Memory:
     @property
     def total(self) -> int:
         """All bytes."""
-        return sum(size for part, size in asdict(self).items() if part != "moment")
+        states = self.weights + self.gradients + self.optimizer
+        return states + self.activations + self.buffers + self.temporary + self.overhead
 
     def plus(self, **sizes: int) -> Memory:
         """Return this memory with more bytes of some parts."""
@@ -102,6 +117,11 @@ def memory_of_rank(
     return max(rank.moments(), key=lambda memory: memory.total)
 
 
+@lru_cache(maxsize=1)
+def _constant_bytes(hf: nn.Module) -> int:
+    return sum(buffer.nbytes for buffer in hf.buffers())
+
+
 class _Rank:
     """A rank and the moments of its step."""
 
@@ -122,7 +142,7 @@ class _Rank:
         self.states = state_bytes(cfg, share, run.sizes, coordinates)
         # Ids, labels, documents, and the places of targets: int64.
         rows = 4 * 8 * tokens * self.num_microbatches
-        constants = sum(buffer.nbytes for buffer in run.hf.buffers())
+        constants = _constant_bytes(run.hf)
         self.base = Memory(
             weights=self.states["weights"],
             optimizer=self.states["optimizer"],
@@ -175,11 +195,18 @@ class _Rank:
             yield from self._pipeline()
         yield from self._after()
 
-    def _holding(self, units: Sequence[Unit]) -> Whole:
+    def _holding(self, units: Sequence[Unit], chunk: Chunk) -> Whole:
         data = self.cfg.parallel.data
-        if data == "ddp" and not self._is_wrapped:
-            data = "single"
-        return HOLDING[data](self.cfg, units, self.num_shards, self.is_gloo)
+        common = self.cfg, units, self.num_shards, self.is_gloo
+        if data in ("fsdp1", "fsdp2"):
+            kind = Fsdp1 if data == "fsdp1" else Fsdp2 if self.run.pipeline is None else Fsdp2Stage
+            rest = [*units[0].weights] if chunk.spec.tied else []
+            if chunk.spec.last and (chunk.spec.tied or data == "fsdp1"):
+                rest += units[-1].weights
+            return kind(*common, frozenset(rest))
+        if data in ("zero1", "zero2"):
+            return Zero1(*common) if data == "zero1" else Zero2(*common)
+        return Ddp(*common) if self._is_wrapped else Whole(*common)
 
     @property
     def _is_wrapped(self) -> bool:
@@ -192,7 +219,7 @@ class _Rank:
         part.
         """
         (units,) = self.chunks
-        holding = self._holding(units)
+        holding = self._holding(units, self.share.chunks[0])
         last = self.num_microbatches - 1
         for number in sorted({0, min(1, last), last}):
             holding.begin(number == 0, number == last)
@@ -238,7 +265,7 @@ class _Rank:
         assert self.run.pipeline is not None
         rank = self.coordinates["pp"]
         chunks = self.run.pipeline.chunks_of(rank)
-        holdings = [self._holding(units) for units in self.chunks]
+        holdings = [*map(self._holding, self.chunks, self.share.chunks)]
         kept = [sum(unit.memory.kept for unit in units) for units in self.chunks]
         late = [sum(map(self._late, units)) for units in self.chunks]
         forwards, backwards, in_flight = Counter[int](), Counter[int](), Counter[int]()
@@ -273,6 +300,10 @@ class _Rank:
                 halved[place] -= 1
             if action.kind in "BW":
                 holding.is_first = False
+        for holding in holdings:
+            others = sum(h.total for h in holdings if h is not holding)
+            for held in holding.last_reduction():
+                yield self._moment(held, "gradients").plus(gradients=others)
 
     def _late(self, unit: Unit) -> int:
         """Return the bytes that the first half of a backward leaves for the second, beside what is
