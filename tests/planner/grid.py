@@ -105,6 +105,8 @@ def cells() -> list[Cell]:
             length, rows, microbatches, checkpointing, precision = next(rest)
             if LAYOUTS[layout].get("pp"):
                 microbatches = 4
+            if layout in ("zbv", "interleaved") and family == "falcon_h1":
+                family = "lfm2"  # four stages need more than two layers
             if layout == "zbv":  # a rule refuses to recompute layers
                 checkpointing = "none"
             cell = Cell(

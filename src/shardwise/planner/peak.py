@@ -43,6 +43,13 @@ from shardwise.schedule.simulate import kept_messages
 
 NORM_ELEMENTS = 2**16
 """Elements of a gradient that are squared together for the norm, on a CPU."""
+CUDA_CONTEXT_BYTES = 512 * 2**20
+"""What a process takes of a GPU before its first tensor: the driver's context and the kernels that
+are loaded. About 300 MB for a small model since kernels are loaded when they are first used
+(pytorch/pytorch, issue 107667), and more with each library of kernels. *Unverified here.*"""
+NCCL_BYTES = 32 * 4 * 2**20
+"""What NCCL takes for a group of ranks: a buffer of 4 MiB (NCCL_BUFFSIZE) for each of at most 32
+channels (NCCL_MAX_NCHANNELS, the defaults in NVIDIA's documentation). *Unverified here.*"""
 
 
 @dataclass(frozen=True)
@@ -140,6 +147,14 @@ class _Rank:
         self.hidden = tokens // cfg.parallel.cp * width // between
         """The bytes of hidden states between layers, as large as their gradient."""
         self.states = state_bytes(cfg, share, run.sizes, coordinates)
+        if not self.is_gloo:
+            # What is offloaded is in the host's memory.
+            offloaded = {
+                "none": (),
+                "optimizer": ("gradients", "optimizer"),
+                "all": tuple(self.states),
+            }
+            self.states |= dict.fromkeys(offloaded[cfg.parallel.offload], 0)
         # Ids, labels, documents, and the places of targets: int64.
         rows = 4 * 8 * tokens * self.num_microbatches
         constants = _constant_bytes(run.hf)
@@ -147,8 +162,10 @@ class _Rank:
             weights=self.states["weights"],
             optimizer=self.states["optimizer"],
             temporary=rows + constants,
-            overhead=0,
         )
+        if not self.is_gloo:
+            groups = sum(size > 1 for size in run.sizes.values())
+            self.base = self.base.plus(overhead=CUDA_CONTEXT_BYTES + groups * NCCL_BYTES)
         self.memories: dict[object, UnitMemory] = {}
         self.chunks = [self._units(chunk) for chunk in share.chunks]
 
@@ -358,6 +375,8 @@ class _Rank:
         is_adamw = self.cfg.optimizer.name == "adamw"
         # torch updates one weight after the other on a CPU, and all together on a GPU.
         update = (2 if is_adamw else 1) * largest if self.is_gloo else every
+        if not self.is_gloo and self.cfg.parallel.offload != "none":
+            update = 0
         yield replace(base.plus(temporary=update), moment="update of the largest weight")
         if self.cfg.parallel.data in ("zero1", "zero2"):
             for bucket in buckets(trained[::-1]):
