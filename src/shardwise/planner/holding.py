@@ -51,12 +51,21 @@ class Whole:
     """
 
     def __init__(
-        self, cfg: RunConfig, units: Sequence[Unit], num_shards: int, is_gloo: bool
+        self,
+        cfg: RunConfig,
+        units: Sequence[Unit],
+        num_shards: int,
+        is_gloo: bool,
+        tied: Weight | None = None,
     ) -> None:
+        """Take the units of a chunk; `tied`: the weight that both ends of the chunk use."""
         self.cfg, self.units, self.num_shards, self.is_gloo = cfg, units, num_shards, is_gloo
-        sizes = [[self._gradient(weight) for weight in unit.trained] for unit in units]
-        self.gradients = [sum(of_unit) for of_unit in sizes]
-        self.largest = [max(of_unit, default=0) for of_unit in sizes]
+        self.tied = tied
+        sizes = [{weight: self._gradient(weight) for weight in unit.trained} for unit in units]
+        self.gradients = [sum(of_unit.values()) for of_unit in sizes]
+        # The head makes a gradient of a tied weight, to which the embedding adds its own at last.
+        self.early = sizes[0].pop(tied, 0) if tied else 0
+        self.largest = [max(of_unit.values(), default=0) for of_unit in sizes]
         self.total = sum(self.gradients)
         self.is_first = self.is_last = True
 
@@ -79,13 +88,15 @@ class Whole:
         them is there.
         """
         if self.is_first:
-            yield Held("backward", sum(self.gradients[place + 1 :]) + self.largest[place])
+            new = sum(self.gradients[place + 1 :]) + self.largest[place]
+            yield Held("backward", new + self.early)
         else:
-            yield Held("backward", self.total)
+            yield Held("backward", self.total + self.early)
 
     def reduction(self, place: int) -> Iterator[Held]:
         """Yield what is held after the backward of a unit, while its gradients are reduced."""
-        yield Held("end", sum(self.gradients[place:]) if self.is_first else self.total, runs=False)
+        gradients = sum(self.gradients[place:]) if self.is_first else self.total
+        yield Held("end", gradients + (self.early if place else 0), runs=False)
 
     def last_reduction(self) -> Iterator[Held]:
         """Yield what is held after the last backward of a step."""
@@ -108,9 +119,9 @@ class Ddp(Whole):
         if not self.is_last:
             yield from (held._replace(buffers=self.total) for held in super().backward(place))
         elif self.is_first:
-            yield Held("backward", 0, self.total)
+            yield Held("backward", self.early, self.total)
         else:
-            yield Held("backward", sum(self.gradients[: place + 1]), self.total)
+            yield Held("backward", sum(self.gradients[: place + 1]) + self.early, self.total)
 
     def reduction(self, place: int) -> Iterator[Held]:
         """See Whole."""
@@ -144,9 +155,14 @@ class Zero2(Zero1):
     """Buckets are reduced in each backward, as soon as they are full."""
 
     def __init__(
-        self, cfg: RunConfig, units: Sequence[Unit], num_shards: int, is_gloo: bool
+        self,
+        cfg: RunConfig,
+        units: Sequence[Unit],
+        num_shards: int,
+        is_gloo: bool,
+        tied: Weight | None = None,
     ) -> None:
-        super().__init__(cfg, units, num_shards, is_gloo)
+        super().__init__(cfg, units, num_shards, is_gloo, tied)
         places = {w: place for place, unit in enumerate(units) for w in unit.trained}
         self.ready: dict[int, list[list[Weight]]] = {}
         """The buckets that the backward of a unit completes, by its place."""
@@ -161,7 +177,8 @@ class Zero2(Zero1):
 
     def backward(self, place: int) -> Iterator[Held]:
         """See Whole."""
-        yield Held("backward", self.shards + self.pending + self.largest[place])
+        gradients = self.shards + self.pending + self.early
+        yield Held("backward", gradients + self.largest[place])
 
     def reduction(self, place: int) -> Iterator[Held]:
         """See Whole."""
@@ -192,20 +209,18 @@ class Sharded(Whole):
         units: Sequence[Unit],
         num_shards: int,
         is_gloo: bool,
+        tied: Weight | None = None,
         rest: Collection[Weight] = (),
     ) -> None:
-        super().__init__(cfg, units, num_shards, is_gloo)
+        super().__init__(cfg, units, num_shards, is_gloo, tied)
         of_root = [weight for unit in units for weight in unit.weights if weight in rest]
         of_units = [[w for w in unit.weights if w not in rest] for unit in units]
         self.gathered = [self._gathered(weights) for weights in of_units]
         self.sent = [self._sent([w for w in weights if w.is_trained]) for weights in of_units]
         self.root = self._gathered(of_root)
-        # A tied weight is in the root, and its gradient complete when the embedding has run.
-        self.is_tied = not units[0].weights or units[0].weights[0] in rest
-        self.last = 0 if self.is_tied else len(units) - 1
+        self.last = len(units) - 1 if tied is None else 0
         """The unit after whose backward the gradients of the root are complete."""
         trained = [weight for weight in of_root if weight.is_trained]
-        self.root_gradients = sum(map(self._gradient, trained)) if self.is_tied else 0
         self.sent[self.last] += self._sent(trained)
         self.is_root_trained = bool(trained)
         self.shards = 0
@@ -227,14 +242,13 @@ class Sharded(Whole):
 
     def _complete(self, place: int) -> int:
         """Return the bytes of complete gradients after the backward of a unit."""
-        is_above = self.is_tied and place < len(self.units) - 1
-        return self.gradients[place] + (self.root_gradients if is_above else 0)
+        return self.gradients[place] + (self.early if place else 0)
 
     def backward(self, place: int) -> Iterator[Held]:
         """See Whole."""
         own, below = self._in_backward(place)
         copy = below if self.is_gloo else 0
-        gradients = self.shards + self._complete(place) - self.gradients[place]
+        gradients = self.shards + self.early
         summands = self._summands()
         yield Held("gather", gradients, own + below + copy + summands, runs=False)
         yield Held("backward", gradients + self.largest[place], own + below + summands)

@@ -178,9 +178,7 @@ class _Rank:
         last = len(model.layers) + 1
         for weight in chunk.weights:
             prefix = ".".join(weight.name.split(".")[:depth]) + "."
-            # The gradient of a tied weight is made by the head first.
             is_end = weight.name.startswith((f"{model.norm}.", f"{model.head}."))
-            is_end |= stage.last and model.tied and weight.name == f"{model.embed}.weight"
             place = places.get(prefix, last if is_end or not stage.first else 0)
             weights.setdefault(place, []).append(weight)
         first = places[f"{stage.layers[0].name}."] if stage.layers else last
@@ -213,12 +211,15 @@ class _Rank:
         yield from self._after()
 
     def _holding(self, units: Sequence[Unit], chunk: Chunk) -> Whole:
-        data = self.cfg.parallel.data
-        common = self.cfg, units, self.num_shards, self.is_gloo
+        data, spec = self.cfg.parallel.data, chunk.spec
+        is_tied = spec.tied and spec.first and spec.last
+        name = f"{spec.embed}.weight"
+        tied = next((w for w in units[0].weights if w.name == name), None) if is_tied else None
+        common = self.cfg, units, self.num_shards, self.is_gloo, tied
         if data in ("fsdp1", "fsdp2"):
             kind = Fsdp1 if data == "fsdp1" else Fsdp2 if self.run.pipeline is None else Fsdp2Stage
-            rest = [*units[0].weights] if chunk.spec.tied else []
-            if chunk.spec.last and (chunk.spec.tied or data == "fsdp1"):
+            rest = [*units[0].weights] if tied else []
+            if spec.last and (tied or data == "fsdp1"):
                 rest += units[-1].weights
             return kind(*common, frozenset(rest))
         if data in ("zero1", "zero2"):
