@@ -14,8 +14,17 @@ from transformers import PretrainedConfig
 from shardwise.kernels.kimi_delta_attention import RECURRENCE, backend
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Kind, Shapes
-from shardwise.models.kinds.gated_delta_net import DeltaRule, delta_rule, rule_carries
-from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
+from shardwise.models.kinds.gated_delta_net import (
+    DeltaRule,
+    Scratch,
+    delta_rule,
+    parts_of,
+    rule_carries,
+    rule_outputs,
+)
+from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
+from shardwise.models.operations import WIDE, Block
+from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -70,6 +79,34 @@ def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
     return rule_carries(cores(config)[0], num_heads, shapes["conv1d.weight"][0])
 
 
+def activations(block: Block, x: Tensor) -> Tensor:
+    """Keep what a Gated DeltaNet keeps, and the decay of each channel in 32 bits three times.
+
+    These are the sum that softplus reads, what it gives, and its product with the rate.
+    """
+    mixed = block.joined(block.linears(("q_proj", "k_proj", "v_proj"), x))
+    mixed = convolved(block, mixed)
+    g = _decay(block.within("forget_gate"), block, x)
+    beta = block.pointwise(block.linear("b_proj", x), keeps_outputs=True)
+    (rule,) = cores(block.config)
+    qkv = parts_of(block, mixed, rule, beta.numel // block.tokens)
+    out = rule_outputs(block, rule, qkv, g, beta, SCRATCH)
+    gate = block.linear("g_b_proj", block.linear("g_a_proj", x))
+    return block.linear("o_proj", block.gated_norm("o_norm.weight", out, gate))
+
+
+def _decay(gate: Block, block: Block, x: Tensor) -> Tensor:
+    """Return the logarithm of the decay of each channel: see models/patches/forget_gate.py."""
+    g = block.linear("forget_gate.f_b_proj", block.linear("forget_gate.f_a_proj", x))
+    g = block.sum(block.as_dtype(g, WIDE), gate.weight("dt_bias"))
+    rate = block.pointwise(block.as_dtype(gate.weight("A_log"), WIDE), keeps_outputs=True)
+    return block.product(rate, block.pointwise(g, [g]))
+
+
+SCRATCH = Scratch(44, 5, 2), Scratch(43, 10, 6)
+"""In the forward and in the backward."""
+
+
 def split(block: Any, num_ranks: int) -> BlockSplit:
     """Shard by heads: q, k, v, the gate of the output and the decay have H features a head.
 
@@ -98,6 +135,7 @@ KDA = Kind(
     cores=cores,
     functions={"chunk_kimi_delta_attention": delta_rule(RECURRENCE), **CAUSAL_CONVOLUTION},
     carries=carries,
+    activations=activations,
     backends=(Backend("Kimi Delta Attention", backend), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,
