@@ -102,7 +102,7 @@ MOST_LINES = {
     "parallel": 3_300,
     "data": 3_760,
     "kernels": 6_900,
-    "planner schedule metrics": 4_150,
+    "planner schedule metrics": 4_950,
     "proof": 1_100,
     "benchmark report drawing records": 5_100,
 }
@@ -186,7 +186,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 3_550
+    assert lines <= 3_690
 
 
 def every_source() -> list[Path]:

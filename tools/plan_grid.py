@@ -5,7 +5,8 @@
 Every cell of tests/planner/grid.py takes two steps on its ranks, forked processes with gloo. The
 second one is measured: the exact bytes of the rank with the most. `error` is predicted over
 measured, less 1. No cell is used to fit anything: the formulas have no fitted number. With
-`--keep-measured` a complete file keeps its measured bytes, and only predictions are made again.
+`--keep-measured` the rows of the file stay as they are measured, and only predictions are made
+again.
 A figure beside the file draws predicted over measured peaks.
 """
 
@@ -37,31 +38,37 @@ def main() -> None:
     parser = command_line(__doc__, Path(__file__).parents[1] / "results" / "plan" / "grid.json")
     parser.add_argument("--keep-measured", action="store_true")
     options = parser.parse_args()
-    if options.keep_measured:
-        rows = json.loads(options.out.read_text(encoding="utf-8"))["rows"]
     grid = {cell.id: cell for cell in cells()}
-    results = Results(options.out, {"environment": environment()})
-    if options.keep_measured:
-        results.rows = rows
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        left = [cell for cell in grid.values() if cell.id not in results.rows]
-        for num_ranks, alike in groupby(left, key=lambda cell: cell.num_ranks):
-            of_number = list(alike)
-            for start in range(0, len(of_number), TOGETHER):
-                group = of_number[start : start + TOGETHER]
-                measured = zip(*run_ranks(num_ranks, measure_each, group, folder), strict=True)
-                for cell, ranks in zip(group, measured, strict=True):
-                    results.add(cell.id, partial(row_of, ranks))
-        for case, row in results.rows.items():
+        if options.keep_measured:
+            content = json.loads(options.out.read_text(encoding="utf-8"))
+            rows, equal = content["rows"], content["environment"]
+        else:
+            equal = environment()
+            rows = measured_rows(Results(options.out, {"environment": equal}), grid, folder)
+        for case, row in rows.items():
             row |= compared(grid[case], row, folder)
-    summary = summary_of(list(grid.values()), results.rows)
-    write_json(
-        options.out, {"summary": summary, "environment": environment(), "rows": results.rows}
-    )
-    options.out.with_suffix(".png").write_bytes(figure_of(list(grid.values()), results.rows))
+    measured = [cell for cell in grid.values() if cell.id in rows]
+    summary = summary_of(measured, rows)
+    content = {"complete": len(measured) == len(grid), "summary": summary, "environment": equal}
+    write_json(options.out, content | {"rows": rows})
+    options.out.with_suffix(".png").write_bytes(figure_of(measured, rows))
     columns = ("cells", "median", "worst", "worst_cell")
     print(table(("group", *columns), [(g, *(r[c] for c in columns)) for g, r in summary.items()]))
+
+
+def measured_rows(results: Results, grid: dict[str, Cell], folder: Path) -> dict[str, Any]:
+    """Measure the cells that the file lacks, and return the rows of all."""
+    left = [cell for cell in grid.values() if cell.id not in results.rows]
+    for num_ranks, alike in groupby(left, key=lambda cell: cell.num_ranks):
+        of_number = list(alike)
+        for start in range(0, len(of_number), TOGETHER):
+            group = of_number[start : start + TOGETHER]
+            measured = zip(*run_ranks(num_ranks, measure_each, group, folder), strict=True)
+            for cell, ranks in zip(group, measured, strict=True):
+                results.add(cell.id, partial(row_of, ranks))
+    return results.rows
 
 
 def row_of(ranks: Sequence[Any]) -> dict[str, Any]:
