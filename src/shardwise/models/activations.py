@@ -140,6 +140,7 @@ class _Unit:
         block = self._block(self.spec.head, None)
         if self.cfg.training.loss == "plain":
             logits = block.as_dtype(block.linear("", h), WIDE)
+            del h
             shares = block.pointwise(logits, keeps_outputs=True)
             return self.tape.run([shares], [(1, WIDE)])[0]
         return _chunked_loss(block, h)
@@ -207,9 +208,9 @@ def _weights(
             parameters[hf_name(name)] = local[p]
     adapters = {}
     for path, adapter in adapter_layers(module).items():
-        factors = (next(iter(f.values()), None) for f in (adapter.lora_A, adapter.lora_B))
-        a, b = (None if factor is None else local[factor.weight] for factor in factors)
-        if a is not None and b is not None:
+        factors: list[Any] = [*adapter.lora_A.values(), *adapter.lora_B.values()]
+        if factors:
+            a, b = (local[factor.weight] for factor in factors)
             adapters[path] = Adapter(a, b)
     return parameters, adapters
 

@@ -76,9 +76,10 @@ class DeltaRule(Core):
         """The numbers per token that products of a chunk give: selective checkpointing keeps them.
 
         Pairs of keys, their inverse and scores; values, corrections and two parts of the output;
-        what is read of the state.
+        what is read of the state, and the state after the chunk.
         """
-        return 3 * self.chunk_size + 4 * self.value_dim + self.key_dim
+        state = self.key_dim * self.value_dim // self.chunk_size
+        return 3 * self.chunk_size + 4 * self.value_dim + self.key_dim + state
 
     def _over_chunks(self, sequence_length: int, flops: Callable[[DeltaRule], int]) -> float:
         """Return the FLOPs per token of full chunks and of the rest."""
@@ -157,15 +158,16 @@ def activations(block: Block, x: Tensor) -> Tensor:
 
 
 def _separate(block: Block, x: Tensor) -> Tensor:
-    mixed = block.joined(block.linears(("q_proj", "k_proj", "v_proj"), x))
+    names = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")
+    *parts, a, b, gate = block.linears(names, x)
+    mixed = block.joined(parts)
+    del parts
     mixed = convolved(block, mixed)
-    beta = block.pointwise(block.linear("b_proj", x), keeps_outputs=True)
-    beta = block.scaled(beta)
-    g = decay(block, block.linear("a_proj", x))
+    beta = block.scaled(block.pointwise(b, keeps_outputs=True))
+    g = decay(block, a)
     (rule,) = cores(block.config)
     qkv = parts_of(block, mixed, rule, beta.numel // block.tokens)
     out = rule_outputs(block, rule, qkv, g, beta, DELTA_RULE_SCRATCH)
-    gate = block.linear("g_proj", x)
     return block.linear("o_proj", block.gated_norm("o_norm.weight", out, gate))
 
 
@@ -203,7 +205,10 @@ def rule_outputs(
     beta: Tensor,
     scratch: tuple[Scratch, Scratch],
 ) -> Tensor:
-    """Return the outputs of a delta rule, which keeps its inputs, and the state before each chunk in 32 bits."""
+    """Return the outputs of a delta rule.
+
+    It keeps its inputs, and the state before each chunk in 32 bits.
+    """
     q, k, v = qkv
     num_heads = beta.numel // block.tokens
     state = block.rows * num_heads * rule.key_dim * rule.value_dim

@@ -67,8 +67,7 @@ def activations(block: Block, x: Tensor) -> Tensor:
     """
     _, rule = cores(block.config)
     generator = "dynamic_conv1d.kernel_generator"
-    values = block.linear("v_proj", x)
-    between = block.linear(f"{generator}.w1", x)
+    q, k, values, a, b, gate, between = block.linears((*PROJECTIONS, f"{generator}.w1"), x)
     kernels = block.linear(f"{generator}.w2", block.pointwise(between, [between]))
     wide = values.numel * WIDE
     v = block.tape.run(
@@ -79,14 +78,12 @@ def activations(block: Block, x: Tensor) -> Tensor:
         backward=4 * wide,
     )[0]
     del values, between, kernels
-    q, k = block.linear("q_proj", x), block.linear("k_proj", x)
     q, k = block.pointwise(q, [q]), block.pointwise(k, [k])
-    beta = block.pointwise(block.linear("b_proj", x), keeps_outputs=True)
-    g = gated_delta_net.decay(block, block.linear("a_proj", x))
+    beta = block.pointwise(b, keeps_outputs=True)
+    g = gated_delta_net.decay(block, a)
     out = gated_delta_net.rule_outputs(
         block, rule, [q, k, v], g, beta, gated_delta_net.DELTA_RULE_SCRATCH
     )
-    gate = block.linear("g_proj", x)
     return block.linear("o_proj", block.gated_norm("o_norm.weight", out, gate))
 
 

@@ -58,6 +58,12 @@ class KimiDeltaAttention(DeltaRule):
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
         return 2 * c * c * (4 * k + 3 * v) + 14 * c * k * v + 2 * self._solve()
 
+    @property
+    def products(self) -> int:
+        """See DeltaRule: one product gives the pairs of keys and those of queries with keys."""
+        state = self.key_dim * self.value_dim // self.chunk_size
+        return self.chunk_size + 4 * self.value_dim + self.key_dim + state
+
     def _solve(self) -> int:
         return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)
 
@@ -84,23 +90,26 @@ def activations(block: Block, x: Tensor) -> Tensor:
 
     These are the sum that softplus reads, what it gives, and its product with the rate.
     """
-    mixed = block.joined(block.linears(("q_proj", "k_proj", "v_proj"), x))
+    names = ("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "forget_gate.f_a_proj")
+    *parts, b, gate, rate = block.linears(names, x)
+    mixed = block.joined(parts)
+    del parts
     mixed = convolved(block, mixed)
-    g = _decay(block.within("forget_gate"), block, x)
-    beta = block.pointwise(block.linear("b_proj", x), keeps_outputs=True)
+    g = _decay(block.within("forget_gate"), rate)
+    beta = block.pointwise(b, keeps_outputs=True)
     (rule,) = cores(block.config)
     qkv = parts_of(block, mixed, rule, beta.numel // block.tokens)
     out = rule_outputs(block, rule, qkv, g, beta, SCRATCH)
-    gate = block.linear("g_b_proj", block.linear("g_a_proj", x))
+    gate = block.linear("g_b_proj", gate)
     return block.linear("o_proj", block.gated_norm("o_norm.weight", out, gate))
 
 
-def _decay(gate: Block, block: Block, x: Tensor) -> Tensor:
+def _decay(gate: Block, x: Tensor) -> Tensor:
     """Return the logarithm of the decay of each channel: see models/patches/forget_gate.py."""
-    g = block.linear("forget_gate.f_b_proj", block.linear("forget_gate.f_a_proj", x))
-    g = block.sum(block.as_dtype(g, WIDE), gate.weight("dt_bias"))
-    rate = block.pointwise(block.as_dtype(gate.weight("A_log"), WIDE), keeps_outputs=True)
-    return block.product(rate, block.pointwise(g, [g]))
+    g = gate.linear("f_b_proj", x)
+    g = gate.sum(gate.as_dtype(g, WIDE), gate.weight("dt_bias"))
+    rate = gate.pointwise(gate.as_dtype(gate.weight("A_log"), WIDE), keeps_outputs=True)
+    return gate.product(rate, gate.pointwise(g, [g]))
 
 
 SCRATCH = Scratch(44, 5, 2), Scratch(43, 10, 6)

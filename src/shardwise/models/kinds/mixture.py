@@ -86,7 +86,7 @@ def _has(block: Block, path: str) -> bool:
 def _routed(block: Block, x: Tensor) -> Tensor:
     """Return what the outputs of a token's experts count, [B*T, top_k] in 32 bits."""
     name = next(n for n in ("gate.weight", "router.weight") if n in block.parameters)
-    num_experts, width = block.parameters[name].shape
+    num_experts = block.parameters[name].shape[0]
     is_wide = "gate.e_score_correction_bias" in block.buffers
     weight = block.weight(name)
     if is_wide:
