@@ -81,20 +81,6 @@ def test_adapters_on_experts_alone_have_the_kernel_of_experts():
     assert run_ranks(1, experts_alone) == [{"loss": "chunked", "experts": "loop"}]
 
 
-def notes_of(limit_gib: float | None) -> tuple[str, ...]:
-    cfg = run_config(Cell("qwen3_5_text", "single", "lora"))
-    cfg = replace(cfg, parallel=Parallel(pp=2, memory_limit_gib=limit_gib))
-    return build(cfg, build_mesh(cfg, torch.device("cpu"))).notes
-
-
-def test_a_memory_limit_by_counted_bytes_says_what_they_lack():
-    assert run_ranks(2, notes_of, None) == [(), ()]
-    for (note,) in run_ranks(2, notes_of, 1.0):
-        assert note.startswith(
-            "parallel.memory_limit_gib: memory is counted too low, without what gated_delta_net "
-        )
-
-
 def notes_by_length() -> list[tuple[str, ...]]:
     cfg = run_config(Cell("llama", "single", "lora"))
     mesh = build_mesh(cfg, torch.device("cpu"))

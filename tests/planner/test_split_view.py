@@ -50,7 +50,6 @@ def test_costs_are_counted_where_nothing_is_measured(folder, capsys):
     assert "\nparameters: " in told
     assert "\nno split can beat " in told
     assert "\ncosts: counted FLOPs at " in told
-    assert "memory is counted too low, without what gated_delta_net layers keep within; " in told
     chart = told.partition("█ forward  ▒ backward  · idle\n")[2].splitlines()
     assert [line.split()[0] for line in chart[:7]] == [
         "uniform",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.assembly import order
-from shardwise.assembly.costs import choose_split, costs_of, memory_caveat
+from shardwise.assembly.costs import choose_split, costs_of
 from shardwise.assembly.describe import Description, describe
 from shardwise.assembly.loss_scale import LossScale
 from shardwise.assembly.optimizer import (
@@ -210,9 +210,6 @@ def _notes(cfg: RunConfig, mesh: Mesh, facts: Description, cut: Cut | None) -> t
         units = tensor_plan.replicated_weights(facts.hf, facts.spec, cfg.parallel.tp)
         if any(units):
             notes.append(_replicated_note(units, cut, cfg, mesh))
-    limited = cut is not None and cfg.parallel.memory_limit_gib is not None
-    if limited and (caveat := memory_caveat(facts.spec, cut.source)):
-        notes.append(f"parallel.memory_limit_gib: {caveat}")
     return (*notes, *facts.notes)
 
 

@@ -12,10 +12,12 @@ from shardwise.assembly.optimizer import STATES
 from shardwise.assembly.profiles import path_of, read, unit_keys, with_measured
 from shardwise.config import RunConfig
 from shardwise.layouts import HALVING, V_SHAPED
-from shardwise.metrics.flops import is_rerun, unit_flops_per_token
-from shardwise.models.counts import ModelCounts, Unit, Weight, count_model, unit_modules
+from shardwise.metrics.flops import unit_flops_per_token
+from shardwise.models.activations import unit_memory
+from shardwise.models.counts import ModelCounts, Unit, count_model, unit_modules
 from shardwise.models.dtypes import hidden_dtype
 from shardwise.models.spec import ModelSpec
+from shardwise.process.world import device_type
 from shardwise.schedule.costs import COUNTED, Cost, CostSource
 from shardwise.schedule.orders import Pipeline
 from shardwise.schedule.split import Split, split
@@ -39,9 +41,9 @@ def costs_of(
 
     Seconds and activations are those of a profile of this model, run and machine, where the cache
     has one; UserError if it is damaged. Otherwise seconds are the FLOPs that the hardware runs over
-    `flops_per_second`, and activations are `_kept_bytes`. With the default rate of 1 seconds only
-    compare with one another, which is all that a split needs. Weights, gradients and optimizer
-    states are exact. A tied weight counts at either end, unless both ends are on one rank.
+    `flops_per_second`, and activations those of `models/activations.py`. With the default rate of 1
+    seconds only compare with one another, which is all that a split needs. Weights, gradients and
+    optimizer states are exact. A tied weight counts at either end, unless both ends are on one rank.
     """
     costs = counted_costs(cfg, hf, spec, counts, num_shards, flops_per_second)
     keys = unit_keys(hf, spec, cfg.parallel.schedule)
@@ -63,9 +65,16 @@ def counted_costs(
     """Return the costs of a model's units by formulas alone, as `costs_of` without a profile."""
     units = with_gradients(counts or count_model(hf, spec), cfg.parallel.schedule).units
     costs = []
-    for unit, paths in zip(units, unit_modules(spec), strict=True):
+    # Costs are those of whole layers, whatever tensor parallelism shards.
+    alone = replace(
+        cfg,
+        parallel=replace(cfg.parallel, tp=1, sequence_parallel=False),
+        training=replace(cfg.training, device=device_type(cfg)),
+    )
+    for place, (unit, paths) in enumerate(zip(units, unit_modules(spec), strict=True)):
         parameters = {p for path in paths for p in hf.get_submodule(path).parameters()}
-        costs.append(_cost(cfg, hf, unit, list(parameters), num_shards, flops_per_second))
+        kept = unit_memory(alone, hf, spec, place).kept
+        costs.append(_cost(cfg, hf, unit, list(parameters), kept, num_shards, flops_per_second))
     if spec.tied and cfg.parallel.schedule in V_SHAPED:
         tied = hf.get_parameter(f"{spec.embed}.weight")
         ends = [hf.get_submodule(path) for path in unit_modules(spec)[-1]]
@@ -86,20 +95,6 @@ def choose_split(cfg: RunConfig, units: tuple[Cost, ...], num_microbatches: int)
     pipeline = Pipeline(parallel.schedule, parallel.pp, num_microbatches, parallel.num_virtual)
     limit = math.inf if parallel.memory_limit_gib is None else parallel.memory_limit_gib * 2**30
     return split(parallel.split, units, pipeline, limit)
-
-
-def memory_caveat(spec: ModelSpec, source: CostSource) -> str | None:
-    """Return for users why the memory of a split by these costs is too low; None if it is not."""
-    keeping_more = [
-        layer.kind for layer in spec.layers if any(block.kind.keeps_more for block in layer.mixers)
-    ]
-    if source.is_measured or not keeping_more:
-        return None
-    kinds = " and ".join(dict.fromkeys(keeping_more))
-    return (
-        f"memory is counted too low, without what {kinds} layers keep within; "
-        "shardwise split --profile measures it"
-    )
 
 
 def with_gradients(counts: ModelCounts, schedule: str) -> ModelCounts:
@@ -123,10 +118,11 @@ def _cost(
     hf: PreTrainedModel,
     unit: Unit,
     parameters: list[nn.Parameter],
+    kept_bytes: int,
     num_shards: int,
     flops_per_second: float,
 ) -> Cost:
-    """Return the cost of a unit with these parameters by formula."""
+    """Return the cost of a unit with these parameters, which keeps so many bytes."""
     # A token's attention is on its complete row, whichever ranks have that.
     length = cfg.data.sequence_length
     flops = unit_flops_per_token(unit, length, cfg.training.checkpointing)
@@ -142,7 +138,7 @@ def _cost(
         forward_seconds=forward / tokens_per_second,
         input_seconds=inputs / tokens_per_second,
         weight_seconds=weights / tokens_per_second,
-        activation_bytes=_kept_bytes(cfg, hf, unit),
+        activation_bytes=kept_bytes,
         output_bytes=_hidden_bytes(cfg, hf),
         weight_bytes=held_weights,
         gradient_bytes=held_gradients,
@@ -193,49 +189,3 @@ def _state_bytes(
     gradients = sum(gradient_bytes(cfg, p.numel(), p.itemsize) for p in trained)
     states = optimizer_bytes(cfg, sum(p.nbytes for p in trained) // num_shards, len(trained))
     return weights // num_shards + gathered, gradients, states
-
-
-def _kept_bytes(cfg: RunConfig, hf: PreTrainedModel, unit: Unit) -> int:
-    """Return what a unit's forward keeps for the backward, by formula.
-
-    A layer keeps what goes into and comes out of each product (of an adapter, its rank), in the
-    dtype of products. If it is computed again it keeps only its input, and with `operators` its
-    input and what comes out of products. Without dropout that is the 32 bytes per token and channel
-    of a GPT layer in 16 bits in Korthikanti et al., arXiv 2205.05198, section 4.1, with fused
-    attention. Autocast keeps, in 16 bits, each weight that it casts. The head keeps its input and
-    what the loss keeps. What recurrences keep within is left out: only a profile knows it.
-    """
-    if not unit.backward or unit.kind == "embed":
-        return 0
-    tokens = _tokens_of_a_rank(cfg)
-    hidden = _hidden_bytes(cfg, hf)
-    if unit.kind == "head":
-        weight = unit.weights[0]
-        if cfg.training.loss == "plain":  # the probabilities, in float32
-            return 2 * hidden + 4 * tokens * hf.config.vocab_size
-        gradient = weight.numel if weight.trainable else 0
-        return hidden + 4 * (tokens * hf.config.hidden_size + gradient)
-    if is_rerun(unit, cfg.training.checkpointing):
-        return hidden
-    is_autocast = cfg.training.precision != "float32"
-    itemsize = 2 if is_autocast else hidden_dtype(cfg).itemsize
-    elements = [_elements(hf, weight) for weight in unit.weights]
-    outputs = sum(num_out for _, num_out in elements) * tokens * itemsize
-    if cfg.training.checkpointing == "operators":
-        return int(hidden + outputs)
-    kept = sum(num_in for num_in, _ in elements) * tokens * itemsize + outputs
-    if is_autocast and cfg.model.dtype == "float32":
-        kept += itemsize * sum(weight.numel for weight in unit.weights if weight.input_gradient)
-    return int(kept)
-
-
-def _elements(hf: PreTrainedModel, weight: Weight) -> tuple[float, float]:
-    """Return the elements per token that go into a product and those that come out of it."""
-    shape = hf.get_parameter(weight.name).shape
-    if ".lora_" in weight.name:  # its input and B's output are the adapted product's already
-        is_rank = ".lora_A." in weight.name and not weight.on_stack
-        return 0.0, shape[0] if is_rank else 0.0
-    if len(shape) == 3 and shape[1] == 1:  # a convolution of each channel, [C, 1, K]
-        return shape[0], shape[0]
-    experts = weight.active * math.prod(shape[:-2])  # that a token meets
-    return experts * shape[-1], experts * shape[-2]

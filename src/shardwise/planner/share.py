@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from torch import nn
@@ -146,7 +147,7 @@ def share_of(
     `boundaries` are those of a pipeline's split: chunk c has the units boundaries[c] to
     boundaries[c + 1] - 1.
     """
-    weights, counts = _weights(cfg, run, coordinates["tp"]), count_model(run.hf, run.spec)
+    weights, counts = _weights(cfg, run, coordinates["tp"]), _counts(run.hf, run.spec)
     if run.pipeline is None:
         model = _chunk(cfg, run, counts, weights, 0, len(counts.units))
         return Share((model,), tied=None, context_rank=coordinates["cp"])
@@ -165,13 +166,22 @@ def share_of(
     return Share(tuple(chunks), _tied(run.spec, chunks), coordinates["cp"])
 
 
+# A search asks for many layouts of one model. Both take most of the time for one.
+_counts = lru_cache(maxsize=1)(count_model)
+
+
+@lru_cache(maxsize=1)
+def _complete(hf: nn.Module) -> tuple[Weight, ...]:
+    return tuple(
+        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad)
+        for name, p in hf.named_parameters()
+    )
+
+
 def _weights(cfg: RunConfig, run: Description, rank: int) -> list[Weight]:
     """Return all weights of the model, as rank `rank` of `tp` holds them."""
     hf, spec, num_ranks = run.hf, run.spec, cfg.parallel.tp
-    weights = [
-        Weight(name, tuple(p.shape), p.itemsize, p.requires_grad)
-        for name, p in hf.named_parameters()
-    ]
+    weights = list(_complete(hf))
     if num_ranks == 1:
         return weights
     cuts = cuts_of(hf, spec, num_ranks)

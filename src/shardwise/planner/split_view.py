@@ -13,7 +13,7 @@ import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
-from shardwise.assembly.costs import choose_split, costs_of, memory_caveat
+from shardwise.assembly.costs import choose_split, costs_of
 from shardwise.assembly.describe import describe
 from shardwise.config import RunConfig, UserError
 from shardwise.drawing.gantt import gantt_file
@@ -72,8 +72,6 @@ class Plan:
                 "seconds and memory are those of whole layers, before "
                 f"{self.cfg.parallel.tp} tensor-parallel ranks shard them"
             )
-        if caveat := memory_caveat(self.spec, self.source):
-            notes.append(caveat)
         return notes
 
 

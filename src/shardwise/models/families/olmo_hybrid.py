@@ -2,6 +2,7 @@
 
 from shardwise.models.families.base import FULL, Family, mixer
 from shardwise.models.kinds import gated_delta_net
+from shardwise.models.spec import Norms
 
 OLMO_HYBRID = Family(
     "olmo_hybrid",
@@ -9,4 +10,5 @@ OLMO_HYBRID = Family(
         "linear_attention": mixer("linear_attn", gated_delta_net.SEPARATE),
         "full_attention": FULL,
     },
+    norms=Norms(rounds_last=True),
 )

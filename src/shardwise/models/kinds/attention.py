@@ -11,6 +11,8 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from shardwise.models.kinds.base import Core, Kind
+from shardwise.models.operations import Block
+from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -101,6 +103,85 @@ def _head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def activations(block: Block, x: Tensor) -> Tensor:
+    """Keep the input of the projections, queries, keys, values, and the output once.
+
+    Fused attention keeps a number per query and head beside them, and no scores. A gate on the
+    output (Qwen3-Next, Qwen3.5) keeps the gate and what it multiplies.
+    """
+    size = _head_dim(block.config)
+    names = ("q_proj", "k_proj", "v_proj")
+    q, k, v = block.linears(names, x)
+    gate = None
+    output = "o_proj" if "o_proj.weight" in block.parameters else "out_proj"
+    if block.num_in(output) < q.numel // block.tokens:
+        q, gate = block.split(q, (1, 1))
+        gate = block.copied(gate)
+    q = block.viewed(_normed(block, ("q_norm", "q_layernorm"), q, size))
+    k = block.viewed(_normed(block, ("k_norm", "k_layernorm"), k, size))
+    v = block.viewed(v)
+    rotary = rotary_size(block.config, size)
+    if rotary:
+        q, k = block.rotated(q, rotary / size), block.rotated(k, rotary / size)
+    mask = 0
+    if getattr(block.config, "sliding_window", None) and block.is_windowed:
+        mask = block.length * block.length
+    out = block.fused_attention(q, k, v, q.numel, size, mask)
+    if gate is not None:
+        out = block.product(out, block.pointwise(gate, keeps_outputs=True))
+    return block.linear(output, out)
+
+
+def activations_of_latent(block: Block, x: Tensor) -> Tensor:
+    """Keep the inputs of the projections, latents, queries, joined keys, values, and the output."""
+    config = block.config
+    nope, rope, values = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    is_rotated = rotary_size(config, rope) > 0
+    if "q_proj.weight" in block.parameters:
+        q = block.linear("q_proj", x)
+    else:
+        latent = block.rms_norm("q_a_layernorm.weight", block.linear("q_a_proj", x), 0)
+        q = block.linear("q_b_proj", latent)
+    num_heads = q.numel // block.tokens // (nope + rope)
+    q = block.viewed(q)
+    if is_rotated:
+        q = block.rotated(q, rope / (nope + rope))
+    rank = config.kv_lora_rank
+    compressed, k_rot = block.split(block.linear("kv_a_proj_with_mqa", x), (rank, rope))
+    compressed = block.rms_norm("kv_a_layernorm.weight", compressed, rank)
+    if is_rotated:
+        k_rot = block.rotated(k_rot, 1)
+    expanded = block.viewed(block.linear("kv_b_proj", compressed))
+    k, v = block.split(expanded, (nope, values))
+    keys = num_heads * (nope + rope) * block.tokens
+    k = block.tape.run([k, k_rot], [(keys, expanded.itemsize)])[0]
+    out = block.attention_of_latents(q, k, v, num_heads)
+    return block.linear("o_proj", out)
+
+
+def activations_of_joined(block: Block, x: Tensor) -> Tensor:
+    """Keep the input, what the projection gives, and the output once."""
+    q, k, v = (block.viewed(part) for part in block.split(block.linear("c_attn", x), (1, 1, 1)))
+    size = block.config.n_embd // block.config.n_head
+    return block.linear("c_proj", block.fused_attention(q, k, v, q.numel, size))
+
+
+def _normed(block: Block, names: tuple[str, ...], x: Tensor, size: int) -> Tensor:
+    """Return the norm of queries or keys, over a head or all features, where the block has one."""
+    for name in names:
+        if f"{name}.weight" in block.parameters:
+            return block.rms_norm(f"{name}.weight", x, block.parameters[f"{name}.weight"].shape[0])
+    return x
+
+
+def rotary_size(config: PretrainedConfig, size: int) -> int:
+    """Return how many features of a head are rotated; 0 in a model without rotary positions."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        return 0
+    return int(size * parameters.get("partial_rotary_factor", 1.0))
+
+
 def split(block: Any, num_ranks: int) -> BlockSplit:
     """Shard q, k, v by heads, o by what the heads give: the shape of most families, with grouped
     heads or without.
@@ -167,7 +248,7 @@ FULL = Kind(
     split=split,
     keeps_documents_apart=True,
     is_attention=True,
-    keeps_more=False,
+    activations=activations,
     shares_input=("q_proj", "k_proj", "v_proj"),
     ends=("o_proj", "out_proj"),
 )
@@ -181,6 +262,7 @@ LATENT = replace(
     ),
     after=(("o_proj",),),
     cores=latent_cores,
+    activations=activations_of_latent,
     split=split_latent,
     shares_input=("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
     ends=("o_proj",),
@@ -191,6 +273,7 @@ JOINED = replace(
     before=(("c_attn",),),
     after=(("c_proj",),),
     split=split_joined,
+    activations=activations_of_joined,
     # Its family adds positions before the first layer, which run on from one document to the next.
     keeps_documents_apart=False,
     shares_input=(),

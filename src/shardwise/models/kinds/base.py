@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from shardwise.models.operations import Block
+from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import SplitBlock
 
 
@@ -125,9 +127,9 @@ class Kind:
     (tests/models/patches/test_isolation.py)."""
     is_attention: bool = False
     """Is softmax attention: `lora.targets: attention` means its projections."""
-    keeps_more: bool = True
-    """A forward keeps more for its backward than what goes into products and comes out of them,
-    such as states."""
+    activations: Callable[[Block, Tensor], Tensor] | None = None
+    """Return the output of a block for an input, with sizes in place of numbers (models/tape.py):
+    so it says what a forward keeps for the backward, and how much memory both take."""
 
     shares_input: tuple[str, ...] = ()
     """Linears that, where they lie in one module, are called with one tensor: LoRA reads it

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.models.kinds.base import Kind
+from shardwise.models.operations import Block
+from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import BlockSplit, blocked, evenly, linear, unwrapped
 
 UP = ("gate_proj", "up_proj", "w1", "w3", "c_fc")
@@ -30,12 +32,30 @@ def split_joined(block: Any, num_ranks: int) -> BlockSplit:
     )
 
 
+def activations(block: Block, x: Tensor) -> Tensor:
+    """Keep the input, gate and product before the activation, and what goes into the last linear.
+
+    An MLP without a gate keeps what goes into its activation and what comes out.
+    """
+    names = [name for name in UP if f"{name}.weight" in block.parameters]
+    down = next(name for name in DOWN if f"{name}.weight" in block.parameters)
+    if len(names) == 2:
+        return block.linear(down, block.gated_silu(*block.linears(names, x)))
+    return block.linear(down, block.activation(block.linear(names[0], x)))
+
+
+def activations_of_joined(block: Block, x: Tensor) -> Tensor:
+    """Keep the input, what the first linear gives, and what goes into the last one."""
+    gate, up = block.split(block.linear("input_linear", x), (1, 1))
+    return block.linear("output_linear", block.gated_silu(gate, up))
+
+
 MLP = Kind(
     "mlp",
     before=(UP, DOWN),
     split=split,
     mixes_tokens=False,
-    keeps_more=False,
+    activations=activations,
     shares_input=("gate_proj", "up_proj", "w1", "w3"),
     ends=DOWN,
 )
@@ -43,6 +63,7 @@ JOINED = replace(
     MLP,
     before=(("input_linear",), ("output_linear",)),
     split=split_joined,
+    activations=activations_of_joined,
     shares_input=(),
     ends=("output_linear",),
 )

@@ -6,9 +6,9 @@ projections in three ways, each of which is a `Kind` here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -17,7 +17,9 @@ from shardwise.kernels.gated_delta_rule import RECURRENCE, backend
 from shardwise.kernels.recurrence import Recurrence, Tokens
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
-from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
+from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
+from shardwise.models.operations import WIDE, Block
+from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -69,6 +71,16 @@ class DeltaRule(Core):
         """Return what a backward runs for one head and chunk."""
         raise NotImplementedError
 
+    @property
+    def products(self) -> int:
+        """The numbers per token that products of a chunk give: selective checkpointing keeps them.
+
+        Pairs of keys, their inverse and scores; values, corrections and two parts of the output;
+        what is read of the state, and the state after the chunk.
+        """
+        state = self.key_dim * self.value_dim // self.chunk_size
+        return 3 * self.chunk_size + 4 * self.value_dim + self.key_dim + state
+
     def _over_chunks(self, sequence_length: int, flops: Callable[[DeltaRule], int]) -> float:
         """Return the FLOPs per token of full chunks and of the rest."""
         num_full, rest = divmod(sequence_length, self.chunk_size)
@@ -119,6 +131,122 @@ def rule_carries(rule: DeltaRule, num_heads: int, channels: int) -> Carried:
     """Return what any delta rule passes on, with so many heads on a rank."""
     transition = num_heads * rule.key_dim * rule.key_dim
     return Carried(channels, transition, num_heads * rule.key_dim * rule.value_dim)
+
+
+def activations(block: Block, x: Tensor) -> Tensor:
+    """Keep the input, q, k and v before and after the convolution, gates, decay and states.
+
+    That is once more what goes into the norm, its gate, and what goes into the last projection.
+    """
+    names = block.parameters
+    if "in_proj_qkvz.weight" in names:
+        projected = block.linears(("in_proj_qkvz", "in_proj_ba"), x)
+        mixed, z, b, a = _by_key_head(block, *projected)
+    elif "in_proj_qkv.weight" in names:
+        inputs = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        mixed, z, b, a = block.linears(inputs, x)
+    else:
+        return _separate(block, x)
+    mixed = convolved(block, mixed)
+    beta = block.pointwise(b, keeps_outputs=True)
+    g = decay(block, a)
+    (rule,) = cores(block.config)
+    qkv = parts_of(block, mixed, rule, beta.numel // block.tokens)
+    out = rule_outputs(block, rule, qkv, g, beta, DELTA_RULE_SCRATCH)
+    out = block.gated_norm("norm.weight", out, z)
+    return block.linear("out_proj", out)
+
+
+def _separate(block: Block, x: Tensor) -> Tensor:
+    names = ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj")
+    *parts, a, b, gate = block.linears(names, x)
+    mixed = block.joined(parts)
+    del parts
+    mixed = convolved(block, mixed)
+    beta = block.scaled(block.pointwise(b, keeps_outputs=True))
+    g = decay(block, a)
+    (rule,) = cores(block.config)
+    qkv = parts_of(block, mixed, rule, beta.numel // block.tokens)
+    out = rule_outputs(block, rule, qkv, g, beta, DELTA_RULE_SCRATCH)
+    return block.linear("o_proj", block.gated_norm("o_norm.weight", out, gate))
+
+
+def _by_key_head(block: Block, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
+    """Return [q, k, v] joined, and z, b and a, each copied out of where its key head lies."""
+    channels = block.parameters["conv1d.weight"].shape[0]
+    z_size = block.num_out("in_proj_qkvz") - channels
+    values, keys = z_size, (channels - z_size) // 2
+    q, k, v, z = block.split(qkvz, (keys, keys, values, z_size))
+    b, a = (block.copied(part) for part in block.split(ba, (1, 1)))
+    z = block.copied(z)
+    q, k, v = (block.copied(part) for part in (q, k, v))
+    return [block.joined([q, k, v]), z, b, a]
+
+
+def decay(block: Block, a: Tensor) -> Tensor:
+    """Return -e^A softplus(a + bias) of each head and token, in 32 bits."""
+    shifted = block.sum(block.as_dtype(a, WIDE), block.weight("dt_bias"))
+    rate = block.pointwise(block.as_dtype(block.weight("A_log"), WIDE), keeps_outputs=True)
+    return block.product(rate, block.pointwise(shifted, [shifted]))
+
+
+def parts_of(block: Block, mixed: Tensor, rule: DeltaRule, num_heads: int) -> list[Tensor]:
+    """Return q, k and v, which lie one after the other."""
+    values = num_heads * rule.value_dim
+    keys = (mixed.numel // block.tokens - values) // 2
+    return block.split(mixed, (keys, keys, values))
+
+
+def rule_outputs(
+    block: Block,
+    rule: DeltaRule,
+    qkv: Sequence[Tensor],
+    g: Tensor,
+    beta: Tensor,
+    scratch: tuple[Scratch, Scratch],
+) -> Tensor:
+    """Return the outputs of a delta rule.
+
+    It keeps its inputs, and the state before each chunk in 32 bits.
+    """
+    q, k, v = qkv
+    num_heads = beta.numel // block.tokens
+    state = block.rows * num_heads * rule.key_dim * rule.value_dim
+    num_chunks = block.num_chunks(rule.chunk_size)
+    states = block.tape.tensor(num_chunks * state, WIDE)
+    at_once = 1 if block.on_cpu else num_chunks
+    size = block.rows * num_heads * at_once
+    forward, backward = (part.bytes_of(rule, size) for part in scratch)
+    out, _ = block.tape.run(
+        [q, k, v, g, beta],
+        [(v.numel, v.itemsize), (state, WIDE)],
+        keeps=[q, k, v, g, beta, states],
+        forward=forward,
+        backward=backward,
+        products=WIDE * size * rule.chunk_size * rule.products,
+    )
+    return out
+
+
+class Scratch(NamedTuple):
+    """How many matrices in 32 bits are alive at once while a chunk of a head is computed."""
+
+    keys: int
+    """[C, S]."""
+    values: int
+    """[C, H]."""
+    pairs: int
+    """[C, C]."""
+
+    def bytes_of(self, rule: DeltaRule, num: int) -> int:
+        """Return the bytes of so many chunks and heads."""
+        c = rule.chunk_size
+        per_token = self.keys * rule.key_dim + self.values * rule.value_dim + self.pairs * c
+        return WIDE * num * c * per_token
+
+
+DELTA_RULE_SCRATCH = Scratch(9, 4, 5), Scratch(15, 6, 9)
+"""In the forward and in the backward."""
 
 
 def delta_rule(core: Recurrence) -> Callable[..., tuple[torch.Tensor, None]]:
@@ -190,6 +318,7 @@ BY_KEY_HEAD = Kind(
     cores=cores,
     functions={"torch_chunk_gated_delta_rule": delta_rule(RECURRENCE), **CAUSAL_CONVOLUTION},
     carries=carries,
+    activations=activations,
     backends=(RULE_BACKEND, short_convolution.BACKEND),
     split=split_by_key_head,
     keeps_documents_apart=True,

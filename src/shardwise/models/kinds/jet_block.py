@@ -19,6 +19,8 @@ from shardwise.kernels.recurrence import Tokens
 from shardwise.models.kinds import gated_delta_net
 from shardwise.models.kinds.base import Carried, Core, Kind, Shapes
 from shardwise.models.kinds.gated_delta_net import GatedDeltaNet, rule_carries
+from shardwise.models.operations import WIDE, Block
+from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import BlockSplit, Cut, even, evenly
 
 HEADS = "heads of JetBlock"
@@ -56,6 +58,33 @@ def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
     """Return the channels of the values, and what the gated delta rule passes on."""
     (_, rule), num_heads = cores(config), shapes["A_log"][0]
     return rule_carries(rule, num_heads, num_heads * rule.value_dim)
+
+
+def activations(block: Block, x: Tensor) -> Tensor:
+    """Keep what a Gated DeltaNet keeps, without its convolution, and the generated kernels.
+
+    The convolution keeps the values and W taps for each of them; silu keeps queries and keys.
+    """
+    _, rule = cores(block.config)
+    generator = "dynamic_conv1d.kernel_generator"
+    q, k, values, a, b, gate, between = block.linears((*PROJECTIONS, f"{generator}.w1"), x)
+    kernels = block.linear(f"{generator}.w2", block.pointwise(between, [between]))
+    wide = values.numel * WIDE
+    v = block.tape.run(
+        [values, kernels],
+        [(values.numel, values.itemsize)],
+        keeps=[values, kernels],
+        forward=2 * wide,
+        backward=4 * wide,
+    )[0]
+    del values, between, kernels
+    q, k = block.pointwise(q, [q]), block.pointwise(k, [k])
+    beta = block.pointwise(b, keeps_outputs=True)
+    g = gated_delta_net.decay(block, a)
+    out = gated_delta_net.rule_outputs(
+        block, rule, [q, k, v], g, beta, gated_delta_net.DELTA_RULE_SCRATCH
+    )
+    return block.linear("o_proj", block.gated_norm("o_norm.weight", out, gate))
 
 
 def convolution(
@@ -101,6 +130,7 @@ JET_BLOCK = Kind(
     functions={"dynamic_conv": convolution, "gated_delta_rule": delta_rule},
     width=lambda block: block.dynamic_conv1d.width,
     carries=carries,
+    activations=activations,
     split=split,
     backends=(gated_delta_net.RULE_BACKEND,),
     keeps_documents_apart=True,

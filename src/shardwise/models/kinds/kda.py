@@ -14,8 +14,17 @@ from transformers import PretrainedConfig
 from shardwise.kernels.kimi_delta_attention import RECURRENCE, backend
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Kind, Shapes
-from shardwise.models.kinds.gated_delta_net import DeltaRule, delta_rule, rule_carries
-from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
+from shardwise.models.kinds.gated_delta_net import (
+    DeltaRule,
+    Scratch,
+    delta_rule,
+    parts_of,
+    rule_carries,
+    rule_outputs,
+)
+from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
+from shardwise.models.operations import WIDE, Block
+from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -49,6 +58,12 @@ class KimiDeltaAttention(DeltaRule):
         c, k, v = self.chunk_size, self.key_dim, self.value_dim
         return 2 * c * c * (4 * k + 3 * v) + 14 * c * k * v + 2 * self._solve()
 
+    @property
+    def products(self) -> int:
+        """See DeltaRule: one product gives the pairs of keys and those of queries with keys."""
+        state = self.key_dim * self.value_dim // self.chunk_size
+        return self.chunk_size + 4 * self.value_dim + self.key_dim + state
+
     def _solve(self) -> int:
         return self.chunk_size * (self.chunk_size - 1) * (self.key_dim + self.value_dim)
 
@@ -68,6 +83,37 @@ def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
     """Return what the gated delta rule passes on: a decay by channels makes its map no larger."""
     num_heads = shapes["forget_gate.A_log"][2]
     return rule_carries(cores(config)[0], num_heads, shapes["conv1d.weight"][0])
+
+
+def activations(block: Block, x: Tensor) -> Tensor:
+    """Keep what a Gated DeltaNet keeps, and the decay of each channel in 32 bits three times.
+
+    These are the sum that softplus reads, what it gives, and its product with the rate.
+    """
+    names = ("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "forget_gate.f_a_proj")
+    *parts, b, gate, rate = block.linears(names, x)
+    mixed = block.joined(parts)
+    del parts
+    mixed = convolved(block, mixed)
+    g = _decay(block.within("forget_gate"), rate)
+    beta = block.pointwise(b, keeps_outputs=True)
+    (rule,) = cores(block.config)
+    qkv = parts_of(block, mixed, rule, beta.numel // block.tokens)
+    out = rule_outputs(block, rule, qkv, g, beta, SCRATCH)
+    gate = block.linear("g_b_proj", gate)
+    return block.linear("o_proj", block.gated_norm("o_norm.weight", out, gate))
+
+
+def _decay(gate: Block, x: Tensor) -> Tensor:
+    """Return the logarithm of the decay of each channel: see models/patches/forget_gate.py."""
+    g = gate.linear("f_b_proj", x)
+    g = gate.sum(gate.as_dtype(g, WIDE), gate.weight("dt_bias"))
+    rate = gate.pointwise(gate.as_dtype(gate.weight("A_log"), WIDE), keeps_outputs=True)
+    return gate.product(rate, gate.pointwise(g, [g]))
+
+
+SCRATCH = Scratch(44, 5, 2), Scratch(43, 10, 6)
+"""In the forward and in the backward."""
 
 
 def split(block: Any, num_ranks: int) -> BlockSplit:
@@ -98,6 +144,7 @@ KDA = Kind(
     cores=cores,
     functions={"chunk_kimi_delta_attention": delta_rule(RECURRENCE), **CAUSAL_CONVOLUTION},
     carries=carries,
+    activations=activations,
     backends=(Backend("Kimi Delta Attention", backend), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,

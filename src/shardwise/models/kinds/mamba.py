@@ -14,9 +14,12 @@ from transformers import PretrainedConfig
 
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.selective_scan import RECURRENCE, backend
+from shardwise.kernels.selective_scan.chunked import CHUNK
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
-from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
+from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
+from shardwise.models.operations import WIDE, Block
+from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -64,6 +67,43 @@ def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
     """Return the channels of x, and a factor and a state for each channel and place of a state."""
     states = prod(shapes["A_log"])
     return Carried(shapes["conv1d.weight"][0], states, states)
+
+
+def activations(block: Block, x: Tensor) -> Tensor:
+    """Keep the input, what the first projection gives, the convolution's output, dt, B, C, states.
+
+    That is once more what goes into the last projection.
+    """
+    hidden, gate = block.split(block.linear("in_proj", x), (1, 1))
+    hidden = convolved(block, hidden)
+    channels, states = block.parameters["A_log"].shape
+    rank = block.num_in("dt_proj")
+    dt, b, c = block.split(block.linear("x_proj", hidden), (rank, states, states))
+    dt = block.rms_norm("dt_layernorm.weight", dt, rank)
+    b = block.rms_norm("b_layernorm.weight", b, states)
+    c = block.rms_norm("c_layernorm.weight", c, states)
+    dt = block.linear("dt_proj", dt)
+    out = _scanned(block, hidden, dt, b, c, gate, channels * states)
+    return block.linear("out_proj", out)
+
+
+def _scanned(
+    block: Block, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, gate: Tensor, numel: int
+) -> Tensor:
+    """Return the outputs of the scan, which keeps its inputs and the state before each chunk."""
+    state = block.rows * numel
+    rates = block.pointwise(block.weight("A_log"), keeps_outputs=True)
+    weights = [rates, block.weight("D"), block.weight("dt_proj.bias")]
+    states = block.tape.tensor(block.num_chunks(CHUNK) * state, WIDE)
+    of_channels = block.rows * CHUNK * x.numel // block.tokens
+    out, _ = block.tape.run(
+        [x, dt, b, c, gate, *weights],
+        [(x.numel, x.itemsize), (state, WIDE)],
+        keeps=[x, dt, b, c, gate, states],
+        forward=WIDE * (4 * CHUNK * state + 2 * of_channels),
+        backward=WIDE * (5 * CHUNK * state + 10 * of_channels),
+    )
+    return out
 
 
 def scan(
@@ -118,6 +158,7 @@ MAMBA = Kind(
     cores=cores,
     functions={"mamba_selective_scan": scan, **CAUSAL_CONVOLUTION},
     carries=carries,
+    activations=activations,
     backends=(Backend("selective scan", backend, takes_documents=False), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,

@@ -20,7 +20,9 @@ from shardwise.kernels.state_space_duality import RECURRENCE, backend
 from shardwise.kernels.state_space_duality.chunked import CHUNK
 from shardwise.models.kinds import short_convolution
 from shardwise.models.kinds.base import Backend, Carried, Core, Kind, Shapes
-from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION
+from shardwise.models.kinds.short_convolution import CAUSAL_CONVOLUTION, convolved
+from shardwise.models.operations import WIDE, Block
+from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -96,6 +98,62 @@ def carries(config: PretrainedConfig, shapes: Shapes) -> Carried:
     (core,), num_heads = cores(config), shapes["A_log"][0]
     state = num_heads * core.head_dim * core.state_size
     return Carried(shapes["conv1d.weight"][0], num_heads, state)
+
+
+def activations(block: Block, x: Tensor) -> Tensor:
+    """Keep the input, what the first projection gives, the convolution's output, dt and states.
+
+    That is once more what goes into the norm, and what goes into the last projection.
+    """
+    channels, num_heads = (
+        block.parameters["conv1d.weight"].shape[0],
+        block.parameters["A_log"].shape[0],
+    )
+    (core,) = cores(block.config)
+    width = num_heads * core.head_dim
+    projected = block.linear("in_proj", x)
+    gate, mixed, dt = block.split(projected, (width, channels, num_heads))
+    mixed = convolved(block, mixed)
+    state_width = (channels - width) // 2
+    hidden, b, c = block.split(mixed, (width, state_width, state_width))
+    out = _scanned(block, core, hidden, dt, b, c)
+    if "norm.weight" in block.parameters:
+        out = _normed(block, out, gate)
+    return block.linear("out_proj", out)
+
+
+def _scanned(block: Block, core: Mamba2, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return the outputs of the scan, which keeps its inputs and the state before each chunk."""
+    shifted = block.sum(block.as_dtype(dt, WIDE), block.weight("dt_bias"))
+    softplus = block.pointwise(shifted, [shifted])
+    dt = block.pointwise(softplus, [softplus])
+    num_heads = dt.numel // block.tokens
+    num_groups = b.numel // block.tokens // core.state_size
+    rates = [block.pointwise(block.weight("A_log"), keeps_outputs=True), block.weight("D")]
+    state = block.rows * num_heads * core.head_dim * core.state_size
+    states = block.tape.tensor(block.num_chunks(CHUNK) * state, WIDE)
+    of_values = block.rows * num_heads * CHUNK * core.head_dim
+    of_pairs = block.rows * num_heads * CHUNK * CHUNK
+    of_groups = 2 * b.numel // block.length * CHUNK + num_groups * block.rows * CHUNK * CHUNK
+    out, _ = block.tape.run(
+        [x, dt, b, c, *rates],
+        [(x.numel, x.itemsize), (state, WIDE)],
+        keeps=[x, dt, b, c, states],
+        forward=WIDE * (4 * of_values + 4 * of_pairs),
+        backward=WIDE * (7 * of_values + 5 * of_pairs + 3 * state + 2 * of_groups),
+    )
+    return out
+
+
+def _normed(block: Block, x: Tensor, gate: Tensor) -> Tensor:
+    """Return transformers' norm with a gate, which keeps each of its steps in 32 bits."""
+    wide, gate = block.as_dtype(x, WIDE), block.as_dtype(gate, WIDE)
+    wide = block.product(wide, block.pointwise(gate, [gate]))
+    squares = block.pointwise(wide, [wide], backward=2 * wide.num_bytes)
+    (mean,) = block.tape.run([squares], [(block.tokens, WIDE)])
+    del squares
+    wide = block.product(wide, block.pointwise(mean, keeps_outputs=True))
+    return block.product(block.weight("norm.weight"), block.as_dtype(wide, x.itemsize))
 
 
 def scan(
@@ -221,6 +279,7 @@ MAMBA2 = Kind(
         **CAUSAL_CONVOLUTION,
     },
     carries=carries,
+    activations=activations,
     backends=(Backend("Mamba2 scan", backend), short_convolution.BACKEND),
     split=split,
     keeps_documents_apart=True,

@@ -10,6 +10,8 @@ from typing import Any
 
 from shardwise.models.kinds import feed_forward
 from shardwise.models.kinds.base import Kind
+from shardwise.models.operations import WIDE, Block
+from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import (
     BlockSplit,
     Cut,
@@ -48,6 +50,98 @@ def split(block: Any, num_ranks: int) -> BlockSplit:
     return BlockSplit(weights | evenly(block, num_ranks, feed_forward.FEATURES, out=up, into=down))
 
 
+def activations(block: Block, x: Tensor) -> Tensor:
+    """Keep the input, the router's scores, and for each token and expert of it what an MLP keeps.
+
+    Those are the rows sorted by expert, gate and product, their product, and the outputs.
+    """
+    shared = [p for p in ("shared_expert", "shared_experts") if _has(block, p)]
+    added = []
+    for path in shared:
+        if path == "shared_expert":
+            added.append(feed_forward.activations(block.within(path), x))
+    weights = _routed(block, x)
+    hidden = x
+    if _has(block, "fc1_latent_proj"):
+        hidden = block.linear("fc1_latent_proj", hidden)
+    out = _experts(block.within("experts"), block, hidden, weights)
+    del hidden
+    if _has(block, "fc2_latent_proj"):
+        out = block.linear("fc2_latent_proj", out)
+    for path in shared:
+        if path == "shared_experts":
+            added.append(feed_forward.activations(block.within(path), x))
+    for term in added:
+        if _has(block, "shared_expert_gate"):
+            score = block.pointwise(block.linear("shared_expert_gate", x), keeps_outputs=True)
+            term = block.product(score, term)
+        out = block.sum(out, term)
+    return out
+
+
+def _has(block: Block, path: str) -> bool:
+    return any(name.startswith(f"{path}.") for name in block.parameters)
+
+
+def _routed(block: Block, x: Tensor) -> Tensor:
+    """Return what the outputs of a token's experts count, [B*T, top_k] in 32 bits."""
+    name = next(n for n in ("gate.weight", "router.weight") if n in block.parameters)
+    num_experts = block.parameters[name].shape[0]
+    is_wide = "gate.e_score_correction_bias" in block.buffers
+    weight = block.weight(name)
+    if is_wide:
+        x, weight = block.as_dtype(x, WIDE), block.as_dtype(weight, WIDE)
+    else:
+        itemsize = block.cast or x.itemsize
+        x, weight = block.as_dtype(x, itemsize), block.as_dtype(weight, itemsize)
+    keeps = [x] if weight.slot is not None else []
+    if x.slot is not None:
+        keeps.append(weight)
+    numel = block.tokens * num_experts
+    logits = block.tape.run([x, weight], [(numel, x.itemsize)], keeps=keeps, product=True)[0]
+    scores = block.pointwise(block.as_dtype(logits, WIDE), keeps_outputs=True)
+    chosen = block.tape.tensor(block.tokens * block.top_k, 8)
+    top = block.tape.run([scores], [(block.tokens * block.top_k, WIDE)], keeps=[chosen])[0]
+    top = block.pointwise(top, [top])
+    # What sigmoids give stays in 32 bits.
+    return top if is_wide else block.as_dtype(top, logits.itemsize)
+
+
+def _experts(experts: Block, block: Block, x: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of the experts' outputs; see models/patches/experts.py."""
+    rows = block.tokens * block.top_k
+    down, up = experts.parameters["down_proj"], "up_proj"
+    if "gate_up_proj" in experts.parameters:
+        up = "gate_up_proj"
+    num_out = experts.parameters[up].shape[1]
+    order = [block.tape.tensor(rows, 8) for _ in range(2)]
+    taken = block.tape.run([x], [(rows * (x.numel // block.tokens), x.itemsize)], keeps=[order[0]])[
+        0
+    ]
+    hidden = _grouped(experts, up, taken, rows * num_out)
+    del taken
+    if up == "gate_up_proj":
+        hidden = block.gated_silu(*block.split(hidden, (1, 1)))
+    else:
+        hidden = block.activation(hidden)
+    y = _grouped(experts, "down_proj", hidden, rows * down.shape[1])
+    del hidden
+    y = block.tape.run([y], [(y.numel, y.itemsize)], keeps=[order[1]])[0]
+    weighted = block.product(y, weights)
+    out = block.tape.run([weighted], [(y.numel // block.top_k, weighted.itemsize)], passes=True)[0]
+    del weighted
+    return block.as_dtype(out, x.itemsize)
+
+
+def _grouped(experts: Block, name: str, x: Tensor, numel: int) -> Tensor:
+    """Return products of rows with their experts' weights, which keep the rows alone."""
+    weight = experts.weight(name)
+    x = experts.as_dtype(x, weight.itemsize)
+    factors = experts.factors(name)
+    inputs = [x, weight, *factors]
+    return experts.tape.run(inputs, [(numel, x.itemsize)], keeps=[x], product=True)[0]
+
+
 def _shared(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(
         f"{shared}.{name}" for shared in ("shared_expert", "shared_experts") for name in names
@@ -67,7 +161,7 @@ MIXTURE = Kind(
     ),
     split=split,
     mixes_tokens=False,
-    keeps_more=False,
+    activations=activations,
     gating=("gate",),
     experts=("experts.gate_up_proj", "experts.down_proj"),
 )

@@ -9,7 +9,10 @@ from transformers import PretrainedConfig
 
 from shardwise.kernels.recurrence import Tokens
 from shardwise.kernels.short_conv import backend, short_conv
+from shardwise.kernels.short_conv.shifted import BLOCK
 from shardwise.models.kinds.base import Backend, Carried, Kind, Shapes
+from shardwise.models.operations import WIDE, Block
+from shardwise.models.tape import Tensor
 from shardwise.models.tensor_cuts import BlockSplit, blocked, depthwise, even, linear, unwrapped
 
 
@@ -25,6 +28,35 @@ def causal_convolution(
     x = x.transpose(1, 2)
     earlier, documents = tokens.earlier(x, weight.shape[1] - 1)
     return short_conv(x, weight, bias, activation, earlier, documents).transpose(1, 2)
+
+
+def convolved(block: Block, x: Tensor, name: str = "conv1d") -> Tensor:
+    """Return the convolution of x, which keeps x alone; see kernels/short_conv.
+
+    It works in 32 bits, on a CPU on 64 tokens at a time: on their sums and a product with one tap
+    in the forward, and on twice as many in the backward.
+    """
+    channels, _, width = block.parameters[f"{name}.weight"].shape
+    tokens = block.rows * (min(BLOCK, block.length) if block.on_cpu else block.length)
+    wide = tokens * channels * WIDE
+    copied = wide if x.itemsize < WIDE else 0
+    names = [n for n in (f"{name}.weight", f"{name}.bias") if n in block.parameters]
+    return block.tape.run(
+        [x, *map(block.weight, names)],
+        [(x.numel, x.itemsize)],
+        keeps=[x],
+        forward=2 * wide + copied,
+        backward=4 * wide + copied + 5 * width * channels * WIDE,
+    )[0]
+
+
+def activations(block: Block, x: Tensor) -> Tensor:
+    """Keep B, C and x of the first projection, B x, its convolution, and the last one's input."""
+    b, c, x = block.split(block.linear("in_proj", x), (1, 1, 1))
+    hidden = block.product(b, x)
+    hidden = convolved(block, hidden, "conv")
+    y = block.product(c, hidden)
+    return block.linear("out_proj", y)
 
 
 CAUSAL_CONVOLUTION = {"causal_conv1d_fn": causal_convolution}
@@ -57,6 +89,7 @@ SHORT_CONVOLUTION = Kind(
     after=(("out_proj",),),
     functions=CAUSAL_CONVOLUTION,
     carries=carries,
+    activations=activations,
     backends=(BACKEND,),
     split=split,
     keeps_documents_apart=True,

@@ -1,0 +1,294 @@
+"""The memory that one micro-batch takes in a unit of a model, by formula.
+
+A unit is the embedding, a layer, or the final norm with head and loss. Nothing here makes a tensor:
+the forwards of models/kinds run on a tape of sizes (tape.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from shardwise.config import RunConfig
+from shardwise.kernels.linear_cross_entropy.chunked import CHUNK_BYTES, CPU_ROWS
+from shardwise.layouts import HALVING
+from shardwise.models.dtypes import autocast_dtype, hidden_dtype
+from shardwise.models.lora import adapter_layers
+from shardwise.models.names import hf_name, is_adapter
+from shardwise.models.operations import WIDE, Adapter, Block, Parameter
+from shardwise.models.spec import LayerSpec, ModelSpec
+from shardwise.models.tape import Memory, Slot, Tape, Tensor
+from shardwise.models.tensor_cuts import unwrapped
+from shardwise.models.tensor_plan import parameter_cuts, split_blocks
+
+
+class UnitMemory(NamedTuple):
+    """Bytes of one micro-batch in one unit on a rank."""
+
+    kept: int
+    """Alive from its forward to its backward, its input included, its output not."""
+    forward: int
+    """The most alive at once during its forward, beyond what was alive before it."""
+    backward: int
+    """The most alive at once during its backward, beyond what was alive at its start: what it kept
+    and the gradient of its output."""
+
+
+def unit_memory(
+    cfg: RunConfig, hf: PreTrainedModel, spec: ModelSpec, unit_index: int, tp_rank: int = 0
+) -> UnitMemory:
+    """Return the memory of a unit, from the embedding (0) up, of a model on any device.
+
+    Every rank of `tp` counts as the first one, whose share is the largest. The cores are the
+    project's own (kernels/*); those of other packages keep somewhat more or less.
+    """
+    run = _Unit(cfg, hf, spec, unit_index)
+    if unit_index == 0:
+        return run.memory(run.embedding, itself=False)
+    if unit_index == len(spec.layers) + 1:
+        return run.memory(run.head)
+    layer = spec.layers[unit_index - 1]
+    what = cfg.training.checkpointing
+    is_rerun = what == "full" or (isinstance(what, list) and layer.kind in what)
+    if is_rerun or what == "operators":
+        return run.memory_recomputed(lambda x: run.layer(layer, x), what == "operators")
+    return run.memory(lambda x: run.layer(layer, x))
+
+
+class _Unit:
+    """One unit of a run, whose forward can be run on a tape."""
+
+    def __init__(self, cfg: RunConfig, hf: Any, spec: ModelSpec, unit_index: int) -> None:
+        self.cfg, self.hf, self.spec = cfg, hf, spec
+        self.tape = Tape()
+        self.hidden = hidden_dtype(cfg).itemsize
+        self.length = cfg.data.sequence_length // cfg.parallel.cp
+        self.num_shares = cfg.parallel.tp if cfg.parallel.sequence_parallel else 1
+        """Ranks of `tp` that share the tokens between blocks."""
+        numel = cfg.training.micro_batch_size * self.length * spec.hidden_size
+        self.x = self.tape.tensor(numel // self.num_shares, self.hidden)
+        if cfg.parallel.schedule in HALVING or _is_trained_below(hf, spec, unit_index):
+            self.x.slot = Slot(self.x.num_bytes)
+
+    def memory(self, forward: Callable[[Tensor], Tensor], itself: bool = True) -> UnitMemory:
+        """Return the memory of a unit; `itself`: it has hidden states for an input."""
+        tape, given = self.tape, self.x.num_bytes if itself else 0
+        before = tape.alive_bytes
+        tape.peak_bytes = 0
+        out = forward(self.x)
+        forward_bytes = tape.peak_bytes - before
+        kept, slot = given + tape.alive_bytes - before - out.num_bytes, out.slot
+        num_bytes = out.num_bytes
+        if slot is None:
+            return UnitMemory(0, forward_bytes, 0)
+        del out
+        gradient = Memory(tape, num_bytes)
+        return UnitMemory(kept, forward_bytes, self._backward(slot, [gradient]))
+
+    def memory_recomputed(
+        self, forward: Callable[[Tensor], Tensor], keeps_products: bool
+    ) -> UnitMemory:
+        """Return the memory of a layer that is computed again in its backward."""
+        tape, before = self.tape, self.tape.alive_bytes
+        tape.keeps, tape.keeps_products = False, keeps_products
+        tape.peak_bytes = 0
+        out = forward(self.x)
+        forward_bytes, num_bytes = tape.peak_bytes - before, out.num_bytes
+        if out.slot is None:
+            return UnitMemory(0, forward_bytes, 0)
+        del out
+        tape.forget()
+        kept = self.x.num_bytes + tape.alive_bytes - before
+        tape.keeps, tape.keeps_products, tape.takes_products = True, False, keeps_products
+        gradient = Memory(tape, num_bytes)
+        start = tape.alive_bytes
+        tape.peak_bytes = 0
+        slot = forward(self.x).slot
+        assert slot is not None
+        rerun = tape.peak_bytes - start
+        recomputed = tape.alive_bytes - start
+        return UnitMemory(
+            kept, forward_bytes, max(rerun, recomputed + self._backward(slot, [gradient]))
+        )
+
+    def _backward(self, slot: Slot, gradients: list[Memory]) -> int:
+        """Return what a backward adds at most; it takes the gradient from its caller."""
+        start, self.tape.peak_bytes = self.tape.alive_bytes, 0
+        self.tape.backward(slot, gradients.pop())
+        return max(0, self.tape.peak_bytes - start)
+
+    def layer(self, layer: LayerSpec, x: Tensor) -> Tensor:
+        """Return the output of a layer."""
+        return run_layer(self._block(layer.name, layer), layer, x, self.num_shares)
+
+    def embedding(self, x: Tensor) -> Tensor:
+        """Return embedded tokens, which the embedding keeps nothing of but their numbers."""
+        block = self._block(self.spec.embed, None)
+        (out,) = self.tape.run([block.weight("weight")], [(x.numel, self.hidden)])
+        if out.slot is None and x.slot is not None and self.cfg.parallel.schedule in HALVING:
+            out.slot = Slot(out.num_bytes)
+        return out
+
+    def head(self, x: Tensor) -> Tensor:
+        """Return the loss: the final norm, the head and the cross entropy."""
+        norm = self._block(self.spec.norm, None)
+        h = _norm(norm, "", x)
+        block = self._block(self.spec.head, None)
+        if self.cfg.training.loss == "plain":
+            logits = block.as_dtype(block.linear("", h), WIDE)
+            del h
+            shares = block.pointwise(logits, keeps_outputs=True)
+            return self.tape.run([shares], [(1, WIDE)])[0]
+        return _chunked_loss(block, h)
+
+    def _block(self, path: str, layer: LayerSpec | None) -> Block:
+        cfg, module = self.cfg, self.hf.get_submodule(path)
+        cast = autocast_dtype(cfg.training.precision)
+        cuts = {} if cfg.parallel.tp == 1 else self._cuts(path, layer)
+        parameters, adapters = _weights(module, cuts)
+        return Block(
+            self.tape,
+            parameters,
+            adapters,
+            self.hf.config,
+            cfg.training.micro_batch_size,
+            self.length,
+            self.hidden,
+            cast.itemsize if cast else None,
+            on_cpu=device_of(cfg) == "cpu",
+            rounds_last=(layer or self.spec.layers[0]).norms.rounds_last,
+            is_windowed=layer is not None and "sliding" in layer.kind,
+            is_transposed=any(isinstance(unwrapped(m), Conv1D) for m in module.modules()),
+            buffers=frozenset(name for name, _ in module.named_buffers()),
+        )
+
+    def _cuts(self, path: str, layer: LayerSpec | None) -> dict[str, tuple[int, int]]:
+        """Return the dim along which `tp` cuts each parameter, and the size that is left."""
+        tp = self.cfg.parallel.tp
+        if layer is None:
+            is_cut = path in (self.spec.embed, self.spec.head)
+            return {"weight": (0, -(-self.spec.vocab_size // tp))} if is_cut else {}
+        cuts = {}
+        for place, split in split_blocks(self.hf, layer, tp).items():
+            if split is not None:
+                block = self.hf.get_submodule(f"{path}.{place}")
+                for name, cut in parameter_cuts(block, split).items():
+                    cuts[f"{place}.{name}"] = cut.dim, cut.rows.local_size
+        return cuts
+
+
+def device_of(cfg: RunConfig) -> str:
+    """Return cpu or cuda: what a run file asks for, and else what a planner plans for."""
+    return "cpu" if cfg.training.device == "cpu" else "cuda"
+
+
+def _is_trained_below(hf: Any, spec: ModelSpec, unit_index: int) -> bool:
+    """Return whether the backward goes on below a unit."""
+    paths = [spec.embed, *(layer.name for layer in spec.layers)][:unit_index]
+    return any(p.requires_grad for path in paths for p in hf.get_submodule(path).parameters())
+
+
+def _weights(
+    module: nn.Module, cuts: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, Parameter], dict[str, Adapter]]:
+    """Return the parameters of a module by transformers' names, and its adapters by path."""
+    local: dict[nn.Parameter, Parameter] = {}
+    parameters = {}
+    for name, p in module.named_parameters():
+        shape = list(p.shape)
+        if name in cuts:
+            dim, size = cuts[name]
+            shape[dim] = size
+        local[p] = Parameter(tuple(shape), p.itemsize, p.requires_grad)
+        if not is_adapter(name) and ".original_module." not in name:
+            parameters[hf_name(name)] = local[p]
+    adapters = {}
+    for path, adapter in adapter_layers(module).items():
+        factors: list[Any] = [*adapter.lora_A.values(), *adapter.lora_B.values()]
+        if factors:
+            a, b = (local[factor.weight] for factor in factors)
+            adapters[path] = Adapter(a, b)
+    return parameters, adapters
+
+
+def run_layer(block: Block, layer: LayerSpec, x: Tensor, num_shares: int) -> Tensor:
+    """Return the output of a layer: norms, mixers, feed-forward and the residual sums.
+
+    `num_shares`: ranks that share the tokens between blocks.
+    """
+    norms = layer.norms
+    residual, h = x, x
+    del x
+    if f"{norms.before}.weight" in block.parameters:
+        h = _norm(block, norms.before, h)
+    h = _side_by_side(block, layer.mixers, h, num_shares)
+    is_after = f"{norms.after}.weight" in block.parameters
+    if is_after:
+        h = _norm(block, norms.between, h)
+    h = block.sum(residual, h)
+    if not layer.feed_forwards:
+        return h
+    residual = h
+    if not is_after:
+        h = _norm(block, norms.between, h)
+    h = _side_by_side(block, layer.feed_forwards, h, num_shares)
+    if is_after:
+        h = _norm(block, norms.after, h)
+    return block.sum(residual, h)
+
+
+def _norm(block: Block, name: str, x: Tensor) -> Tensor:
+    """Return a layer's or the final norm: a layer norm where it has a bias."""
+    prefix = f"{name}." if name else ""
+    size = block.parameters[f"{prefix}weight"].shape[0]
+    if f"{prefix}bias" in block.parameters:
+        return block.layer_norm(prefix, x, size)
+    return block.rms_norm(f"{prefix}weight", x, size)
+
+
+def _side_by_side(block: Block, blocks: Sequence[Any], x: Tensor, num_shares: int) -> Tensor:
+    """Return the sum of what blocks give for one input, which all ranks of `tp` have whole."""
+    if num_shares > 1:
+        (x,) = block.tape.run([x], [(x.numel * num_shares, x.itemsize)])
+    total: Tensor | None = None
+    for one in blocks:
+        assert one.kind.activations is not None, f"{one.kind.name} has no formula of its memory"
+        out = one.kind.activations(block.within(one.path), x)
+        total = out if total is None else block.sum(total, out)
+    assert total is not None
+    if num_shares > 1:
+        (total,) = block.tape.run([total], [(total.numel // num_shares, total.itemsize)])
+    return total
+
+
+def _chunked_loss(block: Block, x: Tensor) -> Tensor:
+    """Return the loss of a head that computes it in chunks; see kernels/linear_cross_entropy.
+
+    It keeps the gradients of its input and of a trained weight, in 32 bits. A chunk has its
+    logits in the dtype of products and in 32 bits, and the gradient that they give.
+    """
+    num_tokens, num_in = block.parameters["weight"].shape
+    rows = block.tape.run([x], [(x.numel, x.itemsize)])[0]
+    weight = block.weight("weight")
+    itemsize = block.cast or x.itemsize
+    chunk = (
+        min(CPU_ROWS, block.tokens)
+        if block.on_cpu
+        else max(1, min(block.tokens, CHUNK_BYTES // (num_tokens * WIDE)))
+    )
+    copied = 0 if itemsize == WIDE else WIDE
+    scratch = chunk * (num_tokens * (itemsize + copied) + num_in * itemsize)
+    if itemsize != x.itemsize:
+        scratch += (rows.numel + num_tokens * num_in) * itemsize
+    if copied and weight.slot is not None and block.on_cpu:
+        scratch += num_tokens * num_in * itemsize  # a product that is added to the gradient
+    kept = []
+    if rows.slot is not None:
+        kept.append(block.tape.tensor(rows.numel, WIDE))
+    if weight.slot is not None:
+        kept.append(block.tape.tensor(weight.numel, WIDE))
+    return block.tape.run([rows, weight], [(1, WIDE)], keeps=kept, forward=scratch)[0]

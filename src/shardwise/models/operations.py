@@ -1,0 +1,401 @@
+"""The operations of layers, with sizes in place of numbers: see tape.py.
+
+Each says what torch's or the project's own operation gives, what it keeps for its backward, and
+what it needs while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from shardwise.models.tape import Tape, Tensor, parameter
+
+WIDE = 4
+"""Bytes of a number in float32, in which norms, states and softmax are computed."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as a rank has it."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    is_trained: bool
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The factors of a LoRA adapter on a linear, as a rank has them."""
+
+    a: Parameter
+    b: Parameter
+
+
+@dataclass
+class Block:
+    """A block of a layer: its weights, the tokens that go through it, and the tape."""
+
+    tape: Tape
+    parameters: dict[str, Parameter]
+    """By their names in transformers."""
+    adapters: dict[str, Adapter]
+    """By the path of the linear."""
+    config: PretrainedConfig
+    rows: int
+    length: int
+    """Tokens of a row on this rank."""
+    hidden: int
+    """Bytes of a number of hidden states, between blocks."""
+    cast: int | None
+    """Bytes of a number in the dtype of autocast; None without it."""
+    on_cpu: bool = True
+    rounds_last: bool = False
+    """Norms multiply by their weight in 32 bits, and round after it."""
+    buffers: frozenset[str] = frozenset()
+    is_transposed: bool = False
+    """Its linears are transformers' Conv1D."""
+    is_windowed: bool = False
+    has_dropout: bool = False
+    documents: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch on this rank."""
+        return self.rows * self.length
+
+    def within(self, path: str) -> Block:
+        """Return a block in this one."""
+        start = f"{path}."
+        parameters = {
+            name.removeprefix(start): p
+            for name, p in self.parameters.items()
+            if name.startswith(start)
+        }
+        adapters = {
+            name.removeprefix(start): a
+            for name, a in self.adapters.items()
+            if name.startswith(start)
+        }
+        return Block(
+            self.tape,
+            parameters,
+            adapters,
+            self.config,
+            self.rows,
+            self.length,
+            self.hidden,
+            self.cast,
+            self.on_cpu,
+            self.rounds_last,
+            frozenset(name.removeprefix(start) for name in self.buffers if name.startswith(start)),
+            self.is_transposed,
+            self.is_windowed,
+            self.has_dropout,
+            self.documents,
+        )
+
+    def weight(self, name: str) -> Tensor:
+        """Return a parameter by its name."""
+        numel = prod(self.parameters[name].shape)
+        return parameter(numel, self.parameters[name].itemsize, self.parameters[name].is_trained)
+
+    def factors(self, name: str) -> list[Tensor]:
+        """Return the factors of the adapter at a path; none without one."""
+        if name not in self.adapters:
+            return []
+        pair = self.adapters[name]
+        return [parameter(prod(p.shape), p.itemsize, p.is_trained) for p in (pair.a, pair.b)]
+
+    @property
+    def top_k(self) -> int:
+        """Return the experts that a token is sent to."""
+        return self.config.num_experts_per_tok
+
+    # --------------------------------------------------------------------------- element by element
+
+    def as_dtype(self, x: Tensor, itemsize: int) -> Tensor:
+        """Return x in a dtype: x itself where it has that one."""
+        if x.itemsize == itemsize:
+            return x
+        return self.tape.run([x], [(x.numel, itemsize)])[0]
+
+    def pointwise(self, x: Tensor, keeps: Sequence[Tensor] = (), **options: Any) -> Tensor:
+        """Return a function of each number of x."""
+        return self.tape.run([x], [(x.numel, x.itemsize)], keeps=keeps, **options)[0]
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x * y by elements, y of the same numel or broadcast to it."""
+        keeps = [other for mine, other in ((x, y), (y, x)) if mine.slot is not None]
+        numel, itemsize = max(x.numel, y.numel), max(x.itemsize, y.itemsize)
+        factors = [self.promoted(z, itemsize) for z in (x, y)]
+        # The gradient of what was broadcast is a sum over one as large as the output.
+        is_summed = any(z.slot is not None and z.numel < numel for z in (x, y))
+        scratch = numel * itemsize if is_summed else 0
+        size, copied = [(numel, itemsize)], self.promotion_bytes(x, y)
+        return self.tape.run(factors, size, keeps=keeps, forward=copied, backward=scratch)[0]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Return x times a number."""
+        return self.pointwise(x)
+
+    def sum(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x + y."""
+        numel, itemsize = max(x.numel, y.numel), max(x.itemsize, y.itemsize)
+        terms = [self.promoted(z, itemsize) for z in (x, y)]
+        scratch = self.promotion_bytes(x, y)
+        return self.tape.run(terms, [(numel, itemsize)], passes=True, forward=scratch)[0]
+
+    def promoted(self, x: Tensor, itemsize: int) -> Tensor:
+        """Return x as an operand of a wider dtype; its gradient is rounded to its own."""
+        if x.itemsize == itemsize:
+            return x
+        wide = self.tape.run([x], [(x.numel, x.itemsize)], view=True)[0]
+        if wide.slot is not None:
+            wide.slot.num_bytes = x.numel * itemsize
+        return wide
+
+    def promotion_bytes(self, x: Tensor, y: Tensor) -> int:
+        """Return the bytes of the copy that a CPU makes of an operand of the narrower dtype."""
+        if x.itemsize == y.itemsize or not self.on_cpu:
+            return 0
+        return min((x, y), key=lambda z: z.itemsize).numel * max(x.itemsize, y.itemsize)
+
+    def view(self, x: Tensor) -> Tensor:
+        """Return x in another shape, whose gradient takes a copy: that of a transposed tensor."""
+        return self.tape.run([x], [(x.numel, x.itemsize)], view=True)[0]
+
+    def split(self, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return parts of x of so many elements per token each, in its memory."""
+        tokens = x.numel // sum(sizes)
+        parts = [(tokens * size, x.itemsize) for size in sizes]
+        return self.tape.run([x], parts, view=True)
+
+    def slice(self, x: Tensor, numel: int) -> Tensor:
+        """Return a part of x, whose gradient is padded with zeros to that of x."""
+        return self.tape.run([x], [(numel, x.itemsize)], view=True)[0]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return parts one after the other in new memory; their gradients are views of its."""
+        numel, itemsize = sum(x.numel for x in parts), max(x.itemsize for x in parts)
+        return self.tape.run(parts, [(numel, itemsize)])[0]
+
+    def rms_norm(self, name: str, x: Tensor, size: int, *, rounds_last: bool = False) -> Tensor:
+        """Return the root mean square norm of x over `size` features.
+
+        `rounds_last`: the product with the weight is in 32 bits too.
+        """
+        weight = self.weight(name)
+        wide = self.as_dtype(x, WIDE)
+        rounds_last = rounds_last or self.rounds_last
+        squares = self.pointwise(wide, [wide], backward=2 * wide.num_bytes)
+        (mean,) = self.tape.run([squares], [(wide.numel // size, WIDE)])
+        del squares
+        root = self.pointwise(mean, keeps_outputs=True)
+        normed = self.product(wide, root)
+        if rounds_last:
+            return self.as_dtype(self.product(normed, self.as_dtype(weight, WIDE)), x.itemsize)
+        return self.product(weight, self.as_dtype(normed, x.itemsize))
+
+    # ------------------------------------------------------------------------------ matrix products
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """Return what a linear gives, with its adapter if it has one."""
+        return self.linears((name,), x)[0]
+
+    def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
+        """Return what linears give that are called one after the other with x."""
+        adapted = [name for name in names if name in self.adapters]
+        outputs: dict[str, Tensor] = {}
+        for name in names:
+            if name in outputs:
+                continue
+            if name in self.adapters:
+                outputs |= zip(adapted, self._lora_linears(adapted, x))
+            else:
+                outputs[name] = self._plain_linear(name, x)
+        return [outputs[name] for name in names]
+
+    def _plain_linear(self, name: str, x: Tensor) -> Tensor:
+        weight, num_out = self.weight(_weight_of(name)), self.num_out(name)
+        x = self.as_dtype(x, self.cast or x.itemsize)
+        weight = self.as_dtype(weight, self.cast or weight.itemsize)
+        keeps = [x] if weight.slot is not None else []
+        if x.slot is not None:
+            keeps.append(weight)
+        size = x.numel // self.num_in(name) * num_out
+        return self.tape.run([weight, x], [(size, x.itemsize)], keeps=keeps, product=True)[0]
+
+    def _lora_linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
+        """Return what linears with adapters give, in one node; see kernels/lora_linear/fused.py."""
+        x = self.as_dtype(x, self.cast or x.itemsize)
+        adapters = [self.adapters[name] for name in names]
+        rank, num_in = adapters[0].a.shape[0], adapters[0].a.shape[1]
+        rows = x.numel // num_in
+        itemsize = self.cast or adapters[0].a.itemsize
+        h = self.tape.tensor(rows * rank * len(names), itemsize, product=True)
+        widths = [self.num_out(name) for name in names]
+        factors = [
+            parameter(p.shape[0] * p.shape[1], p.itemsize, p.is_trained)
+            for adapter in adapters
+            for p in (adapter.a, adapter.b)
+        ]
+        # The product with W comes first, then a new one with the adapter's added.
+        forward = rows * widths[-1] * x.itemsize
+        weights = sum(num_in * width for width in widths) * x.itemsize if self.cast else 0
+        backward = 2 * h.num_bytes + weights
+        if itemsize != x.itemsize:
+            forward = 2 * rows * widths[-1] * itemsize
+            backward += max(rows * num_in * (itemsize + x.itemsize), rows * max(widths) * itemsize)
+        return self.tape.run(
+            [x, *factors],
+            [(rows * width, x.itemsize) for width in widths],
+            keeps=[x, h],
+            forward=forward,
+            backward=backward,
+            product=True,
+        )
+
+    def num_out(self, name: str) -> int:
+        """Return the features that come out of a linear [out, in], or a Conv1D [in, out]."""
+        return self.parameters[_weight_of(name)].shape[1 if self.is_transposed else 0]
+
+    def num_in(self, name: str) -> int:
+        """Return the features that go into a linear [out, in], or a Conv1D [in, out]."""
+        return self.parameters[_weight_of(name)].shape[0 if self.is_transposed else 1]
+
+    def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return silu(gate) * up; see kernels/gated_activation."""
+        return self.tape.run([gate, up], [(up.numel, up.itemsize)], keeps=[gate, up])[0]
+
+    # ----------------------------------------------------------------------------- recurrent mixers
+
+    def gated_norm(self, name: str, x: Tensor, gate: Tensor) -> Tensor:
+        """Return the norm of x times an activation of its gate; see kernels/gated_norm.
+
+        It computes in 32 bits, the backward with four tensors of x's size beside the gradients.
+        """
+        weight = self.weight(name)
+        wide = x.numel * WIDE
+        copies = 0 if x.itemsize == WIDE else wide * 5 // 2
+        root = self.tape.tensor(x.numel // self.parameters[name].shape[0], WIDE)
+        return self.tape.run(
+            [x, weight, gate],
+            [(x.numel, x.itemsize)],
+            keeps=[x, gate, root],
+            forward=wide + copies,
+            backward=4 * wide + copies,
+        )[0]
+
+    def num_chunks(self, size: int) -> int:
+        """Return the chunks of a row."""
+        return -(-self.length // size)
+
+    # ------------------------------------------------------------------------------------ attention
+
+    def copied(self, x: Tensor) -> Tensor:
+        """Return a copy of x, as of a view that a product needs in one piece."""
+        return self.pointwise(x)
+
+    def viewed(self, x: Tensor) -> Tensor:
+        """Return x with heads before tokens: a view, whose gradient is copied back."""
+        return self.tape.run([x], [(x.numel, x.itemsize)], view=True)[0]
+
+    def rotated(self, x: Tensor, share: float) -> Tensor:
+        """Return x with a share of each head's features rotated by positions."""
+        angles = parameter(0, self.hidden, is_trained=False)
+        turned = x
+        if share < 1:
+            turned, rest = (
+                self.slice(x, int(x.numel * share)),
+                self.slice(x, int(x.numel * (1 - share))),
+            )
+        direct = self.product(turned, angles)
+        first, second = (self.slice(turned, turned.numel // 2) for _ in range(2))
+        half = self.joined([self.pointwise(second), first])
+        del first, second
+        total = self.sum(direct, self.product(half, angles))
+        del direct, half
+        if share < 1:
+            rest = self.as_dtype(rest, total.itemsize)
+            total = self.joined([total, rest])
+            total.is_head_major = True
+        return total
+
+    def fused_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, numel: int, size: int, mask_numel: int = 0
+    ) -> Tensor:
+        """Return the output of scaled_dot_product_attention, by heads of a size.
+
+        A mask is kept by each layer, as numbers of the dtype of q.
+        """
+        is_copied = self.on_cpu and (q.is_head_major or mask_numel > 0)
+        q, k, v = (self.as_dtype(x, self.cast or x.itemsize) for x in (q, k, v))
+        lse = self.tape.tensor(numel // size, WIDE, product=True)
+        mask = self.tape.tensor(mask_numel, q.itemsize)
+        # On a CPU gradients are added up in 32 bits, for all heads of queries.
+        scratch = numel * WIDE * (WIDE // q.itemsize) if self.on_cpu else 0
+        out = self.tape.run(
+            [q, k, v],
+            [(numel, v.itemsize)],
+            keeps=[q, k, v, lse, mask],
+            keeps_outputs=True,
+            backward=scratch,
+            product=True,
+        )[0]
+        # On a CPU the output may lie as the queries do; projections want tokens before heads.
+        return self.copied(out) if is_copied else out
+
+    def attention_of_latents(self, q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> Tensor:
+        """Return the output of attention whose values have another size than its keys.
+
+        No fused kernel on a CPU takes that: there all scores are kept, [B, N, T, T].
+        """
+        if not self.on_cpu:
+            return self.fused_attention(q, k, v, v.numel, v.numel // self.tokens // num_heads)
+        itemsize = self.cast or v.itemsize
+        q, k, v = (self.as_dtype(self.as_dtype(x, itemsize), WIDE) for x in (q, k, v))
+        q, k = self.scaled(q), self.scaled(k)
+        pairs = self.rows * num_heads * self.length * self.length
+        scores = self.tape.run(
+            [q, k], [(pairs, q.itemsize)], keeps=[q, k], forward=pairs, product=True
+        )[0]
+        shares = self.pointwise(scores, keeps_outputs=True, forward=pairs)
+        del scores
+        out = self.tape.run([shares, v], [(v.numel, v.itemsize)], keeps=[shares, v], product=True)[
+            0
+        ]
+        return self.as_dtype(self.copied(out), itemsize)
+
+    def activation(self, x: Tensor) -> Tensor:
+        """Return the activation of an MLP without a gate."""
+        keys = ("mlp_hidden_act", "hidden_act", "activation_function")
+        name = next(getattr(self.config, key) for key in keys if hasattr(self.config, key))
+        if name == "relu2":
+            positive = self.pointwise(x, keeps_outputs=True)
+            return self.pointwise(positive, [positive], backward=2 * x.num_bytes)
+        if name == "gelu_new":  # in torch's single operators
+            half = self.scaled(x)
+            cube = self.pointwise(x, [x], backward=2 * x.num_bytes)
+            inner = self.scaled(self.sum(x, self.scaled(cube)))
+            del cube
+            share = self.scaled(self.pointwise(inner, keeps_outputs=True))
+            del inner
+            return self.product(half, share)
+        return self.pointwise(x, [x])
+
+    def layer_norm(self, name: str, x: Tensor, size: int) -> Tensor:
+        """Return torch's layer norm of x, which keeps x and two numbers a row."""
+        x = self.as_dtype(x, WIDE if self.cast else x.itemsize)
+        moments = self.tape.tensor(2 * x.numel // size, WIDE)
+        weights = [self.weight(f"{name}{part}") for part in ("weight", "bias")]
+        return self.tape.run([x, *weights], [(x.numel, x.itemsize)], keeps=[x, moments])[0]
+
+
+def _weight_of(linear: str) -> str:
+    """Return the name of the weight of a linear; "" is the block itself."""
+    return f"{linear}.weight" if linear else "weight"

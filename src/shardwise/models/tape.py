@@ -1,0 +1,187 @@
+"""A forward and its backward in which tensors have sizes and no numbers.
+
+A kind of layer writes its forward down once more with the operations of this module
+(`Kind.activations`). A `Tensor` here takes memory for as long as Python refers to it, as torch's
+does, and what an operation keeps for its backward stays alive until that has run. So the same few
+lines say what a layer keeps, and the most that is alive at once in its forward and its backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class Memory:
+    """Bytes on a tape that are alive for as long as something refers to this object."""
+
+    __slots__ = ("num_bytes", "num_slots", "tape")
+
+    def __init__(self, tape: Tape, num_bytes: int) -> None:
+        self.tape, self.num_bytes, self.num_slots = tape, num_bytes, 0
+        tape.alive_bytes += num_bytes
+        tape.touch()
+
+    def __del__(self) -> None:
+        self.tape.alive_bytes -= self.num_bytes
+
+
+class Slot:
+    """Where the gradient of one output of an operation is added up."""
+
+    __slots__ = ("gradient", "is_leaf", "num_bytes")
+
+    def __init__(self, num_bytes: int, is_leaf: bool = False) -> None:
+        self.gradient: Memory | None = None
+        self.num_bytes, self.is_leaf = num_bytes, is_leaf
+
+    def add(self, gradient: Memory) -> None:
+        """Add a gradient: in place, unless another slot has the same memory."""
+        if self.is_leaf:
+            return  # The gradients of weights count elsewhere: what is added to them goes.
+        if self.gradient is not None:
+            if self.gradient.num_slots == 1:
+                return
+            gradient = Memory(gradient.tape, self.num_bytes)
+            self.clear()
+        self.gradient = gradient
+        gradient.num_slots += 1
+
+    def clear(self) -> None:
+        """Drop the gradient."""
+        if self.gradient is not None:
+            self.gradient.num_slots -= 1
+            self.gradient = None
+
+
+class Tensor:
+    """A tensor by its elements and bytes per element, and the slot of its gradient, if it has one.
+
+    `numel` of a view is less than what its memory has.
+    """
+
+    __slots__ = ("is_head_major", "itemsize", "memory", "numel", "slot")
+
+    def __init__(self, memory: Memory | None, numel: int, itemsize: int, slot: Slot | None) -> None:
+        self.memory, self.numel, self.itemsize, self.slot = memory, numel, itemsize, slot
+        self.is_head_major = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel * self.itemsize
+
+
+def parameter(numel: int, itemsize: int, is_trained: bool) -> Tensor:
+    """Return a weight, whose own bytes do not count here."""
+    slot = Slot(numel * itemsize, is_leaf=True) if is_trained else None
+    return Tensor(None, numel, itemsize, slot)
+
+
+@dataclass
+class _Node:
+    outputs: list[Slot]
+    inputs: list[Slot]
+    passes: bool
+    kept: list[Memory | None]
+    scratch_bytes: int
+
+
+@dataclass
+class Tape:
+    """What a forward has done, and what is alive of it."""
+
+    keeps: bool = True
+    """False: nothing is kept for the backward, as in a layer that will be computed again."""
+    alive_bytes: int = 0
+    peak_bytes: int = 0
+    products: deque[Memory] = field(default_factory=deque)
+    """Outputs of products that selective checkpointing keeps from the first forward."""
+    keeps_products: bool = False
+    takes_products: bool = False
+    _nodes: list[_Node] = field(default_factory=list)
+
+    def touch(self, scratch_bytes: int = 0) -> None:
+        """Count bytes that are alive only at this moment, beside all others."""
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes + scratch_bytes)
+
+    def tensor(self, numel: int, itemsize: int, product: bool = False) -> Tensor:
+        """Return a new tensor without a gradient."""
+        return Tensor(self._memory(product, numel * itemsize), numel, itemsize, None)
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[tuple[int, int]],
+        *,
+        keeps: Sequence[Tensor] = (),
+        forward: int = 0,
+        backward: int = 0,
+        view: bool = False,
+        passes: bool = False,
+        keeps_outputs: bool = False,
+        product: bool = False,
+        products: int = 0,
+    ) -> list[Tensor]:
+        """Run an operation and return its outputs, given as (elements, bytes of each).
+
+        `keeps`: what its backward reads. `forward` and `backward`: bytes that are alive only while
+        it runs, beside inputs and outputs and their gradients. `view`: outputs lie in the memory of
+        the first input. `passes`: the gradient of the output is that of every input.
+        `product`: selective checkpointing keeps the outputs. `products`: bytes of the outputs of
+        products within, which it keeps too.
+        """
+        self.touch(forward)
+        if view:
+            results = [Tensor(inputs[0].memory, *size, None) for size in outputs]
+        else:
+            results = [
+                Tensor(self._memory(product, n * size), n, size, None) for n, size in outputs
+            ]
+        if products and (self.keeps_products or self.takes_products):
+            self._memory(True, products)
+        self.touch(forward)
+        slots = [x.slot for x in inputs if x.slot is not None]
+        if slots:
+            for y in results:
+                y.slot = Slot(y.num_bytes)
+            kept = [x.memory for x in keeps] if self.keeps else []
+            if keeps_outputs and self.keeps:
+                kept += [y.memory for y in results]
+            made = [y.slot for y in results if y.slot is not None]
+            self._nodes.append(_Node(made, slots, passes, kept, backward))
+        return results
+
+    def _memory(self, product: bool, num_bytes: int) -> Memory:
+        if product and self.takes_products:
+            return self.products.popleft()
+        memory = Memory(self, num_bytes)
+        if product and self.keeps_products:
+            self.products.append(memory)
+        return memory
+
+    def backward(self, slot: Slot, gradient: Memory) -> None:
+        """Run the backward of everything, from the gradient of one output."""
+        slot.add(gradient)
+        del gradient
+        while self._nodes:
+            self._run_backward(self._nodes.pop())
+
+    def forget(self) -> None:
+        """Drop the graph."""
+        self._nodes.clear()
+
+    def _run_backward(self, node: _Node) -> None:
+        arrived = [slot.gradient for slot in node.outputs if slot.gradient is not None]
+        if not arrived:
+            return
+        if node.passes:
+            gradients = [arrived[0]] * len(node.inputs)
+        else:
+            gradients = [Memory(self, slot.num_bytes) for slot in node.inputs]
+            self.touch(node.scratch_bytes)
+        for slot, gradient in zip(node.inputs, gradients, strict=True):
+            slot.add(gradient)
+        for slot in node.outputs:
+            slot.clear()

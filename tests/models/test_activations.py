@@ -1,0 +1,250 @@
+"""The bytes of activations by formula, beside those that are counted in a forward and a backward."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from shardwise.batches import Batch
+from shardwise.config import Data, Lora, Model, Parallel, RunConfig, Training
+from shardwise.metrics.memory import PeakMemory
+from shardwise.models.activations import UnitMemory, unit_memory
+from shardwise.models.causal_lm import CausalLM
+from shardwise.models.families import family_of, spec_of
+from shardwise.models.kinds import KINDS
+from shardwise.models.load import fill, weights
+from shardwise.models.lora import adapter_weights, inject
+from shardwise.models.patches import patch
+from shardwise.models.spec import LayerSpec
+from shardwise.parallel.activation_checkpoint import recompute
+from tests.models.tiny import on_meta, tiny
+
+LENGTH = 256
+FAMILIES = (
+    "llama", "gpt2", "qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "jamba", "nemotron_h",
+    "lfm2", "jet_nemotron",
+)  # fmt: skip
+"""With every kind of block among their layers."""
+LORA = Lora(r=8, targets="all-linear")
+
+
+class Setting(NamedTuple):
+    lora: Lora | None = LORA
+    dtype: str = "float32"
+    precision: str = "float32"
+    checkpointing: Any = "none"
+
+
+def config(family: str, setting: Setting, length: int = LENGTH, **options: Any) -> RunConfig:
+    lora, dtype, precision, checkpointing = setting
+    training = Training(
+        output_dir="out",
+        micro_batch_size=1,
+        precision=precision,  # ty: ignore[invalid-argument-type]
+        checkpointing=checkpointing,
+        device="cpu",
+        loss=options.pop("loss", "auto"),
+    )
+    model = Model(tiny(f"tiny-{family}").path, init="random", dtype=dtype)  # ty: ignore[invalid-argument-type]
+    return RunConfig(model, Data("x", sequence_length=length), training, lora, Parallel(**options))
+
+
+class Part:
+    """A patched model on the CPU, and what its layers are called with."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        hf = on_meta(cfg.model)
+        self.spec = spec_of(hf.config, hf)
+        if cfg.lora:
+            inject(hf, cfg.lora, self.spec)
+        fill(hf, [*weights(hf, cfg.model, seed=0), *adapter_weights(hf, seed=0)])
+        self.part = CausalLM(hf, self.spec, family_of(hf), cfg)
+        patch(self.part, cfg, torch.device("cpu"))
+        recompute(hf, self.spec, cfg.training.checkpointing, self.part.dropout)
+        self.part.train()
+        self.hf, self.cfg = hf, cfg
+        tokens = torch.arange(cfg.data.sequence_length)[None] % self.spec.vocab_size
+        self.batch = Batch(tokens, tokens, torch.zeros_like(tokens), (0,), step=1)
+        self.calls: dict[str, Any] = {}
+        hooks = [
+            hf.get_submodule(layer.name).register_forward_pre_hook(
+                lambda _, args, kwargs, name=layer.name: self.calls.update({name: (args, kwargs)}),
+                with_kwargs=True,
+            )
+            for layer in self.spec.layers
+        ]
+        with torch.no_grad():
+            self.hidden = self.part.hidden_of(self.batch, {"input_ids": tokens})
+        for hook in hooks:
+            hook.remove()
+
+    def measured(self, layer: LayerSpec, needs_input: bool) -> UnitMemory:
+        """What one layer takes, alone, with gradients of weights that are there already."""
+        module = self.hf.get_submodule(layer.name)
+        args, kwargs = self.calls[layer.name]
+        x = args[0].detach().clone().requires_grad_(needs_input)
+
+        def forward() -> torch.Tensor:
+            with self.part.autocast(self.batch):
+                out = module(x, *args[1:], **kwargs)
+            return out[0] if isinstance(out, tuple) else out
+
+        return measured(forward, module, x.nbytes)
+
+
+class Last(torch.autograd.Function):
+    """0, whose gradient for its input is 1: made in the backward, and held by nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.ones(ctx.shape, dtype=ctx.dtype)
+
+
+def kept_bytes(memory: PeakMemory, out: torch.Tensor, input_bytes: int) -> int:
+    assert memory.exit_bytes is not None
+    assert memory.entry_bytes is not None
+    return memory.exit_bytes - memory.entry_bytes - out.nbytes + input_bytes
+
+
+def measured(forward: Any, module: torch.nn.Module, input_bytes: int) -> UnitMemory:
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    Last.apply(forward()).backward()
+    with PeakMemory(torch.device("cpu")) as memory:
+        out = forward()
+    kept = kept_bytes(memory, out, input_bytes)
+    loss, num_bytes = Last.apply(out), out.nbytes
+    del out
+    forward_bytes = memory.added_bytes()
+    with PeakMemory(torch.device("cpu")) as memory:
+        loss.backward()
+    return UnitMemory(kept, forward_bytes, memory.added_bytes() - num_bytes)
+
+
+def layers_of_every_kind(part: Part) -> list[tuple[int, LayerSpec]]:
+    """The highest layer of each kind: its input needs a gradient."""
+    kinds = {(layer.kind, layer.feed_forward): i for i, layer in enumerate(part.spec.layers)}
+    return [(i, part.spec.layers[i]) for i in kinds.values()]
+
+
+def close(formula: int, counted: int, relative: float) -> bool:
+    return abs(formula - counted) <= relative * counted
+
+
+SETTINGS = {
+    "lora": Setting(),
+    "attention": Setting(Lora(r=8, targets="attention")),
+    "full": Setting(None),
+    "autocast": Setting(precision="bfloat16"),
+    "bfloat16": Setting(None, dtype="bfloat16"),
+    "recomputed": Setting(checkpointing="full"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_keeps_what_its_formula_says(family, setting):
+    if setting == "attention" and family != "llama":
+        pytest.skip("the same weights as elsewhere")
+    part = Part(config(family, SETTINGS[setting]))
+    for place, layer in layers_of_every_kind(part):
+        formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
+        counted = part.measured(layer, needs_input=True)
+        assert close(formula.kept, counted.kept, 0.01), (layer.kind, formula, counted)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2", "kimi_linear"])
+def test_selective_checkpointing_keeps_the_outputs_of_products(family):
+    part = Part(config(family, Setting(None, checkpointing="operators")))
+    place, layer = layers_of_every_kind(part)[-1]
+    formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
+    module = part.hf.get_submodule(layer.name)
+    args, kwargs = part.calls[layer.name]
+    x = args[0].detach().clone().requires_grad_()
+    with PeakMemory(torch.device("cpu")) as memory:
+        out = module(x, *args[1:], **kwargs)
+    kept = kept_bytes(memory, out, x.nbytes)
+    assert close(formula.kept, kept, 0.02), (layer.kind, formula.kept, kept)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2", "olmo_hybrid", "jet_nemotron"])
+def test_the_most_that_is_alive(family):
+    part = Part(config(family, SETTINGS["lora"]))
+    for place, layer in layers_of_every_kind(part):
+        formula = unit_memory(part.cfg, part.hf, part.spec, place + 1)
+        counted = part.measured(layer, needs_input=True)
+        total = formula.kept + formula.backward, counted.kept + counted.backward
+        # Of a chunk of a recurrence it is known roughly how much is alive.
+        assert close(formula.forward, counted.forward, 0.02), (layer.kind, formula, counted)
+        assert close(*total, 0.05), (layer.kind, formula, counted)
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
+def test_the_head(loss, lora):
+    cfg = config("llama", Setting(lora), loss=loss)
+    part = Part(cfg)
+    last = len(part.spec.layers) + 1
+    formula = unit_memory(cfg, part.hf, part.spec, last)
+    norm, head = part.hf.get_submodule(part.spec.norm), part.hf.get_submodule(part.spec.head)
+    x = part.hidden.detach().clone().requires_grad_()
+    both = torch.nn.ModuleList([norm, head])
+    labels = part.batch.labels
+
+    def forward() -> torch.Tensor:
+        if loss == "plain":
+            logits = head(norm(x)).flatten(0, 1).float()
+            return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return head(norm(x), labels=labels)
+
+    counted = measured(forward, both, x.nbytes)
+    assert close(formula.kept, counted.kept, 0.02), (formula, counted)
+    assert close(formula.forward, counted.forward, 0.05), (formula, counted)
+
+
+def test_an_embedding_keeps_nothing():
+    cfg = config("llama", Setting(None))
+    part = Part(cfg)
+    memory = unit_memory(cfg, part.hf, part.spec, 0)
+    assert memory.kept == 0
+    assert memory.forward == part.hidden.nbytes
+    assert memory.backward >= part.hf.get_submodule(part.spec.embed).weight.nbytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_of_tp_and_cp_share_what_a_layer_keeps(family):
+    cfg = config(family, SETTINGS["full"])
+    hf = on_meta(cfg.model)
+    spec = spec_of(hf.config, hf)
+    hidden = 4 * LENGTH * spec.hidden_size
+    for place, layer in enumerate(spec.layers, 1):
+        whole = unit_memory(cfg, hf, spec, place).kept
+        tp = unit_memory(config(family, SETTINGS["full"], tp=2), hf, spec, place).kept
+        sp = config(family, SETTINGS["full"], tp=2, sequence_parallel=True)
+        # What blocks keep within is halved, what lies between them with sequence parallelism too.
+        assert whole / 2 <= tp < whole, layer.kind
+        assert unit_memory(sp, hf, spec, place).kept <= tp + hidden, layer.kind
+        cp = unit_memory(config(family, SETTINGS["full"], cp=2), hf, spec, place).kept
+        assert cp <= 0.51 * whole, layer.kind
+
+
+def test_what_is_below_the_adapters_keeps_nothing():
+    adapters = Lora(r=8, targets=["model.layers.2.self_attn.q_proj"])
+    cfg = config("llama", Setting(adapters))
+    hf = on_meta(cfg.model)
+    spec = spec_of(hf.config, hf)
+    inject(hf, adapters, spec)
+    kept = [unit_memory(cfg, hf, spec, place).kept for place in range(len(spec.layers) + 2)]
+    assert [num > 0 for num in kept] == [False, False, False, True, True, True]
+    assert kept[3] < kept[4]
+
+
+def test_every_kind_has_a_formula():
+    assert [kind.name for kind in KINDS if kind.activations is None] == []
