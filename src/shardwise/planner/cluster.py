@@ -1,4 +1,4 @@
-"""Devices, the links between them, and clusters of equal nodes: presets, or a calibrated machine."""
+"""Devices, links, and clusters of equal nodes: presets, or this machine as it was measured."""
 
 from __future__ import annotations
 
