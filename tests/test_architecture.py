@@ -95,14 +95,14 @@ EVERYONE = {
 }
 MOST_LINES = {
     "config keys run_file ranges batches interfaces layouts rules words": 3_100,
-    "cli commands library __main__ __init__": 1_000,
+    "cli commands library __main__ __init__": 1_070,
     "presets": 300,
     "assembly training checkpoint process launch": 5_900,
     "models": 8_400,
     "parallel": 3_300,
     "data": 3_760,
     "kernels": 6_900,
-    "planner schedule metrics": 4_150,
+    "planner schedule metrics": 5_230,
     "proof": 1_100,
     "benchmark report drawing records": 5_100,
 }
@@ -186,7 +186,7 @@ def test_budgets():
 def test_programs_that_measure_stay_few():
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "tests" / "gpu").glob("*.py")]
     lines = sum(num_lines(path) for path in programs if not path.name.startswith("test_"))
-    assert lines <= 3_550
+    assert lines <= 3_720
 
 
 def every_source() -> list[Path]:
