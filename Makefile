@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests at a time, some 3 GiB each. One more than two cores: ranks that wait leave a core idle.
 TESTERS ?= 3
 
-.PHONY: help setup demo study pipeline-split test test-quick pins package check format plan-grid parity gpu gpu-kernels gpu-jet-nemotron clean
+.PHONY: help setup demo study pipeline-split plan-times test test-quick pins package check format plan-grid parity gpu gpu-kernels gpu-jet-nemotron clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -43,6 +43,10 @@ study: setup  ## compare the strategies fairly, in rounds; goes on where it stop
 pipeline-split: setup  ## what pipelines gain that are cut by measured cost: rounds, charts, a table (about 15 idle minutes)
 	test -d runs/corpus || $(BIN)/python examples/corpus.py
 	$(BIN)/python tools/pipeline_split.py
+
+plan-times: setup  ## predicted step times beside measured ones, on this machine as calibrated (about 12 idle minutes)
+	test -d runs/corpus || $(BIN)/python examples/corpus.py
+	OMP_NUM_THREADS=1 $(BIN)/python tools/plan_times.py
 
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TESTERS) --dist loadfile --no-loadscope-reorder
 
