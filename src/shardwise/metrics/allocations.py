@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from shardwise.records.memory_parts import Event
 
 
@@ -23,6 +25,10 @@ class Recorder(Protocol):
 
     def start(self) -> None:
         """Start to record."""
+        ...
+
+    def address(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the address of a storage in events; None if it is on another device."""
         ...
 
     def mark(self) -> None:

@@ -149,6 +149,10 @@ class _ExactRecorder:
         # Its allocation is the first event. It is freed last.
         self._probe = torch.empty(1)
 
+    def address(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the address of a storage in events; None if it is on another device."""
+        return storage.data_ptr() if storage.device.type == "cpu" else None
+
     def mark(self) -> None:
         """Put a mark between the events so far and those that follow."""
         _put_marker(_MARK)
@@ -236,6 +240,10 @@ class _SampledRecorder:
         self._events: list[Event | None] = []
         self._sizes = self._alive()
         self._entry_bytes = self._alive_bytes = self._peak_bytes = sum(self._sizes.values())
+
+    def address(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the address of a storage in events; None if it is on another device."""
+        return storage.data_ptr() if storage.device.type == "cpu" else None
 
     def mark(self) -> None:
         """Record the changes since the last look, and put a mark behind them."""
