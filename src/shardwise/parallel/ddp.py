@@ -74,11 +74,5 @@ def sum_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """All-reduce one bucket as a sum, in float32. DDP's own hook would make a mean of it."""
     buffer = bucket.buffer()
-    summed = buffer.float()
-    future = dist.all_reduce(summed, group=group, async_op=True).get_future()
-
-    def copy(done: torch.futures.Future) -> torch.Tensor:
-        done.value()  # raises what went wrong
-        return buffer.copy_(summed)
-
-    return future.then(copy)
+    future = dist.all_reduce(buffer.float(), group=group, async_op=True).get_future()
+    return future.then(lambda done: buffer.copy_(done.value()[0]))

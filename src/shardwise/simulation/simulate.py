@@ -24,6 +24,7 @@ from shardwise.simulation.allocations import StorageRecorder
 from shardwise.simulation.moments import Moments
 from shardwise.simulation.tensors import SimulatedTensors
 from shardwise.training.measure import measure_memory
+from shardwise.training.step import forward_backward
 
 CPU = torch.device("cpu")
 
@@ -94,16 +95,20 @@ def _run(cfg: RunConfig, num_ranks: int, rank: int, sender: Connection) -> None:
 
 def simulate_here(cfg: RunConfig, num_ranks: int, rank: int) -> Simulated:
     """Do the work of `simulate` in this process, whose torch is left with a process group."""
+    is_gloo = cfg.training.device == "cpu"
     cfg = replace(cfg, training=replace(cfg.training, device="cpu"))
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     moments = Moments()
     recorder = StorageRecorder(moments.latest)
     with ExitStack() as stack:
         stack.enter_context(recorder.watching_resizes())
-        stack.enter_context(SimulatedTensors(recorder))
+        stack.enter_context(SimulatedTensors(recorder, copies_sums=is_gloo))
         mesh = build_mesh(cfg, CPU)
         job = build(cfg, mesh, Kept())
         batches = _batches(cfg, mesh, job)
+        if cfg.parallel.pp > 1:  # torch sets its stages up in the first step
+            forward_backward(job.pm, batches, mesh)
+            job.optimizer.zero_grad(set_to_none=True)
         moments.watch(job.pm)
         memory = measure_memory(job, batches, mesh, cfg, recorder)
     peak, parts = memory.peak_bytes[0], memory.parts[0]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed._tools.fake_collectives  # so that collectives take fake tensors
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._C._distributed_c10d import _create_work_from_future
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.config import UserError
 from shardwise.simulation.allocations import StorageRecorder
 
-_aten = torch.ops.aten
+_aten, _c10d = torch.ops.aten, torch.ops.c10d
 MOST_VALUES = 2**22
 """The elements of the largest tensor that has values: 4 million, or 32 MiB of whole numbers."""
 FEW_VALUES = 2**12
@@ -38,8 +39,13 @@ class SimulatedTensors(TorchDispatchMode):
     - A tensor with values into which one without is written keeps its values.
     """
 
-    def __init__(self, recorder: StorageRecorder) -> None:
+    def __init__(self, recorder: StorageRecorder, copies_sums: bool) -> None:
+        """Record storages by `recorder`.
+
+        `copies_sums`: whether a reduce-scatter copies what it sums, as gloo's does.
+        """
         super().__init__()
+        self._copies_sums = copies_sums
         self.recorder = recorder
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -70,6 +76,8 @@ class SimulatedTensors(TorchDispatchMode):
             return self._of_values(func, args, kwargs, tensors)
         if func is _aten._local_scalar_dense.default:
             return _number(args[0])
+        if func.namespace == "c10d":
+            return self._sent(func, args, tensors)
         with self._fake:
             result = func(*args, **kwargs)
         if func is _aten.topk.default:
@@ -82,6 +90,16 @@ class SimulatedTensors(TorchDispatchMode):
                 return args[0]
         return result
 
+    def _sent(self, func: Any, args: Sequence[Any], tensors: list[torch.Tensor]) -> Any:
+        """Return what an operator of a process group does, with a `Work` that keeps its tensors."""
+        if func is _c10d._reduce_scatter_base_.default and self._copies_sums:
+            with self._fake:
+                self.recorder.see(torch.empty_like(args[1]))
+        future = torch.futures.Future()
+        future.set_result(tensors)
+        work = _create_work_from_future(future).boxed()
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
     def _of_values(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
@@ -90,10 +108,14 @@ class SimulatedTensors(TorchDispatchMode):
         is_meta = any(tensor.is_meta for tensor in tensors)
         if (device is not None and device.type == "meta") or (is_meta and device is None):
             return func(*args, **kwargs)
-        if not is_meta and tensors and max(tensor.numel() for tensor in tensors) <= FEW_VALUES:
+        if not is_meta and func.namespace != "c10d" and tensors and max(tensor.numel() for tensor in tensors) <= FEW_VALUES:
             return func(*args, **kwargs)
         if not is_meta and (func.is_view or func.namespace == "c10d"):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is _c10d.recv_.default:
+                for tensor in args[0]:
+                    tensor.fill_(1)
+            return result
         with self._fake:
             result = func(*args, **kwargs)
         made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
