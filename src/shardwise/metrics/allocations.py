@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -38,3 +40,13 @@ class Recorder(Protocol):
     def stop(self) -> Allocations:
         """Stop, and return what was recorded."""
         ...
+
+
+@contextmanager
+def replaced(cls: type, name: str, value: Any) -> Generator[None]:
+    """Give a class another value for an attribute that it has inherited."""
+    setattr(cls, name, value)
+    try:
+        yield
+    finally:
+        delattr(cls, name)

@@ -13,15 +13,15 @@ import gc
 import os
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.profiler import record_function
 
-from shardwise.metrics.allocations import Allocations, Recorder
+from shardwise.metrics.allocations import Allocations, Recorder, replaced
 from shardwise.metrics.live_tensors import cpu_tensors, gradients, live_tensors, storages
 from shardwise.records.memory_parts import Event
 
@@ -144,7 +144,7 @@ class _ExactRecorder:
             key: weakref.finalize(storage, _put_marker, f"{_FREED}{storage.data_ptr()}")
             for key, storage in at_entry.items()
         }
-        self._watch.enter_context(_replaced(torch.UntypedStorage, "resize_", self._resize()))
+        self._watch.enter_context(replaced(torch.UntypedStorage, "resize_", self._resize()))
         self._profiler.start()
         # Its allocation is the first event. It is freed last.
         self._probe = torch.empty(1)
@@ -217,16 +217,6 @@ class _ExactRecorder:
             return result
 
         return resize_
-
-
-@contextmanager
-def _replaced(cls: type, name: str, value: Any) -> Generator[None]:
-    """Give a class another value for an attribute that it has inherited."""
-    setattr(cls, name, value)
-    try:
-        yield
-    finally:
-        delattr(cls, name)
 
 
 class _SampledRecorder:

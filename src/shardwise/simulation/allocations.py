@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.metrics.allocations import Allocations
+from shardwise.metrics.allocations import Allocations, replaced
 from shardwise.records.memory_parts import Event
 
 
@@ -47,7 +47,9 @@ class StorageRecorder:
         if known is not None and known.num_bytes == num_bytes:
             return
         self._num_seen += 1
-        reference = weakref.ref(storage, lambda _: self._forget(key)) if known is None else known.reference
+        reference = (
+            weakref.ref(storage, lambda _: self._forget(key)) if known is None else known.reference
+        )
         self._alive[key] = _Block(self._num_seen, num_bytes, reference)
         self._change(self._num_seen, num_bytes)
         if known is not None:  # resized: torch allocates, copies, and then frees
@@ -85,11 +87,10 @@ class StorageRecorder:
         """Stop, and return what was recorded."""
         return Allocations(self._events, self._entry_bytes, self._alive_bytes, self._peak_bytes)
 
-    @contextlib.contextmanager
-    def watching_resizes(self) -> Generator[None]:
-        """See storages that are resized, by which fsdp2 frees and regains gathered weights.
+    def watching_resizes(self) -> AbstractContextManager[None]:
+        """See storages that are resized, as fsdp2 frees and regains gathered weights.
 
-        torch dispatches no operator for that.
+        No dispatch mode sees that.
         """
         resize = torch.UntypedStorage.resize_
 
@@ -98,9 +99,4 @@ class StorageRecorder:
             self._see(storage)
             return result
 
-        # The method is inherited, so the class has none of its own before and after.
-        setattr(torch.UntypedStorage, "resize_", resize_)
-        try:
-            yield
-        finally:
-            delattr(torch.UntypedStorage, "resize_")
+        return replaced(torch.UntypedStorage, "resize_", resize_)

@@ -77,10 +77,7 @@ def measure_memory(
     def state() -> StateTensors:
         return state_tensors(job.pm.stored(), job.optimizer)
 
-    with (
-        PeakMemory(mesh.device, state, recorder) as peak,
-        dispatches if is_seen else nullcontext(),
-    ):
+    with PeakMemory(mesh.device, state, recorder) as peak, dispatches if is_seen else nullcontext():
         hooks = [hook for part in job.pm.parts for hook in _mark_forwards(part, peak)]
         pm = replace(job.pm, reduce_grads=(peak.mark, *job.pm.reduce_grads))
         forward_backward(pm, microbatches, mesh, job.loss_scale.scale)
