@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch.distributed._tools.fake_collectives  # functional collectives take fake tensors
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
-from torch._C._distributed_c10d import (
-    _create_work_from_future,  # ty: ignore[import-not-found]  # not in torch's stubs
-)
+from torch._C._distributed_c10d import _create_work_from_future  # ty: ignore[import-not-found]
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -124,10 +122,7 @@ class SimulatedTensors(TorchDispatchMode):
             self._recorder.see(self._shapes(torch.empty_like, args[1:2], {}))
         future = torch.futures.Future[list[torch.Tensor]]()
         future.set_result(tensors)
-        make_work: Any = getattr(
-            _distributed_c10d, "_create_work_from_future", None
-        )  # not in stubs
-        work = make_work(future).boxed()
+        work = _create_work_from_future(future).boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
 
