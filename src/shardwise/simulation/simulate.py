@@ -81,7 +81,7 @@ def check(cfg: RunConfig) -> None:
         "parallel.offload": (cfg.parallel.offload != "none", "it has the memory of one device"),
         "parallel.data fsdp1": (
             cfg.parallel.data == "fsdp1",
-            "torch compares addresses of flat parameters, and there are none",
+            "its parameters are views into flat ones, and torch's FakeTensor cannot fill them",
         ),
     }
     for key, (is_refused, reason) in refused.items():

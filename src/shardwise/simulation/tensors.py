@@ -87,13 +87,17 @@ class SimulatedTensors(TorchDispatchMode):
             return _number(args[0])
         if func.namespace == "c10d":
             return self._communicated(func, args, tensors)
+        if _writes_into_first(func) and not isinstance(args[0], FakeTensor):
+            return args[0]
         result = self._shapes(func, args, kwargs)
+        if isinstance(result, FakeTensor) and result.is_meta:
+            # PEFT makes adapters on the CPU and moves them to meta.
+            return torch.empty_strided(
+                result.shape, result.stride(), dtype=result.dtype, device="meta"
+            )
         if func is _aten.topk.default:
             dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
             return result[0], _in_turn(result[1], args[0].shape[dim])
-        is_in_place = func._schema.is_mutable and isinstance(result, torch.Tensor)
-        if is_in_place and "out" not in kwargs and not isinstance(args[0], FakeTensor):
-            return args[0]  # FakeTensorMode has made a fake copy of it, and returns that.
         return result
 
     def _with_values(
@@ -128,6 +132,13 @@ class SimulatedTensors(TorchDispatchMode):
 
 def _tensors(arguments: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+
+
+def _writes_into_first(func: Any) -> bool:
+    """Return whether an operator changes its first argument, a tensor, and returns it."""
+    returns, first = func._schema.returns, func._schema.arguments[0]
+    is_returned = len(returns) == 1 and returns[0].alias_info is not None
+    return is_returned and first.alias_info is not None and first.alias_info.is_write
 
 
 def _has_values(result: torch.Tensor, is_computed: bool) -> bool:
