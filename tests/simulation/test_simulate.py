@@ -48,7 +48,8 @@ def measure(cfg: RunConfig) -> tuple[int, dict[str, int]]:
         (Cell("llama", "single", "lora", 1, variant="checkpointing"), 1e-4),
         # Some kernels of torch take memory of their own on a CPU.
         (Cell("qwen3_5_text", "single", "lora", 1), 0.02),
-        (Cell("llama", "fsdp2", "lora", 2), 1e-4),
+        # gloo's buffers come and go in threads of its own: see PeakMemory.
+        (Cell("llama", "fsdp2", "lora", 2), 0.03),
         (Cell("llama", "zero2", "full", 2), 1e-4),
         (Cell("llama", "ddp", "lora", 2), 1e-4),
         (Cell("llama", "pp", "lora", 2, schedule="1f1b"), 1e-3),
