@@ -105,7 +105,7 @@ def show_one(console: Console, choice: Choice, question: Question, subject: Subj
 
 def simulate(console: Console, answer: Answer) -> None:
     """Print the peak of the first rank by simulation beside that by formulas."""
-    from shardwise.planner.simulation import simulate
+    from shardwise.simulation.simulate import simulate
     from shardwise.words import size
 
     best = answer.best

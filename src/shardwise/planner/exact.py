@@ -20,6 +20,7 @@ from shardwise.planner.candidates import (
     subject_of,
     title,
 )
+from shardwise.planner.cluster import HERE
 from shardwise.planner.peak import Memory, memory_of_rank
 from shardwise.planner.step_time import StepTime, time_of_step
 
@@ -99,7 +100,7 @@ class Exact:
         """Return the memory and time of a run that the rules allow."""
         question, num_ranks = self.question, self.question.num_ranks
         cluster, subject = question.cluster, self.subject
-        is_cpu = cluster.device.name.startswith("cpu")
+        is_cpu = cluster.device.name == HERE
         priced = replace(cfg, training=replace(cfg.training, device="cpu" if is_cpu else "cuda"))
         pipeline = pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None
         run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
