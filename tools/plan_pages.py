@@ -27,8 +27,8 @@ DOCS = Path(__file__).parents[1] / "docs" / "guides"
 PUBLISHED = MODELS.parent / "published.yaml"
 START, END = "<!-- tools/plan_pages.py -->", "<!-- end -->"
 CASES = (
-    ("fits on one device", "qwen3_5-0.8b", "1xRTX-4090", 1, None),
-    ("one node, slow links", "qwen3_5-9b", "8xRTX-4090", 1, None),
+    ("fits on one device", "qwen3_5-0.8b", "1xRTX4090", 1, None),
+    ("one node, slow links", "qwen3_5-9b", "8xRTX4090", 1, None),
     ("one node, fast links", "qwen3_5-9b", "8xH100-80GB", 1, None),
     ("does not fit on one device", "llama-3.1-70b", "8xH100-80GB", 1, None),
     ("several nodes, fast links", "llama-3.1-70b", "8xH100-80GB", 4, "400Gbps"),

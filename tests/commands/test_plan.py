@@ -11,7 +11,7 @@ import pytest
 from shardwise import cli
 from shardwise.run_file import load_config
 
-DEVICES = ["--devices", "2xRTX-4090", "--sequence", "128", "--tokens-per-step", "1K"]
+DEVICES = ["--devices", "2xRTX4090", "--sequence", "128", "--tokens-per-step", "1K"]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_what_it_writes_is_what_train_takes(folder, capsys):
     assert cfg.training.global_batch_size == 8
     assert Path(cfg.data.train).is_file()
     capsys.readouterr()
-    assert cli.main(["train", "run.yaml", "--dry-run", "--devices", "2xRTX-4090"]) == 0
+    assert cli.main(["train", "run.yaml", "--dry-run", "--devices", "2xRTX4090"]) == 0
     out = capsys.readouterr().out
     assert "fsdp2:2" in out
     assert re.search(r"weights +[\d.]+ [KM]iB", out)
@@ -50,7 +50,7 @@ def test_what_it_writes_is_what_train_takes(folder, capsys):
 
 def test_a_run_file_keeps_what_is_not_searched(folder):
     assert cli.main(["init"]) == 0
-    run = ["plan", "run.yaml", "--training.global_batch_size=4", "--devices", "2xRTX-4090"]
+    run = ["plan", "run.yaml", "--training.global_batch_size=4", "--devices", "2xRTX4090"]
     assert cli.main([*run, "--parallel.pp=2", "--write", "best.yaml"]) == 0
     before, after = load_config("run.yaml"), load_config("best.yaml")
     assert (after.data, after.optimizer) == (before.data, before.optimizer)
@@ -70,7 +70,7 @@ def test_all_as_data(capsys):
 
 def test_a_dry_run_that_does_not_fit_is_out_of_memory(capsys):
     assert cli.main(["init"]) == 0
-    options = ["--dry-run", "--devices", "1xRTX-4090", "--data.sequence_length=262144"]
+    options = ["--dry-run", "--devices", "1xRTX4090", "--data.sequence_length=262144"]
     assert cli.main(["train", "run.yaml", *options, "--training.loss=plain"]) == 3
     assert "does not fit" in capsys.readouterr().out
 
@@ -98,7 +98,7 @@ def test_a_dry_run_that_does_not_fit_is_out_of_memory(capsys):
         (["folder", *DEVICES], "folder"),
         (["unknown", *DEVICES], "qwen2 is not a family that shardwise knows"),
         (["quantised", *DEVICES], "the weights are quantised"),
-        (["llama-3.1-8b", "--devices", "1xRTX-4090", "--full"], "nothing fits on 1 x RTX-4090"),
+        (["llama-3.1-8b", "--devices", "1xRTX4090", "--full"], "nothing fits on 1 x RTX4090"),
     ],
     ids=lambda value: " ".join(value[:1] + value[7:]) if isinstance(value, list) else "",
 )

@@ -40,7 +40,7 @@ def question(
 
 @cache
 def small() -> Answer:
-    return search(question("tiny-qwen3_5", "4xRTX-4090"))
+    return search(question("tiny-qwen3_5", "4xRTX4090"))
 
 
 def test_every_choice_is_allowed_fits_and_is_in_order():
@@ -69,7 +69,7 @@ def test_what_the_rules_refuse_is_refused_in_their_words():
 
 
 def test_a_fixed_key_is_kept():
-    asked = question("tiny-qwen3_5", "4xRTX-4090")
+    asked = question("tiny-qwen3_5", "4xRTX4090")
     parallel = replace(asked.cfg.parallel, tp=2)
     answer = search(
         replace(
@@ -83,7 +83,7 @@ def test_a_fixed_key_is_kept():
 
 
 def test_a_fixed_size_that_no_rule_allows_is_refused():
-    asked = question("tiny-qwen3_5", "3xRTX-4090", rows=15)
+    asked = question("tiny-qwen3_5", "3xRTX4090", rows=15)
     parallel = replace(asked.cfg.parallel, tp=3)
     cfg = replace(asked.cfg, parallel=parallel)
     with pytest.raises(UserError, match="cannot be sharded evenly"):
@@ -91,19 +91,19 @@ def test_a_fixed_size_that_no_rule_allows_is_refused():
 
 
 def test_a_wanted_layout_is_the_only_one():
-    asked = question("tiny-qwen3_5", "8xRTX-4090")
+    asked = question("tiny-qwen3_5", "8xRTX4090")
     answer = search(replace(asked, wanted={"hsdp": (2, 2), "tp": (), "sp": ()}))
     assert {title(choice.candidate.division) for choice in answer.computed} == {"hsdp:2x2-tp:2-sp"}
 
 
 def test_rows_that_no_layout_divides():
-    asked = question("tiny-qwen3_5", "5xRTX-4090", rows=7, length=2047)
+    asked = question("tiny-qwen3_5", "5xRTX4090", rows=7, length=2047)
     with pytest.raises(UserError, match="no layout divides 7 rows"):
         search(asked)
 
 
 def test_a_run_as_it_stands_is_explained_and_checked():
-    asked = question("tiny-qwen3_5", "4xRTX-4090")
+    asked = question("tiny-qwen3_5", "4xRTX4090")
     cfg = replace(asked.cfg, parallel=replace(asked.cfg.parallel, data="fsdp2", tp=2))
     choice, _ = explain(replace(asked, cfg=cfg))
     assert (choice.title, choice.cfg) == ("fsdp2:2-tp:2", cfg)
@@ -112,7 +112,7 @@ def test_a_run_as_it_stands_is_explained_and_checked():
 
 
 def test_what_does_not_fit_on_one_device_is_sharded():
-    answer = search(question("llama-3.1-8b", "8xRTX-4090", lora=False))
+    answer = search(question("llama-3.1-8b", "8xRTX4090", lora=False))
     assert answer.best.memory.total <= answer.limit_bytes
     assert not answer.simpler["ddp"].fits
     assert answer.best.candidate.division.data == "fsdp2" or answer.best.cfg.parallel.tp > 1
@@ -139,7 +139,7 @@ def test_more_devices_never_need_more_memory(name):
     """At one micro-batch size, and so at equal work of a rank."""
     totals = []
     for number in (2, 4, 8):
-        asked = question("tiny-qwen3_5", f"{number}xRTX-4090")
+        asked = question("tiny-qwen3_5", f"{number}xRTX4090")
         cfg = replace(asked.cfg, parallel=replace(asked.cfg.parallel, data=name))
         totals.append(explain(replace(asked, cfg=cfg))[0].memory.total)
     assert totals == sorted(totals, reverse=True)

@@ -43,7 +43,7 @@ def costs_of(
     has one; UserError if it is damaged. Otherwise seconds are the FLOPs that the hardware runs over
     `flops_per_second`, and activations those of `models/activations.py`. With the default rate of 1
     seconds only compare with one another, which is all that a split needs. Weights, gradients and
-    optimizer states are exact. A tied weight counts at either end, unless both ends are on one rank.
+    optimizer states are exact. A tied weight counts at either end, unless both are on one rank.
     """
     costs = counted_costs(cfg, hf, spec, counts, num_shards, flops_per_second)
     keys = unit_keys(hf, spec, cfg.parallel.schedule)

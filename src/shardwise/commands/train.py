@@ -59,9 +59,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "the exit code is 3 where it does not fit",
     )
     parser.add_argument(
-        "--devices",
-        metavar="NxNAME",
-        help="for --dry-run: such as 8xH100-80GB (default: this machine)",
+        "--devices", metavar="NxNAME", help="for --dry-run, such as 8xH100-80GB (default: here)"
     )
     parser.add_argument(
         "--nodes", type=int, default=1, metavar="N", help="for --dry-run: nodes of these devices"

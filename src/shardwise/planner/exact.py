@@ -100,7 +100,7 @@ class Exact:
         """Return the memory and time of a run that the rules allow."""
         question, num_ranks = self.question, self.question.num_ranks
         cluster, subject = question.cluster, self.subject
-        is_cpu = cluster.device.name == HERE
+        is_cpu = cluster.device.name in (HERE, "CPU-core")
         priced = replace(cfg, training=replace(cfg.training, device="cpu" if is_cpu else "cuda"))
         pipeline = pipeline_of(cfg, num_ranks) if cfg.parallel.pp > 1 else None
         run = replace(subject.run, sizes=axis_sizes(cfg, num_ranks), pipeline=pipeline)
@@ -112,7 +112,7 @@ class Exact:
             memory_of_rank(priced, run, first | {"pp": stage}, boundaries) for stage in stages
         ]
         memory = max(memories, key=lambda memory: memory.total)
-        time = time_of_step(priced, run, cluster, boundaries)
+        time = time_of_step(cfg, run, cluster, boundaries)
         tokens = cfg.training.global_batch_size * cfg.data.sequence_length / time.total
         mfu = utilization(self.flops_per_token, tokens, peak_of(question), num_ranks)
         fits = memory.total <= usable_bytes(question)
